@@ -14,7 +14,8 @@ MODEL := .cache/smollm2
 UV_INSTALL := $(BIN)/uv pip install --quiet --python
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
-PARALLEL := -n logical --maxprocesses 8 --dist worksteal
+# Tests wait for processes, so one more runs than there are cores.
+PARALLEL := -n $(shell "$(PYTHON)" -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))') --dist worksteal
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 LOGS := ../shared/data/harness_logs
 PAGE := pipelines/view/page

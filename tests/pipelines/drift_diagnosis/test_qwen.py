@@ -8,6 +8,8 @@ from rollout_io.retokenize import load_tokenizer
 from tests.helpers.drift_helpers import only_break, steps_of
 from tests.helpers.qwen import chat_template_of, save_qwen3
 
+pytestmark = pytest.mark.slow
+
 ASKED = [{"role": "user", "content": "2+2?"}]
 AGAIN = {"role": "user", "content": "Sure?"}
 

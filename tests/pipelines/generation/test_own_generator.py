@@ -23,6 +23,8 @@ from tests.helpers.rl_helpers import HERE as RL
 from tests.helpers.rl_helpers import config_of, lines_of, replay, rows_of, save_model, weights_of
 from trainer import rl
 
+pytestmark = pytest.mark.slow
+
 HERE = "tests.pipelines.generation.test_own_generator"
 LEFT_OUT = {"metrics", "error", "rewards", "source", "messages", "response_text"}
 

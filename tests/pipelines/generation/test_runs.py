@@ -113,6 +113,7 @@ def test_another_configuration_does_not_go_on_with_a_dataset(
         generate_with(SpyEngine(model, tokenizer), foreign)
 
 
+@pytest.mark.slow
 def test_one_seed_one_dataset(tmp_path, model, tokenizer, model_dir):
     tables = []
     for name in ("a", "b", "c"):

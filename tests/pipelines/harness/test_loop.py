@@ -32,6 +32,8 @@ from trainer import rl
 from trainer.engine.embedded import TransformersEngine
 from trainer.models.policy import load_policy
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, tokenizer):

@@ -86,6 +86,7 @@ def test_some_informational_responses_before_each_answer_are_passed_over(tmp_pat
         assert [asked(url, "a", TEXT) for _ in range(3)] == [(200, "{}")] * 3
 
 
+@pytest.mark.slow
 def test_a_stream_that_passes_the_bound_is_recorded_as_that(tmp_path):
     with (
         hostile() as engine,

@@ -5,6 +5,8 @@ import pytest
 from rollout_io import Choices, convert, scan
 from tests.helpers.view_helpers import Asked
 
+pytestmark = pytest.mark.slow
+
 LOGS = {
     "claude code": ("claude_code/simonw.sample_session.jsonl", True),
     "harbor": ("harbor/golden/terminus_2", True),

@@ -94,6 +94,7 @@ def test_a_tokenizer_of_other_ids_is_refused_by_name(edit, smollm2_dir, tmp_path
     assert not (tmp_path / "ds").exists()
 
 
+@pytest.mark.slow
 def test_a_response_is_decoded_where_no_token_has_text(smollm2_dir, tmp_path):
     records = [json.loads(line) for line in CHAT.read_text().splitlines()]
     for record in records:
@@ -185,6 +186,7 @@ def test_the_fingerprint_is_of_the_ids_and_of_nothing_else(smollm2_dir, tmp_path
     assert other.vocab_size == 49_153
 
 
+@pytest.mark.slow
 def test_words_tell_tokenizers_apart_where_a_harness_keeps_no_verbatim_text(smollm2_dir, tmp_path):
     logs = [ROOT / "examples" / "verifiers" / "traces.jsonl"]
     given = Choices(tokenizer=str(smollm2_dir))

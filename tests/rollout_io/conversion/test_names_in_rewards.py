@@ -100,6 +100,7 @@ def test_a_failed_run_that_made_no_call_needs_its_full_name(tmp_path):
     assert refusal([log], tmp_path / "ds", choices).rule == "session_name"
 
 
+@pytest.mark.slow
 def test_a_session_of_claude_code_is_named_as_its_log_and_inspect_name_it(
     harness_logs, smollm2_dir, tmp_path, capsys
 ):

@@ -116,6 +116,7 @@ def test_tokens_that_were_cut_to_the_trainers_length_are_no_contradiction(tmp_pa
     assert len(read_log([path])["response_ids"][0]) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("log", TEXTS)
 def test_the_text_of_every_format_tells_a_wrong_tokenizer(log, smollm2_dir, tmp_path):

@@ -28,6 +28,8 @@ from tests.helpers.adapter_helpers import convert_with, planned
 from tests.helpers.line_log_helpers import save_template
 from tests.helpers.mutations import damaged, possible_counts
 
+pytestmark = pytest.mark.slow
+
 MAX_BYTES, MAX_SECONDS = 100_000, 10
 NUM_ORDINARY, NUM_NIGHTLY = 500, 20_000
 PEERS = ROOT / "tests" / "data" / "peers"

@@ -393,6 +393,7 @@ def test_what_a_template_drops_is_refused(refused, template, fields, rule, got):
     assert got in error.got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_file_keeps_every_item_and_tool(harness_logs, tmp_path, choices, tokenizer, name):
     path, out = harness_logs / name, tmp_path / "ds"

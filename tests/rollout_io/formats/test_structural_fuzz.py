@@ -30,7 +30,7 @@ GYM_IDS = re.compile(rb'"generation_token_ids": \[\d')
 """Ids of NeMo Gym's logs, most of which are those of another tokenizer."""
 
 NOT_SAVED = (ValueError, TypeError, OverflowError, NotImplementedError, AttributeError)
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

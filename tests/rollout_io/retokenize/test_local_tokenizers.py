@@ -17,6 +17,8 @@ from rollout_io.retokenize.local import find_tokenizer, tokenizer_directory
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import SHOP, refusal, write
 
+pytestmark = pytest.mark.slow
+
 NAME = "acme/tiny-instruct"
 CHAT = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 

@@ -313,6 +313,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, model, monkeypatch, caps
     assert how in said
 
 
+@pytest.mark.slow
 def test_failed_trajectories_stay_and_an_iteration_of_nothing_else_ends_the_run(tmp_path, model):
     failing = {"environment": f"{HERE}:Failing"}
     config = config_of(tmp_path, model, generate=failing, num_tasks=2)
@@ -332,6 +333,7 @@ def test_failed_trajectories_stay_and_an_iteration_of_nothing_else_ends_the_run(
     assert rows_of(config_of(tmp_path / "b", model), 0)["error"].null_count() == 0
 
 
+@pytest.mark.slow
 def test_groups_without_variance_are_dropped_and_others_sampled_in_their_place(
     tmp_path, model, monkeypatch
 ):

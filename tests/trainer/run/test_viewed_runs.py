@@ -17,6 +17,8 @@ from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
 from tests.helpers.view_helpers import Asked
 from trainer.config.train_config import TrainConfig
 
+pytestmark = pytest.mark.slow
+
 ONE = {
     "advantages": "advantage",
     "weights": "weight",
