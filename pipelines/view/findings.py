@@ -185,7 +185,9 @@ def _typed(frame: pl.DataFrame, path: str, kind: Kind) -> pl.DataFrame:
         columns.append(cast)
     declared = {column.name for column in COLUMNS[kind]}
     if kind == "shares":
-        columns += [s for s in frame if s.name not in declared and s.dtype.is_numeric()]
+        others = [name for name in frame.columns if name not in declared]
+        # Polars panics when it exports a column with NUL in its name.
+        columns += [frame[n] for n in others if frame[n].dtype.is_numeric() and "\0" not in n]
     return pl.DataFrame(columns)
 
 

@@ -64,13 +64,14 @@ class Dataset:
         self._index: TrajectoryIndex | None = None
 
     @property
+    def added(self) -> list[str]:
+        """Columns that verdicts and shares add to the table of trajectories."""
+        return [*(() if self.verdicts is None else (FAULTS, FAULT_NATS)), *self.shares]
+
+    @property
     def warnings(self) -> list[str]:
         """Sentences about columns that the page cannot show."""
-        computed = {
-            *COMPUTED,
-            *self.shares,
-            *(() if self.verdicts is None else (FAULTS, FAULT_NATS)),
-        }
+        computed = {*COMPUTED, *self.added}
         hidden = [field.name for field in self.reader.schema if field.name in computed]
         end = "because the viewer computes a column of this name. Rename it in the dataset."
         return [f"{self.name}: the column {name} is not shown, {end}" for name in hidden]
@@ -170,6 +171,7 @@ class Dataset:
             "tokenizer": self.tokenizer,
             "layout": read_layout(self.path),
             "num_verdicts": 0 if self.verdicts is None else len(self.verdicts),
+            "added": self.added,
         }
 
 

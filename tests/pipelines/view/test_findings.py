@@ -243,6 +243,13 @@ def test_another_parquet_file_is_refused(folder, tmp_path, dropped, words, capsy
     assert "Hint: pass a dataset, a run, or a table that" in said
 
 
+def test_a_column_that_cannot_be_exported_is_left_out(folder, tmp_path):
+    columns = {"norm\0": [1.0] * 4, "<b>norm</b>": [2.0] * 4, "note": ["text"] * 4}
+    path = write_shares(tmp_path / "b.parquet", shares_of(folder / "ds"), **columns)
+    found = Asked(folder / "ds", path)("/api/shares/s0")
+    assert found.columns[-2:] == ["share", "<b>norm</b>"]
+
+
 def test_a_table_without_its_dataset_is_refused(folder):
     with pytest.raises(RolloutError, match=r"no dataset is given. \[view_table\]"):
         Asked(folder / "verdicts.parquet")

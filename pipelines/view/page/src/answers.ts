@@ -157,6 +157,10 @@ export interface Dataset {
   columns: Column[];
   tokenizer: string | null;
   layout: string;
+  /** Verdicts of audits about its rows. */
+  num_verdicts: number;
+  /** The columns that verdicts and shares add to its table. */
+  added: string[];
 }
 
 export interface Run {
@@ -172,9 +176,20 @@ export interface Run {
   samples: boolean | null;
 }
 
+/** A table of shares in an update. */
+export interface Shares {
+  id: string;
+  name: string;
+  run: string | null;
+  update: number;
+  column: string;
+  num_rows: number;
+}
+
 export interface Sources {
   datasets: Dataset[];
   runs: Run[];
+  shares: Shares[];
   warnings: string[];
   /** What a report was made with. */
   export?: { where: string | null; limit: number };
@@ -339,6 +354,28 @@ export function conversation(dataset: string, trajectory: string): Promise<Conve
 export function tokens(dataset: string, trajectory: string, step: number, joined: Joined): Promise<Table> {
   const of = { trajectory_id: trajectory, step_index: step, ...joined };
   return arrow(datasetPath(dataset, "tokens"), of);
+}
+
+/** A verdict; positions count response tokens. */
+export interface Span {
+  start: number;
+  end: number;
+  kind: string;
+  is_fault: boolean;
+  meaning: string | null;
+  reason: string | null;
+  swap_position: number | null;
+  log_likelihood_ratio: number | null;
+}
+
+/** The verdicts about a row, in the order of their positions. */
+export function verdicts(dataset: string, trajectory: string, step: number): Promise<{ spans: Span[] }> {
+  return json(datasetPath(dataset, "verdicts"), { trajectory_id: trajectory, step_index: step });
+}
+
+/** The rows with the largest shares, + or −. */
+export function topShares(shares: string): Promise<Table> {
+  return arrow(`/api/shares/${encodeURIComponent(shares)}`, { limit: 100 });
 }
 
 function runPath(run: string, name: string): string {

@@ -105,7 +105,7 @@ const MOST = 1000;
 function CopyDialog({ onClose }: { onClose: () => void }): JSX.Element {
   const { dataset, place, selection } = useSession();
   const pins = pinsOf(place);
-  const byName = pins.length === 0 && usesComputed(selection.where) && !isReport;
+  const byName = pins.length === 0 && usesComputed(selection.where, dataset?.added) && !isReport;
   const found = useAnswer(byName && dataset !== null ? `${dataset.id} ${selection.where}` : null, () =>
     trajectories(dataset!.id, { ...selection, sort: "" }, 0, MOST));
   if (dataset === null) return <Dialog title="Copy the selection" onClose={onClose}>There is no dataset.</Dialog>;

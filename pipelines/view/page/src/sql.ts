@@ -29,9 +29,9 @@ const COMPUTED = "num_rows|return|prompt_tokens|response_tokens|trained_tokens|l
 const OF_TRAJECTORY = new RegExp(`^(?:${COMPUTED}|instance_id|trajectory_id|repetition_id)$`);
 const OVER = " OVER (PARTITION BY trajectory_id)";
 
-/** Whether a filter uses columns that only the viewer has. */
-export function usesComputed(where: string): boolean {
-  return new RegExp(`\\b(?:${COMPUTED})\\b`).test(where.replace(/'(?:[^']|'')*'/g, ""));
+/** Whether a filter uses columns that only the viewer has: those it computes, and those of verdicts and shares. */
+export function usesComputed(where: string, added: string[] = []): boolean {
+  return new RegExp(`\\b(?:${[COMPUTED, ...added].join("|")})\\b`).test(where.replace(/'(?:[^']|'')*'/g, ""));
 }
 
 /** The condition that a brush writes, and what finds it again in a filter. */

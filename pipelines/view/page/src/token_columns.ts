@@ -83,6 +83,9 @@ const COLUMNS: [name: string, title: string, help: string, kind: Kind][] = [
   ["policy_version", "policy version", "weights that sampled it", number],
 ];
 
+/** Start of the names of columns with shares; the number of the update follows. */
+export const SHARE = "share_of_update_";
+
 const IN_NATS = new Set(["rollout_logprob", "old_logprob", "logprob", "ref_logprob", "difference", "ref_difference", "entropy"]);
 
 function numbersOf(table: Table, name: string): Float64Array | null {
@@ -102,10 +105,18 @@ function difference(a: Float64Array | null, b: Float64Array | null): Float64Arra
   return a.map((value, at) => value - b[at]!);
 }
 
+/** "share of update 3"; of a second table about it, "share of update 3 (2)". */
+export function shareTitle(name: string): string {
+  const [update, again] = name.slice(SHARE.length).split("_");
+  return `share of update ${update}${again === undefined ? "" : ` (${again})`}`;
+}
+
 /** The columns that have a value in this row. */
 export function tokenColumns(table: Table): TokenColumn[] {
   const found: TokenColumn[] = [];
-  for (const [name, title, help, kind] of COLUMNS) {
+  const shares = table.schema.fields.map((field) => field.name).filter((name) => name.startsWith(SHARE));
+  const ofShares = shares.map((name): (typeof COLUMNS)[number] => [name, shareTitle(name), "by rollouts blame; negative: against the step", far]);
+  for (const [name, title, help, kind] of [...COLUMNS, ...ofShares]) {
     let values: Float64Array | null;
     if (name === "difference") values = difference(numbersOf(table, "logprob"), numbersOf(table, "rollout_logprob"));
     else if (name === "ref_difference") values = difference(numbersOf(table, "logprob"), numbersOf(table, "ref_logprob"));

@@ -5,19 +5,22 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { go, pinsOf, textsIn, togglePin } from "../address";
 import {
   type AnswerError,
+  type Dataset,
   histogram,
   isReport,
   type Row,
+  type Shares,
   trajectories,
   type Value,
   type Window,
 } from "../answers";
 import { Histogram } from "../histogram";
 import { useKeys } from "../keys";
-import { asError, Cell, Empty, Failure, Num, useAnswer } from "../parts";
+import { asError, Cell, Empty, Failure, Num, Text, useAnswer } from "../parts";
 import { useSession } from "../session";
 import { equals, hasCondition, rangeOf, withCondition, withoutCondition } from "../sql";
 import { plain, short } from "../text";
+import { shareTitle } from "../token_columns";
 import { type Head, VirtualTable } from "../virtual_table";
 
 const CHUNK = 100;
@@ -38,12 +41,26 @@ const TITLES: Record<string, [string, string]> = {
   policy_version: ["policy version", "policy_version: the oldest weights that sampled it"],
   agents: ["agents", "Whose calls these are"],
 };
+const ADDED_TITLES: Record<string, [string, string]> = {
+  faults: ["faults", "faults: what an audit found in its rows; none: audited without a fault"],
+  fault_nats: ["certainty of faults, nats", "fault_nats: the largest log-likelihood ratio of a fault to the label"],
+};
 const NUMBERS = new Set(["repetition_id", "num_rows", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
-const CHARTED = ["return", "response_tokens", "num_rows", "stop_reason"];
+const CHARTED = ["return", "response_tokens", "num_rows", "stop_reason", "faults"];
 const ORDER = ["trajectory_id", "instance_id", "repetition_id", "return"];
 
-function ordered(columns: string[]): string[] {
-  return [...ORDER.filter((name) => columns.includes(name)), ...columns.filter((name) => !ORDER.includes(name))];
+/** Title and explanation of a column. */
+function titleOf(name: string, { added }: Dataset, shares: Shares[]): [string, string] {
+  if (added.includes(name)) {
+    const file = shares.find((one) => one.column === name)?.name ?? "";
+    return ADDED_TITLES[name] ?? [shareTitle(name), `${name}: the sum of its rows' shares of the update (${plain(file, 60)})`];
+  }
+  return TITLES[name] ?? [name, `${name}: a column of your own (the last row's value)`];
+}
+
+function ordered(columns: string[], added: string[]): string[] {
+  const first = [...ORDER, ...added];
+  return [...first.filter((name) => columns.includes(name)), ...columns.filter((name) => !first.includes(name))];
 }
 
 /** Windows of the selection, fetched when they come into sight. */
@@ -155,13 +172,13 @@ export function TableView(): JSX.Element {
   ]);
   if (dataset === null) return <Empty>There is no dataset to show.</Empty>;
 
-  const columns = ordered(facts?.columns ?? Object.keys(TITLES)).filter((name) => name !== "repetition_id" && name !== "instance_id");
+  const columns = ordered(facts?.columns ?? [...Object.keys(TITLES), ...dataset.added], dataset.added).filter((name) => name !== "repetition_id" && name !== "instance_id");
   const kinds = new Map(dataset.columns.map((column) => [column.name, column.kind]));
   const heads: Head[] = columns.map((name) => ({
     name,
-    title: TITLES[name]?.[0] ?? name,
-    help: TITLES[name]?.[1] ?? `${name}: a column of your own (the last row's value)`,
-    numeric: NUMBERS.has(name) || kinds.get(name) === "number",
+    title: titleOf(name, dataset, sources.shares)[0],
+    help: titleOf(name, dataset, sources.shares)[1],
+    numeric: dataset.added.includes(name) ? name !== "faults" : NUMBERS.has(name) || kinds.get(name) === "number",
   }));
   const onSort = (name: string): void => {
     const same = selection.sort === name;
@@ -221,7 +238,7 @@ export function TableView(): JSX.Element {
           rowName={(index) => (row(index)?.trajectory_id as string | undefined) ?? null}
           cells={(index) => {
             const values = row(index);
-            return values === null ? null : columns.map((name) => cellOf(name, values[name] ?? null, open, index));
+            return values === null ? null : columns.map((name) => name === "faults" && dataset.added.includes(name) ? <Faults value={values[name] ?? null} /> : cellOf(name, values[name] ?? null, open, index));
           }}
           isChosen={(index) => index === cursor || (cursor === null && row(index)?.trajectory_id === place.trajectory)}
           isPinned={(index) => pins.includes(String(row(index)?.trajectory_id))}
@@ -235,6 +252,18 @@ export function TableView(): JSX.Element {
         />
       )}
     </section>
+  );
+}
+
+/** A badge for each kind of fault. */
+function Faults({ value }: { value: Value }): JSX.Element {
+  if (typeof value !== "string") return <Cell value={value} name="faults" />;
+  return (
+    <span data-name="faults" data-value={value}>
+      {value.split(", ").map((kind) => (
+        <span key={kind} class={kind === "none" ? "badge quiet" : "badge bad"}><Text value={kind.replaceAll("_", " ")} /></span>
+      ))}
+    </span>
   );
 }
 
@@ -330,7 +359,8 @@ function Chart({ column }: { column: string }): JSX.Element | null {
   const { dataset, selection } = useSession();
   const { where } = selection;
   const key = dataset === null ? null : JSON.stringify([dataset.id, column, where]);
-  const hasOneRow = dataset !== null && dataset.num_rows === dataset.num_trajectories;
+  // What verdicts and shares add has one value for a trajectory.
+  const hasOneRow = dataset !== null && (dataset.num_rows === dataset.num_trajectories || dataset.added.includes(column));
   const answer = useAnswer(key, () => histogram(dataset!.id, column, where), true);
   if (answer.state === "refused") return null;
   if (answer.value === undefined) return <figure class="histogram" aria-busy="true" />;

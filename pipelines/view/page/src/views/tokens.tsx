@@ -4,10 +4,11 @@ import type { Table } from "apache-arrow";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { go, togglePin } from "../address";
-import { tokens, total, valueOf } from "../answers";
+import { type Span, tokens, total, valueOf, verdicts } from "../answers";
 import { css, inkOn, type Scale } from "../colours";
+import { drawFault, faultsAt, GUTTER, marginNotes, Verdicts } from "../faults";
 import { useKeys } from "../keys";
-import { Awaited, Cell, cssVariable, Empty, Go, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
+import { Awaited, Cell, cssVariable, Empty, Failure, Go, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
 import { RecordedIn } from "../recorded";
 import { useSession } from "../session";
 import { count, exact, pieces, short, tokenPieces } from "../text";
@@ -17,6 +18,7 @@ import { hex, type Layout, layOut, LINE, tokenAt, type TokenText, tokenTexts, wh
 export const FONT = '13px ui-monospace, "SF Mono", "Cascadia Mono", "DejaVu Sans Mono", Menlo, Consolas, monospace';
 const MAP = 72;
 const MARGIN = 12;
+const NO_SPANS: Span[] = [];
 
 export function TokensView(): JSX.Element {
   const { dataset, place, joined } = useSession();
@@ -85,6 +87,10 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
   const [rank, setRank] = useState<number | null>(null);
   useEffect(() => setRank(null), [column]);
   const layout = useRef<Layout | null>(null);
+  const audited = dataset !== null && dataset.num_verdicts > 0;
+  const audit = useAnswer(audited ? JSON.stringify([dataset.id, trajectory, step]) : null, () => verdicts(dataset!.id, trajectory, step));
+  const spans = audit.value?.spans ?? NO_SPANS;
+  const faults = useMemo(() => spans.filter((span) => span.is_fault && span.start < span.end), [spans]);
 
   const moveTo = (at: number): void => {
     if (length > 0) go({ at: String(Math.max(0, Math.min(length - 1, at))) }, { replace: true });
@@ -102,6 +108,13 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
     const next = rank === null ? 0 : Math.max(0, Math.min(numWorst - 1, rank + by));
     setRank(next);
     moveTo(order.current.worst[next]!);
+  };
+  const goFault = (by: number): void => {
+    if (faults.length === 0) return;
+    const places = [...new Set(faults.flatMap(({ start, swap_position: swap }) => (swap === null ? [start] : [start, swap])))].sort((a, b) => a - b);
+    const here = cursor === null ? -1 : cursor - prompt;
+    const next = by > 0 ? (places.find((one) => one > here) ?? places[0]!) : (places.findLast((one) => one < here) ?? places.at(-1)!);
+    moveTo(prompt + next);
   };
   const goStep = (by: number): void => {
     const next = step + by;
@@ -124,6 +137,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
     { key: "r", does: "first token of the response", run: () => moveTo(prompt) },
     { key: "w", does: "next worst token of the colour's column", run: () => goWorst(1) },
     { key: "W", does: "back to the token before in that order", run: () => goWorst(-1) },
+    ...(audited ? [{ key: "v", does: "next fault, or swap, that the audit found", run: () => goFault(1) }, { key: "V", does: "the fault before", run: () => goFault(-1) }] : []),
     { key: "[", does: "previous step", run: () => goStep(-1) },
     { key: "]", does: "next step", run: () => goStep(1) },
     { key: "x", does: "colour by the next column", run: () => nextColumn(1) },
@@ -188,6 +202,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
           prompt={prompt}
           column={column}
           scale={scale}
+          faults={faults}
           cursor={cursor}
           layoutRef={layout}
           onHover={setHovered}
@@ -195,7 +210,8 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
         />
         <div class="beside">
           {scale !== null && column !== null && <Legend scale={scale} values={column.values} title={column.unit === "" ? column.title : `${column.title}, ${column.unit}`} />}
-          <Details table={table} at={hovered ?? cursor} prompt={prompt} columns={columns} isHovered={hovered !== null && hovered !== cursor} />
+          {audited && (audit.state === "refused" ? <Failure error={audit.error} /> : audit.value !== undefined && <Verdicts spans={spans} onOpen={(position) => moveTo(prompt + position)} />)}
+          <Details table={table} faults={faults} at={hovered ?? cursor} prompt={prompt} columns={columns} isHovered={hovered !== null && hovered !== cursor} />
         </div>
       </div>
     </>
@@ -209,6 +225,7 @@ interface CanvasProps {
   prompt: number;
   column: TokenColumn | null;
   scale: Scale | null;
+  faults: Span[];
   cursor: number | null;
   layoutRef: { current: Layout | null };
   onHover: (at: number | null) => void;
@@ -216,13 +233,14 @@ interface CanvasProps {
 }
 
 function TokenCanvas(props: CanvasProps): JSX.Element {
-  const { table, prompt, column, scale, cursor } = props;
+  const { table, prompt, column, scale, faults, cursor } = props;
   const theme = useTheme();
   const [ref, size] = useSize();
   const canvas = useRef<HTMLCanvasElement>(null);
   const texts = useMemo(() => tokenTexts(table), [table]);
   const [trained, sampled] = useMemo(() => [flags(table, "trained"), flags(table, "sampled")], [table]);
-  const width = Math.max(0, size.width - 2 * MARGIN);
+  const gutter = faults.length === 0 ? 0 : Math.min(GUTTER, size.width / 3);
+  const width = Math.max(0, size.width - 2 * MARGIN - gutter);
   const layout = useMemo(() => {
     if (width === 0) return null;
     const context = document.createElement("canvas").getContext("2d")!;
@@ -231,7 +249,14 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
   }, [texts, width, prompt]);
   props.layoutRef.current = layout;
   const lines = layout === null ? 0 : layout.starts.length - 1;
-  const height = lines * LINE + 2 * MARGIN;
+  const notes = useMemo(() => {
+    if (layout === null || gutter === 0) return null;
+    const context = document.createElement("canvas").getContext("2d")!;
+    context.font = FONT;
+    return marginNotes(faults, layout, prompt, Math.floor((gutter - MARGIN) / context.measureText("m").width));
+  }, [faults, layout, prompt, gutter]);
+  const lowest = notes === null ? 0 : [...notes.keys()].reduce((most, line) => Math.max(most, line + 1), 0);
+  const height = Math.max(lines, lowest) * LINE + 2 * MARGIN;
   const frame = useRef(0);
   const [hovered, setHovered] = useState<number | null>(null);
   const inks = useMemo(() => inksOf(column, scale), [column, scale]);
@@ -258,6 +283,14 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
         drawToken(context, at, texts[at]!, layout, y, inks, look, sampled[at] === 1, trained[at] === 1);
       }
     }
+    const bad = cssVariable("--bad");
+    for (const span of faults) drawFault(context, span, layout, prompt, { left: MARGIN, top: MARGIN - top, first, last, colour: bad });
+    for (const [line, note] of notes ?? []) {
+      const y = MARGIN + line * LINE - top;
+      if (y < -LINE || y > size.height) continue;
+      context.fillStyle = note.isName ? bad : look.muted;
+      context.fillText(note.text, 2 * MARGIN + width, y + LINE / 2 - 1);
+    }
     for (const [at, colour, wide] of [[hovered, look.muted, 1], [cursor, look.accent, 2]] as const) {
       if (at === null || at >= layout.line.length) continue;
       context.strokeStyle = colour;
@@ -272,7 +305,7 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
   };
   useLayoutEffect(() => {
     draw();
-  }, [layout, inks, cursor, hovered, size.width, size.height, theme]);
+  }, [layout, inks, faults, notes, cursor, hovered, size.width, size.height, theme]);
   const isSeen = useRef(false);
   useLayoutEffect(() => {
     if (layout === null || ref.current === null || size.height === 0) return;
@@ -308,6 +341,7 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
         tabIndex={0}
         role="application"
         aria-label={`${count(table.numRows, "token")}. Arrow keys move the cursor; the table beside it has the numbers.`}
+        title={hovered === null ? undefined : faultsAt(faults, hovered - prompt) || undefined}
         onScroll={redraw}
         onMouseMove={(event) => hover(under(event))}
         onMouseLeave={() => hover(null)}
@@ -320,7 +354,7 @@ function TokenCanvas(props: CanvasProps): JSX.Element {
           <canvas ref={canvas} class="tokens" aria-hidden="true" data-row={props.name} data-tokens={table.numRows} />
         </div>
       </div>
-      {layout !== null && <Minimap layout={layout} inks={inks} width={width} prompt={prompt} scroller={ref} size={size} cursor={cursor} />}
+      {layout !== null && <Minimap layout={layout} inks={inks} width={width} prompt={prompt} faults={faults} scroller={ref} size={size} cursor={cursor} />}
     </div>
   );
 }
@@ -393,13 +427,14 @@ interface MapProps {
   inks: Inks;
   width: number;
   prompt: number;
+  faults: Span[];
   scroller: { current: HTMLDivElement | null };
   size: { width: number; height: number };
   cursor: number | null;
 }
 
 /** All lines at once, with the part in sight; click or drag to scroll. */
-function Minimap({ layout, inks, width, prompt, scroller, size, cursor }: MapProps): JSX.Element {
+function Minimap({ layout, inks, width, prompt, faults, scroller, size, cursor }: MapProps): JSX.Element {
   const theme = useTheme();
   const ref = useRef<HTMLCanvasElement>(null);
   const [part, setPart] = useState({ top: 0, height: 1 });
@@ -420,11 +455,16 @@ function Minimap({ layout, inks, width, prompt, scroller, size, cursor }: MapPro
       context.fillStyle = cssVariable("--muted");
       context.fillRect(0, layout.line[prompt]! * per, MAP, 1);
     }
+    context.fillStyle = cssVariable("--bad");
+    for (const { start, end } of faults) {
+      const [from, to] = [layout.line[prompt + start], layout.line[prompt + end - 1]];
+      if (from !== undefined && to !== undefined) context.fillRect(MAP - 4, from * per, 3, Math.max(2, (to - from + 1) * per));
+    }
     if (cursor !== null && cursor < layout.line.length) {
       context.fillStyle = cssVariable("--accent");
       context.fillRect(0, layout.line[cursor]! * per - 1, MAP, 2.5);
     }
-  }, [layout, inks, size.height, theme, cursor, prompt]);
+  }, [layout, inks, faults, size.height, theme, cursor, prompt]);
   useEffect(() => {
     const element = scroller.current;
     if (element === null) return;
@@ -460,6 +500,7 @@ function Minimap({ layout, inks, width, prompt, scroller, size, cursor }: MapPro
 
 interface DetailsProps {
   table: Table;
+  faults: Span[];
   at: number | null;
   prompt: number;
   columns: TokenColumn[];
@@ -473,7 +514,7 @@ function visibleBlank(text: string): string {
 }
 
 /** All numbers of one token. A screen reader hears it when the cursor stops. */
-function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.Element {
+function Details({ table, faults, at, prompt, columns, isHovered }: DetailsProps): JSX.Element {
   if (at === null) {
     return (
       <aside class="details" aria-label="Token">
@@ -485,6 +526,7 @@ function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.E
           <li><span class="sample prompt">word</span> grey: not sampled, such as the prompt</li>
           <li><span class="escape">\xe2</span> dotted: part of a character, or one that cannot be seen</li>
           <li>⏎ line break, ⇥ tab</li>
+          {faults.length > 0 && <li><span class="sample fault">word</span> outlined: a fault that an audit found; ▼ is the first token after a swap of weights</li>}
         </ul>
       </aside>
     );
@@ -498,6 +540,7 @@ function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.E
   const isKnown = (name: string): boolean => (table.getChild(name)?.nullCount ?? 0) < table.numRows;
   const [fields, unknown] = [others.filter(isKnown), others.filter((name) => !isKnown(name))];
   const joins = others.includes("advantage");
+  const fault = faultsAt(faults, at - prompt);
   return (
     <aside class="details" aria-label="Token" aria-live={isHovered ? "off" : "polite"} data-token={at}>
       <h2>
@@ -510,6 +553,7 @@ function Details({ table, at, prompt, columns, isHovered }: DetailsProps): JSX.E
       <div class="glyph">
         {bytes === null || bytes.length === 0 ? <span class="none">no text</span> : tokenPieces(bytes).map((piece) => piece.escaped === undefined ? visibleBlank(piece.text) : <span class="escape" title={piece.escaped}>{piece.text}</span>)}
       </div>
+      {fault !== "" && <p class="failed" data-name="fault">{fault}{faults.some((span) => span.swap_position === at - prompt) && " (first token after the swap)"}</p>}
       {isBroken && (
         <p class="note">
           Part of a character

@@ -10,6 +10,7 @@ import { LINES } from "../colours";
 import { useKeys } from "../keys";
 import { Awaited, Cell, cssVariable, Empty, Failure, Go, Num, surface, useAnswer, useSize, useTheme } from "../parts";
 import { useSession } from "../session";
+import { SharesOf } from "../shares";
 import { count, plain, short } from "../text";
 import { MetricName } from "./run";
 import { type Head, VirtualTable } from "../virtual_table";
@@ -29,7 +30,10 @@ const TITLES: Record<string, [string, string]> = {
 };
 
 export function UpdateView(): JSX.Element {
-  const { run, update } = useSession();
+  const { run, update, sources } = useSession();
+  const shares = sources.shares
+    .filter((one) => one.run === null || (one.run === run?.id && (update === null || one.update === Number(update))))
+    .map((one) => <SharesOf key={one.id} shares={one} />);
   const key = run === null || update === null ? null : JSON.stringify([run.id, update]);
   const answer = useAnswer(key, () => updateRows(run!.id, update!));
   const step = (by: number): void => {
@@ -45,7 +49,7 @@ export function UpdateView(): JSX.Element {
     return (
       <section class="view" aria-labelledby="title">
         <h1 id="title">Update</h1>
-        <Empty>
+        {!(run === null && shares.length > 0) && <Empty>
           {run === null ? (
             <>There is no run. <code>rollouts view RUN</code> shows what its updates trained.</>
           ) : (
@@ -53,7 +57,8 @@ export function UpdateView(): JSX.Element {
               This run recorded no tokens. Train with <code>record_tokens = "sampled"</code> to see the rows of an update.
             </>
           )}
-        </Empty>
+        </Empty>}
+        {shares}
       </section>
     );
   }
@@ -68,6 +73,7 @@ export function UpdateView(): JSX.Element {
         </div>
       </header>
       <Facts run={run.id} update={Number(update)} />
+      {shares}
       {isRecorded ? (
         <Awaited answer={answer}>{(table) => <Rows key={key} table={table} run={run.id} update={update} />}</Awaited>
       ) : (
