@@ -246,7 +246,7 @@ def _told_to_end(tmp_path, model):
 def test_a_loop_that_is_interrupted_stops_after_the_micro_batch_and_resumes_bit_for_bit(
     tmp_path, model, monkeypatch
 ):
-    micro_batch, calls = updates._micro_batch, []
+    micro_batch, calls = updates.loss_of, []
 
     def interrupted(*args):
         calls.append(args)
@@ -255,7 +255,7 @@ def test_a_loop_that_is_interrupted_stops_after_the_micro_batch_and_resumes_bit_
             time.sleep(1)  # the main thread answers while this micro-batch runs
         return micro_batch(*args)
 
-    monkeypatch.setattr(updates, "_micro_batch", interrupted)
+    monkeypatch.setattr(updates, "loss_of", interrupted)
     config = config_of(tmp_path, model, num_iterations=1, train={"tokens_per_micro_batch": 24})
     with pytest.raises(KeyboardInterrupt):
         rl.run(config)
