@@ -10,7 +10,9 @@ import polars as pl
 import torch
 
 import rollout_io
+from rollout_io.dataset.atomic_files import whole
 from schemas.errors import InputError, RolloutError, count
+from schemas.verdicts import AUDIT
 from trainer.audit.audit import AuditResult, AuditSettings, run_audit
 from trainer.audit.candidates import Candidate
 from trainer.audit.causes import describe, likely_causes
@@ -43,7 +45,8 @@ class WeightAudit:
         """Audit rows of an iteration, and warn or stop if they were not sampled as labelled.
 
         Only the labelled weights forward the rows, unless a row does not fit. The policy in memory
-        is version `iteration`; earlier versions are loaded if they are kept.
+        is version `iteration`; earlier versions are loaded if they are kept. The verdicts are
+        written to the run's folder `audit`, where `rollouts view` finds them.
 
         Returns:
             Metrics: `num_audited_rows` and `num_mismatched_rows`; empty if the audit is off.
@@ -58,6 +61,10 @@ class WeightAudit:
         except RolloutError as error:
             warn(f"rows of iteration {iteration + 1} cannot be audited: {error}")
             return {}
+        file = Path(self.config.out) / AUDIT / f"{dataset.name}.parquet"
+        file.parent.mkdir(exist_ok=True)
+        with whole(file) as partial:
+            result.verdicts.write_parquet(partial)
         tokens = sum(len(one.difference) for one in self.known)
         if tokens < MOST_KNOWN_TOKENS:
             self.known += result.clean

@@ -5,6 +5,7 @@ import pytest
 from schemas.errors import RolloutError
 from tests.helpers.generation_helpers import SpyEngine
 from tests.helpers.rl_helpers import config_of, lines_of, save_model
+from tests.helpers.view_helpers import Asked
 from trainer import rl
 
 LONG = {"max_response_tokens": 24}
@@ -44,6 +45,15 @@ def test_weights_that_were_not_loaded_are_reported(tmp_path, model, capsys):
     assert "warning: 4 of 4 audited rows were not sampled as labelled; trajectory 't" in said
     assert "sampled by version 0, labelled 1" in said
     assert "new weights were not loaded into the engine" in said
+    ask = Asked(config.out)
+    assert ask("/api/sources")["warnings"] == []
+    for dataset, expected in (("d0", {None, "none"}), ("d1", {None, "version"})):
+        found = ask(f"/api/datasets/{dataset}/trajectories")
+        assert set(found["faults"]) == expected
+        assert found["faults"].count() == 4
+    name = found.filter(faults="version")["trajectory_id"][0]
+    (span,) = ask("/api/datasets/d1/verdicts", trajectory_id=name)["spans"]
+    assert span["reason"] == "sampled by version 0, labelled 1"
 
 
 def test_a_mismatch_stops_the_run(tmp_path, model):
