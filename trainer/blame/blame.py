@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from rollout_io.terminal import Bar
 from schemas.ragged import IntArray
 from trainer.algorithms.losses.reductions import reduction_weights
 from trainer.batches.data import Batch
@@ -29,7 +31,9 @@ from trainer.blame.ranking import outlier_scores, traits
 from trainer.blame.shares_table import shares_table
 from trainer.blame.trial_steps import TrialSteps
 from trainer.replay.reconstruct import reconstruct
+from trainer.replay.replay import Forwarding, refuse_several_processes
 from trainer.run.mini_batches import PreparedUpdate
+from trainer.run.passes import ticking
 from trainer.run.setup import TrainingRun
 from trainer.run.update import units_of
 
@@ -62,7 +66,8 @@ class Blame:
         is_fast: Whether the norms of rows come from one backward pass per micro-batch.
         num_targets: Number of trained tokens of the update.
         rows: One row for each row of the batch that has targets, first the one that stands out
-            most. Columns: `row` (name of the row), `trajectory_id`, `instance_id`, `num_targets`;
+            most. Columns: `row` (its name), `trajectory_id`, `steps` (list of the `step_index` of the
+            rows of the dataset that it holds), `instance_id`, `num_targets`;
             `advantage` (mean over its targets); `share`, <G_i, G> / |G|^2; `gradient_norm`, |G_i|;
             `norm_without`, |without_i|; the traits `mismatch` and `surprise`; `score` and `trait`:
             see `outlier_scores`. For the first rows only, and null for the others: `step_share`,
@@ -112,7 +117,11 @@ def blame(
     Raises:
         RolloutError: See `reconstruct`; or the held-out rows cannot be used.
     """
-    found = reconstruct(run, update, places=places)
+    refuse_several_processes("blame")
+    with Bar(update, "updates", f"reconstructing update {update}") as bar:
+        passes = Forwarding(bar, num_planned=update)
+        with ticking(passes):
+            found = reconstruct(run, update, places=places, passes=passes)
     step, training = found.step, found.run
     batch, origins = step.prepared.batch, step.prepared.origins
     assert origins is not None  # `reconstruct` records all tokens
@@ -173,8 +182,9 @@ def _rows(
     return pl.DataFrame(
         {
             "batch_row": found.rows,
-            "row": [labels[number][0] for number in found.rows],
-            "trajectory_id": [labels[number][1] for number in found.rows],
+            "row": [labels[number].name for number in found.rows],
+            "trajectory_id": [labels[number].trajectory_id for number in found.rows],
+            "steps": [labels[number].steps for number in found.rows],
             "instance_id": [batch.group_names[batch.group[number]] for number in found.rows],
             "num_targets": num_targets,
             "advantage": advantage / num_targets,
@@ -190,18 +200,29 @@ def _rows(
     )
 
 
-def _labels(origins: Origins, slots: IntArray, row: IntArray) -> dict[int, tuple[str, str]]:
-    """Name each row of the batch by the stored rows that hold its targets."""
+class Label(NamedTuple):
+    """Name of a row of the batch, from the stored rows that hold its targets."""
+
+    trajectory_id: str
+    steps: list[int]
+
+    @property
+    def name(self) -> str:
+        """The name, such as "shop-7_2, steps 0-1"."""
+        first, last = self.steps[0], self.steps[-1]
+        steps = f"step {first}" if first == last else f"steps {first}-{last}"
+        return f"{self.trajectory_id}, {steps}"
+
+
+def _labels(origins: Origins, slots: IntArray, row: IntArray) -> dict[int, Label]:
+    """Name each row of the batch."""
     stored, _ = origins.of(slots)
     steps = origins.stored.rows["step_index"].to_numpy()
     ids = origins.stored.rows["trajectory_id"]
     found = {}
     for number in np.unique(row):
-        own = stored[row == number]
-        first, last = int(steps[own].min()), int(steps[own].max())
-        trajectory = str(ids[int(own[0])])
-        where = f"step {first}" if first == last else f"steps {first}-{last}"
-        found[int(number)] = (f"{trajectory}, {where}", trajectory)
+        own = np.unique(stored[row == number])
+        found[int(number)] = Label(str(ids[int(own[0])]), np.sort(steps[own]).tolist())
     return found
 
 

@@ -211,7 +211,7 @@ def inner_products(
     for forest in forests:
         slot = forest.target_slot
         inputs = forest.to(device), batch.temperature[slot].to(device)
-        with _quiet(), forward_ad.dual_level(), forward_mode_attention():
+        with _plain_experts(learner), _quiet(), forward_ad.dual_level(), forward_mode_attention():
             duals = {
                 name: forward_ad.make_dual(parameter.detach(), direction[name])
                 for name, parameter in trained.items()
@@ -222,6 +222,21 @@ def inner_products(
         logprobs, entropies = (torch.zeros(len(slot)) if t is None else t for t in tangents)
         products[slot] = _weighted((logprobs, entropies), coefficients, slot).double().cpu()
     return products
+
+
+@contextmanager
+def _plain_experts(learner: Learner) -> Iterator[None]:
+    """Compute experts one by one: PyTorch's grouped kernels have no forward-mode derivatives."""
+    model: Any = learner.accelerator.unwrap_model(learner.policy).model
+    if not model._can_set_experts_implementation():
+        yield
+        return
+    before = model.get_experts_implementation()
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 @contextmanager

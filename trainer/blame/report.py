@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from typing import Any
@@ -48,6 +49,19 @@ def finding(found: Blame) -> str:
         most = found.rows.row(int(share.abs().arg_max() or 0), named=True)
         return f"No row stands out. The largest share is {most['share']:.0%}, of {most['row']}."
     return f"{first['row']} stands out: {describe(first, found.rows)}."
+
+
+def replay_without(found: Blame) -> str | None:
+    """Return the command that makes the update without the row that stands out, if one does."""
+    first = found.rows.row(0, named=True)
+    if first["score"] < STANDS_OUT or len(found.rows) < 2:
+        return None
+    trajectory = first["trajectory_id"]
+    of_trajectory = found.shares.filter(pl.col("trajectory_id") == trajectory)
+    is_whole = len(of_trajectory) == len(first["steps"])
+    names = [trajectory] if is_whole else [f"{trajectory}:{step}" for step in first["steps"]]
+    left = " ".join(f"--without {shlex.quote(name)}" for name in names)
+    return f"rollouts replay {shlex.quote(found.run)} --update {found.update} {left}"
 
 
 def describe(row: dict[str, Any], rows: pl.DataFrame) -> str:

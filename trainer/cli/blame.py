@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, note, shown_log
+from rollout_io.cli.output import emit, emit_json, example, next_command, note, shown_log
 from schemas.errors import ConfigError, InputError, count
 
 EXAMPLES = example(
@@ -84,7 +84,7 @@ def blame(
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     with requires_extra("train", "rollouts blame"):
         from trainer.blame import blame as attribution
-        from trainer.blame.report import screen, summary
+        from trainer.blame.report import replay_without, screen, summary
     with shown_log():
         found = attribution.blame(
             run, update, top=top, held_out=held_out, exact=exact, places=_places(settings)
@@ -94,18 +94,18 @@ def blame(
         found.shares.write_parquet(out)
         note(f"{count(len(found.shares), 'row')} -> {out}")
     emit_json(summary(found, top)) if as_json else emit(screen(found, top))
+    if command := replay_without(found):
+        next_command(command)
     return 0
 
 
 def _places(settings: tuple[str, ...]) -> dict[str, str]:
+    from trainer.replay.changes import split_settings
     from trainer.replay.recorded import PLACES
 
-    found = {}
-    for setting in settings:
-        key, equals, path = setting.partition("=")
-        if key not in PLACES or not equals or not path:
-            hint = "to change other keys, use rollouts replay"
-            expected = f"KEY=PATH, with one of the keys {', '.join(PLACES)}"
-            raise ConfigError("config_key", "--set", setting, expected, hint)
-        found[key] = path
-    return found
+    places, others = split_settings(settings)
+    if others:
+        hint = "to change other keys, use rollouts replay"
+        expected = f"KEY=PATH, with one of the keys {', '.join(PLACES)}"
+        raise ConfigError("config_key", "--set", others[0], expected, hint)
+    return places

@@ -116,7 +116,7 @@ def replay(
         True
         >>> replay("run", 12, Changes(rows=["g3_1"])).changed["grad_norm"]  # doctest: +SKIP
     """
-    _refuse_several_processes()
+    refuse_several_processes("replay")
     path, changes = Path(run), changes or Changes()
     if out is not None:
         _refuse_taken(Path(out), path)
@@ -126,7 +126,7 @@ def replay(
     changed_config(recorded.config, settings)
     batch = None
     with Bar(update, "updates", f"replaying update {update}") as bar:
-        passes = _Forwarding(bar, num_planned=update)
+        passes = Forwarding(bar, num_planned=update)
         if settings:
             batch = ChangedBatch(settings=settings, passes=passes)
         with ticking(passes):
@@ -182,7 +182,7 @@ def _changed(
     return as_recorded(metrics), run
 
 
-class _Forwarding(Passes):
+class Forwarding(Passes):
     """Passes that also move the bar by the updates made on the way."""
 
     def __init__(self, bar: Bar, *, num_planned: int) -> None:
@@ -312,10 +312,15 @@ def _notes(found: Reconstruction) -> Iterator[str]:
             yield f"{key} was changed by --resume between updates {first} and {update}"
 
 
-def _refuse_several_processes() -> None:
+def refuse_several_processes(verb: str) -> None:
+    """Refuse to make an update in several processes.
+
+    Raises:
+        ConfigError: `launch`: the verb was started with torchrun.
+    """
     num_processes = os.environ.get("WORLD_SIZE", "1")
     if num_processes != "1":
-        text = f"WORLD_SIZE is {num_processes}, but `rollouts replay` uses one process"
+        text = f"WORLD_SIZE is {num_processes}, but `rollouts {verb}` uses one process"
         hint = "launch it without torchrun"
         raise ConfigError("launch", "WORLD_SIZE", num_processes, "1", hint, message=text)
 

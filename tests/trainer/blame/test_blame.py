@@ -1,6 +1,5 @@
 """Blame of updates of whole runs."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,15 @@ from tests.helpers.trainer_helpers import (
     save_tiny_model,
     write_dataset,
 )
-from trainer.batches.packing import cut_batch
 from trainer.blame.blame import blame
 from trainer.blame.gradients import gradient_of, norm, row_gradients
 from trainer.blame.report import finding
 from trainer.blame.trial_steps import TrialSteps
 from trainer.cli.blame import blame as verb
+from trainer.replay.changes import Changes
 from trainer.replay.reconstruct import reconstruct
+from trainer.replay.replay import replay
 from trainer.run.mini_batches import make_update
-from trainer.run.update import update as update_
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -110,36 +109,15 @@ def test_the_step_of_a_trial_is_that_of_the_run_and_is_not_made(run: Path) -> No
         torch.testing.assert_close(made_again[name], made[name], rtol=0, atol=0)
 
 
-def gradient_without(run: Path, update: int, row: str) -> float:
-    """Norm of the gradient of the same update, if the row had not been in the mini-batch."""
-    found = reconstruct(run, update)
-    prepared, number = found.step.prepared, found.step.number
-    batch, origins = prepared.batch, prepared.origins
-    assert origins is not None
-    trajectory, _, steps = row.partition(", step")
-    first, _, last = steps.strip("s ").partition("-")
-    known = origins.stored.rows
-    left = (known["trajectory_id"] == trajectory) & known["step_index"].is_between(
-        int(first), int(last or first)
-    )
-    slots = np.arange(len(batch.trains))
-    gone = left.to_numpy()[origins.of(slots)[0]]
-    rows = np.unique(batch.responses.row_of(slots[gone]))
-    mini_batch = batch.mini_batch.copy()
-    mini_batch[rows] = len(prepared.mini_batches)
-    fewer = dataclasses.replace(batch, trains=batch.trains & ~gone, mini_batch=mini_batch)
-    forests = cut_batch(fewer, found.run.settings.packing)[number].forests
-    old = prepared.known.get("old_logprobs")
-    learner = found.run.learner
-    return float(update_(learner, fewer, forests, old, prepared.ref_logprobs)["grad_norm"])
-
-
 def check_left_out(path: Path, num_rows: int, **settings: Any) -> None:
     run = make_run(path, **settings)
     found = blame(run, 4, top=1)
     assert found.is_fast
     for row in found.rows.head(num_rows).iter_rows(named=True):
-        expected = gradient_without(run, 4, row["row"])
+        names = [f"{row['trajectory_id']}:{index}" for index in row["steps"]]
+        changed = replay(run, 4, Changes(rows=names)).changed
+        assert changed is not None
+        expected = changed["grad_norm"]
         assert row["norm_without"] == pytest.approx(expected, abs=0.01 * found.gradient_norm)
         assert row["norm_without"] == pytest.approx(expected, rel=1e-3)
 

@@ -1,5 +1,6 @@
 """Gradients of rows: they sum to the update's, and the fast norms are the exact ones."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.architectures import verdict
 from tests.helpers.examples import examples
 from tests.helpers.losses_helpers import EVERYTHING, named
 from tests.helpers.trainer_helpers import (
@@ -153,3 +155,40 @@ def test_norms_and_inner_products_of_ragged_rows(rows: list[Row], seed: int, bud
         own = own_gradient(learner, batch, fast, number)
         assert sums[number] == pytest.approx(found.inner(own, total), abs=1e-4 * scale)
     assert products.sum() == pytest.approx(scale, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cohere2", "gemma2", "gpt2", "olmo2", "phi3", "qwen3_moe"])
+def test_norms_and_inner_products_of_other_architectures(kind: str, tmp_path: Path) -> None:
+    """Layers that the fast way does not support are computed row by row."""
+    seen = verdict(kind, tmp_path)
+    assert seen is not None
+    if seen.policy is None:
+        pytest.skip(seen.text)
+    learner = learner_of(seen.policy)
+    batch = some_batch(some_rows(num=3))
+    fast, exact = both(learner, batch)
+    np.testing.assert_allclose(fast.norms, exact.norms, rtol=1e-4)
+    products = found.inner_products(
+        learner, batch, forests_of(batch), fast.coefficients, exact.gradient
+    )
+    assert float(products.sum()) == pytest.approx(found.norm(exact.gradient) ** 2, rel=1e-3)
+
+
+def test_a_layer_called_twice_is_computed_row_by_row() -> None:
+    policy = tiny_policy()
+    policy.model.model.layers[1].mlp = policy.model.model.layers[0].mlp
+    batch = some_batch(some_rows())
+    fast, exact = both(learner_of(policy), batch)
+    assert not fast.is_fast
+    np.testing.assert_allclose(fast.norms, exact.norms, rtol=1e-6)
+
+
+def test_recomputed_layers_change_nothing() -> None:
+    batch = some_batch(some_rows())
+    policy = tiny_policy()
+    plain, _ = both(learner_of(policy), batch, 20)
+    policy.checkpoint_layers()
+    recomputed, _ = both(learner_of(policy), batch, 20)
+    assert recomputed.is_fast
+    np.testing.assert_allclose(recomputed.norms, plain.norms, rtol=1e-5)
