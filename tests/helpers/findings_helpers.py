@@ -53,10 +53,10 @@ def verdict(dataset, name, step, ids, **values):
 
 
 def share(dataset, name, step, ids, value, **values):
-    """The share of a row in update 3 of a run: the same of each token."""
+    """The share of a row in update 3 of a run: half of it is the first token's, and so on."""
     known = {"run": "run", "global_step": 3, "dataset": str(dataset)}
     known |= {"instance_id": name.split("_")[0], "trajectory_id": name, "step_index": step}
-    tokens = [value / len(ids)] * len(ids)
+    tokens = [value * 0.5 ** min(at + 1, len(ids) - 1) for at in range(len(ids))]
     return known | {"token_sum": sum(ids), "share": value, "token_shares": tokens} | values
 
 

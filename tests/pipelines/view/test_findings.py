@@ -94,10 +94,11 @@ def test_a_row_has_its_spans_in_order(ask):
 
 
 def test_tokens_have_their_shares(ask):
-    for name, step, ids in ROWS:
-        found = ask(TOKENS, trajectory_id=name, step_index=step)["share_of_update_3"].to_list()
-        value = SHARES[[row[:2] for row in ROWS].index((name, step))] / len(ids)
-        assert found == [None] * 3 + [value] * len(ids)  # exact in float32
+    for row, value in zip(ROWS, SHARES, strict=True):
+        expected = share("", *row, value)["token_shares"]
+        assert sum(expected) == value
+        found = ask(TOKENS, trajectory_id=row[0], step_index=row[1])["share_of_update_3"]
+        assert found.to_list() == [None] * 3 + expected  # powers of two: exact in float32
 
 
 def test_the_rows_of_an_update_are_ranked_by_the_size_of_their_share(ask):

@@ -15,6 +15,7 @@ from rollout_io.cli.main import run
 from schemas.verdicts import MEANINGS, NO_FAULT
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
+from tests.helpers.view_helpers import Asked
 from trainer.audit.audit import AuditSettings, run_audit
 from trainer.audit.candidates import find_candidates
 from trainer.audit.rescoring import Weights
@@ -149,6 +150,9 @@ def test_verb_writes_verdicts_and_fails(faulty, tmp_path, capsys):
     assert (joined["num_response_tokens"] == joined["response_ids"].list.len()).all()
     assert set(joined["dataset"]) == {str(dataset)}
     assert (joined["reason"].is_not_null() == joined["kind"].is_in(FAULTS)).all()
+    viewed = Asked(dataset, out)("/api/datasets/d0/trajectories").join(truth, on="trajectory_id")
+    named = pl.col("truth").replace({"as_labelled": "none"})
+    assert (viewed.select(pl.col("faults") == named).to_series()).all()
     assert "3 candidates, " in printed.err
     assert "tokens/s" in printed.err
 

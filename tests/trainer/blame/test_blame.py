@@ -20,6 +20,7 @@ from tests.helpers.trainer_helpers import (
     save_tiny_model,
     write_dataset,
 )
+from tests.helpers.view_helpers import Asked
 from trainer.blame.blame import blame
 from trainer.blame.gradients import gradient_of, norm, row_gradients
 from trainer.blame.report import finding
@@ -212,9 +213,29 @@ def test_the_verb_prints_a_screen_or_json_and_writes_shares(run: Path, tmp_path:
     assert result.exit_code == 0, result.output
     assert "update 2: 6 rows, 2 groups" in result.stdout
     assert pl.read_parquet(out)["share"].sum() == pytest.approx(1, abs=1e-4)
+    check_viewed(run, out)
     result = CliRunner().invoke(verb, [str(run), "--update", "2", "--top", "3", "--json"])
     shown = json.loads(result.stdout)
     assert [len(shown["rows"]), shown["num_rows"], shown["update"]] == [3, 6, 2]
+
+
+def check_viewed(run: Path, out: Path) -> None:
+    """The viewer joins the shares of update 2 with the run and with the tokens of its rows."""
+    ask, written = Asked(run, out), pl.read_parquet(out)
+    (entry,) = ask("/api/sources")["shares"]
+    assert (entry["run"], entry["update"]) == ("r0", 2)
+    shown = ask("/api/shares/s0")
+    assert set(shown["share"]) == set(written["share"])
+    assert set(shown["dataset"]) == {"d0"}
+    for row in shown.rows(named=True):
+        of = {"trajectory_id": row["trajectory_id"], "step_index": row["step_index"]}
+        tokens = ask("/api/datasets/d0/tokens", **of)["share_of_update_2"]
+        assert tokens.sum() == pytest.approx(row["share"], abs=1e-5)
+    totals = written.group_by("trajectory_id").agg(pl.col("share").sum()).rows()
+    table = ask("/api/datasets/d0/trajectories", where="share_of_update_2 IS NOT NULL")
+    assert dict(table.select("trajectory_id", "share_of_update_2").rows()) == pytest.approx(
+        dict(totals)
+    )
 
 
 @pytest.mark.parametrize(
