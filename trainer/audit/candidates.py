@@ -132,6 +132,14 @@ def _candidate(path: Path, version: int | None, base: str | None) -> Candidate:
     return Candidate(version=version, path=path, base=Path(named))
 
 
+def architecture(candidate: Candidate) -> str:
+    """Return the parts of a candidate's configuration that determine its forward pass."""
+    path = (candidate.base or candidate.path) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    others = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+    return json.dumps({k: v for k, v in config.items() if k not in others}, sort_keys=True)
+
+
 def _is_model(path: Path) -> bool:
     if (path / CONFIG).is_file():
         return True
@@ -150,15 +158,15 @@ def _number(path: Path) -> int | None:
 
 
 def load_candidate(
-    candidate: Candidate, *, chunk_tokens: int, device: torch.device, trees: bool
+    candidate: Candidate, *, chunk_tokens: int, device: torch.device, trees: bool, checks: bool
 ) -> Policy:
-    """Load the weights of a candidate for scoring, in float32.
+    """Load the weights of a candidate for scoring, in float32; see `load_policy`.
 
     Raises:
-        InputError: The weights cannot be loaded, or it cannot forward trees, if `trees`.
+        InputError: The weights cannot be loaded, or cannot forward trees.
     """
     path = str(candidate.base or candidate.path)
-    policy = load_policy(path, logprob_chunk_tokens=chunk_tokens, trees=trees)
+    policy = load_policy(path, logprob_chunk_tokens=chunk_tokens, trees=trees, checks=checks)
     if candidate.base is not None:
         settings: dict[str, Any] = json.loads((candidate.path / CONFIG).read_text("utf-8"))
         adapter = AdapterSettings(

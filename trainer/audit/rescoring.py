@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from schemas.ragged import BoolArray, IntArray
-from trainer.audit.candidates import Candidate, load_candidate, score_forest
+from trainer.audit.candidates import Candidate, architecture, load_candidate, score_forest
 from trainer.audit.rows import AuditRows
 from trainer.audit.token_scores import TokenScores, concatenate
 from trainer.batches.forest import chain_forests, chain_lengths
@@ -47,6 +47,7 @@ class Weights:
         self._device = device or _device()
         self._given, self._trees = loaded or {}, trees
         self._cached: dict[int, Policy] = {}
+        self._checked = set[str]()
 
     def policy(self, number: int) -> Policy:
         """Return a candidate's policy."""
@@ -55,9 +56,15 @@ class Weights:
         if number not in self._cached:
             self._make_room()
             one = self.candidates[number]
+            kind = architecture(one)
             self._cached[number] = load_candidate(
-                one, chunk_tokens=self._chunk_tokens, device=self._device, trees=self._trees
+                one,
+                chunk_tokens=self._chunk_tokens,
+                device=self._device,
+                trees=self._trees,
+                checks=kind not in self._checked,
             )
+            self._checked.add(kind)
         return self._cached[number]
 
     def _make_room(self) -> None:

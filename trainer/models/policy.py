@@ -132,12 +132,18 @@ def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
 
 
 def load_policy(
-    path: str, *, logprob_chunk_tokens: int, entropy_gradient: bool = False, trees: bool = False
+    path: str,
+    *,
+    logprob_chunk_tokens: int,
+    entropy_gradient: bool = False,
+    trees: bool = False,
+    checks: bool = True,
 ) -> Policy:
     """Load a model directory as a policy with float32 weights, and check it on a few tokens.
 
-    `trees` states whether the policy will forward branching trees; see `Policy` for the other
-    arguments.
+    `trees` states whether the policy will forward branching trees. Without `checks`, the result is
+    not compared with the model's own forward pass: for further weights of a model that has been
+    checked. See `Policy` for the other arguments.
 
     Raises:
         InputError: `path` is not a model directory; Transformers cannot load the model without
@@ -171,7 +177,8 @@ def load_policy(
     policy = Policy(
         model, logprob_chunk_tokens=logprob_chunk_tokens, entropy_gradient=entropy_gradient
     )
-    check_policy(policy, path, trees=trees)
+    if checks:
+        check_policy(policy, path, trees=trees)
     return policy
 
 
