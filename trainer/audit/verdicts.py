@@ -62,6 +62,8 @@ DOUBT = 2.0
 OFFSETS = (-2, -1, 1, 2)
 SMALLEST_NOISE = 1.6
 """Factor of the noise below which it is not reported as a fault."""
+SIMILAR_NOISE = 1.5
+"""Ratio of scales up to which noise is attributed to the labelled weights."""
 UNRELATED_SCALE = 0.6
 """Kappa above which differences are those of another model or prompt, not of rounding."""
 REFINED = 9
@@ -213,6 +215,10 @@ def judge(span: Span, noise: Noise, mode: LogprobsMode | None) -> Verdict:
         candidates += _swaps(span, noise, mode)
     best = max(candidates, key=lambda fit: fit.score)
     noisy = max((_noisy(fit, span, noise) for fit in versions), key=lambda fit: fit.score)
+    # Rounding reverts part of a small update, so an earlier version may be slightly closer.
+    own = _noisy(label, span, noise)
+    if own.scale <= SIMILAR_NOISE * noisy.scale:
+        noisy = own
     if noisy.score > best.score and noisy.scale >= SMALLEST_NOISE:
         best = noisy
     if best is not label and not _rests_on_several(best, label):
