@@ -1,0 +1,210 @@
+"""Scores from one forward pass equal those that plain forward passes and the sampler give."""
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.generation.engines.base import Sampling
+from schemas.errors import RolloutError
+from tests.helpers.audit_helpers import Request, prompt_of, row, sample, tiny_models
+from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
+from trainer.audit.candidates import Candidate, find_candidates, load_candidate
+from trainer.audit.noise import FLOOR, Residuals, fit_noise
+from trainer.audit.rescoring import Cost, Scored, num_distinct_tokens, score_rows
+from trainer.audit.rows import to_audit_rows
+from trainer.audit.token_scores import TRUNCATIONS, Labels, score_tokens
+from trainer.engine.token_sampling import sampled_distribution
+from trainer.models.lora import AdapterSettings, add_adapter, save_model
+from trainer.models.policy import Policy, load_policy
+
+CPU = torch.device("cpu")
+
+
+@given(
+    st.integers(2, 300),
+    st.floats(0.5, 8),
+    st.floats(0.3, 2.4),
+    st.sampled_from([(1.0, 0, 0.0), (0.8, 0, 0.0), (1.0, 3, 0.0), (0.9, 20, 0.05)]),
+    st.integers(0, 99),
+)
+def test_scores_are_those_of_the_sampled_distribution(vocab, spread, temperature, cut, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(3, vocab, generator=generator)
+    top_p, top_k, min_p = cut
+    labels = Labels(
+        inverse_temperature=torch.full((3,), 1 / temperature),
+        top_p=torch.full((3,), top_p),
+        top_k=torch.full((3,), top_k),
+        min_p=torch.full((3,), min_p),
+    )
+    token = logits.argmax(-1)  # the one token that no truncation excludes
+    scores = score_tokens(logits, token, labels, truncations=True)
+    usual = logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
+    assert np.abs(scores.at_one - usual.numpy()).max() < 1e-4
+    scaled = (logits / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0].numpy()
+    assert np.abs(scores.labelled - scaled).max() < 1e-4
+    assert np.abs(scores.at(1 / temperature) - scaled).max() < 5e-3
+    for i in range(3):
+        own = Sampling(temperature=temperature, top_p=top_p, top_k=top_k or None, min_p=min_p)
+        found = float(sampled_distribution(logits[i], own)[token[i]])
+        assert abs(scores.labelled[i] - scores.own_kept[i] - found) < 1e-3
+        for number, one in enumerate(TRUNCATIONS):
+            other = Sampling(
+                temperature=temperature, top_p=one.top_p, top_k=one.top_k or None, min_p=one.min_p
+            )
+            found = float(sampled_distribution(logits[i], other)[token[i]])
+            assert abs(scores.labelled[i] - scores.kept[i, number] - found) < 1e-3
+            assert not scores.outside[i, number]
+
+
+MODEL = tiny_llama().eval()
+ROW = st.tuples(
+    st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    st.lists(st.integers(0, 3), min_size=1, max_size=7),
+    st.integers(0, 1),
+)
+
+
+@given(st.lists(ROW, min_size=1, max_size=6), st.sampled_from([4, 12, 100]), st.booleans())
+def test_ragged_rows_are_scored_like_separate_ones(given_rows, budget, trees):
+    """Few distinct tokens, so that rows of a group share prefixes."""
+    rows = [
+        row(group, number, prompt, (response, [-1.0] * len(response)))
+        for number, (prompt, response, group) in enumerate(given_rows)
+    ]
+    rows = to_audit_rows(pl.DataFrame(rows).with_columns(EXTRA), "processed")
+    found = Scored(place=np.full(len(rows.responses.values), -1, np.int64))
+    cost, every = Cost(), np.arange(rows.num_rows)
+    policy = Policy(MODEL, logprob_chunk_tokens=3)
+    score_rows(policy, rows, every, found, cost, budget=budget, trees=trees)
+    plain = [(p, r, [True] * len(r)) for p, r, _ in given_rows]
+    with torch.no_grad():
+        expected = plain_logprobs(MODEL, plain).numpy()
+    begin = 0
+    for number, (start, length) in enumerate(zip(rows.span_start, rows.span_length, strict=True)):
+        scores = found.at(int(start), int(length))
+        assert length == len(given_rows[number][1])
+        assert np.abs(scores.labelled - expected[begin : begin + length]).max() < 1e-4
+        begin += length
+    if trees and budget == 100:
+        assert cost.num_tokens == num_distinct_tokens(rows, every)
+
+
+EXTRA = [
+    pl.lit(None, pl.Float32).alias("top_p"),
+    pl.lit(None, pl.Int32).alias("top_k"),
+    pl.lit(None, pl.String).alias("sampling_extra"),
+]
+
+
+def test_spans_are_the_sampled_ranges():
+    table = pl.DataFrame(
+        [
+            row(
+                0,
+                0,
+                [1],
+                ([1, 2, 3, 4], [-1.0, -1.0, 0.0, 0.0]),
+                loss_mask=[True] * 2 + [False] * 2,
+            ),
+            row(1, 0, [1], ([1, 2], [-1.0, -1.0]), token_source="retokenized"),
+            row(2, 0, [1], ([5], [-1.0]), sampling_extra='{"repetition_penalty":1.1}'),
+        ]
+    ).with_columns(EXTRA[:2])
+    rows = to_audit_rows(table, "processed")
+    assert rows.span_length.tolist() == [2, 2, 1]
+    assert [bool(reason) for reason in rows.reasons] == [False, True, True]
+    assert [bool(reason) for reason in to_audit_rows(table, "raw").reasons] == [False, True, False]
+
+
+def test_noise_is_that_of_the_spans_that_fit():
+    """Errors of 0.05 per logit, in most spans; a third of them fit nothing."""
+    rng = np.random.default_rng(0)
+    spans = []
+    for number in range(30):
+        predicted = -rng.exponential(1.5, 50)
+        factor = 20.0 if number % 3 == 0 else 1.0
+        error = factor * 0.05 * -np.expm1(predicted) * rng.standard_normal(50)
+        spans.append(Residuals(error, predicted, 1.0))
+    noise = fit_noise(spans)
+    assert noise.num_tokens == 20 * 50
+    sigma = noise.sigma(np.array([-1.0]), 1.0)[0] - FLOOR
+    assert 0.8 < sigma / (0.05 * -np.expm1(-1.0)) < 1.25
+    foreign = [Residuals(30 * one.difference, one.predicted, 1.0) for one in spans]
+    assert fit_noise(foreign).num_tokens == 0
+
+
+def test_candidates_are_found(tmp_path):
+    for name in ("weights/version_0", "weights/version_10", "weights/version_9", "other"):
+        tiny_llama().save_pretrained(tmp_path / name)
+    folder = find_candidates([str(tmp_path / "weights")])
+    assert [one.version for one in folder] == [0, 9, 10]
+    assert find_candidates([str(tmp_path)]) == folder
+    named = find_candidates([f"4={tmp_path}/other", str(tmp_path / "weights" / "version_9")])
+    assert [(one.version, one.path.name) for one in named] == [(4, "other"), (9, "version_9")]
+    assert [one.version for one in find_candidates([str(tmp_path / "other")])] == [None]
+    with pytest.raises(RolloutError, match=r"both .* are version 9\. \[weights\]"):
+        find_candidates([str(tmp_path), f"9={tmp_path}/other"])
+    with pytest.raises(RolloutError, match="there are no weights in this directory"):
+        find_candidates([str(Path(__file__).parent)])
+    with pytest.raises(RolloutError, match="no such directory"):
+        find_candidates([str(tmp_path / "nowhere")])
+
+
+def test_versions_of_a_run_are_those_of_its_checkpoints(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    for step in (2, 6):
+        tiny_llama().save_pretrained(tmp_path / "run" / "checkpoints" / f"global_step_{step}")
+    lines = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 6)]
+    text = [f'{{"iteration": {i}, "global_step": {step}, "loss": 0.1}}\n' for i, step in lines]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(text))
+    (tmp_path / "run" / "config.json").write_text(f'{{"model": "{tmp_path}/model"}}')
+    found = find_candidates([str(tmp_path / "run")])
+    assert [(one.version, one.path.name) for one in found] == [
+        (0, "model"),
+        (1, "global_step_2"),
+        (3, "global_step_6"),
+    ]
+    alone = find_candidates([str(tmp_path / "run" / "checkpoints" / "global_step_6")])
+    assert [one.version for one in alone] == [3]
+
+
+def test_an_adapter_is_a_candidate(tmp_path):
+    base = tiny_llama()
+    base.save_pretrained(tmp_path / "base")
+    policy = load_policy(str(tmp_path / "base"), logprob_chunk_tokens=64)
+    settings = AdapterSettings(rank=4, alpha=8, target_modules=None, model=str(tmp_path / "base"))
+    add_adapter(policy, settings)
+    torch.manual_seed(0)
+    for name, weights in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weights, std=0.2)
+    save_model(policy.model, tmp_path / "merged", policy.model.state_dict())
+    adapter = tmp_path / "merged" / "adapter"
+    found = find_candidates([f"0={tmp_path}/base", f"1={adapter}"])
+    assert found[1] == Candidate(version=1, path=adapter, base=tmp_path / "base")
+    loaded = load_candidate(found[1], chunk_tokens=64, device=CPU, trees=True, checks=True)
+    ids = torch.tensor([prompt_of(np.random.default_rng(0), 12)])
+    with torch.no_grad():
+        merged = load_policy(str(tmp_path / "merged"), logprob_chunk_tokens=64)
+        expected, got = (one.model(ids).logits for one in (merged, loaded))
+        usual = base(ids).logits
+    assert (got - expected).abs().max() < 1e-4 < (got - usual).abs().max()
+
+
+def test_the_helper_samples_what_it_says():
+    """The tokens of a request come from its version, and its log-probabilities are near exact."""
+    models = tiny_models(2, 0.3)
+    prompt = prompt_of(np.random.default_rng(1))
+    (found,) = sample(models, [Request(prompt=prompt, length=30, versions=1, noise=0.0)])
+    exact = [
+        plain_logprobs(model, [(prompt, found[0], [True] * 30)]).detach().numpy()
+        for model in models
+    ]
+    assert np.abs(exact[1] - found[1]).max() < 1e-4 < 0.1 < np.abs(exact[0] - found[1]).mean()
+    assert max(found[0]) < VOCAB
