@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, note, shown_log, warn
+from rollout_io.dataset.table_files import check_table_out, write_table
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
-from schemas.errors import InputError, count
+from schemas.errors import count
 
 if TYPE_CHECKING:
     from schemas.metadata import LogprobsMode
@@ -81,10 +81,8 @@ def audit(
         raise click.UsageError("--first-pass and --thorough exclude each other.")
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
-    if out is not None and Path(out).suffix != ".parquet":
-        raise InputError(
-            "output_file", f"--out {out}", "another extension", "a name that ends in .parquet"
-        )
+    if out is not None:
+        check_table_out(out)
     from rollout_io.cli.dataset import open_valid
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.tokenizer import load_tokenizer
@@ -132,7 +130,7 @@ def audit(
         if bar is not None:
             bar.close()
     if out is not None:
-        result.verdicts.write_parquet(out)
+        write_table(result.verdicts, out)
         note(f"{count(len(result.verdicts), 'verdict')} -> {out}")
     if as_json:
         emit_json(summary(result, limit))

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, shown_log
-from schemas.errors import ConfigError, InputError, count
+from rollout_io.dataset.table_files import check_table_out, write_table
+from schemas.errors import ConfigError, count
 
 EXAMPLES = example(
     "rollouts blame run/ --update 12"
@@ -75,10 +76,8 @@ def blame(
     advantage, the mismatch with the sampler, or the improbability of their tokens (docs/audit.md).
     Nothing is written to RUN unless --out names a file there.
     """
-    if out is not None and Path(out).suffix != ".parquet":
-        raise InputError(
-            "output_file", f"--out {out}", "another extension", "a name that ends in .parquet"
-        )
+    if out is not None:
+        check_table_out(out)
     from schemas.extras import requires_extra
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
@@ -90,8 +89,7 @@ def blame(
             run, update, top=top, held_out=held_out, exact=exact, places=_places(settings)
         )
     if out is not None:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        found.shares.write_parquet(out)
+        write_table(found.shares, out)
         note(f"{count(len(found.shares), 'row')} -> {out}")
     emit_json(summary(found, top)) if as_json else emit(screen(found, top))
     if command := replay_without(found):

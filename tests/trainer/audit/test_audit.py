@@ -132,7 +132,7 @@ def test_without_labels_the_version_is_found(faulty, tmp_path):
 
 def test_verb_writes_verdicts_and_fails(faulty, tmp_path, capsys):
     dataset, weights, truth = faulty
-    out = tmp_path / "verdicts.parquet"
+    out = tmp_path / "new" / "verdicts.parquet"
     code = run(["audit", dataset, "--weights", weights, "--out", str(out), "--json"])
     printed = capsys.readouterr()
     assert code == 1
@@ -155,6 +155,17 @@ def test_verb_writes_verdicts_and_fails(faulty, tmp_path, capsys):
     assert (viewed.select(pl.col("faults") == named).to_series()).all()
     assert "3 candidates, " in printed.err
     assert "tokens/s" in printed.err
+
+
+@pytest.mark.parametrize("verb", ["audit", "blame"])
+def test_an_existing_file_is_not_overwritten(faulty, tmp_path, capsys, verb):
+    dataset, weights, _ = faulty
+    out = tmp_path / "mine.parquet"
+    out.write_text("mine")
+    asked = [dataset, "--weights", weights] if verb == "audit" else [weights, "--update", "1"]
+    assert run([verb, *asked, "--out", str(out)]) == 1
+    assert "already exists. [out_is_free]" in capsys.readouterr().err
+    assert out.read_text() == "mine"
 
 
 def test_every_kind_has_a_meaning_and_is_a_fault_or_not():

@@ -1,0 +1,40 @@
+"""Tables that a verb writes to a single Parquet file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import polars as pl
+
+from rollout_io.dataset.atomic_files import whole, writable
+from schemas.errors import InputError
+
+
+def check_table_out(out: str) -> None:
+    """Refuse a path that a table cannot be written to, before the table is computed.
+
+    Raises:
+        InputError: `output_file`: the name does not end in `.parquet`; `out_is_free`: the path
+            exists.
+    """
+    if Path(out).suffix != ".parquet":
+        raise InputError(
+            "output_file", f"--out {out}", "another extension", "a name that ends in .parquet"
+        )
+    if os.path.lexists(out):
+        got, hint = "the output path already exists", "choose a different --out, or remove it"
+        raise InputError("out_is_free", out, got, hint=hint)
+
+
+def write_table(table: pl.DataFrame, out: str) -> None:
+    """Write a table to a new Parquet file, whole or not at all; parent directories are created.
+
+    Raises:
+        InputError: `out_is_free`: the path exists; `output_file`: it cannot be written.
+    """
+    check_table_out(out)
+    with writable(out):
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        with whole(Path(out)) as partial:
+            table.write_parquet(partial)
