@@ -49,7 +49,7 @@ def view(
 ) -> None:
     """Show a dataset or a run in the browser, token by token.
 
-    A TABLE is one that `rollouts audit` or `rollouts blame` wrote about the rows.
+    Each TABLE holds verdicts of `rollouts audit` or shares of `rollouts blame` about these rows.
 
     Serves a page on this machine only, at an address with a secret token, until Ctrl-C. With --out,
     writes the page and the selected trajectories as one file, which opens without a server.

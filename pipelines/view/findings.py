@@ -68,7 +68,7 @@ def kind_of_table(path: str) -> Kind | None:
     names_missing = ", ".join(lacking[nearest])
     got = "its columns are those of neither a dataset nor a table of verdicts or shares"
     if len(lacking[nearest]) < len(_needed(nearest)) / 2:
-        got = f"a table of {NAMES[nearest]} needs the columns that it lacks: {names_missing}"
+        got = f"it looks like a table of {NAMES[nearest]}, but has no column {names_missing}"
     hint = "pass a dataset, a run, or a table that `rollouts audit` or `rollouts blame` wrote"
     raise InputError("view_table", path, got, hint=hint)
 

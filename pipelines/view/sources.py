@@ -321,8 +321,8 @@ class Sources:
             else:
                 given.append(sources._add_dataset(path, path, tokenizer))
         if tables and not sources.datasets and not sources.runs:
-            got = "the table is shown with the rows that it is about, and no dataset is given"
-            hint = f"pass their dataset or run, too: rollouts view DATASET {tables[0]}"
+            got = "a table of verdicts or shares needs its dataset or run, and none is given"
+            hint = f"pass it, too: rollouts view DATASET {tables[0]}"
             raise InputError("view_table", tables[0], got, hint=hint)
         sources._add_tables(tables, given)
         for number in given:

@@ -1,5 +1,8 @@
 """Verdicts of an audit and shares of an update are seen, found and reached by keyboard."""
 
+import json
+import shutil
+
 import pytest
 
 from rollout_io import scan
@@ -121,6 +124,24 @@ def test_the_rows_of_an_update_lead_to_their_tokens(tab):
     tab.press("Enter")
     tab.page.wait_for_selector("canvas.tokens[data-row='shop-7_1 0']")
     assert tab.page.input_value("#color") == "share_of_update_3"
+
+
+def test_the_tables_of_a_run_are_found_from_any_update(browser, shop, tables, tmp_path):
+    run = tmp_path / "run"
+    (run / "blame").mkdir(parents=True)
+    shutil.copy(tables[1], run / "blame")
+    (run / "config.json").write_text(json.dumps({"dataset": str(shop)}))
+    lines = [{"global_step": step, "loss": 1.0} for step in (2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with viewer(run) as address, tab_at(browser, address) as tab:
+        tab.open("update?update=2")
+        assert tab.page.get_by_role("table", name="Rows by their share").count() == 0
+        tab.page.get_by_text("computed the shares of update 3").get_by_role("link").click()
+        tab.page.get_by_role("table", name="Rows by their share of update 3").wait_for()
+        assert "blame.parquet" in tab.text("h2 >> nth=0")
+        # The server answers 400 for the tokens of these updates, because none were recorded.
+        assert all("400" in text for text in tab.problems)
+        tab.problems.clear()
 
 
 def test_hostile_tables_run_nothing(browser, tmp_path):

@@ -230,7 +230,7 @@ def test_values_of_another_type_are_refused_and_harmless_ones_are_cast(folder, t
 @pytest.mark.parametrize(
     ("dropped", "words"),
     [
-        (["token_sum"], "needs the columns that it lacks: token_sum"),
+        (["token_sum"], "looks like a table of verdicts, but has no column token_sum"),
         (["token_sum", "kind", "span", "start", "end", "dataset"], "neither a dataset nor"),
     ],
 )
@@ -252,7 +252,9 @@ def test_a_column_that_cannot_be_exported_is_left_out(folder, tmp_path):
 
 
 def test_a_table_without_its_dataset_is_refused(folder):
-    with pytest.raises(RolloutError, match=r"no dataset is given. \[view_table\]"):
+    with pytest.raises(
+        RolloutError, match=r"needs its dataset or run, and none is given. \[view_table\]"
+    ):
         Asked(folder / "verdicts.parquet")
 
 

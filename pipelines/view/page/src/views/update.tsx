@@ -31,9 +31,10 @@ const TITLES: Record<string, [string, string]> = {
 
 export function UpdateView(): JSX.Element {
   const { run, update, sources } = useSession();
-  const shares = sources.shares
-    .filter((one) => one.run === null || (one.run === run?.id && (update === null || one.update === Number(update))))
-    .map((one) => <SharesOf key={one.id} shares={one} />);
+  const known = sources.shares.filter((one) => one.run === null || one.run === run?.id);
+  const own = known.filter((one) => one.run === null || update === null || one.update === Number(update));
+  const shares = own.map((one) => <SharesOf key={one.id} shares={one} />);
+  const others = [...new Set(known.filter((one) => !own.includes(one)).map((one) => one.update))].sort((a, b) => a - b);
   const key = run === null || update === null ? null : JSON.stringify([run.id, update]);
   const answer = useAnswer(key, () => updateRows(run!.id, update!));
   const step = (by: number): void => {
@@ -74,6 +75,12 @@ export function UpdateView(): JSX.Element {
       </header>
       <Facts run={run.id} update={Number(update)} />
       {shares}
+      {own.length === 0 && others.length > 0 && (
+        <p class="note">
+          rollouts blame computed the shares of {others.length === 1 ? "update" : "updates"}{" "}
+          {others.map((one, at) => <span key={one}>{at > 0 && ", "}<Go to={{ update: String(one) }}>{one}</Go></span>)}.
+        </p>
+      )}
       {isRecorded ? (
         <Awaited answer={answer}>{(table) => <Rows key={key} table={table} run={run.id} update={update} />}</Awaited>
       ) : (
