@@ -6,7 +6,6 @@ also forwarded under all other candidates.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,21 +19,19 @@ from schemas.ragged import IntArray
 from schemas.verdicts import VERDICT_COLUMNS
 from trainer.audit.candidates import Candidate
 from trainer.audit.causes import describe
+from trainer.audit.explanations import Search
 from trainer.audit.noise import Noise, Residuals, fit_noise, typical_scale
-from trainer.audit.prompts import PromptVariants, variant_rows
+from trainer.audit.prompts import PromptVariants
 from trainer.audit.rescoring import Cost, Scored, Weights, num_distinct_tokens, score_rows
 from trainer.audit.rows import NO_WEIGHTS, AuditRows
 from trainer.audit.token_scores import INVERSE_TEMPERATURES
 from trainer.audit.verdicts import (
     FAULTS,
     OFFSETS,
-    PENALTY,
     Span,
     Verdict,
-    explained_by,
     is_suspicious,
     judge,
-    prompt_verdict,
 )
 
 CHUNK_TOKENS = 200_000
@@ -51,12 +48,14 @@ class AuditSettings:
         thorough: Forward all rows under all candidates.
         first_pass: Share of the tokens of a thorough audit that the first pass may forward; None:
             it forwards all rows under their labelled weights.
+        explains: Try other prompts and precisions for spans that no candidate explains.
         trees: Forward shared prefixes once; if false, rows are forwarded separately.
         tokens_per_micro_batch: Maximum number of tokens per forward pass, except for longer rows.
     """
 
     thorough: bool = False
     first_pass: float | None = None
+    explains: bool = True
     trees: bool = True
     tokens_per_micro_batch: int = 2048
 
@@ -187,7 +186,8 @@ def run_audit(
             found.noise = fit_noise([*known, *chunk.best_residuals()])
             found.apart = chunk.apart(found.mode)
         found.num_suspicious += chunk.second_pass(found.noise, found.mode)
-        tables.append(chunk.verdicts(found.noise, found.mode, variants))
+        allowance = round(EXTRA * plan.num_candidates * plan.num_distinct)
+        tables.append(chunk.verdicts(found.noise, found.mode, variants, allowance))
         found.clean += chunk.clean_residuals(tables[-1], found.mode)
     named = [table.with_columns(dataset=pl.lit(dataset)) for table in tables]
     found.verdicts = pl.concat([found.verdicts, *named])
@@ -236,6 +236,8 @@ def _plan(rows: AuditRows, weights: Weights, settings: AuditSettings) -> tuple[P
     return plan, limit
 
 
+EXTRA = 1.1
+"""Tokens that an audit may forward, relative to candidates x distinct tokens."""
 SMALLEST_LIMIT = 4
 """Response tokens that a limited first pass scores at least."""
 
@@ -399,7 +401,11 @@ class _Chunk:
         return {pair: float(np.mean(values)) for pair, values in found.items()}
 
     def verdicts(
-        self, noise: Noise, mode: LogprobsMode, variants: PromptVariants | None
+        self,
+        noise: Noise,
+        mode: LogprobsMode,
+        variants: PromptVariants | None,
+        allowance: int,
     ) -> pl.DataFrame:
         """Judge every span, and list the rows that cannot be audited."""
         rows = self._rows
@@ -408,8 +414,8 @@ class _Chunk:
             for number, row in enumerate(rows.span_row.tolist())
         ]
         found = [None if span is None else judge(span, noise, mode) for span in spans]
-        if variants is not None:
-            self._try_prompts(spans, found, noise, mode, variants)
+        if self._settings.explains:
+            self._explain(spans, found, noise, mode, variants, allowance)
         out, counted = [], dict[int, int]()
         for number, (span, verdict) in enumerate(zip(spans, found, strict=True)):
             row = int(rows.span_row[number])
@@ -428,47 +434,30 @@ class _Chunk:
             out.append(line | {"reason": in_words})
         return pl.DataFrame(out, schema=SCHEMA)
 
-    def _try_prompts(
+    def _explain(
         self,
         spans: Sequence[Span | None],
         found: list[Verdict | None],
         noise: Noise,
         mode: LogprobsMode,
-        variants: PromptVariants,
+        variants: PromptVariants | None,
+        allowance: int,
     ) -> None:
-        """Replace verdicts that name no cause by that of another prompt, where one fits."""
-        rows, by_weights = self._rows, dict[int, list[int]]()
-        for number, verdict in enumerate(found):
-            if verdict is not None and verdict.kind in ("noise", "unknown_model"):
-                row = int(rows.span_row[number])
-                label = int(self._label[row])
-                weights = label if label >= 0 else verdict.hypothesis.candidate
-                by_weights.setdefault(weights, []).append(number)
-        budget = self._settings.tokens_per_micro_batch
-        for weights, numbers in by_weights.items():
-            copies = variant_rows(rows, np.unique(rows.span_row[numbers]), variants)
-            if copies is None:
-                continue
-            scored = Scored(place=np.full(len(copies.rows.responses.values), -1, np.int64))
-            every = np.arange(copies.rows.num_rows)
-            policy = self._weights.policy(weights)
-            trees, cost = self._settings.trees, self._cost
-            score_rows(policy, copies.rows, every, scored, cost, budget=budget, trees=trees)
-            for number in numbers:
-                span, verdict = spans[number], found[number]
-                assert span is not None
-                assert verdict is not None
-                row = int(rows.span_row[number])
-                start = int(rows.span_start[number] - rows.responses.offsets[row])
-                best = PENALTY
-                for copy in np.flatnonzero(copies.origin == row).tolist():
-                    scores = scored.at(copies.span(copy, start), len(span.stored))
-                    assert scores is not None
-                    own = dataclasses.replace(span, scores={weights: scores}, labelled=weights)
-                    ratio = explained_by(own, verdict, span, noise, mode)
-                    if ratio > best:
-                        best, reason = ratio, copies.names[copy]
-                        found[number] = prompt_verdict(own, reason, verdict, ratio, noise, mode)
+        """Replace verdicts that name no cause, where another prompt or precision fits."""
+        rows = self._rows
+        search = Search(
+            rows=rows,
+            spans=spans,
+            found=found,
+            policy=self._weights.policy,
+            noise=noise,
+            mode=mode,
+            cost=self._cost,
+            allowance=allowance,
+            budget=self._settings.tokens_per_micro_batch,
+            trees=self._settings.trees,
+        )
+        search.run(self._label, variants)
 
     def _line(self, row: int) -> dict[str, Any]:
         keys = self._rows.keys.row(row, named=True)

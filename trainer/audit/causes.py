@@ -244,4 +244,8 @@ def describe(one: dict[str, Any]) -> str:
     if kind == "prompt":
         return str(one["reason"])
     difference = f"{one['mean_difference']:.2g} nats from version {one['best_version']}"
-    return f"{difference}, {one['noise_scale']:.1f} x the noise" if kind == "noise" else difference
+    if kind == "unknown_model":
+        return difference
+    if one.get("reason"):
+        difference = f"{difference} with {one['reason']}"
+    return f"{difference}, {one['noise_scale']:.1f} x the noise"

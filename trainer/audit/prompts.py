@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,18 +169,25 @@ class VariantRows:
         return int(self.rows.responses.offsets[copy]) + start
 
 
-def variant_rows(rows: AuditRows, wanted: IntArray, variants: PromptVariants) -> VariantRows | None:
-    """Copy rows with every variant of their prompts; None if there are none.
+def variant_rows(
+    rows: AuditRows,
+    wanted: IntArray,
+    variants: PromptVariants,
+    names: Collection[str] | None = None,
+) -> VariantRows | None:
+    """Copy rows with every variant of their prompts (of `names`); None if there are none.
 
     Recorded experts are dropped, because they belong to the stored prompt's tokens.
     """
     messages = rows.keys["messages"] if "messages" in rows.keys.columns else None
-    origin, names, prompts = [], [], []
+    origin, copied, prompts = [], [], []
     for row in wanted.tolist():
         said = None if messages is None else messages[row]
         for name, tokens in variants.of(rows.prompts.row(row).tolist(), said).items():
+            if names is not None and name not in names:
+                continue
             origin.append(row)
-            names.append(name)
+            copied.append(name)
             prompts.append(np.array(tokens, np.int32))
     if not origin:
         return None
@@ -208,4 +215,4 @@ def variant_rows(rows: AuditRows, wanted: IntArray, variants: PromptVariants) ->
         span_length=rows.span_length[picked],
         mode=rows.mode,
     )
-    return VariantRows(rows=copies, origin=of, names=names)
+    return VariantRows(rows=copies, origin=of, names=copied)

@@ -179,6 +179,7 @@ class Verdict:
             there is no label, of the best candidate to the second.
         margin: Of the best version to the next one, in nats; NaN with a single candidate.
         num_decisive: Tokens on which the ratio rests: those that favour one side by 0.5 nats.
+        total: Log-likelihood of the best hypothesis, in nats.
         scale: Scale of the differences relative to the dataset's noise.
         mean_difference: Mean absolute difference from the best hypothesis, in nats.
         reason: Details of the fault, in words.
@@ -189,6 +190,7 @@ class Verdict:
     log_likelihood_ratio: float
     margin: float
     num_decisive: int
+    total: float
     scale: float
     mean_difference: float
     reason: str = ""
@@ -436,49 +438,34 @@ def _swaps(span: Span, noise: Noise, mode: LogprobsMode | None) -> list[Fit]:
     return [_fit(span, one, noise, mode)]
 
 
-def explained_by(
-    variant: Span, found: Verdict, span: Span, noise: Noise, mode: LogprobsMode | None
-) -> float:
-    """Compare a prompt variant with the verdict for the stored prompt.
+def better_explained(
+    other: Span, found: Verdict, kind: Kind, reason: str, noise: Noise, mode: LogprobsMode | None
+) -> Verdict:
+    """Return the verdict for a span whose scores come from another prompt, or from other weights.
 
     Args:
-        variant: The span with the scores of one candidate under the variant.
-        found: Verdict for the stored prompt, of a kind that names no cause.
-        span: The span under the stored prompt.
+        other: The span with the scores of one candidate in the other setting.
+        found: Verdict for the span as stored, with a `total`.
+        kind: Kind of the verdict, if it is better.
+        reason: The other setting, in words.
         noise: Noise of the dataset's engine.
         mode: Kind of log-probabilities.
-
-    Returns:
-        Log-likelihood ratio of the variant to the verdict in nats, without the penalty of a fault;
-        not above 0 if the variant does not fit within the engine's noise.
     """
-    (number,) = variant.scores
-    fit = _fit(variant, _plain(variant, number, mode), noise, mode)
-    predicted = _predicted(span, found.hypothesis, mode)
-    sigma = noise.sigma(predicted, found.hypothesis.inverse_temperature) * found.scale
-    before = float(noise.log_density(span.stored - predicted, sigma).sum())
-    return fit.log_likelihood - before
-
-
-def prompt_verdict(
-    variant: Span,
-    name: str,
-    found: Verdict,
-    ratio: float,
-    noise: Noise,
-    mode: LogprobsMode | None,
-) -> Verdict:
-    """Return the verdict for a span that fits a variant of its prompt; see `explained_by`."""
-    (number,) = variant.scores
-    fit = _fit(variant, _plain(variant, number, mode), noise, mode)
+    (number,) = other.scores
+    plain = _plain(other, number, mode)
+    fit = _fit(other, plain, noise, mode)
+    if kind == "noise":  # the engine may also compute in this precision
+        fit = max(fit, _noisy(fit, other, noise), key=lambda one: one.log_likelihood)
+    ratio = fit.log_likelihood - found.total
     return dataclasses.replace(
         found,
-        kind="prompt",
-        hypothesis=fit.hypothesis,
+        kind=kind,
+        hypothesis=plain,
         log_likelihood_ratio=found.log_likelihood_ratio + ratio,
+        total=fit.log_likelihood,
         scale=fit.scale,
-        mean_difference=float(np.abs(variant.stored - fit.predicted).mean()),
-        reason=name,
+        mean_difference=float(np.abs(other.stored - fit.predicted).mean()),
+        reason=reason,
     )
 
 
@@ -512,6 +499,7 @@ def _verdict(span: Span, best: Fit, label: Fit, versions: list[Fit]) -> Verdict:
         log_likelihood_ratio=0.0 if is_label else ratio,
         margin=margin,
         num_decisive=int((gains > 0.5).sum()),
+        total=best.log_likelihood,
         scale=best.scale,
         mean_difference=float(np.abs(span.stored - best.predicted)[known].mean()),
     )

@@ -96,7 +96,9 @@ class WeightAudit:
             trees=False,
         )
         settings = AuditSettings(
-            trees=False, tokens_per_micro_batch=self.config.training.tokens_per_micro_batch
+            explains=False,
+            trees=False,
+            tokens_per_micro_batch=self.config.training.tokens_per_micro_batch,
         )
         with torch.no_grad():
             return run_audit(rows, weights, settings, dataset=str(dataset), known=self.known)

@@ -1,0 +1,156 @@
+"""Look for the cause of differences that no candidate explains: another prompt, or rounded weights.
+
+Each possible cause needs forward passes of its own. It is tried on a few rows first, and on all
+others only if it explains one of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from schemas.metadata import LogprobsMode
+from schemas.ragged import IntArray
+from trainer.audit.noise import Noise
+from trainer.audit.precisions import PRECISIONS, rounded
+from trainer.audit.prompts import PromptVariants, variant_rows
+from trainer.audit.rescoring import Cost, Scored, num_distinct_tokens, score_rows
+from trainer.audit.rows import AuditRows
+from trainer.audit.verdicts import PENALTY, Kind, Span, Verdict, better_explained
+from trainer.models.policy import Policy
+
+TRIED_ROWS = 8
+"""Rows on which every cause is tried."""
+UNEXPLAINED: tuple[Kind, ...] = ("noise", "unknown_model")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """A search for causes in some rows.
+
+    Attributes:
+        rows: All rows.
+        spans: Spans of `rows` with their scores; None where there are none.
+        found: Verdicts, which the search replaces.
+        policy: Loads a candidate.
+        noise: Noise of the dataset's engine.
+        mode: Kind of log-probabilities.
+        cost: Counts the forwarded tokens.
+        allowance: Number of tokens that may be forwarded in total.
+        budget: Maximum number of tokens per forward pass, except for longer rows.
+        trees: Forward shared prefixes once.
+    """
+
+    rows: AuditRows
+    spans: Sequence[Span | None]
+    found: list[Verdict | None]
+    policy: Callable[[int], Policy]
+    noise: Noise
+    mode: LogprobsMode
+    cost: Cost
+    allowance: int
+    budget: int
+    trees: bool
+
+    def run(self, label: IntArray, variants: PromptVariants | None) -> None:
+        """Explain all spans whose verdict names no cause, as far as possible.
+
+        Args:
+            label: [R] labelled candidates; negative if unknown.
+            variants: Renders prompts in other ways; None: they are not tried.
+        """
+        by_weights: dict[int, list[int]] = {}
+        for number, verdict in enumerate(self.found):
+            if verdict is not None and verdict.kind in UNEXPLAINED:
+                own = int(label[self.rows.span_row[number]])
+                weights = own if own >= 0 else verdict.hypothesis.candidate
+                by_weights.setdefault(weights, []).append(number)
+        for weights, numbers in by_weights.items():
+            if variants is not None:
+                self._try_prompts(weights, numbers, variants)
+            for precision in PRECISIONS:
+                self._try_precision(weights, numbers, precision)
+
+    def _parts(self, numbers: Sequence[int]) -> Iterator[IntArray]:
+        """Yield the rows of spans that still have no cause: a few, then the others."""
+        rows = np.unique(self.rows.span_row[np.array(numbers)])
+        yield rows[:TRIED_ROWS]
+        yield rows[TRIED_ROWS:]
+
+    def _try_prompts(self, weights: int, numbers: list[int], variants: PromptVariants) -> None:
+        names: set[str] | None = None
+        for part in self._parts(numbers):
+            copies = variant_rows(self.rows, part, variants, names)
+            if copies is None:
+                return
+            scored = self._scored(
+                self.policy(weights), copies.rows, np.arange(copies.rows.num_rows)
+            )
+            if scored is None:
+                return
+            names = set()
+            for number in numbers:
+                row, start = self._place(number)
+                for copy in np.flatnonzero(copies.origin == row).tolist():
+                    at = copies.span(copy, start)
+                    if self._improves(number, weights, scored, at, "prompt", copies.names[copy]):
+                        names.add(copies.names[copy])
+            if not names:
+                return
+
+    def _try_precision(self, weights: int, numbers: list[int], precision: str) -> None:
+        policy = rounded(self.policy(weights), precision)
+        for part in self._parts(numbers):
+            scored = self._scored(policy, self.rows, part)
+            if scored is None:
+                return
+            helps = [
+                self._improves(
+                    number,
+                    weights,
+                    scored,
+                    int(self.rows.span_start[number]),
+                    "noise",
+                    f"its weights rounded to {precision}",
+                )
+                for number in numbers
+                if self._place(number)[0] in part
+            ]
+            if not any(helps):
+                return
+
+    def _scored(self, policy: Policy, rows: AuditRows, wanted: IntArray) -> Scored | None:
+        """Score rows; None if there are none, or if they exceed the allowance."""
+        tokens = num_distinct_tokens(rows, wanted) if len(wanted) else 0
+        if not tokens or self.cost.num_tokens + tokens > self.allowance:
+            return None
+        scored = Scored(place=np.full(len(rows.responses.values), -1, np.int64))
+        layout = (self.budget, self.trees)
+        score_rows(policy, rows, wanted, scored, self.cost, budget=layout[0], trees=layout[1])
+        return scored
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the row of a span, and its start in the row's response."""
+        row = int(self.rows.span_row[number])
+        return row, int(self.rows.span_start[number] - self.rows.responses.offsets[row])
+
+    def _improves(
+        self, number: int, weights: int, scored: Scored, start: int, kind: Kind, reason: str
+    ) -> bool:
+        """Replace the verdict of a span if the scores explain it better by a fault's penalty."""
+        span, verdict = self.spans[number], self.found[number]
+        assert span is not None
+        assert verdict is not None
+        scores = scored.at(start, len(span.stored))
+        if scores is None:
+            return False
+        own = dataclasses.replace(span, scores={weights: scores}, labelled=weights)
+        other = better_explained(own, verdict, kind, reason, self.noise, self.mode)
+        gain = other.log_likelihood_ratio - verdict.log_likelihood_ratio
+        if gain <= PENALTY:
+            return False
+        self.found[number] = other
+        return True
