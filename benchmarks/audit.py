@@ -1,0 +1,359 @@
+"""Measure `rollouts audit` on rollouts with planted faults, sampled by a real vLLM.
+
+    python -m benchmarks.audit --make DIR --seed 1      # minutes, 10 GB of memory, 12 GB of disk
+    python -m benchmarks.audit --measure DIR
+
+`--make` trains two short runs (all weights, and LoRA), keeps every version of their weights, samples
+from these versions with vLLM, and plants faults. `DIR/data/NAME` are the datasets, `DIR/run` and
+`DIR/lora_run` the candidates, and `DIR/labels.parquet` says what each row really is. The audit never
+reads the labels. `--measure` runs the audit on every dataset, and compares its verdicts with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+import rollout_io
+from benchmarks.audit_data import (
+    Case,
+    Plan,
+    Sampler,
+    Scorer,
+    distances,
+    plan_adapters,
+    plan_bfloat16,
+    plan_in_flight,
+    plan_merged,
+    plan_raw,
+    plan_steps,
+    quantised_versions,
+    round_weights,
+    server,
+    train,
+    untied,
+    versions_of,
+    write,
+)
+
+DATASETS = ("steps", "merged", "raw", "bfloat16", "adapter", "in_flight")
+LORA_RANK = 8
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.make:
+        make(Path(arguments.make), arguments)
+    else:
+        measure(Path(arguments.measure), arguments)
+
+
+def make(out: Path, arguments: argparse.Namespace) -> None:
+    """Train the runs if they are not there, sample all cases, and write datasets and labels."""
+    out.mkdir(parents=True, exist_ok=True)
+    parts = out / "parts"
+    parts.mkdir()
+    run, lora_run = out / "run", out / "lora_run"
+    seed, wanted = arguments.seed, set(arguments.datasets)
+    model = str(out / "model")
+    if not Path(model).exists():
+        untied(Path(arguments.model), out / "model")
+    processed = ("--logprobs-mode", "processed_logprobs")
+    log = out / "server.log"
+    sampler = Sampler(parts, model, seed)
+    with server(model, arguments.python, log, *processed) as url:
+        if not run.exists():
+            rate = arguments.learning_rate
+            alone(train, run, url, model, seed=seed, iterations=5, rate=rate, rank=None)
+        if not lora_run.exists():
+            rate = arguments.lora_learning_rate
+            alone(train, lora_run, url, model, seed=seed, iterations=3, rate=rate, rank=LORA_RANK)
+        plan, adapters, in_flight = planned(run, lora_run, model, arguments)
+        weights = weights_of(run, lora_run, model, parts)
+        cases = [case for case in plan.cases if case.server == "processed"]
+        sampler.run(cases, url, weights)
+        for cases in in_flight:
+            sampler.run_across_a_swap(cases, url, weights)
+    if wanted & {"steps", "raw"}:
+        with server(model, arguments.python, log) as url:
+            sampler.run([c for c in plan.cases if c.server == "raw"], url, weights)
+    if "bfloat16" in wanted:
+        with server(model, arguments.python, log, *processed, dtype="bfloat16") as url:
+            sampler.run([c for c in plan.cases if c.server == "bfloat16"], url, weights)
+    if "adapter" in wanted:
+        named = {f"adapter-{v}": f"v{v}" for v in adapters.versions if v}
+        paths = versions_of(lora_run, model)
+        loaded = [f"{n}={paths[key.removeprefix('adapter-')]}/adapter" for key, n in named.items()]
+        lora = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", str(len(loaded))]
+        with server(
+            model, arguments.python, log, *processed, *lora, "--lora-modules", *loaded
+        ) as url:
+            served = {key: f"name:{name}" for key, name in named.items()}
+            sampler.run(adapters.cases, url, served | {"adapter-0": "name:smollm2"})
+    scorer = Scorer(versions_of(run, model))
+    sampler.settle_swaps([case for cases in in_flight for case in cases], scorer)
+    labels = write([*plan.cases, *adapters.cases], sampler, out / "data")
+    labels.write_parquet(out / "labels.parquet")
+    if "steps" in wanted:
+        table = pl.from_arrow(rollout_io.read(out / "data" / "steps"))
+        found = distances(table, labels, scorer)
+        (out / "distances.json").write_text(json.dumps(found, indent=1) + "\n")
+        for name, values in found.items():
+            print(
+                f"{name}: mean |difference| {values['mean']:.5f} nats, median {values['q50']:.5f}"
+            )
+    (out / "README.md").write_text(README + f"\n```\n{table_text(counted(labels))}\n```\n")
+    print(table_text(counted(labels)))
+
+
+README = """# Rollouts with planted faults
+
+Written by `python -m benchmarks.audit --make`. Audit a dataset with:
+
+    rollouts audit DIR/data/steps --weights DIR/run --tokenizer DIR/model
+
+| path | contents |
+|---|---|
+| `data/steps` | one step per row; float32 vLLM with processed log-probabilities |
+| `data/merged` | trajectories of 2 to 4 turns, merged; one turn may have a fault |
+| `data/raw` | as `steps`, with raw log-probabilities |
+| `data/bfloat16` | as `steps`, by a vLLM that computes in bfloat16 |
+| `data/adapter` | by a vLLM with LoRA adapters; the candidates are in `lora_run` |
+| `data/in_flight` | the weights changed while the server sampled; cached keys and values stayed |
+| `run`, `lora_run` | the runs of `rollouts rl`, with every version in `weights/`; version 0 is `model` |
+| `labels.parquet` | what each step really is; never read by the audit |
+| `distances.json` | how far apart consecutive versions are, in nats |
+
+Rows are labelled with `policy_version`, `temperature`, `top_p` and `top_k`. In `labels.parquet`, `weights` is
+the version that sampled the step ("3-int8": version 3, rounded; "foreign": the last weights of
+`lora_run`), and `position` the first token of a swap that `weights_after` sampled. Spans by fault:
+"""
+
+
+def table_text(table: pl.DataFrame) -> str:
+    """Return a whole table as text."""
+    with pl.Config(tbl_rows=200, tbl_cols=30, tbl_width_chars=200, tbl_hide_dataframe_shape=True):
+        return str(table)
+
+
+def alone(work: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    """Call a function in a process that returns its memory at the end."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        process.submit(work, *arguments, **named).result()
+
+
+def planned(
+    run: Path, lora_run: Path, model: str, arguments: argparse.Namespace
+) -> tuple[Plan, Plan, list[list[Case]]]:
+    """Plan all cases: those of the run, those of the adapters, and swaps in flight."""
+    wanted = set(arguments.datasets)
+    plan = Plan(arguments.seed, [int(v) for v in versions_of(run, model)], arguments.scale)
+    kinds = {"steps": plan_steps, "merged": plan_merged, "raw": plan_raw, "bfloat16": plan_bfloat16}
+    for name, add in kinds.items():
+        if name in wanted:
+            add(plan)
+    versions = [int(v) for v in versions_of(lora_run, model)]
+    adapters = Plan(arguments.seed + 1, versions, arguments.scale)
+    if "adapter" in wanted:
+        plan_adapters(adapters, "lora")
+    return plan, adapters, plan_in_flight(plan) if "in_flight" in wanted else []
+
+
+def weights_of(run: Path, lora_run: Path, model: str, folder: Path) -> dict[str, str]:
+    """Return the model directory of each key, with rounded ones in `folder`."""
+    weights = versions_of(run, model)
+    for version in quantised_versions([int(v) for v in weights]):
+        for kind in ("bf16", "int8"):
+            key, source = f"{version}-{kind}", Path(weights[str(version)])
+            weights[key] = round_weights(source, folder / key, kind)
+    *_, last = versions_of(lora_run, model).values()
+    return weights | {"foreign": last}
+
+
+def counted(labels: pl.DataFrame) -> pl.DataFrame:
+    """Count spans and tokens by dataset and fault."""
+    tokens = pl.col("num_tokens")
+    aggregated = labels.group_by("dataset", "fault").agg(
+        pl.len().alias("spans"), (tokens >= 20).sum().alias("spans of 20"), tokens.sum()
+    )
+    return aggregated.sort("dataset", "fault")
+
+
+def measure(out: Path, arguments: argparse.Namespace) -> None:
+    """Audit every dataset, and print how the verdicts compare with the labels."""
+    labels = pl.read_parquet(out / "labels.parquet")
+    joined: dict[str, list[pl.DataFrame]] = {"full": [], "first pass": []}
+    for name in [name for name in arguments.datasets if (out / "data" / name).exists()]:
+        run = out / ("lora_run" if name == "adapter" else "run")
+        passes = {"full": [], "first pass": ["--first-pass", "0.1"]}
+        for how, options in list(passes.items())[: 2 if name == "steps" else 1]:
+            verdicts = audited(out, name, run, how.replace(" ", "_"), options)
+            own = labels.filter(dataset=name)
+            joined[how].append(compared(own, verdicts).with_columns(dataset=pl.lit(name)))
+    spans = pl.concat(joined["full"])
+    for (name,), part in spans.group_by("dataset", maintain_order=True):
+        print(f"\n== {name}")
+        report(part)
+    print("\n== steps, merged and adapter (float32, processed)")
+    report(spans.filter(pl.col("dataset").is_in(["steps", "merged", "adapter"])))
+    if joined["first pass"]:
+        print("\n== first pass over 10% of the tokens: share of faulty rows found")
+        print(table_text(found_by_fault(pl.concat(joined["first pass"]))))
+    wrong = spans.filter(~pl.col("is_right"), pl.col("num_tokens") >= 20)
+    wrong.select(*SHOWN).write_csv(out / "wrong.csv")
+    print(f"\n{len(wrong)} spans of 20 tokens and more that are named wrong: {out / 'wrong.csv'}")
+
+
+SHOWN = (
+    *("dataset", "trajectory_id", "step_index", "num_tokens", "fault", "kind", "labelled_version"),
+    *("weights", "best_version", "weights_after", "second_version", "position", "swap_position"),
+    *("temperature", "best_temperature", "top_p", "best_top_p", "top_k", "best_top_k", "shift"),
+    *("offset", "variant", "engine_has_variant", "log_likelihood_ratio", "noise_scale"),
+    "mean_difference",
+)
+
+
+def audited(out: Path, name: str, run: Path, how: str, options: Sequence[str]) -> pl.DataFrame:
+    """Run `rollouts audit`, print its cost, and return its verdicts."""
+    folder = out / "verdicts"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}_{how}.parquet"
+    command = [sys.executable, "-m", "rollout_io", "audit", str(out / "data" / name)]
+    command += ["--weights", str(run), "--tokenizer", str(out / "model"), "--out", str(path)]
+    began = time.monotonic()
+    done = subprocess.run([*command, "--json", *options], capture_output=True, text=True)
+    wall_s = time.monotonic() - began
+    if done.returncode not in {0, 1} or not done.stdout:
+        raise RuntimeError(done.stderr)
+    summary = json.loads(done.stdout)
+    (folder / f"{name}_{how}.json").write_text(json.dumps(summary, indent=1))
+    said = [line for line in done.stderr.splitlines() if "tokens to forward" in line]
+    cost = summary["cost"]
+    forwarded = f"{cost['num_forwarded_tokens']:,} tokens forwarded"
+    print(f"{name}, {how}: {forwarded} = {cost['share']:.3f} of candidates x distinct tokens")
+    print(f"  estimate: {said[0] if said else 'none'}")
+    print(f"  {cost['seconds']:.0f} s of forwarding, {wall_s:.0f} s in all", flush=True)
+    return pl.read_parquet(path)
+
+
+def compared(labels: pl.DataFrame, verdicts: pl.DataFrame) -> pl.DataFrame:
+    """Join verdicts with labels, and say which are right: `is_right`, and `is_close` for values."""
+    names = [name for name in verdicts.columns if name not in labels.columns]
+    keys = ["trajectory_id", "step_index"]
+    found = labels.join(verdicts.select(*keys, *names), on=keys, how="left")
+    fault, kind = pl.col("fault"), pl.col("kind")
+    true = pl.col("weights").str.extract(r"(\d+)", 1).cast(pl.Int32)
+    after = pl.col("weights_after").str.extract(r"(\d+)", 1).cast(pl.Int32)
+    is_best = pl.col("best_version") == true
+    by_version = fault.is_in(["stale_version", "label_behind", "stuck_adapter"])
+    same_temperature = (pl.col("best_temperature") / pl.col("temperature") - 1).abs() < 0.05
+    is_right = (
+        pl.when(fault == "clean")
+        .then(kind.is_in(NO_FAULT))
+        .when(by_version)
+        .then((kind == "version") & is_best)
+        .when(fault.is_in(["swap", "swap_in_flight"]))
+        .then((kind == "swap") & is_best & (pl.col("second_version") == after))
+        .when(fault == "temperature")
+        .then((kind == "temperature") & same_temperature)
+        .when(fault == "shifted")
+        .then((kind == "offset") & (pl.col("offset") == -pl.col("shift")))
+        .when(fault == "quantised")
+        .then((kind == "noise") & is_best)
+        .otherwise(kind == fault.replace(KINDS))
+    )
+    is_placed = (pl.col("swap_position") - pl.col("position")).abs() <= 2
+    is_found = ~kind.is_in([*NO_FAULT, "not_checked"])
+    return found.with_columns(
+        is_right=is_right.fill_null(value=False),
+        is_placed=is_placed.fill_null(value=False),
+        is_found=is_found.fill_null(value=False),
+    )
+
+
+NO_FAULT = ["as_labelled", "too_short"]
+KINDS = {
+    "raw": "raw_logprobs",
+    "truncated": "truncation",
+    "foreign": "unknown_model",
+    "prompt": "prompt",
+}
+"""Verdicts whose names differ from those of the faults."""
+LENGTHS = [5, 10, 20, 40, 80]
+
+
+def report(spans: pl.DataFrame) -> None:
+    """Print the figures of one dataset."""
+    clean, faulty = spans.filter(fault="clean"), spans.filter(pl.col("fault") != "clean")
+    alarms = int((~clean["is_right"]).sum())
+    rate = 1000 * alarms / max(len(clean), 1)
+    print(f"false alarms: {alarms} of {len(clean)} clean spans = {rate:.2f} in 1,000")
+    long = faulty.filter(pl.col("num_tokens") >= 20)
+    every = spans.filter(pl.col("num_tokens") >= 20)
+    print(
+        f"named right, 20 tokens and more: {_share(long)} faulty, {_share(every)} with clean ones"
+    )
+    for name in ("swap", "swap_in_flight"):
+        swaps = long.filter(fault=name)
+        if not len(swaps):
+            continue
+        placed = f"{swaps['is_placed'].sum()} of {len(swaps)} = {swaps['is_placed'].mean():.1%}"
+        print(f"{name}: placed within 2 tokens: {placed}")
+    length = pl.col("num_tokens").cut(LENGTHS, left_closed=True).alias("tokens")
+    right = pl.col("is_right").mean().round(3)
+    curve = faulty.group_by(length).agg(pl.len().alias("faulty spans"), right.alias("right"))
+    print(table_text(curve.sort("tokens")))
+    print(table_text(_confusion(every)))
+
+
+def _share(spans: pl.DataFrame) -> str:
+    if not len(spans):
+        return "none"
+    return f"{spans['is_right'].sum()} of {len(spans)} = {spans['is_right'].mean():.2%}"
+
+
+def _confusion(spans: pl.DataFrame) -> pl.DataFrame:
+    counts = spans.group_by("fault", "kind").len().sort("kind")
+    wide = counts.pivot("kind", index="fault", values="len").fill_null(0).sort("fault")
+    right = spans.group_by("fault").agg(pl.col("is_right").mean().round(3).alias("right"))
+    return wide.join(right, on="fault")
+
+
+def found_by_fault(spans: pl.DataFrame) -> pl.DataFrame:
+    """Count the faulty spans that have any fault in their verdict."""
+    aggregated = spans.filter(pl.col("fault") != "clean").group_by("dataset", "fault")
+    found = aggregated.agg(pl.len().alias("spans"), pl.col("is_found").sum().alias("found"))
+    total = found.select(
+        dataset=pl.lit("all"), fault=pl.lit("all"), spans=pl.sum("spans"), found=pl.sum("found")
+    )
+    shares = pl.concat([found.sort("dataset", "fault"), total], how="vertical_relaxed")
+    return shares.with_columns(share=(pl.col("found") / pl.col("spans")).round(3))
+
+
+def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--make", metavar="DIR")
+    what.add_argument("--measure", metavar="DIR")
+    parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=DATASETS)
+    parser.add_argument("--model", default=".cache/smollm2")
+    parser.add_argument("--python", default=".venv-vllm/bin/python")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--lora-learning-rate", type=float, default=1e-3)
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    main()
