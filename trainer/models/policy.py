@@ -27,6 +27,8 @@ from trainer.models.self_check import check_policy
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 MOST_POSITIONS = 2**31 - 1
+ALIGNMENT = 64
+"""Alignment of tensors that torch allocates on a CPU, bytes."""
 PLAIN_ATTENTION = "train a model whose attention scores have no caps, sinks or biases"
 UNREADABLE = (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError)
 """Errors raised when damaged weights are loaded."""
@@ -127,8 +129,9 @@ def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
             position_ids=forest.position_ids[None],
             use_cache=False,
         )
-    hidden: Tensor = output.last_hidden_state[0, forest.target_parent]
-    return hidden
+    # The gradient of an embedding adds the targets that share a parent in order. That of plain
+    # indexing adds them in any order if there are several threads, so it would not be reproducible.
+    return nn.functional.embedding(forest.target_parent, output.last_hidden_state[0])
 
 
 def load_policy(
@@ -180,6 +183,18 @@ def load_policy(
     if checks:
         check_policy(policy, path, trees=trees)
     return policy
+
+
+def align(model: nn.Module) -> None:
+    """Copy trained parameters that do not start at a multiple of 64 bytes, as torch allocates them.
+
+    Loaded weights lie in memory as in their file, behind a header of any length, and the last bits
+    of a matrix-vector product depend on it. A run that resumes from a checkpoint, whose header is
+    different, would not repeat its updates.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.data_ptr() % ALIGNMENT:
+            parameter.data = parameter.data.clone()
 
 
 def _check_weights(loading: Any, path: str) -> None:
