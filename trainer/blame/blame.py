@@ -170,9 +170,9 @@ def _rows(
     slots = np.flatnonzero(found.targets)
     row = batch.responses.row_of(slots)
     num_targets = np.bincount(row, minlength=len(batch.names))[found.rows]
-    share = np.bincount(row, token_shares[slots], len(batch.names))[found.rows]
+    share = np.bincount(row, token_shares[slots], len(batch.names))[found.rows].astype(np.float64)
     advantage = np.bincount(row, batch.advantages.numpy()[slots], len(batch.names))[found.rows]
-    of_rows = traits(found, batch)
+    of_rows = traits(found, batch, share)
     scores = outlier_scores(of_rows)
     names, best = list(scores), np.argmax(list(scores.values()), axis=0)
     left = np.maximum(square - 2 * share * square + found.norms**2, 0.0)

@@ -13,14 +13,20 @@ from trainer.blame.gradients import RowGradients
 
 Values = npt.NDArray[np.float64]
 QUANTILE = 0.9
+SHARE_SCALE = 10.0
 FLOOR = 1e-12
 
 
-def traits(found: RowGradients, batch: Batch) -> dict[str, Values]:
+def traits(found: RowGradients, batch: Batch, share: Values) -> dict[str, Values]:
     """Compute what can make a row stand out, per row of `found.rows` ([R] each).
 
+    Args:
+        found: The rows.
+        batch: The batch.
+        share: [R] share of each row in the gradient.
+
     Returns:
-        `gradient_norm`: L2 norm of the row's gradient; `advantage`: mean of |advantage|;
+        `share`; `gradient_norm`: L2 norm of the row's gradient; `advantage`: mean of |advantage|;
         `mismatch`: mean of |old_logprobs - rollout_logprobs| in nats, NaN without
         `rollout_logprobs`; `surprise`: mean of -logprobs in nats. Means are over the row's targets.
     """
@@ -35,6 +41,7 @@ def traits(found: RowGradients, batch: Batch) -> dict[str, Values]:
         return sums[found.rows] / np.bincount(row, minlength=len(batch.names))[found.rows]
 
     return {
+        "share": share,
         "gradient_norm": found.norms,
         "advantage": mean(batch.advantages.abs()),
         "mismatch": mean(mismatch.abs()),
@@ -43,25 +50,26 @@ def traits(found: RowGradients, batch: Batch) -> dict[str, Values]:
 
 
 def outlier_scores(traits: Mapping[str, Values]) -> dict[str, Values]:
-    """Measure by trait how far each row is above the median, in units of the rows' usual spread.
+    """Measure by trait how far each of R rows stands out; the largest of these is its score.
 
-        z = (x - median) / (q90 - median)
+    For a share p of the gradient, the score is 10 (|p| - 1 / R): a row with 40 % more than an equal
+    share scores 4, however the rest is distributed. For all other traits x of the rows, it is
 
-    x is the trait of a row, and q90 the 90 % quantile over all rows, so that a tenth of the rows
-    has z > 1. Gradient norms are compared by their logarithm, because they are products: of the
-    reduction's weight, the advantage and the length of a gradient. A trait whose q90 equals its
-    median, or that is unknown, has z = 0 for all rows, unless a row exceeds the median.
+        (x - median) / (q90 - median)
+
+    where q90 is the 90 % quantile over all rows, so that a tenth of the rows has a score above 1.
+    Gradient norms are compared by their logarithm, because they are products: of the reduction's
+    weight, the advantage and the gradient of the tokens' log-probabilities. A trait that is unknown
+    scores 0.
     """
-    found = {}
-    for name, values in traits.items():
-        x = np.log(np.maximum(values, FLOOR)) if name == "gradient_norm" else values
-        found[name] = _score(x)
-    return found
+    return {name: _score(name, values) for name, values in traits.items()}
 
 
-def _score(x: Values) -> Values:
-    if not len(x) or np.isnan(x).any():
-        return np.zeros(len(x))
+def _score(name: str, values: Values) -> Values:
+    if not len(values) or np.isnan(values).any():
+        return np.zeros(len(values))
+    if name == "share":
+        return np.asarray(SHARE_SCALE * (np.abs(values) - 1 / len(values)))
+    x = np.log(np.maximum(values, FLOOR)) if name == "gradient_norm" else values
     middle, high = np.quantile(x, [0.5, QUANTILE])
-    spread = max(high - middle, 0.05 * abs(middle), FLOOR)
-    return np.asarray((x - middle) / spread)
+    return np.asarray((x - middle) / max(high - middle, 0.05 * abs(middle), FLOOR))

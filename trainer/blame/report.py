@@ -21,6 +21,8 @@ from trainer.blame.blame import Blame
 WIDTH = 100
 STANDS_OUT = 4.0
 """Score from which a row is reported as standing out."""
+MAJORITY = 0.5
+"""Share from which a trajectory of several rows is reported."""
 
 
 def summary(found: Blame, limit: int) -> dict[str, Any]:
@@ -42,23 +44,38 @@ def summary(found: Blame, limit: int) -> dict[str, Any]:
 
 
 def finding(found: Blame) -> str:
-    """Describe in a sentence the row that stands out, or say that none does."""
+    """Describe in a sentence the trajectory or row that stands out, or say that none does."""
+    if (unit := _dominant(found)) is not None:
+        rows, share = count(unit["num_rows"], "row"), f"{100 * unit['share']:.0f} %"
+        others = f"{found.gradient_norm:.3g} to {unit['norm_without']:.3g}"
+        return (
+            f"{unit['trajectory_id']} ({rows}) makes {share} of the gradient: without it, the norm"
+            f" would change from {others}."
+        )
     first = found.rows.row(0, named=True)
-    share = found.rows["share"]
     if first["score"] < STANDS_OUT:
-        most = found.rows.row(int(share.abs().arg_max() or 0), named=True)
+        most = found.rows.sort(pl.col("share").abs(), descending=True).row(0, named=True)
         return f"No row stands out. The largest share is {most['share']:.0%}, of {most['row']}."
     return f"{first['row']} stands out: {describe(first, found.rows)}."
 
 
-def replay_without(found: Blame) -> str | None:
-    """Return the command that makes the update without the row that stands out, if one does."""
-    first = found.rows.row(0, named=True)
-    if first["score"] < STANDS_OUT or len(found.rows) < 2:
+def _dominant(found: Blame) -> dict[str, Any] | None:
+    """Return the trajectory of several rows that makes more than half of the gradient, if any."""
+    first = found.trajectories.row(0, named=True)
+    if abs(first["share"]) < MAJORITY or first["num_rows"] == 1 or len(found.trajectories) < 3:
         return None
-    trajectory = first["trajectory_id"]
+    return first
+
+
+def replay_without(found: Blame) -> str | None:
+    """Return the command that makes the update without what stands out, if anything does."""
+    first = found.rows.row(0, named=True)
+    unit = _dominant(found)
+    if (unit is None and first["score"] < STANDS_OUT) or len(found.rows) < 2:
+        return None
+    trajectory = first["trajectory_id"] if unit is None else unit["trajectory_id"]
     of_trajectory = found.shares.filter(pl.col("trajectory_id") == trajectory)
-    is_whole = len(of_trajectory) == len(first["steps"])
+    is_whole = unit is not None or len(of_trajectory) == len(first["steps"])
     names = [trajectory] if is_whole else [f"{trajectory}:{step}" for step in first["steps"]]
     left = " ".join(f"--without {shlex.quote(name)}" for name in names)
     return f"rollouts replay {shlex.quote(found.run)} --update {found.update} {left}"
@@ -74,6 +91,9 @@ def describe(row: dict[str, Any], rows: pl.DataFrame) -> str:
     """
     trait = row["trait"]
     makes = f"and it makes {100 * row['share']:.0f} % of the gradient"
+    if trait == "share":
+        times = _times(row["gradient_norm"], rows["gradient_norm"])
+        return f"it makes {100 * row['share']:.0f} % of the gradient, with {times} the median norm"
     if trait == "gradient_norm":
         times = _times(row["gradient_norm"], rows["gradient_norm"])
         return f"its gradient has {times} the median norm, {makes}"
