@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trainer.replay.replay import Replay, replay
 from trainer.run.update import policy_logprobs
 
 REDUCTIONS = ["token_mean", "sequence_mean", "trajectory_mean", "prompt_mean", "token_mean_legacy"]
+QUICK = {("token_mean", "merge"), ("sequence_mean", "step"), ("prompt_mean", "tree")}
 
 
 def rows() -> list[dict[str, Any]]:
@@ -60,8 +62,13 @@ def changed(run: Path, update: int, *settings: str, **kept: Any) -> Replay:
     return found
 
 
-@pytest.mark.parametrize("layout", ["merge", "step", "tree"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(
+    ("reduction", "layout"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+        for pair in product(REDUCTIONS, ("merge", "step", "tree"))
+    ],
+)
 def test_a_gradient_without_rows_is_that_of_a_batch_built_without_them(
     reduction: str, layout: str, paths: dict[str, str], tmp_path: Path
 ) -> None:
@@ -147,6 +154,7 @@ def test_a_changed_learning_rate_scales_the_step(run, tmp_path):
         assert moved > 0
 
 
+@pytest.mark.slow
 def test_another_loss_is_that_of_a_run_with_it(paths, tmp_path):
     """The first update of a run does not depend on what was before it."""
     one = {"max_updates": 1, "groups_per_mini_batch": 2, "epochs_per_batch": 1}
