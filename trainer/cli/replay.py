@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, note
+from rollout_io.cli.output import emit, emit_json, example, note, shown_log
 from rollout_io.terminal import columns
 from schemas.errors import count
 
@@ -81,7 +81,8 @@ def replay(
         from trainer.replay.changes import Changes
         from trainer.replay.replay import replay as make_again
     changes = Changes(settings=settings, rows=rows, condition=condition)
-    found = make_again(run, update, changes, out=out)
+    with shown_log():
+        found = make_again(run, update, changes, out=out)
     emit_json(as_json_value(found)) if as_json else emit(screen(found))
     for text in found.notes if found.differences else ():
         note(f"note: {text}")

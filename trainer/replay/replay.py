@@ -41,6 +41,7 @@ from trainer.run.mini_batches import MiniBatchUpdate, make_update
 from trainer.run.passes import Passes, ticking
 from trainer.run.setup import TrainingRun
 from trainer.run.starts import CHANGING, MACHINE, start_of, starts_of, this_machine
+from trainer.run.state import load_progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +125,10 @@ def replay(
     recorded = read_recorded(path, places)
     recorded.index_of(update)
     changed_config(recorded.config, settings)
-    batch = None
-    with Bar(update, "updates", f"replaying update {update}") as bar:
-        passes = Forwarding(bar, num_planned=update)
+    batch, start = None, recorded.checkpoint_before(update, between_batches=bool(settings))
+    num_made = load_progress(start / "state").global_step if start else 0
+    with Bar(update, "updates", f"replaying update {update}", done=num_made) as bar:
+        passes = Forwarding(bar, num_planned=update, num_made=num_made)
         if settings:
             batch = ChangedBatch(settings=settings, passes=passes)
         with ticking(passes):
@@ -185,8 +187,8 @@ def _changed(
 class Forwarding(Passes):
     """Passes that also move the bar by the updates made on the way."""
 
-    def __init__(self, bar: Bar, *, num_planned: int) -> None:
-        super().__init__(bar, num_planned=num_planned, spans_run=False)
+    def __init__(self, bar: Bar, *, num_planned: int, num_made: int = 0) -> None:
+        super().__init__(bar, num_planned=num_planned, num_made=num_made, spans_run=False)
         self._main = bar
 
     def end_update(self, *, made: bool) -> None:
