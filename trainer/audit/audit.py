@@ -184,6 +184,8 @@ def run_audit(
         if number == 0:
             found.mode = rows.mode or chunk.likely_mode()
             found.noise = fit_noise([*known, *chunk.best_residuals()])
+            if not found.noise.num_tokens:  # rows that no label fits, outside of the sample
+                found.noise = fit_noise(chunk.best_residuals(of_sample=True))
             found.apart = chunk.apart(found.mode)
         found.num_suspicious += chunk.second_pass(found.noise, found.mode)
         allowance = round(EXTRA * plan.num_candidates * plan.num_distinct)
@@ -347,6 +349,7 @@ class _Chunk:
             labelled=label if label in scores else None,
             inverse_temperature=float(np.float32(1 / rows.temperature[row])),
             truncation=rows.truncations[row],
+            stored_temperature=float(rows.stored_temperature[row]),
         )
 
     def _spans(self) -> Iterator[Span]:
@@ -360,9 +363,10 @@ class _Chunk:
         found = []
         for number, kind in enumerate(verdicts["kind"]):
             span = self._span(number) if kind == "as_labelled" else None
-            if span is not None and span.labelled is not None:
-                predicted = span.predicted(span.labelled, mode)
-                found.append(Residuals(span.stored - predicted, predicted, span.inverse(mode)))
+            if span is None or span.labelled is None or np.isnan(span.stored_temperature):
+                continue
+            predicted = span.predicted(span.labelled, mode)
+            found.append(Residuals(span.stored - predicted, predicted, span.inverse(mode)))
         return found
 
     def likely_mode(self) -> LogprobsMode:
@@ -377,12 +381,13 @@ class _Chunk:
                 balance += np.sign(raw - processed) * len(span.stored)
         return "processed" if balance > 0 else "raw"
 
-    def best_residuals(self) -> list[Residuals]:
-        """Return the residuals of the best simple fit of each span."""
+    def best_residuals(self, *, of_sample: bool = False) -> list[Residuals]:
+        """Return the residuals of the best simple fit of each span, or of each of the sample."""
         every: list[LogprobsMode] = ["raw", "processed"]
         return [
             min((r for mode in every for r in _residuals(span, mode)), key=typical_scale)
             for span in self._spans()
+            if not of_sample or len(span.scores) == len(self._weights.candidates)
         ]
 
     def apart(self, mode: LogprobsMode) -> dict[tuple[int, int], float]:
@@ -463,13 +468,13 @@ class _Chunk:
         keys = self._rows.keys.row(row, named=True)
         keys.pop("messages", None)
         version = int(self._rows.version[row])
-        temperature = float(self._rows.temperature[row])
+        temperature = float(self._rows.stored_temperature[row])
         response = self._rows.responses.row(row)
         return keys | {
             "num_response_tokens": len(response),
             "token_sum": int(response.sum(dtype=np.int64)),
             "labelled_version": None if version < 0 else version,
-            "labelled_temperature": temperature,
+            "labelled_temperature": None if np.isnan(temperature) else temperature,
         }
 
     def _values(self, found: Verdict, start: int) -> dict[str, Any]:

@@ -36,6 +36,9 @@ SCALES = tuple(float(x) for x in 2.0 ** np.arange(-1, 1.01, 0.25))
 """Factors of sigma that the spans of an engine may have."""
 LARGER_SCALES = tuple(float(x) for x in 2.0 ** np.arange(0.75, 9.01, 0.25))
 """Factors of sigma that indicate another source of noise."""
+LARGEST_MEAN = 0.5
+"""Mean absolute difference, relative to the mean of (1 - p) / temperature, above which spans fit no
+candidate, although most of their tokens may."""
 SPREAD_BOUNDS = (0.12, 0.4)
 PRIOR_TOKENS = 30
 """Weight of the common kappa in the estimate of a range, in tokens."""
@@ -129,7 +132,9 @@ def fit_noise(spans: Sequence[Residuals]) -> Noise:
         chosen = [one for one, is_near in zip(usable, near.tolist(), strict=True) if is_near]
         noise = _fitted(chosen)
         reference = float(np.median(typical[near]))
-    if noise.kappa[len(EDGES) // 2] > LARGEST_KAPPA:
+    distance = sum(float(np.abs(one.difference).sum()) for one in chosen)
+    mean = distance / max(sum(float(one.sensitivity.sum()) for one in chosen), FLOOR)
+    if noise.kappa[len(EDGES) // 2] > LARGEST_KAPPA or mean > LARGEST_MEAN:
         return Noise()
     return noise
 

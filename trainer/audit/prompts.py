@@ -208,6 +208,7 @@ def variant_rows(
         logprobs=rows.logprobs[slots],
         version=rows.version[of],
         temperature=rows.temperature[of],
+        stored_temperature=rows.stored_temperature[of],
         truncations=tuple(rows.truncations[row] for row in origin),
         reasons=[rows.reasons[row] for row in origin],
         span_row=copy,

@@ -44,6 +44,7 @@ class AuditRows:
         version: [R] labelled version of the weights; -1 if unknown.
         temperature: [R] float64 labelled temperature; 1 if unknown, and 1 for greedy rows, whose
             log-probabilities engines compute at temperature 1.
+        stored_temperature: [R] float64 `temperature` as stored: 0 for greedy rows, NaN if unknown.
         truncations: [R] labelled truncation.
         reasons: [R] why a row cannot be audited; "" if it can be.
         span_row: [S] row of each span.
@@ -59,6 +60,7 @@ class AuditRows:
     logprobs: npt.NDArray[np.float32]
     version: IntArray
     temperature: npt.NDArray[np.float64]
+    stored_temperature: npt.NDArray[np.float64]
     truncations: tuple[Truncation, ...]
     reasons: list[str]
     span_row: IntArray
@@ -116,6 +118,7 @@ class AuditRows:
             logprobs=self.logprobs[offsets[first] : offsets[last]],
             version=self.version[first:last],
             temperature=self.temperature[first:last],
+            stored_temperature=self.stored_temperature[first:last],
             truncations=self.truncations[first:last],
             reasons=self.reasons[first:last],
             span_row=self.span_row[spans] - first,
@@ -184,7 +187,7 @@ def to_audit_rows(table: pl.DataFrame, mode: LogprobsMode | None) -> AuditRows:
     logprobs = np.full(len(responses.values), np.nan, np.float32)
     logprobs[np.repeat(stored.valid, responses.lengths)] = stored.values
     truncations, others = _truncations(table)
-    temperature = table["temperature"].fill_null(1.0).to_numpy().astype(np.float64)
+    temperature = table["temperature"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
     span_row, span_start, span_length = _spans(table, responses, logprobs)
     keys = [name for name in (*KEYS, "messages") if name in table.columns]
     return AuditRows(
@@ -194,10 +197,9 @@ def to_audit_rows(table: pl.DataFrame, mode: LogprobsMode | None) -> AuditRows:
         logprobs=logprobs,
         version=table["policy_version"].fill_null(-1).to_numpy().astype(np.int64),
         temperature=np.where(temperature > 0, temperature, 1.0),
+        stored_temperature=temperature,
         truncations=tuple(truncations),
-        reasons=_reasons(
-            table, stored.valid, others if mode == "processed" else [False] * len(table)
-        ),
+        reasons=_reasons(table, stored.valid, others if mode != "raw" else [False] * len(table)),
         span_row=span_row,
         span_start=span_start,
         span_length=span_length,
@@ -235,7 +237,8 @@ def _spans(
     """Return row, flat start and length of each sampled span.
 
     Without `segments`, the span is the response up to its last token that has a log-probability
-    or is trained on: a harness may have appended the tokens after it.
+    or is trained on: a harness may have appended the tokens after it. If the row trains, tokens
+    inside that have neither are those of observations, and end a span.
     """
     mask = _ragged(table["loss_mask"]).values.astype(np.bool_)
     counts = mask | (logprobs != 0)
@@ -254,10 +257,16 @@ def _spans(
         first, length = (fields[name].to_numpy().astype(np.int64) for name in ("start", "length"))
         row = fields["row"].to_numpy().astype(np.int64)
         rows, starts, lengths = [row], [responses.offsets[row] + first], [length]
-    whole = np.flatnonzero(~has_segments & (last >= 0))
-    rows.append(whole)
-    starts.append(responses.offsets[whole])
-    lengths.append(last[whole] + 1)
+    trains = np.zeros(len(table), np.bool_)
+    trains[row_of[mask]] = True
+    at = np.arange(len(counts)) - responses.offsets[row_of]
+    inside = (at <= last[row_of]) & (counts | ~trains[row_of]) & ~has_segments[row_of]
+    before = np.append([False], inside[:-1]) & (at > 0)
+    after = np.append(inside[1:], [False]) & np.append(at[1:] > 0, [False])
+    begin, end = np.flatnonzero(inside & ~before), np.flatnonzero(inside & ~after)
+    rows.append(row_of[begin])
+    starts.append(begin)
+    lengths.append(end - begin + 1)
     row, start, length = (np.concatenate(parts) for parts in (rows, starts, lengths))
     keep = length > 0
     order = np.lexsort((start[keep], row[keep]))

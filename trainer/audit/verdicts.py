@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import log
+from math import inf, isnan, log
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -59,6 +59,8 @@ PENALTY = 10.0
 """Log-likelihood ratio, in nats, that any fault needs: a prior of 1 in 22,000 against it."""
 DOUBT = 2.0
 """Log-likelihood ratio, in nats, from which a fit to the label is suspicious."""
+COLDEST = INVERSE_TEMPERATURES[-1]
+"""Largest inverse temperature of the grid."""
 OFFSETS = (-2, -1, 1, 2)
 SMALLEST_NOISE = 1.6
 """Factor of the noise below which it is not reported as a fault."""
@@ -83,6 +85,7 @@ class Span:
         labelled: The labelled candidate; None if the version is unknown.
         inverse_temperature: Inverse of the labelled temperature.
         truncation: Labelled truncation.
+        stored_temperature: The label as stored: 0 for greedy sampling, NaN if it is unknown.
     """
 
     stored: npt.NDArray[np.float32]
@@ -90,6 +93,7 @@ class Span:
     labelled: int | None
     inverse_temperature: float
     truncation: Truncation
+    stored_temperature: float = 1.0
 
     def predicted(self, candidate: int, mode: LogprobsMode | None) -> Array:
         """[n] log-probabilities of a candidate at the labelled settings."""
@@ -105,8 +109,18 @@ class Span:
         """True if raw and processed log-probabilities differ."""
         return abs(self.inverse_temperature - 1) > 1e-6 or not self.truncation.is_off
 
+    @property
+    def sampled_inverse(self) -> float:
+        """Inverse of the temperature at which the tokens were sampled, by their label."""
+        return inf if self.stored_temperature == 0 else self.inverse_temperature
+
     def under_label(self, candidate: int) -> float:
-        """Log-likelihood of the sampled tokens at the labelled settings, in nats."""
+        """Log-likelihood of the sampled tokens at the labelled settings, in nats.
+
+        Greedy sampling counts as sampling at the lowest temperature of the grid.
+        """
+        if self.stored_temperature == 0:
+            return self.sampled(candidate, COLDEST)
         scores = self.scores[candidate]
         each = scores.labelled - scores.own_kept + OUTSIDE * scores.own_outside
         return float(each.sum(dtype=np.float64))
@@ -242,6 +256,7 @@ def is_suspicious(span: Span, noise: Noise, mode: LogprobsMode | None) -> bool:
         labelled=span.labelled,
         inverse_temperature=span.inverse_temperature,
         truncation=span.truncation,
+        stored_temperature=span.stored_temperature,
     )
     label = _fit(own, _plain(own, span.labelled, mode), noise, mode)
     others = [_fit(own, one, noise, mode) for one in _settings(own, label, label, noise, mode)]
@@ -266,7 +281,7 @@ def _plain(span: Span, candidate: int, mode: LogprobsMode | None) -> Hypothesis:
         kind="as_labelled" if is_label else "version",
         candidate=candidate,
         inverse_temperature=span.inverse(mode),
-        sampled_inverse=span.inverse_temperature,
+        sampled_inverse=span.sampled_inverse,
         truncation=NO_TRUNCATION if mode == "raw" else span.truncation,
         penalty=0.0 if is_label else PENALTY + log(max(len(span.scores) - 1, 1)),
     )
@@ -339,13 +354,13 @@ def _temperatures(span: Span, number: int, noise: Noise, mode: LogprobsMode | No
 
     if mode == "raw" and not span.truncation.is_off:
         return []
-    grid = [b for b in INVERSE_TEMPERATURES if abs(b / span.inverse_temperature - 1) > 0.02]
+    grid = [b for b in INVERSE_TEMPERATURES if abs(b / span.sampled_inverse - 1) > 0.02]
     values = [likelihood(b) for b in grid]
     best = grid[int(np.argmax(values))]
     step = INVERSE_TEMPERATURES[1] / INVERSE_TEMPERATURES[0]
     for _ in range(2):
         grid = [best * step ** (k / REFINED) for k in range(-REFINED, REFINED + 1)]
-        grid = [b for b in grid if abs(b / span.inverse_temperature - 1) > 0.02]
+        grid = [b for b in grid if abs(b / span.sampled_inverse - 1) > 0.02]
         best = grid[int(np.argmax([likelihood(b) for b in grid]))]
         step **= 1 / REFINED
     return [best]
@@ -431,7 +446,7 @@ def _swaps(span: Span, noise: Noise, mode: LogprobsMode | None) -> list[Fit]:
         second=numbers[j],
         position=at + 1,
         inverse_temperature=span.inverse(mode),
-        sampled_inverse=span.inverse_temperature,
+        sampled_inverse=span.sampled_inverse,
         truncation=NO_TRUNCATION if mode == "raw" else span.truncation,
         penalty=penalty,
     )
@@ -490,7 +505,11 @@ def _verdict(span: Span, best: Fit, label: Fit, versions: list[Fit]) -> Verdict:
     if kind == "noise":
         residuals = Residuals(span.stored - best.predicted, best.predicted, one.inverse_temperature)
         kind = "unknown_model" if typical_scale(residuals) > UNRELATED_SCALE else "noise"
-    elif is_label and len(span.stored) < SHORT_TOKENS and abs(margin) < DECIDED:
+    elif kind == "temperature" and isnan(span.stored_temperature):  # no label to contradict
+        is_label = one.candidate == label.hypothesis.candidate
+        kind = "as_labelled" if is_label else "version"
+    can_be_undecided = span.labelled is None or len(span.stored) < SHORT_TOKENS
+    if is_label and can_be_undecided and abs(margin) < DECIDED:
         kind = "too_short"
     ratio = best.log_likelihood + one.bonus - label.log_likelihood
     return Verdict(

@@ -172,6 +172,43 @@ def test_every_kind_has_a_meaning_and_is_a_fault_or_not():
     assert set(FAULTS) == set(MEANINGS) - set(NO_FAULT)
 
 
+GREEDY = Sampling(temperature=0.01)
+
+
+@pytest.mark.parametrize(("sampling", "label", "kind", "best"), [
+    (GREEDY, 0.0, "as_labelled", 0.0),
+    (Sampling(), 0.0, "temperature", 1.0),
+    (Sampling(temperature=0.5), None, "as_labelled", 0.5),
+])  # fmt: skip
+def test_raw_logprobs_of_greedy_and_unlabelled_rows(faulty, tmp_path, sampling, label, kind, best):
+    """Raw log-probabilities are the same at any temperature: only the tokens tell it."""
+    _, weights, _ = faulty
+    models = tiny_models(2, 0.1, initializer_range=0.3)
+    rng = np.random.default_rng(1)
+    asked = [Request(prompt=prompt_of(rng), sampling=sampling, raw=True) for _ in range(12)]
+    rows = [
+        row(number, 0, request.prompt, one, temperature=label)
+        for number, (request, one) in enumerate(zip(asked, sample(models, asked), strict=True))
+    ]
+    found = audited(write_dataset(tmp_path / "ds", rows, logprobs_mode="raw"), weights).verdicts
+    assert found["kind"].to_list() == [kind] * 12
+    assert found["labelled_temperature"].unique().to_list() == [label]
+    assert abs(found["best_temperature"].median() - best) < 0.15
+
+
+def test_equal_candidates_are_not_told_apart(faulty, tmp_path):
+    """Without a label, naming one of them would be a guess."""
+    dataset, weights, _ = faulty
+    rows = rollout_io.scan(dataset).with_columns(policy_version=pl.lit(None, pl.Int32)).collect()
+    hidden = write_dataset(tmp_path / "hidden", rows.to_dicts(), logprobs_mode="processed")
+    read = read_audit_rows(rollout_io.scan(hidden), rollout_io.read_metadata(hidden))
+    twice = [f"{number}={weights}/version_1" for number in (1, 2)]
+    both = Weights(find_candidates(twice), device=torch.device("cpu"))
+    found = run_audit(read, both, AuditSettings(), dataset=hidden).verdicts
+    assert "as_labelled" not in found["kind"].to_list()
+    assert found["kind"].to_list().count("too_short") >= 24
+
+
 def test_clean_dataset_passes(faulty, tmp_path, capsys):
     dataset, weights, truth = faulty
     clean = truth.filter(pl.col("truth") == "as_labelled")["trajectory_id"]

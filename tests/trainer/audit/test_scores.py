@@ -122,6 +122,29 @@ def test_spans_are_the_sampled_ranges():
     assert [bool(reason) for reason in to_audit_rows(table, "raw").reasons] == [False, True, False]
 
 
+def test_observations_end_a_span_in_rows_that_train():
+    """Neither sampled nor trained on; without segments, only the mask and log-probabilities tell."""
+    stored = [-1.0, -1.0, 0.0, 0.0, -1.0]
+    trains = row(0, 0, [1], ([1, 2, 3, 4, 5], stored), loss_mask=[True, True, False, False, True])
+    masked = row(1, 0, [1], ([1, 2, 3, 4, 5], stored), loss_mask=[False] * 5)
+    certain = row(2, 0, [1], ([1, 2, 3], [0.0, 0.0, 0.0]), loss_mask=[True] * 3)
+    rows = to_audit_rows(pl.DataFrame([trains, masked, certain]).with_columns(EXTRA), "raw")
+    found = zip(rows.span_row.tolist(), rows.span_start.tolist(), rows.span_length, strict=True)
+    assert list(found) == [(0, 0, 2), (0, 4, 1), (1, 5, 5), (2, 10, 3)]
+
+
+def test_noise_is_not_estimated_from_rows_that_fit_in_part():
+    """Six of ten tokens fit, in every row: their median is small, but it is no noise."""
+    rng = np.random.default_rng(0)
+    spans = []
+    for _ in range(20):
+        predicted = -rng.exponential(1.5, 50)
+        wrong = np.arange(50) % 10 >= 6
+        error = np.where(wrong, 2.0, 0.05) * -np.expm1(predicted) * rng.standard_normal(50)
+        spans.append(Residuals(error, predicted, 1.0))
+    assert fit_noise(spans).num_tokens == 0
+
+
 def test_noise_is_that_of_the_spans_that_fit():
     """Errors of 0.05 per logit, in most spans; a third of them fit nothing."""
     rng = np.random.default_rng(0)
