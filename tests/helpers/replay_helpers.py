@@ -1,4 +1,4 @@
-"""Small runs, to make their updates again."""
+"""Small runs whose updates are replayed."""
 
 from __future__ import annotations
 

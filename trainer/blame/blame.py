@@ -39,7 +39,7 @@ from trainer.run.update import units_of
 
 Values = npt.NDArray[np.float64]
 NUM_UNITS = 3
-"""Trajectories and groups whose gradients are computed, by size of their share."""
+"""Number of trajectories and of groups, by size of share, whose gradients are computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +65,8 @@ class Blame:
         max_grad_norm: Norm above which the update clips the gradient.
         is_fast: Whether the norms of rows come from one backward pass per micro-batch.
         num_targets: Number of trained tokens of the update.
-        rows: One row for each row of the batch that has targets, first the one that stands out
-            most. Columns: `row` (its name), `trajectory_id`, `steps` (list of the `step_index` of the
+        rows: One row for each row of the batch that has targets, sorted by how far it stands
+            out. Columns: `row` (its name), `trajectory_id`, `steps` (list of the `step_index` of the
             rows of the dataset that it holds), `instance_id`, `num_targets`;
             `advantage` (mean over its targets); `share`, <G_i, G> / |G|^2; `gradient_norm`, |G_i|;
             `norm_without`, |without_i|; the traits `mismatch` and `surprise`; `score` and `trait`:
@@ -74,8 +74,8 @@ class Blame:
             <G_i, s(G)> / <G, s(G)>, the row's share of the decrease in loss that the step achieves;
             `step_change`, |s(without_i) - s(G)| / |s(G)|; and `held_out_change`,
             <h, s(without_i) - s(G)>, with the gradient h of the loss on held-out rows before the
-            step: to first order, the loss on held-out rows would have been higher by this after the
-            update if the row had been left out.
+            step: to first order, how much higher the loss on held-out rows would have been after
+            the update if the row had been left out.
         trajectories: One row per trajectory, by decreasing |share|: `trajectory_id`, `num_rows`,
             `share`; and `gradient_norm` and `norm_without` of the first ones.
         groups: The same for groups, by `instance_id`.
@@ -110,7 +110,8 @@ def blame(
         run: Directory of a run of `rollouts train` or `rollouts rl`; it is only read.
         update: Number of the update: its `global_step`, counted from 1.
         top: Number of rows whose effect on the step is computed, by a backward pass each.
-        held_out: Dataset of rows that the run did not train on; None: no effect on them.
+        held_out: Dataset of rows that the run did not train on; None: the effect on
+            held-out rows is not computed.
         exact: Compute all norms by a backward pass per row.
         places: New paths of things that have moved; see `reconstruct`.
 

@@ -135,7 +135,7 @@ class GhostNorms:
         device: torch.device,
         loss: Pair | Callable[[Tensor, Tensor], Pair],
     ) -> ChainSquares:
-        """Forward and backward a micro-batch of chains.
+        """Run the forward and backward pass of a micro-batch of chains.
 
         Args:
             forest: Chains side by side.
@@ -231,7 +231,7 @@ class GhostNorms:
         coefficients: Pair,
         blocks: list[Block],
     ) -> Tensor:
-        """Backward through the head; return the gradient of the hidden states ([M, size])."""
+        """Backpropagate through the head; return the gradient of the hidden states ([M, size])."""
         hidden, token, temperature = inputs
         found = torch.zeros_like(hidden)
         self._head_rows = []

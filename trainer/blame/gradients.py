@@ -39,11 +39,11 @@ from trainer.run.update import Learner, LossInputs, loss_inputs, loss_of
 
 forward_ad: Any = torch.autograd.forward_ad
 Direction = Mapping[str, Tensor]
-"""A vector in parameter space, by the name of the trained parameter."""
+"""A vector in parameter space: one tensor per trained parameter, by name."""
 TOLERANCE = {"no": 1e-3, "bf16": 0.1}
 """Largest relative difference between fast and exact norms, by mixed precision."""
 BUDGET = 4096
-"""Tokens per micro-batch where rows are forwarded alone."""
+"""Tokens per micro-batch when rows are forwarded alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +97,10 @@ def row_gradients(
 
     The fast way computes all norms of a micro-batch in one backward pass (see `GhostNorms`), and
     checks the largest one against a backward pass of that row alone. If the model has layers that
-    it does not support, or the check fails, every row is computed by a backward pass of its own.
+    it does not support, or the check fails, each row gets its own backward pass.
 
-    Rows of a tree share tokens, and with these tokens a part of the backward pass: here, such rows
-    are forwarded as separate chains, at the cost of the layout `step`.
+    Rows of a tree share tokens, and therefore part of the backward pass. They are forwarded as
+    separate chains here, which costs as much as the layout `step`.
 
     Args:
         learner: Policy and objective; neither the policy nor the optimizer is changed.
@@ -108,7 +108,7 @@ def row_gradients(
         forests: Micro-batches of the update.
         old_logprobs: [T] nats, or None.
         ref_logprobs: [T] nats, or None.
-        exact: Compute every row by a backward pass of its own.
+        exact: Run a separate backward pass for every row.
 
     Raises:
         InputError: A user's loss fails, or its result is invalid.
@@ -119,7 +119,7 @@ def row_gradients(
         try:
             return _fast(learner, batch, forests, inputs, rows)
         except UnsupportedLayerError as error:
-            say(f"note: {error}; computing one backward pass per row")
+            say(f"note: {error}; running one backward pass per row")
     coefficients = _coefficients(learner, batch, forests, inputs)
     targets, total = _is_target(batch, forests), zeros(learner)
     norms = np.zeros(len(rows))
@@ -192,8 +192,8 @@ def inner_products(
         p_t = <c_t grad l_t + e_t grad h_t, v>,        so that <G_i, v> = sum of p_t over row i
 
     p_t is the derivative of c_t l_t + e_t h_t at theta + x v with respect to x, at x = 0: one
-    forward pass in forward mode yields it for all targets of a micro-batch, whatever the model's
-    layers are. Rows may share tokens.
+    forward pass in forward mode yields it for all targets of a micro-batch, for any kind of layer.
+    Rows may share tokens.
 
     Args:
         learner: Its policy is the point theta.
@@ -241,7 +241,7 @@ def _plain_experts(learner: Learner) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ignore that PyTorch compiles some of its own forward-mode derivatives with TorchScript."""
+    """Ignore warnings that PyTorch itself uses TorchScript for some forward-mode derivatives."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         yield

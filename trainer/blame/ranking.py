@@ -50,7 +50,7 @@ def traits(found: RowGradients, batch: Batch, share: Values) -> dict[str, Values
 
 
 def outlier_scores(traits: Mapping[str, Values]) -> dict[str, Values]:
-    """Measure by trait how far each of R rows stands out; the largest of these is its score.
+    """Measure how far each of R rows stands out in each trait; its score is the maximum.
 
     For a share p of the gradient, the score is 10 (|p| - 1 / R): a row with 40 % more than an equal
     share scores 4, however the rest is distributed. For all other traits x of the rows, it is
@@ -58,7 +58,7 @@ def outlier_scores(traits: Mapping[str, Values]) -> dict[str, Values]:
         (x - median) / (q90 - median)
 
     where q90 is the 90 % quantile over all rows, so that a tenth of the rows has a score above 1.
-    Gradient norms are compared by their logarithm, because they are products: of the reduction's
+    Gradient norms are compared by their logarithm, because they are products of the reduction's
     weight, the advantage and the gradient of the tokens' log-probabilities. A trait that is unknown
     scores 0.
     """

@@ -1,4 +1,4 @@
-"""The result of blame, as JSON or as a screen."""
+"""The result of blame, as JSON or as text for the terminal."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def summary(found: Blame, limit: int) -> dict[str, Any]:
 
 
 def finding(found: Blame) -> str:
-    """Describe in a sentence the trajectory or row that stands out, or say that none does."""
+    """Return a sentence about the trajectory or row that stands out, or that none does."""
     if (unit := _dominant(found)) is not None:
         rows, share = count(unit["num_rows"], "row"), f"{100 * unit['share']:.0f} %"
         others = f"{found.gradient_norm:.3g} to {unit['norm_without']:.3g}"
         return (
-            f"{unit['trajectory_id']} ({rows}) makes {share} of the gradient: without it, the norm"
-            f" would change from {others}."
+            f"{unit['trajectory_id']} ({rows}) accounts for {share} of the gradient: without it, the"
+            f" norm would change from {others}."
         )
     first = found.rows.row(0, named=True)
     if first["score"] < STANDS_OUT:
         most = found.rows.sort(pl.col("share").abs(), descending=True).row(0, named=True)
-        return f"No row stands out. The largest share is {most['share']:.0%}, of {most['row']}."
+        return f"No row stands out. {most['row']} has the largest share, {most['share']:.0%}."
     return f"{first['row']} stands out: {describe(first, found.rows)}."
 
 
 def _dominant(found: Blame) -> dict[str, Any] | None:
-    """Return the trajectory of several rows that makes more than half of the gradient, if any."""
+    """Return the trajectory of several rows with more than half of the gradient, if any."""
     first = found.trajectories.row(0, named=True)
     if abs(first["share"]) < MAJORITY or first["num_rows"] == 1 or len(found.trajectories) < 3:
         return None
@@ -68,7 +68,7 @@ def _dominant(found: Blame) -> dict[str, Any] | None:
 
 
 def replay_without(found: Blame) -> str | None:
-    """Return the command that makes the update without what stands out, if anything does."""
+    """Return the command that replays the update without the row that stands out, if any."""
     first = found.rows.row(0, named=True)
     unit = _dominant(found)
     if (unit is None and first["score"] < STANDS_OUT) or len(found.rows) < 2:
@@ -87,13 +87,14 @@ def describe(row: dict[str, Any], rows: pl.DataFrame) -> str:
     Example:
         >>> rows = pl.DataFrame({"gradient_norm": [1.0, 1.0, 40.0]})
         >>> describe({"trait": "gradient_norm", "gradient_norm": 40.0, "share": 0.61}, rows)
-        'its gradient has 40 times the median norm, and it makes 61 % of the gradient'
+        'its gradient has 40 times the median norm, and it accounts for 61 % of the gradient'
     """
     trait = row["trait"]
-    makes = f"and it makes {100 * row['share']:.0f} % of the gradient"
+    makes = f"and it accounts for {100 * row['share']:.0f} % of the gradient"
     if trait == "share":
         times = _times(row["gradient_norm"], rows["gradient_norm"])
-        return f"it makes {100 * row['share']:.0f} % of the gradient, with {times} the median norm"
+        whole = f"{100 * row['share']:.0f} % of the gradient"
+        return f"it accounts for {whole}, with {times} the median norm"
     if trait == "gradient_norm":
         times = _times(row["gradient_norm"], rows["gradient_norm"])
         return f"its gradient has {times} the median norm, {makes}"
@@ -117,7 +118,7 @@ def _times(value: float, values: pl.Series) -> str:
 
 
 def screen(found: Blame, limit: int) -> str:
-    """Return the screen."""
+    """Format the result for the terminal."""
     clipped = found.gradient_norm > found.max_grad_norm
     norm = f"{found.gradient_norm:.3g}"
     norm += f", clipped to {found.max_grad_norm:g}" if clipped else ""

@@ -50,8 +50,8 @@ MOST_SHOWN = 10
     "settings",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Change a key of the loss, the advantages or the optimizer, or say where the dataset or "
-    "the model is now; may be repeated.",
+    help="Change a key of the loss, the advantages or the optimizer, or give the new path of a "
+    "dataset or model that has moved; may be repeated.",
 )
 @click.option("--out", metavar="DIR", help="New directory for the resulting model.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -65,14 +65,14 @@ def replay(
     out: str | None,
     as_json: bool,
 ) -> int:
-    """Make an optimizer step of a training run again, as it was or with changes.
+    """Replay an optimizer step of a training run, unchanged or with changes.
 
-    Starts from the newest checkpoint before the update, or from the start model, and makes the
-    updates in between again. Compares the metrics, the recorded tokens, and the weights of a
-    checkpoint saved after the update bit for bit; exit code 1 if something differs. With changes,
-    prints the metrics of the update as it was and with the changes side by side. A row that is left
-    out is removed from the loss and its denominators; the advantages of other rows stay as they
-    were (docs/audit.md). RUN is only read, and may still be training.
+    Starts from the newest checkpoint before the update, or from the start model, and replays
+    the updates in between. Compares the metrics, the recorded tokens, and the weights of a
+    checkpoint saved after the update bit for bit; exit code 1 if anything differs. With changes,
+    prints the metrics of the unchanged and the changed update side by side. A row that is left out
+    is removed from the loss and its denominators; the advantages of other rows do not change
+    (docs/audit.md). RUN is only read, and may still be training.
     """
     from schemas.extras import requires_extra
 

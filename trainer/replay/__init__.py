@@ -1,1 +1,1 @@
-"""Make an update of a training run again from its checkpoints and its stored data."""
+"""Replay an update of a training run from its checkpoints and its stored data."""

@@ -1,4 +1,4 @@
-"""Change an update before it is made again: other settings, or without some of its rows."""
+"""Change an update before it is replayed: change settings, or leave out some of its rows."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Changes:
 
     A row that is left out is removed from the loss, as if the mini-batch had been built without it:
     the denominators of `loss_reduction` count only the rows, trajectories and groups that remain,
-    and the gradient is clipped anew. The advantages of the other rows stay as they were, with the
-    row in their baseline, and so do old and reference log-probabilities and values. So the
-    difference between the two steps is what the row itself contributed to the gradient; a new
-    baseline would change the share of every other row of its group as well. In a merged row, the
-    tokens of a step that is left out remain as the context of later steps.
+    and the gradient is clipped again. The advantages of the other rows are not recomputed: the row
+    stays in their baseline. Old and reference log-probabilities and values do not change either.
+    The difference between the two steps is therefore what the row itself contributed to the
+    gradient; a new baseline would change the share of every other row of its group as well. In a
+    merged row, the tokens of a step that is left out remain as the context of later steps.
 
     Attributes:
         settings: `key=value` strings, as for `--set`.
@@ -81,7 +81,7 @@ class Changes:
 
 
 def split_settings(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split `key=value` strings into places of things that have moved, and changes.
+    """Split `key=value` strings into new paths of things that have moved, and changed settings.
 
     `train.key=value`, as for `rollouts rl`, means the same as `key=value`.
 
@@ -168,7 +168,7 @@ def apply_settings(run: TrainingRun, global_step: int) -> None:
 
 
 def changed_run(run: TrainingRun, config: TrainConfig) -> TrainingRun:
-    """Return a run with the models and optimizers of another one, and different settings.
+    """Return a copy of a run with different settings and the same models and optimizers.
 
     Raises:
         ConfigError: `replay_change`: the settings need a critic that the run does not have.
@@ -214,7 +214,7 @@ def changed_run(run: TrainingRun, config: TrainConfig) -> TrainingRun:
 
 
 def _with_reference(learner: Learner, config: TrainConfig) -> Learner:
-    """Load the reference if the settings need one, and drop it if they need none."""
+    """Load the reference if the settings need one, and drop it if they do not."""
     if not config.needs_reference:
         return dataclasses.replace(learner, reference=None)
     if learner.reference is not None:
@@ -247,7 +247,7 @@ def without_rows(run: TrainingRun, step: PreparedUpdate, changes: Changes) -> Pr
         got, hint = "no row of the update remains", "leave fewer rows out"
         raise InputError("replay_without", "--without", got, hint=hint)
     gone = _rows_gone(batch, prepared.origins, chosen, leaves)
-    # Rows of a mini-batch that no update trains count in no denominator.
+    # The removed rows move to a mini-batch that is never trained, so no denominator counts them.
     nowhere = len(prepared.mini_batches)
     batch = dataclasses.replace(
         batch,
@@ -335,7 +335,7 @@ def _rows_gone(batch: Batch, origins: Origins, chosen: BoolArray, leaves: BoolAr
 
 
 def _metrics_without(run: TrainingRun, step: PreparedUpdate, batch: Batch) -> dict[str, Any]:
-    """Count the mini-batch again, without trajectories of which no row remains."""
+    """Recount the mini-batch, without trajectories that have no rows left."""
     before, prepared = step.prepared.batch, step.prepared
     inside = before.mini_batch == step.number
     left = set(np.unique(batch.trajectory[batch.mini_batch == step.number]).tolist())
@@ -353,7 +353,7 @@ def _metrics_without(run: TrainingRun, step: PreparedUpdate, batch: Batch) -> di
 
 
 def describe(changes: Changes) -> Iterator[str]:
-    """Yield the changes in words."""
+    """Describe each change."""
     yield from changes.settings
     yield from (f"without {selector}" for selector in changes.rows)
     if changes.condition is not None:

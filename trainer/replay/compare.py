@@ -1,4 +1,4 @@
-"""Compare an update that was made again with what the run recorded, bit for bit."""
+"""Compare a replayed update with what the run recorded, bit for bit."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _shown(value: Any) -> str:
 
 
 def as_recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as a line of `metrics.jsonl` holds them."""
+    """Return metrics as they are stored in a line of `metrics.jsonl`."""
     found: dict[str, Any] = json.loads(line_of(metrics))
     return found
 

@@ -1,4 +1,4 @@
-"""Bring a run to the state just before one of its optimizer steps."""
+"""Restore a run to the state just before one of its optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trainer.run.starts import set_threads, start_of
 from trainer.run.state import Progress, load_progress
 
 Follow = Callable[[Progress | None], TrainingRun]
-"""Returns the run that continues from a progress; None: from where it was loaded."""
+"""Returns the run as it continues from a progress; None: from the progress it was loaded with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forwarded:
-    """A mini-batch that was made again on the way to the one to reconstruct.
+    """A mini-batch that was replayed before the update to reconstruct.
 
     Attributes:
         recorded: Its line of `metrics.jsonl`.
@@ -44,7 +44,7 @@ class Reconstruction:
         update: Number of the update: its `global_step`, counted from 1.
         line: The update's line of `metrics.jsonl`.
         checkpoint: Checkpoint from which the run was loaded; None: its start model.
-        forwarded: Mini-batches made between the checkpoint and the update, in order.
+        forwarded: Mini-batches replayed between the checkpoint and the update, in order.
         run: The run. `run.learner` and `run.critic` hold models and optimizers as they were just
             before the step, with the learning rates of the update set; `run.config` records the
             tokens of all rows.
@@ -73,12 +73,12 @@ def reconstruct(
     at_batch: Callable[[TrainingRun, PreparedUpdate], None] | None = None,
     passes: Passes = UNWATCHED,
 ) -> Reconstruction:
-    """Bring a run to the state just before one of its optimizer steps.
+    """Restore a run to the state just before one of its optimizer steps.
 
-    Loads the newest checkpoint before the update that has a state, or the start model, and makes
-    the updates in between with the code of the run itself. On a CPU, with the same number of
+    Loads the newest checkpoint before the update that has a state, or the start model, and replays
+    the updates in between with the code that trained the run. On a CPU, with the same number of
     threads, the state equals that of the run bit for bit. The number of threads of this process is
-    set to that of the run. The run's directory is only read, also while the run is training.
+    set to that of the run. The run's directory is only read, so the run may still be training.
 
     Args:
         run: Directory of a run of `rollouts train` or `rollouts rl`.
@@ -87,12 +87,12 @@ def reconstruct(
             `model`, `reference_model`, `critic_model`.
         at_batch: Called with the first mini-batch of the update's batch, before any update of the
             batch is made; checkpoints within a batch are then not used.
-        passes: Counts the forwarded micro-batches, and shows the progress.
+        passes: Counts the forwarded micro-batches, and shows progress.
 
     Raises:
         InputError: `replay_run`, `replay_update`: there is no such run or update;
-            `resume_dataset`: the dataset has changed since; `replay_skipped`: a mini-batch on the
-            way is skipped now but was not then, or the reverse.
+            `resume_dataset`: the dataset has changed since; `replay_skipped`: a mini-batch is
+            skipped now but was not skipped by the run, or the reverse.
         RolloutError: See `trainer.run.loop.train`.
 
     Example:
@@ -185,7 +185,7 @@ def _check_skipped(
     if then == now:
         return
     which = f"the mini-batch after update {line['global_step'] - (not then)}"
-    got = f"the run skipped {which}" if then else f"the run made {which} into an update"
+    got = f"the run skipped {which}" if then else f"the run did not skip {which}"
     got += ", but now it is not skipped" if then else ", but now it is skipped"
     hint = "replay on the machine of the run, with the same versions of its packages"
     raise InputError("replay_skipped", str(recorded.path), got, hint=hint)

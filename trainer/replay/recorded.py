@@ -1,4 +1,4 @@
-"""Read what a run of `rollouts train` or `rollouts rl` recorded, to make its updates again."""
+"""Read what a run of `rollouts train` or `rollouts rl` recorded, to replay its updates."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RecordedRun:
     def checkpoint_before(self, update: int, *, between_batches: bool = False) -> Path | None:
         """Return the newest checkpoint with a state before an update; None: the start model.
 
-        With `between_batches`, checkpoints within a batch are passed over.
+        With `between_batches`, checkpoints within a batch are ignored.
         """
         for step, path in reversed(checkpoints(self.path).items()):
             state = path / "state"

@@ -1,4 +1,4 @@
-"""Make an update of a run again, as it was or with changes, and compare it with the records."""
+"""Replay an update of a run, unchanged or with changes, and compare it with the records."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ from trainer.run.state import load_progress
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """Result of making an update again.
+    """Result of replaying an update.
 
     Attributes:
         run: Directory of the run.
         update: Number of the update.
         iteration: Its iteration of `rollouts rl`, counted from 0; None for `rollouts train`.
-        checkpoint: Checkpoint from which it was made; None: the start model.
-        num_forwarded: Mini-batches made between the checkpoint and the update.
+        checkpoint: Checkpoint from which the replay started; None: the start model.
+        num_forwarded: Mini-batches replayed between the checkpoint and the update.
         num_threads: Number of threads used.
         compared: What was compared, in words.
         not_compared: Metrics that were not compared: times, and those about sampling.
         differences: What differs from the records, in the order in which it arose.
         recorded: The metrics that the run recorded.
-        replayed: The metrics of the update made again.
+        replayed: The metrics of the replayed update.
         changed: The metrics of the update with changes; None without changes.
         changes: The changes in words.
         notes: Reasons why results may differ.
@@ -95,12 +95,12 @@ def replay(
     *,
     out: str | Path | None = None,
 ) -> Replay:
-    """Make an update of a run again, and compare it with what the run recorded.
+    """Replay an update of a run, and compare it with what the run recorded.
 
-    The run's directory is only read. Compared are the metrics of the update, and of those made on
-    the way to it; its recorded tokens; and the weights and the state of a checkpoint that the run
-    saved after the update. With changes, the update is made twice from the same state: as it was,
-    for the comparison of metrics and tokens, and with the changes.
+    The run's directory is only read. The comparison covers the metrics of the update and of those
+    replayed before it, its recorded tokens, and the weights and the state of a checkpoint that the
+    run saved after the update. With changes, the update is made twice from the same state:
+    unchanged, to compare metrics and tokens, and with the changes.
 
     Args:
         run: Directory of a run of `rollouts train` or `rollouts rl`.
@@ -185,7 +185,7 @@ def _changed(
 
 
 class Forwarding(Passes):
-    """Passes that also move the bar by the updates made on the way."""
+    """Passes that also advance the progress bar after each update replayed on the way."""
 
     def __init__(self, bar: Bar, *, num_planned: int, num_made: int = 0) -> None:
         super().__init__(bar, num_planned=num_planned, num_made=num_made, spans_run=False)
@@ -231,7 +231,7 @@ def _paused(run: TrainingRun) -> TrainingRun:
 
 
 def _compared(found: Reconstruction, made: _Made, *, is_changed: bool) -> Replay:
-    """Compare an update with the records; its weights only if nothing was changed."""
+    """Compare an update with the records, including its weights if nothing was changed."""
     recorded, update, run = found.recorded, found.update, found.run
     is_loop = recorded.num_iterations is not None
     differences: list[Difference] = []
@@ -275,7 +275,7 @@ def _compared(found: Reconstruction, made: _Made, *, is_changed: bool) -> Replay
 def _saved_differences(
     found: Reconstruction, made: _Made
 ) -> Iterator[tuple[str, list[Difference]]]:
-    """Compare the models with those that the run saved after the update, and say with which."""
+    """Compare the models with those that the run saved after the update; name and differences."""
     run, update = found.run, found.update
     folder = checkpoint_path(found.recorded.path, update)
     if folder.is_dir():
@@ -338,7 +338,7 @@ def _refuse_taken(out: Path, run: Path) -> None:
 
 
 def _write(out: Path, run: TrainingRun) -> None:
-    """Write the policy, and the critic in `critic/`, as a checkpoint holds them."""
+    """Write the policy, and the critic in `critic/`, in the layout of a checkpoint."""
     unwrap = run.learner.accelerator.unwrap_model
     with writable(str(out)):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -203,7 +203,7 @@ def test_a_row_with_a_huge_advantage_stands_out(tmp_path: Path) -> None:
     )
     found = blame(run, 1)
     assert found.rows["row"][0] == "g1_2, steps 0-1"
-    assert finding(found).startswith("g1_2, steps 0-1 stands out: it makes ")
+    assert finding(found).startswith("g1_2, steps 0-1 stands out: it accounts for ")
     assert found.groups["instance_id"][0] == "g1"
 
 

@@ -1,4 +1,4 @@
-"""Updates of the loop are made again, bit for bit: moved, killed, with any kind of training."""
+"""Updates of the loop are replayed bit for bit: moved, killed, with any kind of training."""
 
 from __future__ import annotations
 
