@@ -35,7 +35,6 @@ from trainer.run.mini_batches import (
     load_groups,
     prepare_batch,
 )
-from trainer.run.passes import UNWATCHED, Passes
 from trainer.run.settings import batch_settings, objective_of, plan_settings, rate_schedule
 from trainer.run.setup import TrainingRun
 from trainer.run.update import Learner
@@ -123,14 +122,12 @@ class ChangedBatch:
     """The batch of an update, prepared with different settings; `prepare` is called at its start.
 
     Attributes:
-        config: The changed configuration.
-        passes: Counts the forwarded micro-batches.
+        settings: `key=value` strings.
         run: The run with these settings.
         prepared: The batch with these settings.
     """
 
     settings: Sequence[str]
-    passes: Passes = UNWATCHED
     run: TrainingRun | None = None
     prepared: PreparedBatch | None = field(default=None, repr=False)
 
@@ -142,7 +139,7 @@ class ChangedBatch:
             position = dataclasses.replace(position, kl_coef=changed.config.kl_reward_coef)
         loaded: LoadedBatch = load_groups(changed, step.groups)
         self.run = changed
-        self.prepared = prepare_batch(changed, step.groups, position, loaded, self.passes)
+        self.prepared = prepare_batch(changed, step.groups, position, loaded)
 
     def of(self, run: TrainingRun, step: PreparedUpdate) -> tuple[TrainingRun, PreparedUpdate]:
         """Return the run and the mini-batch to train with these settings."""

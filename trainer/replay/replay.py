@@ -37,7 +37,7 @@ from trainer.replay.reconstruct import Reconstruction, reconstruct
 from trainer.replay.recorded import read_recorded
 from trainer.run.checkpoint import checkpoint_path, write_model
 from trainer.run.loop import count_update
-from trainer.run.mini_batches import MiniBatchUpdate, make_update
+from trainer.run.mini_batches import MiniBatchUpdate, PreparedUpdate, make_update
 from trainer.run.passes import Passes, ticking
 from trainer.run.setup import TrainingRun
 from trainer.run.starts import CHANGING, MACHINE, start_of, starts_of, this_machine
@@ -130,7 +130,7 @@ def replay(
     with Bar(update, "updates", f"replaying update {update}", done=num_made) as bar:
         passes = Forwarding(bar, num_planned=update, num_made=num_made)
         if settings:
-            batch = ChangedBatch(settings=settings, passes=passes)
+            batch = ChangedBatch(settings=settings)
         with ticking(passes):
             found = reconstruct(
                 path,
@@ -140,8 +140,9 @@ def replay(
                 passes=passes,
             )
             if settings or changes.leaves_out:
+                after, step = _changed(found, batch, changes)
                 made = _made(_paused(found.run), found, passes)
-                changed, after = _changed(found, batch, changes, passes)
+                changed = _made_changed(after, step, found, passes)
             else:
                 made, changed, after = _made(found.run, found, passes), None, found.run
     result = _compared(found, made, is_changed=changed is not None)
@@ -172,16 +173,21 @@ def _made(run: TrainingRun, found: Reconstruction, passes: Passes) -> _Made:
 
 
 def _changed(
-    found: Reconstruction, batch: ChangedBatch | None, changes: Changes, passes: Passes
-) -> tuple[dict[str, Any], TrainingRun]:
-    """Make the update with changes; return its metrics, and the run after it."""
+    found: Reconstruction, batch: ChangedBatch | None, changes: Changes
+) -> tuple[TrainingRun, PreparedUpdate]:
+    """Return the run and the mini-batch with the changes, before the step."""
     run, step = batch.of(found.run, found.step) if batch else (found.run, found.step)
-    if changes.leaves_out:
-        step = without_rows(run, step, changes)
+    return run, without_rows(run, step, changes) if changes.leaves_out else step
+
+
+def _made_changed(
+    run: TrainingRun, step: PreparedUpdate, found: Reconstruction, passes: Passes
+) -> dict[str, Any]:
+    """Make the update with the changes, and return its metrics."""
     apply_settings(run, found.progress.global_step)
     made = make_update(run, step, found.update, passes)
     _, metrics = count_update(run, found.progress, made)
-    return as_recorded(metrics), run
+    return as_recorded(metrics)
 
 
 class Forwarding(Passes):
