@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow.compute as pc
 
 import rollout_io
 from benchmarks.audit_data import (
@@ -45,6 +46,7 @@ from benchmarks.audit_data import (
     versions_of,
     write,
 )
+from rollout_io.dataset.writer import RolloutWriter
 
 DATASETS = ("steps", "merged", "raw", "bfloat16", "adapter", "in_flight")
 LORA_RANK = 8
@@ -197,8 +199,10 @@ def measure(out: Path, arguments: argparse.Namespace) -> None:
         run = out / ("lora_run" if name == "adapter" else "run")
         passes = {"full": [], "first pass": ["--first-pass", "0.1"]}
         for how, options in list(passes.items())[: 2 if name == "steps" else 1]:
-            verdicts = audited(out, name, run, how.replace(" ", "_"), options)
-            own = labels.filter(dataset=name)
+            verdicts = audited(out, name, run, how.replace(" ", "_"), arguments, options)
+            own = labels.filter(
+                pl.col("trajectory_id").is_in(verdicts["trajectory_id"]), dataset=name
+            )
             joined[how].append(compared(own, verdicts).with_columns(dataset=pl.lit(name)))
     spans = pl.concat(joined["full"])
     for (name,), part in spans.group_by("dataset", maintain_order=True):
@@ -223,13 +227,18 @@ SHOWN = (
 )
 
 
-def audited(out: Path, name: str, run: Path, how: str, options: Sequence[str]) -> pl.DataFrame:
+def audited(
+    out: Path, name: str, run: Path, how: str, arguments: argparse.Namespace, options: Sequence[str]
+) -> pl.DataFrame:
     """Run `rollouts audit`, print its cost, and return its verdicts."""
     folder = out / "verdicts"
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}_{how}.parquet"
-    command = [sys.executable, "-m", "rollout_io", "audit", str(out / "data" / name)]
-    command += ["--weights", str(run), "--tokenizer", str(out / "model"), "--out", str(path)]
+    data = out / "data" / name
+    if arguments.trajectories is not None:
+        data = subset(data, out / "subsets" / name, arguments.trajectories)
+    command = [sys.executable, "-m", "rollout_io", "audit", str(data), "--weights", str(run)]
+    command += ["--tokenizer", str(out / "model"), "--out", str(path)]
     began = time.monotonic()
     done = subprocess.run([*command, "--json", *options], capture_output=True, text=True)
     wall_s = time.monotonic() - began
@@ -244,6 +253,17 @@ def audited(out: Path, name: str, run: Path, how: str, options: Sequence[str]) -
     print(f"  estimate: {said[0] if said else 'none'}")
     print(f"  {cost['seconds']:.0f} s of forwarding, {wall_s:.0f} s in all", flush=True)
     return pl.read_parquet(path)
+
+
+def subset(source: Path, target: Path, number: int) -> Path:
+    """Write the first trajectories of a dataset, whose order is random."""
+    if not target.exists():
+        table = rollout_io.read(source)
+        names = table.column("trajectory_id").unique().slice(0, number)
+        chosen = table.filter(pc.is_in(table.column("trajectory_id"), names.combine_chunks()))
+        with RolloutWriter(target, metadata=rollout_io.read_metadata(source)) as writer:
+            writer.write(chosen)
+    return target
 
 
 def compared(labels: pl.DataFrame, verdicts: pl.DataFrame) -> pl.DataFrame:
@@ -348,6 +368,9 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=DATASETS)
     parser.add_argument("--model", default=".cache/smollm2")
     parser.add_argument("--python", default=".venv-vllm/bin/python")
+    parser.add_argument(
+        "--trajectories", type=int, help="with --measure: audit this many of each dataset"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--learning-rate", type=float, default=2e-5)
