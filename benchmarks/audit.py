@@ -260,7 +260,7 @@ def subset(source: Path, target: Path, number: int) -> Path:
     if not target.exists():
         table = rollout_io.read(source)
         names = table.column("trajectory_id").unique().slice(0, number)
-        chosen = table.filter(pc.is_in(table.column("trajectory_id"), names.combine_chunks()))
+        chosen = table.filter(pc.is_in(table.column("trajectory_id"), names))
         with RolloutWriter(target, metadata=rollout_io.read_metadata(source)) as writer:
             writer.write(chosen)
     return target
