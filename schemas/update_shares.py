@@ -33,7 +33,7 @@ UPDATE_SHARE_COLUMNS: tuple[Column, ...] = (
         type=pa.list_(pa.float32()),
         nullable=True,
         length=Length.RESPONSE,
-        meaning="share of each response token, which sum to `share`; null if it is not a target",
+        meaning="share of each response token; they sum to `share`; null if it is not a target",
     ),
 )
 """Columns of a table of shares, declared like the columns of the rollout table."""

@@ -1,7 +1,7 @@
 """Verdicts: the table that `rollouts audit` writes, one row for each sampled span.
 
 An audit compares the stored log-probabilities of a span with those of candidate weights and
-settings. `dataset`, `trajectory_id` and `step_index` identify the row (of merged rows, the step as
+settings. `dataset`, `trajectory_id` and `step_index` identify the row (for merged rows, the step as
 `unmerge` numbers it); `token_sum` and `num_response_tokens` show whether a dataset still has it.
 Positions count from the start of the row's `response_ids`.
 """
@@ -35,7 +35,7 @@ MEANINGS = {
 UNDECIDED = ("too_short", "not_checked")
 """Kinds of verdicts that neither confirm the label nor find a fault."""
 NO_FAULT = ("as_labelled", *UNDECIDED)
-"""Kinds of verdicts that are no fault; all others are, including kinds that this version lacks."""
+"""Kinds of verdicts that are not faults; all other kinds are, even if this version lacks them."""
 
 
 def _optional(name: str, kind: pa.DataType, meaning: str) -> Column:
@@ -57,7 +57,7 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
     Column(name="num_tokens", type=pa.int32(), meaning="tokens that were compared"),
     Column(name="kind", type=pa.string(), meaning="the fault, or `as_labelled`"),
     _optional("labelled_version", pa.int32(), "`policy_version` of the row"),
-    _optional("best_version", pa.int32(), "version that fits best; of a swap, that before it"),
+    _optional("best_version", pa.int32(), "best-fitting version; for a swap, the first one"),
     _optional("best_weights", pa.string(), "path of these weights"),
     _optional("second_version", pa.int32(), "version after a swap"),
     _optional("swap_position", pa.int32(), "position of the first token after a swap"),
@@ -68,10 +68,10 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
     _optional("best_min_p", pa.float32(), "min-p that fits best; 0 is off"),
     _optional("offset", pa.int32(), "tokens by which the log-probabilities are shifted"),
     _optional(
-        "log_likelihood_ratio", pa.float64(), "of the verdict to the label, nats: its certainty"
+        "log_likelihood_ratio", pa.float64(), "evidence for the verdict against the label, nats"
     ),
-    _optional("margin", pa.float64(), "of the best version to the next one, nats"),
-    _optional("num_decisive", pa.int32(), "tokens that favour one of the two by 0.5 nats"),
+    _optional("margin", pa.float64(), "evidence for the best version against the next, nats"),
+    _optional("num_decisive", pa.int32(), "tokens that favour either side by over 0.5 nats"),
     _optional("noise_scale", pa.float64(), "noise of the span relative to that of the dataset"),
     _optional("mean_difference", pa.float64(), "mean absolute difference from the best fit, nats"),
     _optional("reason", pa.string(), "the finding in words"),

@@ -45,7 +45,7 @@ def kind_of_table(path: str) -> Kind | None:
     """Recognise a table of verdicts or shares by its columns.
 
     Returns:
-        Its kind; None for anything but a Parquet file, and for a dataset.
+        Its kind; None for datasets, and for files that are not Parquet.
 
     Raises:
         InputError: `view_table`: a Parquet file is neither a dataset nor such a table.
@@ -55,7 +55,7 @@ def kind_of_table(path: str) -> Kind | None:
     try:
         names = set(pq.read_schema(path).names)
     except (pa.ArrowException, OSError):
-        return None  # opening it as a dataset says what is wrong
+        return None  # opening it as a dataset reports what is wrong
     if "response_ids" in names:
         return None
     lacking: dict[Kind, list[str]] = {
@@ -66,7 +66,7 @@ def kind_of_table(path: str) -> Kind | None:
             return kind
     nearest = min(lacking, key=lambda kind: len(lacking[kind]))
     names_missing = ", ".join(lacking[nearest])
-    got = "its columns are those of neither a dataset nor a table of verdicts or shares"
+    got = "its columns match neither a dataset nor a table of verdicts or shares"
     if len(lacking[nearest]) < len(_needed(nearest)) / 2:
         got = f"it looks like a table of {NAMES[nearest]}, but has no column {names_missing}"
     hint = "pass a dataset, a run, or a table that `rollouts audit` or `rollouts blame` wrote"
@@ -108,8 +108,8 @@ class Findings:
             path: Path of the dataset to compare with.
 
         Returns:
-            How many rows differ in their ids, number of tokens or sum of tokens, or have positions
-            that the row lacks, as a clause; "" if none does.
+            A clause with the number of rows that differ in their ids, number of tokens or sum of
+            tokens, or that lack positions of the table; "" if there are none.
 
         Raises:
             InputError: `readable_file`: the dataset is damaged.

@@ -1,7 +1,7 @@
 """Audit a dataset: find the weights and settings that sampled each span.
 
-The labelled weights forward all rows. A sample of rows, and those that do not fit their label, are
-also forwarded under all other candidates.
+All rows are forwarded under their labelled weights. A sample of rows, and those that do not fit
+their label, are also forwarded under all other candidates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer.audit.verdicts import (
 )
 
 CHUNK_TOKENS = 200_000
-"""Sampled tokens whose scores are in memory at once."""
+"""Number of sampled tokens whose scores are in memory at once."""
 SAMPLE_TOKENS, SAMPLE_ROWS = 4_000, 24
 """Size of the sample from which the noise is estimated: both limits apply, but for four rows."""
 
@@ -87,12 +87,12 @@ class AuditResult:
         noise: Noise of the dataset's engine.
         mode: Kind of the stored log-probabilities.
         mode_is_inferred: True if the dataset's metadata does not contain it.
-        plan: Cost that was planned.
-        cost: Cost that was needed.
+        plan: Planned cost.
+        cost: Actual cost.
         num_rows: Rows audited.
         num_suspicious: Rows forwarded under all candidates because they did not fit their label.
         clean: Residuals of the spans without faults.
-        apart: Mean absolute difference in nats between candidates, by pair of numbers.
+        apart: Mean absolute difference in nats between two candidates, by their numbers.
     """
 
     verdicts: pl.DataFrame
@@ -152,7 +152,7 @@ def run_audit(
         weights: The candidates.
         settings: Settings of the audit.
         dataset: Path of the rows' dataset, for the verdicts.
-        variants: Renders prompts in other ways; None: they are not tried.
+        variants: Renders prompts in other ways; None: other prompts are not tried.
         known: Residuals of rows without faults from the same engine, for the estimate of its noise;
             without any, a sample of the rows is scored under all candidates.
         announce: Called after each micro-batch with its number of tokens; the first one shows how
@@ -239,9 +239,9 @@ def _plan(rows: AuditRows, weights: Weights, settings: AuditSettings) -> tuple[P
 
 
 EXTRA = 1.1
-"""Tokens that an audit may forward, relative to candidates x distinct tokens."""
+"""Maximum number of tokens to forward, relative to candidates x distinct tokens."""
 SMALLEST_LIMIT = 4
-"""Response tokens that a limited first pass scores at least."""
+"""Minimum number of response tokens that a limited first pass scores."""
 
 
 class _Chunk:
@@ -448,7 +448,7 @@ class _Chunk:
         variants: PromptVariants | None,
         allowance: int,
     ) -> None:
-        """Replace verdicts that name no cause, where another prompt or precision fits."""
+        """Replace verdicts without a known cause if another prompt or precision fits."""
         rows = self._rows
         search = Search(
             rows=rows,
@@ -505,7 +505,7 @@ NOT_REACHED = "after the tokens that the first pass scores"
 
 
 def _residuals(span: Span, mode: LogprobsMode, *, plain: bool = False) -> Iterator[Residuals]:
-    """Yield the residuals of simple hypotheses, with as many tokens each."""
+    """Yield the residuals of each simple hypothesis."""
     inverse = span.inverse(mode)
     for number, scores in span.scores.items():
         predicted = span.predicted(number, mode)

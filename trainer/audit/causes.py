@@ -12,9 +12,9 @@ from schemas.errors import count
 from trainer.audit.candidates import Candidate
 
 MOST = 0.95
-"""Share of the rows from which a fault is said to affect all of them."""
+"""Share of faulty rows above which a fault is reported as affecting all rows."""
 SEVERAL = 3
-"""Rows from which a pattern is reported."""
+"""Minimum number of faulty rows to suggest that one of several servers is at fault."""
 
 
 def likely_causes(verdicts: pl.DataFrame, candidates: Sequence[Candidate]) -> list[str]:
@@ -38,7 +38,7 @@ Explain = Callable[[pl.DataFrame, pl.DataFrame, Sequence[Candidate]], Found]
 
 
 def _versions(own: pl.DataFrame, checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Found:
-    """Explain rows that other weights sampled than their label says."""
+    """Explain rows that were sampled by other weights than labelled."""
     pairs = own.group_by("labelled_version", "best_version", "best_weights").len()
     pairs = pairs.sort("labelled_version", "best_version", nulls_last=True)
     totals = dict(checked.group_by("labelled_version").len().iter_rows())
@@ -138,8 +138,8 @@ def _truncations(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) ->
     )
     common = settings["setting"].value_counts(sort=True).row(0)
     text = (
-        f"{count(len(own), 'span')} fit another truncation than labelled, most often {common[0]}:"
-        " the engine added a default, such as one of the model's generation_config.json."
+        f"{count(len(own), 'span')} fit a different truncation than labelled, most often"
+        f" {common[0]}: the engine added a default, such as one from the model's generation_config.json."
     )
     yield len(own), text
 

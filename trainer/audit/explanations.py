@@ -1,7 +1,7 @@
 """Look for the cause of differences that no candidate explains: another prompt, or rounded weights.
 
-Each possible cause needs forward passes of its own. It is tried on a few rows first, and on all
-others only if it explains one of these.
+Each possible cause needs separate forward passes. It is tried on a few rows first, and on all
+others only if it explains at least one of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.audit.verdicts import PENALTY, Kind, Span, Verdict, better_explaine
 from trainer.models.policy import Policy
 
 TRIED_ROWS = 8
-"""Rows on which every cause is tried."""
+"""Number of rows on which every cause is tried."""
 UNEXPLAINED: tuple[Kind, ...] = ("noise", "unknown_model")
 
 
@@ -33,7 +33,7 @@ class Search:
 
     Attributes:
         rows: All rows.
-        spans: Spans of `rows` with their scores; None where there are none.
+        spans: Spans of `rows` with their scores; None without scores.
         found: Verdicts, which the search replaces.
         policy: Loads a candidate.
         noise: Noise of the dataset's engine.
@@ -140,7 +140,7 @@ class Search:
     def _improves(
         self, number: int, weights: int, scored: Scored, start: int, kind: Kind, reason: str
     ) -> bool:
-        """Replace the verdict of a span if the scores explain it better by a fault's penalty."""
+        """Replace the verdict of a span if the gain of the scores exceeds a fault's penalty."""
         span, verdict = self.spans[number], self.found[number]
         assert span is not None
         assert verdict is not None

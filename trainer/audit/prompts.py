@@ -1,4 +1,4 @@
-"""Look for another rendering of a prompt, under which the stored log-probabilities fit.
+"""Look for another rendering of a prompt that explains the stored log-probabilities.
 
 A harness that renders prompts again, with another chat template or without the system prompt,
 stores tokens that the engine never received. The variants below are tried for spans that fit no

@@ -1,4 +1,4 @@
-"""The summary of an audit, as JSON or as a screen."""
+"""The summary of an audit, as JSON or as text for the terminal."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _counts(verdicts: pl.DataFrame) -> pl.DataFrame:
 
 
 def screen(path: str, result: AuditResult, limit: int) -> str:
-    """Return the screen of an audit."""
+    """Format the summary of an audit for the terminal."""
     causes = likely_causes(result.verdicts, result.candidates)
     parts: list[RenderableType] = [
         Text(f"{path}: {count(result.num_rows, 'row')} audited"),

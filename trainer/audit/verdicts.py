@@ -56,7 +56,7 @@ FAULTS: tuple[Kind, ...] = (
     *("offset", "noise", "prompt", "unknown_model"),
 )
 PENALTY = 10.0
-"""Log-likelihood ratio, in nats, that any fault needs: a prior of 1 in 22,000 against it."""
+"""Minimum log-likelihood ratio of any fault, in nats: prior odds of 22,000 to 1 against it."""
 DOUBT = 2.0
 """Log-likelihood ratio, in nats, from which a fit to the label is suspicious."""
 COLDEST = INVERSE_TEMPERATURES[-1]
@@ -67,9 +67,9 @@ SMALLEST_NOISE = 1.6
 SIMILAR_NOISE = 1.5
 """Ratio of scales up to which noise is attributed to the labelled weights."""
 UNRELATED_SCALE = 0.6
-"""Kappa above which differences are those of another model or prompt, not of rounding."""
+"""Kappa above which differences indicate another model or prompt rather than rounding."""
 REFINED = 9
-"""Temperatures tried between two of the grid."""
+"""Number of temperatures tried between two neighbours in the grid."""
 SHORT_TOKENS = 20
 DECIDED = 3.0
 """Ratio, in nats, below which a short span is undecided between two versions."""
@@ -189,10 +189,11 @@ class Verdict:
     Attributes:
         kind: The fault, or `as_labelled`.
         hypothesis: The best hypothesis.
-        log_likelihood_ratio: Of the best hypothesis to the label, in nats; 0 for `as_labelled`. If
-            there is no label, of the best candidate to the second.
-        margin: Of the best version to the next one, in nats; NaN with a single candidate.
-        num_decisive: Tokens on which the ratio rests: those that favour one side by 0.5 nats.
+        log_likelihood_ratio: Best hypothesis against the label, in nats; 0 for `as_labelled`. If
+            there is no label, the best candidate against the second.
+        margin: Log-likelihood of the best version minus that of the next one, in nats; NaN with a
+            single candidate.
+        num_decisive: Number of tokens that favour either side by more than 0.5 nats.
         total: Log-likelihood of the best hypothesis, in nats.
         scale: Scale of the differences relative to the dataset's noise.
         mean_difference: Mean absolute difference from the best hypothesis, in nats.
@@ -340,7 +341,7 @@ def _changed(usual: Hypothesis, kind: Kind, penalty: float, **changes: object) -
 def _temperatures(span: Span, number: int, noise: Noise, mode: LogprobsMode | None) -> list[float]:
     """Return the inverse temperature that fits best, apart from the labelled one.
 
-    Raw log-probabilities do not depend on the temperature; then only the tokens tell it.
+    Raw log-probabilities do not depend on the temperature; then only the sampled tokens reveal it.
     """
     scores, stored = span.scores[number], span.stored
 
@@ -412,7 +413,7 @@ def _at_scales(span: Span, one: Hypothesis, predicted: Array, noise: Noise, scal
 
 
 def _noisy(fit: Fit, span: Span, noise: Noise) -> Fit:
-    """Fit the weights of another fit with a larger noise than the engine's."""
+    """Repeat a fit with the same weights and a larger noise than the engine's."""
     one = _changed(fit.hypothesis, "noise", fit.hypothesis.penalty + 2.0)
     scales = np.asarray(LARGER_SCALES)
     is_known = ~np.isnan(fit.predicted)

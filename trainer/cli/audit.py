@@ -46,8 +46,8 @@ EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer
     "--first-pass",
     type=click.FloatRange(0, 1, min_open=True),
     metavar="SHARE",
-    help="Score only the first tokens of each response under its labelled weights, with this share"
-    " of all candidates' tokens; then only suspicious rows.",
+    help="Score only the first tokens of each response under its labelled weights, which takes"
+    " this share of a thorough audit's tokens; then rescore only suspicious rows.",
 )
 @click.option("--thorough", is_flag=True, help="Forward every row under every candidate.")
 @click.option(
@@ -78,7 +78,7 @@ def audit(
     if it does not fit.
     """
     if first_pass is not None and thorough:
-        raise click.UsageError("--first-pass and --thorough exclude each other.")
+        raise click.UsageError("--first-pass and --thorough are mutually exclusive.")
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
     if out is not None:

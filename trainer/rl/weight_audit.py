@@ -1,4 +1,4 @@
-"""Check a few rows of each iteration: were they sampled by the weights that their label names?"""
+"""Check for a few rows of each iteration that the labelled weights sampled them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from trainer.rl.config import RlConfig
 from trainer.run.remarks import warn
 
 MOST_KNOWN_TOKENS = 20_000
-"""Tokens of earlier iterations from which the engine's noise is estimated."""
+"""Number of tokens of earlier iterations from which the engine's noise is estimated."""
 ROWS_TO_STOP = 2
-"""Faulty rows that end a run; with fewer audited rows, all of them."""
+"""Number of faulty rows that stop a run; if fewer rows are audited, all must be faulty."""
 
 
 @dataclass(kw_only=True)
@@ -44,8 +44,8 @@ class WeightAudit:
     def check(self, dataset: Path, iteration: int, policy: Policy) -> dict[str, int]:
         """Audit rows of an iteration, and warn or stop if they were not sampled as labelled.
 
-        Only the labelled weights forward the rows, unless a row does not fit. The policy in memory
-        is version `iteration`; earlier versions are loaded if they are kept. The verdicts are
+        Rows are forwarded under their labelled weights only, unless they do not fit. The policy
+        in memory is version `iteration`; earlier versions are loaded if they are kept. The verdicts are
         written to the run's folder `audit`, where `rollouts view` finds them.
 
         Returns:
