@@ -5,7 +5,7 @@
 
 `--make` trains two short runs (all weights, and LoRA), keeps every version of their weights, samples
 from these versions with vLLM, and plants faults. `DIR/data/NAME` are the datasets, `DIR/run` and
-`DIR/lora_run` the candidates, and `DIR/labels.parquet` says what each row really is. The audit never
+`DIR/lora_run` the candidates, and `DIR/labels.parquet` records the true origin of each row. The audit never
 reads the labels. `--measure` runs the audit on every dataset, and compares its verdicts with them.
 """
 
@@ -133,7 +133,7 @@ Written by `python -m benchmarks.audit --make`. Audit a dataset with:
 | `data/adapter` | by a vLLM with LoRA adapters; the candidates are in `lora_run` |
 | `data/in_flight` | the weights changed while the server sampled; cached keys and values stayed |
 | `run`, `lora_run` | the runs of `rollouts rl`, with every version in `weights/`; version 0 is `model` |
-| `labels.parquet` | what each step really is; never read by the audit |
+| `labels.parquet` | the true origin of each step; never read by the audit |
 | `distances.json` | how far apart consecutive versions are, in nats |
 
 Rows are labelled with `policy_version`, `temperature`, `top_p` and `top_k`. In `labels.parquet`, `weights` is
@@ -215,7 +215,7 @@ def measure(out: Path, arguments: argparse.Namespace) -> None:
         print(table_text(found_by_fault(pl.concat(joined["first pass"]))))
     wrong = spans.filter(~pl.col("is_right"), pl.col("num_tokens") >= 20)
     wrong.select(*SHOWN).write_csv(out / "wrong.csv")
-    print(f"\n{len(wrong)} spans of 20 tokens and more that are named wrong: {out / 'wrong.csv'}")
+    print(f"\n{len(wrong)} spans of at least 20 tokens with a wrong verdict: {out / 'wrong.csv'}")
 
 
 SHOWN = (
@@ -267,7 +267,7 @@ def subset(source: Path, target: Path, number: int) -> Path:
 
 
 def compared(labels: pl.DataFrame, verdicts: pl.DataFrame) -> pl.DataFrame:
-    """Join verdicts with labels, and say which are right: `is_right`, and `is_close` for values."""
+    """Join verdicts with labels, and mark those that are right: `is_right`, and `is_close` for values."""
     names = [name for name in verdicts.columns if name not in labels.columns]
     keys = ["trajectory_id", "step_index"]
     found = labels.join(verdicts.select(*keys, *names), on=keys, how="left")

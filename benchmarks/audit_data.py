@@ -2,8 +2,8 @@
 
 Every response comes from a real vLLM server through `rollouts generate`'s own code. A case is one
 trajectory: a list of calls, each with the weights that answer it. The calls run in rounds, and in
-each round the server loads one version after the other. What the rows say about a call (version,
-temperature, prompt, ...) is decided afterwards: for a clean case the truth, otherwise a fault.
+each round the server loads one version after the other. The labels of a call (version,
+temperature, prompt, ...) are chosen afterwards: the truth for a clean case, otherwise with a fault.
 Ids and the order of rows are random, so only `labels.parquet` tells which rows have a fault.
 """
 
@@ -406,7 +406,7 @@ class Sampler:
     ) -> None:
         """Answer calls with some weights, and load others when the first response is complete.
 
-        The server goes on with the keys and values that the old weights computed, as in `rollouts rl`
+        The server keeps the keys and values that the old weights computed, as in `rollouts rl`
         with `weight_sync = "now"`. `settle_swaps` finds where each response changed.
         """
         old, new = cases[0].calls[0].weights, cases[0].calls[1].weights
@@ -469,7 +469,7 @@ class Sampler:
         return self.tokenizer.encode([text], ["call"])[0]
 
     def rendered(self, call: Call, variant: str) -> list[int]:
-        """Render the prompt of a first call, otherwise than the chat template does."""
+        """Render the prompt of a first call differently from the chat template."""
         text = self.tokenizer.render([_user(call.text)], generation_prompt=True)
         system = text[: text.index("<|im_start|>user")]
         changed = {
@@ -543,7 +543,7 @@ class Sampler:
 
 
 def shifted(values: Sequence[float], shift: int) -> list[float]:
-    """Move log-probabilities by some positions; 0 takes the free places.
+    """Move log-probabilities by some positions; free positions become 0.
 
     Example:
         >>> shifted([-1.0, -2.0, -3.0], 1), shifted([-1.0, -2.0, -3.0], -1)
@@ -625,7 +625,7 @@ def train(
 
 
 def untied(source: Path, target: Path) -> str:
-    """Copy a model, with its output embeddings as weights of their own.
+    """Copy a model, and store its output embeddings as separate weights.
 
     vLLM on a CPU packs the output layer when it starts. If that layer shares its weights with the
     input embeddings, `reload_weights` does not pack it again (vLLM 0.32 logs "ParallelLMHead: Failed
@@ -690,7 +690,7 @@ def versions_of(run: Path, model: str) -> dict[str, str]:
 
 
 class Scorer:
-    """Log-probabilities under several models, computed by Transformers, apart from the audit."""
+    """Log-probabilities under several models, computed by Transformers, independently of the audit."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self.paths = paths

@@ -139,7 +139,8 @@ def _truncations(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) ->
     common = settings["setting"].value_counts(sort=True).row(0)
     text = (
         f"{count(len(own), 'span')} fit a different truncation than labelled, most often"
-        f" {common[0]}: the engine added a default, such as one from the model's generation_config.json."
+        f" {common[0]}: the engine added a default, such as one from the model's"
+        " generation_config.json."
     )
     yield len(own), text
 
