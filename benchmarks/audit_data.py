@@ -3,7 +3,7 @@
 Every response comes from a real vLLM server through `rollouts generate`'s own code. A case is one
 trajectory: a list of calls, each with the weights that answer it. The calls run in rounds, and in
 each round the server loads one version after the other. The labels of a call (version,
-temperature, prompt, ...) are chosen afterwards: the truth for a clean case, otherwise with a fault.
+temperature, prompt, ...) are chosen afterwards: correctly for a clean case, otherwise with a fault.
 Ids and the order of rows are random, so only `labels.parquet` tells which rows have a fault.
 """
 
