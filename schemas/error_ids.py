@@ -64,6 +64,9 @@ atif_step_id: The steps of an ATIF file are not numbered 1..n.
     Copy the file from its source again, because steps are missing or out of order.
 atif_version: The ATIF file has an unknown `schema_version`.
     Write the file in one of the versions that the message names.
+audit_rows: No row of the dataset can be audited, or a candidate's vocabulary lacks a token of a row.
+    Pass weights of the labelled versions, with the dataset's tokenizer, and rows with
+    `rollout_logprobs`.
 body_timeout: The client stopped sending the body of its request.
     Send the body without pausing for a minute or longer.
 calls_lost: Calls of a session could not be written to the journal, so its trajectory is incomplete.

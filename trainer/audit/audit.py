@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from schemas.errors import InputError, count
 from schemas.metadata import LogprobsMode
 from schemas.ragged import IntArray
 from schemas.verdicts import VERDICT_COLUMNS
@@ -33,6 +34,7 @@ from trainer.audit.verdicts import (
     is_suspicious,
     judge,
 )
+from trainer.models.policy import Policy
 
 CHUNK_TOKENS = 200_000
 """Number of sampled tokens whose scores are in memory at once."""
@@ -323,9 +325,26 @@ class _Chunk:
         limit = np.full(len(wanted), self._limit) if is_limited else None
         budget = self._settings.tokens_per_micro_batch
         policy = self._weights.policy(number)
+        self._check_vocabulary(number, policy, wanted)
         trees, cost = self._settings.trees, self._cost
         score_rows(policy, self._rows, wanted, found, cost, budget=budget, trees=trees, limit=limit)
         self._complete[number, wanted] = not is_limited
+
+    def _check_vocabulary(self, number: int, policy: Policy, wanted: IntArray) -> None:
+        """Check that a candidate has an embedding for each token of some rows.
+
+        Raises:
+            InputError: `audit_rows`: it lacks one.
+        """
+        size = policy.model.get_input_embeddings().weight.shape[0]
+        for row in wanted.tolist():
+            tokens = (self._rows.prompts.row(row), self._rows.responses.row(row))
+            largest = max(int(part.max(initial=0)) for part in tokens)
+            if largest >= size:
+                one = self._weights.candidates[number]
+                got = f"token {largest}, but {one.name} ({one.path}) has {count(size, 'token')}"
+                hint = "leave out candidates that have another tokenizer than the dataset"
+                raise InputError("audit_rows", self._rows.name(row), got, hint=hint)
 
     def _span(self, number: int) -> Span | None:
         """Collect the scores of a span; None if no candidate has scored it."""

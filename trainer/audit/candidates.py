@@ -97,7 +97,7 @@ def _candidates_in(value: str, base: str | None) -> Iterator[Candidate]:
             if version_of_run not in seen and _is_model(directory):
                 seen.add(version_of_run)
                 inside.append(directory)
-                yield Candidate(version=version_of_run, path=directory)
+                yield _candidate(directory, version_of_run, base)
     if not inside:
         got = "there are no weights in this directory" if path.is_dir() else "no such directory"
         raise InputError("model_directory", value, got, hint=HINT)
@@ -105,7 +105,7 @@ def _candidates_in(value: str, base: str | None) -> Iterator[Candidate]:
 
 def _of_run(run: Path) -> Iterator[tuple[int, Path]]:
     """Yield the versions of a run's first model and of its checkpoints."""
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    config = _read_object(run / "config.json")
     yield 0, Path(str(config.get("model", "")))
     for step, version in _versions_by_step(run).items():
         yield version, checkpoint_path(run, step)
@@ -114,10 +114,17 @@ def _of_run(run: Path) -> Iterator[tuple[int, Path]]:
 def _versions_by_step(run: Path) -> dict[int, int]:
     """Map the last update of each iteration to the version that it completed."""
     path, found = run / "metrics.jsonl", dict[int, int]()
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    for values in map(json.loads, lines):
-        if "loss" in values and "iteration" in values:
-            found[values["iteration"] + 1] = values["global_step"]
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    # The run may be writing an incomplete last line.
+    for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], start=1):
+        try:
+            values = json.loads(line)
+            if "loss" in values and "iteration" in values:
+                found[int(values["iteration"]) + 1] = int(values["global_step"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            expected = "the metrics of an update, as a JSON object"
+            got = repr(line[:60])
+            raise InputError("metrics_file", f"{path}:{number}", got, expected) from None
     return {step: version for version, step in found.items()}
 
 
@@ -126,16 +133,58 @@ def _candidate(path: Path, version: int | None, base: str | None) -> Candidate:
     if not config.is_file():
         check_model_directory(str(path))
         return Candidate(version=version, path=path)
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    named = base or settings.get("base_model_name_or_path") or ""
+    settings = _read_object(config)
+    _check_adapter(settings, config)
+    named = base or str(settings.get("base_model_name_or_path") or "")
     check_model_directory(named)
     return Candidate(version=version, path=path, base=Path(named))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        InputError: `model_directory`: the file is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        got = f"the file is damaged: {error}"
+        raise InputError("model_directory", str(path), got, hint=HINT) from None
+    if not isinstance(found, dict):
+        got = f"the file contains a {type(found).__name__}"
+        raise InputError("model_directory", str(path), got, "a JSON object", HINT)
+    return found
+
+
+_UNSUPPORTED = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
+"""Settings of peft that change what an adapter computes, and that are not applied here."""
+
+
+def _check_adapter(settings: dict[str, Any], path: Path) -> None:
+    """Check that an adapter's settings are those that are applied.
+
+    Raises:
+        InputError: `model_load`: they are not.
+    """
+    hint = "merge the adapter into its model with peft, and pass the merged model"
+    numbers = [settings.get(name) for name in ("r", "lora_alpha")]
+    if not all(isinstance(number, int | float) and number > 0 for number in numbers):
+        got = f"r is {numbers[0]!r} and lora_alpha {numbers[1]!r}"
+        raise InputError("model_load", str(path), got, "two positive numbers", hint)
+    targets = settings.get("target_modules")
+    if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+        got = f"target_modules is {str(targets)[:60]!r}"
+        raise InputError("model_load", str(path), got, "a list of names of layers", hint)
+    if others := [name for name in _UNSUPPORTED if settings.get(name)]:
+        got = f"the adapter uses {', '.join(others)}, which an audit cannot apply"
+        raise InputError("model_load", str(path), got, hint=hint)
 
 
 def architecture(candidate: Candidate) -> str:
     """Return the parts of a candidate's configuration that determine its forward pass."""
     path = (candidate.base or candidate.path) / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = _read_object(path)
     others = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
     return json.dumps({k: v for k, v in config.items() if k not in others}, sort_keys=True)
 

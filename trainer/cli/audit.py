@@ -9,7 +9,7 @@ import click
 from rollout_io.cli.output import emit, emit_json, example, note, shown_log, warn
 from rollout_io.dataset.table_files import check_table_out, write_table
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
-from schemas.errors import count
+from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
     from schemas.metadata import LogprobsMode
@@ -132,6 +132,12 @@ def audit(
     if out is not None:
         write_table(result.verdicts, out)
         note(f"{count(len(result.verdicts), 'verdict')} -> {out}")
+    if not result.num_rows:
+        reasons = result.verdicts["reason"].drop_nulls().value_counts(sort=True).rows()
+        why = "; ".join(f"{count(number, 'span')}: {reason}" for reason, number in reasons)
+        got = "no row can be audited" + (f" ({why})" if why else "")
+        hint = "pass the weights of the labelled versions, and rows with rollout_logprobs"
+        raise InputError("audit_rows", dataset, got, hint=hint)
     if as_json:
         emit_json(summary(result, limit))
     else:

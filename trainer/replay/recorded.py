@@ -113,6 +113,9 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
     if not isinstance(given, dict):
         got = "the table `train` is missing"
         raise InputError("resume_config", str(file), got)
+    if lacking := {"dataset", "model"} - {*given, "dataset" * (num_iterations is not None)}:
+        got = f"{' and '.join(sorted(lacking))} is missing"
+        raise InputError("resume_config", str(file), got)
     own = {"out": str(path), "record_tokens": "all", "trackers": []} | dict(places or {})
     if num_iterations is not None:
         own["dataset"] = str(path / "rollouts" / "*")
@@ -152,7 +155,7 @@ def _check_places(config: TrainConfig, file: str, *, is_loop: bool) -> None:
 def _lines(path: Path) -> tuple[Mapping[str, Any], ...]:
     """Read the lines of mini-batches; an incomplete last line is still being written."""
     file = path / "metrics.jsonl"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     found = []
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:

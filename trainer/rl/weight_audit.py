@@ -19,6 +19,7 @@ from trainer.audit.causes import describe, likely_causes
 from trainer.audit.noise import Residuals
 from trainer.audit.rescoring import Weights
 from trainer.audit.rows import read_steps, to_audit_rows
+from trainer.models.lora import CONFIG
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
 from trainer.run.remarks import warn
@@ -111,7 +112,15 @@ class WeightAudit:
             if path.name.removeprefix("version_").isdecimal():
                 paths[int(path.name.removeprefix("version_"))] = path
         earlier = sorted(version for version in paths if version < iteration)
-        found = [Candidate(version=version, path=paths[version]) for version in earlier]
+        base = Path(self.config.model)
+        found = [
+            Candidate(
+                version=version,
+                path=paths[version],
+                base=base if (paths[version] / CONFIG).is_file() else None,
+            )
+            for version in earlier
+        ]
         return [*found, Candidate(version=iteration, path=folder / f"version_{iteration}")]
 
     def _report(self, dataset: Path, result: AuditResult, num_rows: int, num_faulty: int) -> None:

@@ -12,6 +12,7 @@ import torch
 import rollout_io
 from pipelines.generation.engines.base import Sampling
 from rollout_io.cli.main import run
+from schemas.errors import RolloutError
 from schemas.verdicts import MEANINGS, NO_FAULT
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
@@ -207,6 +208,57 @@ def test_equal_candidates_are_not_told_apart(faulty, tmp_path):
     found = run_audit(read, both, AuditSettings(), dataset=hidden).verdicts
     assert "as_labelled" not in found["kind"].to_list()
     assert found["kind"].to_list().count("too_short") >= 24
+
+
+def test_a_dataset_of_which_nothing_is_audited_does_not_pass(faulty, tmp_path, capsys):
+    dataset, weights, _ = faulty
+    rows = rollout_io.scan(dataset).with_columns(policy_version=pl.lit(7, pl.Int32)).collect()
+    other = write_dataset(tmp_path / "other", rows.to_dicts(), logprobs_mode="processed")
+    assert run(["audit", other, "--weights", weights]) == 1
+    said = capsys.readouterr().err
+    assert "no row can be audited" in said
+    assert "the labelled weights are not among the candidates" in said
+    assert "[audit_rows]" in said
+
+
+def test_a_smaller_vocabulary_is_refused(faulty, tmp_path, capsys):
+    dataset, weights, _ = faulty
+    tiny_models(1, vocab_size=8)[0].save_pretrained(tmp_path / "small")
+    given = ["--weights", weights, "--weights", f"9={tmp_path}/small", "--thorough"]
+    assert run(["audit", dataset, *given]) == 1
+    said = capsys.readouterr().err
+    assert "has 8 tokens" in said
+    assert "[audit_rows]" in said
+
+
+ADAPTER = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(("text", "rule"), [
+    ("", "model_directory"),
+    ("[]", "model_directory"),
+    ("{}", "model_load"),
+    (json.dumps(ADAPTER | {"target_modules": "all-linear"}), "model_load"),
+    (json.dumps(ADAPTER | {"use_rslora": True}), "model_load"),
+])  # fmt: skip
+def test_adapters_that_cannot_be_applied_are_refused(tmp_path, text, rule):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(RolloutError, match=rule):
+        find_candidates([str(tmp_path)])
+
+
+def test_metrics_that_a_run_is_writing_are_read(faulty, tmp_path):
+    _, weights, _ = faulty
+    done = {"loss": 0.0, "iteration": 0, "global_step": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model": f"{weights}/version_0"}))
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(json.dumps(done) + '\n{"loss": 0.')
+    checkpoint = tmp_path / "checkpoints" / "global_step_4"
+    tiny_models(1)[0].save_pretrained(checkpoint)
+    assert [one.version for one in find_candidates([str(tmp_path)])] == [0, 1]
+    metrics.write_text('{"loss": 0.\n')
+    with pytest.raises(RolloutError, match="metrics_file"):
+        find_candidates([str(tmp_path)])
 
 
 def test_clean_dataset_passes(faulty, tmp_path, capsys):

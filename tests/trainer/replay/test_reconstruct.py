@@ -210,3 +210,15 @@ def test_a_skip_that_the_run_did_not_have_is_refused(run, tmp_path):
     shutil.rmtree(copy / "checkpoints")
     with pytest.raises(RolloutError, match=r"the run skipped the mini-batch after update 0, but"):
         reconstruct(copy, 3)
+
+
+@pytest.mark.parametrize(("name", "content", "rule"), [
+    ("config.json", b"{}", "resume_config"),
+    ("metrics.jsonl", b"\xff\n", "metrics_file"),
+])  # fmt: skip
+def test_damaged_files_of_a_run_are_named(run, tmp_path, name, content, rule):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / name).write_bytes(content)
+    with pytest.raises(RolloutError, match=rule):
+        replay(copy, 3)
