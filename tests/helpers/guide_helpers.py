@@ -20,9 +20,18 @@ BEFORE = ("export PIP_", "python3 -m venv ", "pip ", "make ", "vllm ")
 """How the blocks begin that prepare a machine: those of the tests are prepared."""
 
 
-def blocks_of(guide):
-    """The code of a guide in order: (language, file to save it as or None, code)."""
+def text_of(guide, part):
+    """A guide, or what is below one of its headings of level two."""
     page = (GUIDES / guide).read_text()
+    if part is None:
+        return page
+    (found,) = [text for text in page.split("\n## ")[1:] if text.startswith(f"{part}\n")]
+    return found
+
+
+def blocks_of(guide, part=None):
+    """The code of a guide in order: (language, file to save it as or None, code)."""
+    page = text_of(guide, part)
     found = []
     for match in re.finditer(r"```(\w+)\n(.*?)```", page, re.DOTALL):
         above = page[: match.start()].rstrip().rpartition("\n\n")[2]
@@ -31,9 +40,9 @@ def blocks_of(guide):
     return found
 
 
-def check_outputs(guide, printed):
+def check_outputs(guide, printed, part=None):
     """The outputs that a guide shows ("It prints:") are lines of what its commands print, in order."""
-    page = (GUIDES / guide).read_text()
+    page = text_of(guide, part)
     shown = re.findall(r"prints?\b[^\n]*:\n\n```text\n(.*?)```", page, re.DOTALL)
     assert shown
     lines = iter([_compared(line) for line in printed.splitlines()])
@@ -51,12 +60,12 @@ def _compared(line):
     return is_training[0] + re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", line[is_training.end() :])
 
 
-def follow(guide, folder, *, url=VLLM):
+def follow(guide, folder, *, url=VLLM, part=None):
     """Save the files of a guide in a folder, and run its commands there; their output."""
     (folder / ".cache").symlink_to(ROOT / ".cache")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     printed = ""
-    for language, name, code in blocks_of(guide):
+    for language, name, code in blocks_of(guide, part):
         if name:
             (folder / name).write_text(code.replace(VLLM, url))
         if language == "sh" and not code.startswith(BEFORE):

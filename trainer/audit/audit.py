@@ -39,7 +39,9 @@ from trainer.models.policy import Policy
 CHUNK_TOKENS = 200_000
 """Number of sampled tokens whose scores are in memory at once."""
 SAMPLE_TOKENS, SAMPLE_ROWS = 4_000, 24
-"""Size of the sample from which the noise is estimated: both limits apply, but for four rows."""
+"""Size of the sample from which the noise is estimated: the smaller limit applies."""
+GOLDEN = 0.6180339887
+"""Multiples of it, modulo 1, are spread evenly: an order in which any first few are far apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,16 +307,24 @@ class _Chunk:
         return len(wanted)
 
     def _sampled(self) -> IntArray:
-        """Choose rows, spread over the chunk, for the estimate of the noise."""
+        """Choose groups, spread over the chunk, for the estimate of the noise.
+
+        Complete groups, because a later pass would forward their prompts again.
+        """
+        usable = self._usable
+        wanted = min(len(usable), SAMPLE_ROWS, max(len(usable) // 10, 4))
         lengths = np.bincount(
             self._rows.span_row, self._rows.span_length, minlength=self._rows.num_rows
-        )[self._usable]
-        num = min(len(self._usable), SAMPLE_ROWS, max(len(self._usable) // 10, 4))
-        if not num:
-            return self._usable
-        at = np.linspace(0, len(self._usable) - 1, num).astype(np.int64)
-        upto = np.cumsum(lengths[at])
-        return self._usable[at[: max(int((upto <= SAMPLE_TOKENS).sum()), 4)]]
+        )
+        group = self._rows.group[usable]
+        names = np.unique(group)
+        order = names[np.argsort(np.arange(len(names)) * GOLDEN % 1)]
+        found: list[int] = []
+        for name in order.tolist():
+            found += usable[group == name].tolist()[: wanted - len(found)]
+            if len(found) >= wanted or lengths[found].sum() >= SAMPLE_TOKENS:
+                break
+        return np.array(sorted(found), np.int64)
 
     def _score(self, number: int, wanted: IntArray, *, limited: bool = True) -> None:
         if not len(wanted):
