@@ -192,8 +192,8 @@ def _prompts(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Fou
 
 def _unknown(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
     text = (
-        f"{count(len(own), 'span')} fit none of the candidates: another model sampled them, or the"
-        " engine received a different prompt."
+        f"{count(len(own), 'span')} fit none of the candidates: another model sampled them, in another"
+        " precision, or the engine received a different prompt."
     )
     yield len(own), text
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from schemas.metadata import LogprobsMode
 from trainer.audit.noise import (
+    DEGREES,
     LARGER_SCALES,
     SCALES,
     Array,
@@ -66,8 +67,9 @@ SMALLEST_NOISE = 1.6
 """Factor of the noise below which it is not reported as a fault."""
 SIMILAR_NOISE = 1.5
 """Ratio of scales up to which noise is attributed to the labelled weights."""
-UNRELATED_SCALE = 0.6
-"""Kappa above which differences indicate another model or prompt rather than rounding."""
+UNRELATED_SCALE, UNRELATED_FACTOR = 0.05, 8.0
+"""Typical scale above which differences are not attributed to rounding: an absolute one, about that
+of bfloat16, and one relative to the dataset's noise. Both must be exceeded."""
 REFINED = 9
 """Number of temperatures tried between two neighbours in the grid."""
 SHORT_TOKENS = 20
@@ -240,7 +242,7 @@ def judge(span: Span, noise: Noise, mode: LogprobsMode | None) -> Verdict:
         best = noisy
     if best is not label and not _rests_on_several(best, label):
         best = label
-    return _verdict(span, best, label, versions)
+    return _verdict(span, best, label, versions, noise)
 
 
 def is_suspicious(span: Span, noise: Noise, mode: LogprobsMode | None) -> bool:
@@ -492,7 +494,7 @@ def _rests_on_several(best: Fit, label: Fit) -> bool:
     return bool(total - max(float(gains.max()), 0.0) > PENALTY / 2)
 
 
-def _verdict(span: Span, best: Fit, label: Fit, versions: list[Fit]) -> Verdict:
+def _verdict(span: Span, best: Fit, label: Fit, versions: list[Fit], noise: Noise) -> Verdict:
     one = best.hypothesis
     is_label = best is label
     margin = float("nan")
@@ -505,7 +507,9 @@ def _verdict(span: Span, best: Fit, label: Fit, versions: list[Fit]) -> Verdict:
     kind = one.kind
     if kind == "noise":
         residuals = Residuals(span.stored - best.predicted, best.predicted, one.inverse_temperature)
-        kind = "unknown_model" if typical_scale(residuals) > UNRELATED_SCALE else "noise"
+        own = UNRELATED_FACTOR * DEGREES[noise.degrees] * float(np.median(noise.kappa))
+        is_unrelated = typical_scale(residuals) > max(UNRELATED_SCALE, own)
+        kind = "unknown_model" if is_unrelated else "noise"
     elif kind == "temperature" and isnan(span.stored_temperature):  # no label to contradict
         is_label = one.candidate == label.hypothesis.candidate
         kind = "as_labelled" if is_label else "version"

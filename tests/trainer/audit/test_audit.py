@@ -41,7 +41,7 @@ def planted(rng, kind, number):
         "truncation": {"sampling": Sampling(temperature=TEMPERATURE, top_p=0.8)},
         "raw_logprobs": {"raw": True},
         "offset": {},
-        "noise": {"noise": 0.4},
+        "noise": {"noise": 0.3},
         "unknown_model": {"versions": FOREIGN},
     }
     return dataclasses.replace(usual, **changes[kind]), position
