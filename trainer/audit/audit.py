@@ -193,6 +193,7 @@ def run_audit(
             found.apart = chunk.apart(found.mode)
         found.num_suspicious += chunk.second_pass(found.noise, found.mode)
         allowance = round(EXTRA * plan.num_candidates * plan.num_distinct)
+        allowance = max(allowance, cost.num_tokens + EXTRA_TOKENS)
         tables.append(chunk.verdicts(found.noise, found.mode, variants, allowance))
         found.clean += chunk.clean_residuals(tables[-1], found.mode)
     named = [table.with_columns(dataset=pl.lit(dataset)) for table in tables]
@@ -244,6 +245,8 @@ def _plan(rows: AuditRows, weights: Weights, settings: AuditSettings) -> tuple[P
 
 EXTRA = 1.1
 """Maximum number of tokens to forward, relative to candidates x distinct tokens."""
+EXTRA_TOKENS = 10_000
+"""Tokens that may be forwarded in any case to explain differences: a few rows of a small dataset."""
 SMALLEST_LIMIT = 4
 """Minimum number of response tokens that a limited first pass scores."""
 

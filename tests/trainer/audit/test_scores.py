@@ -51,15 +51,21 @@ def test_scores_are_those_of_the_sampled_distribution(vocab, spread, temperature
     assert np.abs(scores.at(1 / temperature) - scaled).max() < 5e-3
     for i in range(3):
         own = Sampling(temperature=temperature, top_p=top_p, top_k=top_k or None, min_p=min_p)
-        found = float(sampled_distribution(logits[i], own)[token[i]])
-        assert abs(scores.labelled[i] - scores.own_kept[i] - found) < 1e-3
+        kept = scores.labelled[i] - scores.own_kept[i]
+        check_kept(kept, sampled_distribution(logits[i], own), token[i])
         for number, one in enumerate(TRUNCATIONS):
             other = Sampling(
                 temperature=temperature, top_p=one.top_p, top_k=one.top_k or None, min_p=one.min_p
             )
-            found = float(sampled_distribution(logits[i], other)[token[i]])
-            assert abs(scores.labelled[i] - scores.kept[i, number] - found) < 1e-3
+            kept = scores.labelled[i] - scores.kept[i, number]
+            check_kept(kept, sampled_distribution(logits[i], other), token[i])
             assert not scores.outside[i, number]
+
+
+def check_kept(logprob, distribution, token):
+    """Rounding may move one token, the least likely one, across the end of a nucleus."""
+    last = float(distribution[distribution.isfinite()].min().exp())
+    assert abs(logprob - float(distribution[token])) < 1e-3 + 2 * last
 
 
 MODEL = tiny_llama().eval()
