@@ -23,6 +23,9 @@ from trainer.audit.rescoring import Cost
 from trainer.audit.verdicts import FAULTS
 
 _WIDTH = 100
+TOO_CLOSE = 0.25
+"""Distance between candidates, relative to the engine's noise, below which the screen says that
+they are not told apart."""
 
 
 def estimate(plan: Plan, cost: Cost) -> str:
@@ -137,6 +140,10 @@ def _facts(result: AuditResult) -> list[str]:
         least, most = min(result.apart.values()), max(result.apart.values())
         between = f"{least:.2g}" if len(result.apart) == 1 else f"{least:.2g} to {most:.2g}"
         lines.append(f"candidates          {len(result.candidates)}, {between} nats apart")
+    for (a, b), distance in result.apart.items():
+        if distance < TOO_CLOSE * noise.mean_difference:
+            names = f"{result.candidates[a].name} and {result.candidates[b].name}"
+            lines.append(f"not told apart      {names}: a row that fits one also fits the other")
     share = cost.num_tokens / max(result.plan.num_candidates * result.plan.num_distinct, 1)
     lines.append(
         f"forwarded           {cost.num_tokens:,} tokens in {duration(cost.seconds)} ({share:.0%} of"

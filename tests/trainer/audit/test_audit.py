@@ -211,6 +211,15 @@ def test_equal_candidates_are_not_told_apart(faulty, tmp_path):
     assert found["kind"].to_list().count("too_short") >= 24
 
 
+def test_the_screen_says_which_candidates_are_not_told_apart(faulty, capsys):
+    dataset, weights, _ = faulty
+    twice = [f"--weights={number}={weights}/version_1" for number in (1, 2)]
+    run(["audit", dataset, *twice, f"--weights=0={weights}/version_0"])
+    said = capsys.readouterr().out
+    assert "version 1 and version 2: a row that fits one also fits the other" in said
+    assert "version 0 and" not in said
+
+
 def test_a_dataset_of_which_nothing_is_audited_does_not_pass(faulty, tmp_path, capsys):
     dataset, weights, _ = faulty
     rows = rollout_io.scan(dataset).with_columns(policy_version=pl.lit(7, pl.Int32)).collect()
