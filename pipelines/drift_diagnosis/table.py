@@ -63,7 +63,7 @@ class Diagnosis:
     Attributes:
         breaks: One row per break (`SCHEMA`).
         num_steps: Number of steps in the table.
-        following: Number of steps with a prompt that follow another step of their trajectory, by
+        following: Number of steps that have a prompt and are not the first of their trajectory, by
             step_index.
     """
 
@@ -73,7 +73,7 @@ class Diagnosis:
 
     @property
     def num_following(self) -> int:
-        """Number of steps with a prompt that follow another step of their trajectory."""
+        """Number of steps that have a prompt and are not the first of their trajectory."""
         return sum(self.following.values())
 
 

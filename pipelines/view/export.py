@@ -177,7 +177,7 @@ def _updates(described: dict[str, object], number: str) -> list[int]:
 def _recorded(
     sources: Sources, number: str, update: int, chosen: dict[str, IntArray]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the requests about an update's rows that belong to selected trajectories."""
+    """Yield a request for each row of an update, if its trajectory is selected."""
     run = sources.runs[number]
     keys = ["dataset", "instance_id", "trajectory_id", "step_index"]
     names = {

@@ -79,7 +79,7 @@ def _kind(values: Mapping[str, Any]) -> pa.DataType:
         return pa.string()
     if kinds <= {int, float}:
         if any(isinstance(value, int) and abs(value) > 2**53 for value in values.values()):
-            hint = "write it as a text"
+            hint = "write it as a string"
             got = "a label is an integer beyond 2^53, which would be rounded"
             raise InputError("view_query", "labels", got, hint=hint)
         return pa.float64()

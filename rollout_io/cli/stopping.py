@@ -49,7 +49,7 @@ def announced_stop(waits_for: str) -> Iterator[None]:
 
 
 def _answer(reading: int, waits_for: str, over: threading.Event) -> None:
-    """Read the numbers of signals until the pipe is closed, and respond to each."""
+    """Read signal numbers until the pipe is closed, and respond to each."""
     is_stopping = False
     while received := os.read(reading, 1):
         number = received[0]

@@ -227,7 +227,7 @@ class RowLimit:
     Attributes:
         num_tokens: Maximum number of tokens in a row.
         reason: Source of the limit, for the message.
-        hint: Hint of the error about a longer row.
+        hint: Hint for the error raised if a row is longer.
     """
 
     num_tokens: int

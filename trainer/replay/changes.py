@@ -80,9 +80,9 @@ class Changes:
 
 
 def split_settings(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split `key=value` strings into new paths of things that have moved, and changed settings.
+    """Split `key=value` strings into paths of what has moved, and changed settings.
 
-    `train.key=value`, as for `rollouts rl`, means the same as `key=value`.
+    The prefix of `train.key=value`, which `rollouts rl` needs, is ignored.
 
     Example:
         >>> split_settings(["model=other/", "train.learning_rate=1e-5"])

@@ -87,7 +87,7 @@ class RlResult:
 
 @contextmanager
 def _hints_name_the_table() -> Iterator[None]:
-    """Rewrite the hints of errors that `rollouts train` shares: here, its keys are in a table."""
+    """Rewrite hints shared with `rollouts train`: in this configuration, its keys are in `[train]`."""
     try:
         yield
     except RolloutError as error:
