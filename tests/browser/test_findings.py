@@ -73,6 +73,7 @@ def test_the_table_shows_and_sorts_by_faults_and_shares(tab):
     assert tab.page.get_by_role("columnheader", name="share of update 3").count() == 1
     tab.page.click("th >> text=certainty of faults")
     tab.settle()
+    tab.page.wait_for_selector("tbody [data-name=fault_nats]")
     assert number(tab.values("tbody [data-name=fault_nats]")[0]) == 31.25
 
 

@@ -190,7 +190,7 @@ def test_200_random_tokens_hold_what_trained(tab, steps, records):
         place = f"tokens?trajectory={trajectory}&step={index}&update={step}"
         prompt = stored["prompt_token_ids"]
         ids = prompt + stored["response_ids"]
-        tab.go(place)
+        tab.open(place)
         tab.page.wait_for_selector(f'canvas.tokens[data-tokens="{len(ids)}"]')
         for at in draw.sample(range(len(ids)), 20):
             cells = tab.token(f"{place}&at={at}", at)

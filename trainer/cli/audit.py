@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, note, shown_log, warn
-from rollout_io.dataset.table_files import check_table_out, write_table
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
 from schemas.errors import InputError, count
 
@@ -81,6 +80,8 @@ def audit(
         raise click.UsageError("--first-pass and --thorough are mutually exclusive.")
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
+    from rollout_io.dataset.table_files import check_table_out, write_table
+
     if out is not None:
         check_table_out(out)
     from rollout_io.cli.dataset import open_valid

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, shown_log
-from rollout_io.dataset.table_files import check_table_out, write_table
 from schemas.errors import ConfigError, count
 
 EXAMPLES = example(
@@ -76,6 +75,8 @@ def blame(
     advantage, the mismatch with the sampler, or the improbability of their tokens (docs/audit.md).
     Nothing is written to RUN unless --out names a file there.
     """
+    from rollout_io.dataset.table_files import check_table_out, write_table
+
     if out is not None:
         check_table_out(out)
     from schemas.extras import requires_extra

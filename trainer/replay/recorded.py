@@ -114,7 +114,7 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
         got = "the table `train` is missing"
         raise InputError("resume_config", str(file), got)
     if lacking := {"dataset", "model"} - {*given, "dataset" * (num_iterations is not None)}:
-        got = f"{' and '.join(sorted(lacking))} is missing"
+        got = f"lacks {' and '.join(sorted(lacking))}"
         raise InputError("resume_config", str(file), got)
     own = {"out": str(path), "record_tokens": "all", "trackers": []} | dict(places or {})
     if num_iterations is not None:

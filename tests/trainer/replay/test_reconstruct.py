@@ -164,7 +164,13 @@ def test_recorded_tokens_tell_a_change_where_no_checkpoint_does(run, tmp_path):
         ({"metrics.jsonl": ""}, 1, "replay_update", "the run has not made an update yet"),
         ({"metrics.jsonl": "{}\n"}, 1, "metrics_file", r"metrics\.jsonl:1: found '{}'"),
         ({"config.json": "["}, 1, "resume_config", "cannot read the configuration"),
-        ({"config.json": '{"optimiser": 1}'}, 1, "config_key", "unknown key `optimiser`"),
+        ({"config.json": "{}"}, 1, "resume_config", "lacks dataset and model"),
+        (
+            {"config.json": '{"dataset": "ds", "model": "m", "optimiser": 1}'},
+            1,
+            "config_key",
+            "unknown key `optimiser`",
+        ),
         (
             {"checkpoints/global_step_5/state/run.json": "{}"},
             6,

@@ -84,8 +84,9 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
   const order = useRef<{ column: TokenColumn; worst: Int32Array } | null>(null);
   const cursor = positionOf(place.at, prompt, length);
   const [hovered, setHovered] = useState<number | null>(null);
-  const [rank, setRank] = useState<number | null>(null);
-  useEffect(() => setRank(null), [column]);
+  // Kept with its column: an effect that forgets the rank could come after the next key.
+  const [ranking, setRanking] = useState<{ column: TokenColumn; rank: number } | null>(null);
+  const rank = ranking?.column === column ? (ranking?.rank ?? null) : null;
   const layout = useRef<Layout | null>(null);
   const audited = dataset !== null && dataset.num_verdicts > 0;
   const audit = useAnswer(audited ? JSON.stringify([dataset.id, trajectory, step]) : null, () => verdicts(dataset!.id, trajectory, step));
@@ -106,7 +107,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
     if (column === null || numWorst === 0) return;
     if (order.current?.column !== column) order.current = { column, worst: ranked(column) };
     const next = rank === null ? 0 : Math.max(0, Math.min(numWorst - 1, rank + by));
-    setRank(next);
+    setRanking({ column, rank: next });
     moveTo(order.current.worst[next]!);
   };
   const goFault = (by: number): void => {
