@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from rollout_io.cli.arrow_startup import keep_pandas_out_of_arrow
 from rollout_io.cli.formats import note_failures
 from rollout_io.cli.output import (
     emit_json,
@@ -140,6 +141,7 @@ def convert(
     """
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
+    keep_pandas_out_of_arrow()
     from rollout_io.conversion import driver
     from rollout_io.conversion.choices import Choices
     from rollout_io.dataset.parallel import Workers

@@ -52,6 +52,23 @@ def test_help_loads_no_heavy_library() -> None:
     assert found.stdout.endswith("[]\n")
 
 
+def test_convert_and_drift_leave_pandas_alone_and_usable(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from rollout_io.cli.main import run\n"
+        "calls, rewards, out = sys.argv[1:]\n"
+        "assert run(['convert', calls, '--rewards', rewards, '--out', out, '-q']) == 0\n"
+        "assert run(['drift', out]) == 0\n"
+        "assert 'pandas' not in sys.modules\n"
+        "import pyarrow as pa\n"
+        "assert pa.table({'a': [1]}).to_pandas()['a'].sum() == 1\n"
+    )
+    files = [str(EXAMPLES / f"shop.{name}.jsonl") for name in ("calls", "rewards")]
+    arguments = [sys.executable, "-c", code, *files, str(tmp_path / "shop")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_of_a_verb_ends_with_an_example(capsys: Capture) -> None:
     for verb in ("convert", "validate", "stats", "filter", "merge", "unmerge", "drift", "export"):
         assert run([verb, "--help"]) == 0
