@@ -64,7 +64,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
 
 
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
-    """Check a run like `train`, and report what it would do: see `trainer.reports.dry_run.dry_run`.
+    """Check a run and report what `train` would do: see `trainer.reports.dry_run.dry_run`.
 
     Raises:
         RolloutError: As for `train`.

@@ -1,6 +1,6 @@
 """Arguments and results of user functions: policy losses, estimators and reductions.
 
-A configuration names such a function as `module:function`. Parameters named like an input receive
+A configuration names a user function as `module:function`. Parameters named like an input receive
 that input. All other parameters are keys: each gets the value of that key in the configuration, or
 in the table `[loss]` (`[train.loss]` for `rollouts rl`), or keeps its default. `**keys` gets every
 key of that table.

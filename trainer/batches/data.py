@@ -77,7 +77,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
 
     `num_forwarded_tokens` is the cost of forwarding the row as a chain: the tokens of prompt and
     response before the last trained token (before the last token if none is trained).
-    `num_untrained_at_start` counts those before the first trained token (meaningless if none is).
+    `num_untrained_at_start` counts those before the first trained token (undefined without one).
     """
     rollouts = _with_optional_columns(rollouts)
     greedy = _is_greedy()
@@ -137,7 +137,7 @@ def load_batch(
     *,
     replay_routing: bool = True,
 ) -> Batch:
-    """Load the rows of some groups in the layout `sequence_layout`."""
+    """Load the rows of the given groups in the layout `sequence_layout`."""
     rows = read_rows(rollouts, plan, groups, sequence_layout, replay_routing=replay_routing)
     return to_batch(rows)
 
@@ -151,12 +151,12 @@ def read_rows(
     merge_rule: Literal["lineage", "consecutive", "keep"] | None = None,
     replay_routing: bool = True,
 ) -> pl.DataFrame:
-    """Read the input of `to_batch`: rows of some groups, merged if configured, joined to the plan.
+    """Read the input of `to_batch`: rows of groups, merged if configured, joined to the plan.
 
     Rows are in the order of `groups`, so concatenating the tables of several lists of groups gives
     the same table as reading all groups at once. Routes are dropped unless they are replayed. If
-    they are, steps that were routed differently are not merged, so that each is forwarded as it was
-    sampled.
+    they are, steps that were routed differently are not merged, so that each is forwarded with the
+    experts that sampled it.
     """
     names = UNUSED_COLUMNS if replay_routing else (*UNUSED_COLUMNS, ROUTING)
     unused = [name for name in names if name in rollouts.collect_schema()]

@@ -77,7 +77,7 @@ def attention_mask(subtree_end: Tensor) -> Tensor:
 
 
 def chain_lengths(prompts: Ragged, responses: Ragged, is_target: BoolArray) -> IntArray:
-    """Count the tokens to forward in each row ([R]): all up to the parent of its last target.
+    """Count the tokens to forward in each row ([R]): those up to the parent of its last target.
 
     Later tokens predict no target. A row with p prompt tokens and its last target at response
     position t thus has p + t tokens to forward, and a row without targets has none.

@@ -45,7 +45,7 @@ class Origins:
     position: IntArray
 
     def of(self, slots: IntArray) -> tuple[IntArray, IntArray]:
-        """Return, for tokens of the batch, the stored row and the position in its response."""
+        """Look up each batch token's stored row, and the token's position in that row's response."""
         step = np.searchsorted(self.begin, slots, side="right") - 1
         return self.row[step], self.position[step] + slots - self.begin[step]
 

@@ -14,7 +14,7 @@ from trainer.batches.tree import make_trie, tree_forests
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MiniBatch:
-    """Forward passes of one optimizer step.
+    """Micro-batches of one optimizer step.
 
     Attributes:
         forests: Micro-batches, which together contain every target once; all targets of a row are
@@ -39,7 +39,7 @@ class MiniBatch:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Values for a line of `metrics.jsonl`."""
+        """Metrics of the packing, for `metrics.jsonl`."""
         share = self.repeated_share
         return {} if share is None else {"repeated_share": share}
 

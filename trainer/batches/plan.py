@@ -65,7 +65,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """How often to pass over the dataset and over each batch; configuration keys."""
+    """Number of passes over the dataset and over each batch; fields are configuration keys."""
 
     num_epochs: int
     epochs_per_batch: int
@@ -90,7 +90,7 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
         settings: Settings of the plan.
 
     Raises:
-        InvariantError: No group is left.
+        InvariantError: No group is left to train on.
         InputError: A trajectory has neither a return nor an error, unless the loss takes no
             advantages; there are partial groups and `partial_groups` is `refuse`; or a user's
             estimator fails.
@@ -158,8 +158,8 @@ def _partial_groups(returns: pl.DataFrame, settings: PlanSettings) -> tuple[int,
             first_of(f"group {partial['instance_id'][0]!r}", len(partial)),
             f"{num} trajector{'y' if num == 1 else 'ies'}",
             str(size) if settings.group_size else f"{size}, the size of the largest group",
-            "pass --set partial_groups=mask to leave such groups out of the loss, or"
-            " --set partial_groups=train to train on them as they are",
+            "pass --set partial_groups=mask to leave these groups out of the loss, or"
+            " --set partial_groups=train to train on them anyway",
         )
     return size, partial["instance_id"].to_list()
 
@@ -174,7 +174,7 @@ def _check_outcomes(returns: pl.DataFrame) -> None:
             first_of(f"trajectory {unknown['trajectory_id'][0]!r}", len(unknown)),
             f"its return is {'unknown' if value is None else value}, and it has no `error`",
             hint="convert the logs with --rewards FILE; or run supervised training, which needs no rewards:"
-            " --set policy_loss_type=cross_entropy; or leave such trajectories out:"
+            " --set policy_loss_type=cross_entropy; or leave these trajectories out:"
             " rollouts filter DS --drop-unknown --out KNOWN",
         )
 

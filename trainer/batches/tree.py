@@ -4,7 +4,7 @@ Tokens are distinguished by id and, if rows have recorded routes, by experts: a 
 routed in two ways has two hidden states and is forwarded twice.
 
 Rows are sorted by their tokens, so a row shares no more tokens with any earlier row than with the
-previous one. Concatenated, the tokens that each row adds to the previous one are the trie in
+previous one. The tokens that each row adds to the previous one, concatenated, are the trie in
 depth-first order. The lengths of the prefixes that neighbours share determine its branches, so
 the tokens are not read again.
 """
@@ -49,7 +49,7 @@ class Trie:
         return int((self.lengths - self.shared).sum())
 
     def part(self, index: IntArray) -> Trie:
-        """Select at least one of the R rows, by ascending indices."""
+        """Select rows by their indices, at least one and in ascending order."""
         shared = np.zeros(len(index), dtype=np.int64)
         if len(index) > 1:
             upto = self.shared[: index[-1] + 1]
@@ -76,7 +76,7 @@ def make_trie(
         prompts: Prompt tokens of all rows of the batch.
         responses: Response tokens of all rows of the batch.
         lengths: Number of leading tokens of prompt + response to forward; empty rows are left out.
-        scope: Only rows with equal values here share tokens.
+        scope: Two rows may share tokens only if their values are equal.
         rows: Rows to include.
         routes: Routes of all rows of the batch, or None.
 
@@ -133,7 +133,7 @@ def trie_forest(
 ) -> Forest:
     """Build the forest of a trie: a shared token is forwarded once, but is a target in each row.
 
-    The arguments after the trie are those of the complete batch. Parents of targets (`is_target`,
+    The other arguments describe the complete batch. Parents of targets (`is_target`,
     [T] bool) must all be in the trie.
     """
     new = trie.lengths - trie.shared
@@ -223,8 +223,8 @@ def tree_forests(
 def cut(trie: Trie, budget: int) -> list[IntArray]:
     """Cut every tree into runs of rows with at most `budget` distinct tokens each.
 
-    A cut before a row repeats the tokens that the row shares with the previous one. The cuts are
-    those that repeat the fewest tokens in total; ties go to the fewest cuts. A row of more than
+    A cut before a row repeats the tokens that the row shares with the previous one. The chosen
+    cuts repeat the fewest tokens in total; ties go to the fewest cuts. A row of more than
     `budget` tokens becomes a separate run. Returns the indices of the rows in each run, in order.
 
     Example:

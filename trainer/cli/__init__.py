@@ -1,1 +1,1 @@
-"""The verbs `train`, `plot`, `generate` and `rl`."""
+"""Commands of this package: `train`, `plot`, `generate`, `rl`, `audit`, `blame`, `replay`."""

@@ -1,4 +1,4 @@
-"""The verb `audit`."""
+"""The `rollouts audit` command."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer
     "--first-pass",
     type=click.FloatRange(0, 1, min_open=True),
     metavar="SHARE",
-    help="Score only the first tokens of each response under its labelled weights, which takes"
-    " this share of a thorough audit's tokens; then rescore only suspicious rows.",
+    help="Score only the first tokens of each response under its labelled weights, using"
+    " this share of the tokens of a thorough audit; then rescore only suspicious rows.",
 )
 @click.option("--thorough", is_flag=True, help="Forward every row under every candidate.")
 @click.option(
@@ -66,12 +66,12 @@ def audit(
     limit: int,
     as_json: bool,
 ) -> int:
-    """Find the weights and sampling settings that stored log-probabilities fit best.
+    """Find the weights and sampling settings that best explain the stored log-probabilities.
 
     Forwards the stored tokens under the candidate weights, and compares the log-probabilities with
     those that the engine reported. Reports, for each sampled span, wrong labels and broken data: other
     weights, a swap of weights within the response, another temperature or truncation, shifted
-    log-probabilities, another precision, another prompt or model. Exit code 1 if there are any.
+    log-probabilities, another precision, another prompt or model. Exits with code 1 if it reports any.
 
     By default, each row is forwarded under its labelled weights, and under the other candidates only
     if it does not fit.
@@ -137,7 +137,7 @@ def audit(
         reasons = result.verdicts["reason"].drop_nulls().value_counts(sort=True).rows()
         why = "; ".join(f"{count(number, 'span')}: {reason}" for reason, number in reasons)
         got = "no row can be audited" + (f" ({why})" if why else "")
-        hint = "pass the weights of the labelled versions, and rows with rollout_logprobs"
+        hint = "pass the weights of the labelled versions, and a dataset with rollout_logprobs"
         raise InputError("audit_rows", dataset, got, hint=hint)
     if as_json:
         emit_json(summary(result, limit))

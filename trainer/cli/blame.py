@@ -1,4 +1,4 @@
-"""The verb `blame`."""
+"""The `rollouts blame` command."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ EXAMPLES = example(
 @click.option(
     "--held-out",
     metavar="DS",
-    help="Dataset that the run did not train on: also report how leaving each of the first rows out"
-    " would have changed the loss on it.",
+    help="Dataset that the run did not train on; also report how leaving out each of the top rows"
+    " would have changed its loss.",
 )
 @click.option(
     "--top",
@@ -41,7 +41,8 @@ EXAMPLES = example(
 @click.option(
     "--exact",
     is_flag=True,
-    help="Compute all norms by one backward pass per row. Slow; without it, one row is checked.",
+    help="Compute all norms exactly, with one backward pass per row (slow). By default, only one row"
+    " is checked this way.",
 )
 @click.option(
     "--out",

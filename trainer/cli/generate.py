@@ -1,4 +1,4 @@
-"""The verb `generate`."""
+"""The `rollouts generate` command."""
 
 from __future__ import annotations
 

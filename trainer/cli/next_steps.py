@@ -14,7 +14,7 @@ _PACKAGES = {"view": ("httptools", "uvicorn", "jinja2"), "plot": ("matplotlib",)
 def suggest_next_steps(out: str, checkpoint: str) -> None:
     """Print to stderr how to view and plot a run, and how to load its model.
 
-    A command whose packages are not installed is followed by the extra that installs them.
+    For a command whose packages are missing, print how to install them first.
     """
     run = shlex.quote(out)
     for verb, packages in _PACKAGES.items():

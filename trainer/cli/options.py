@@ -1,4 +1,4 @@
-"""Options that several verbs of this package share."""
+"""Options shared by several commands of this package."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""The verb `replay`."""
+"""The `rollouts replay` command."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _difference(one: Difference) -> dict[str, Any]:
 
 
 def screen(found: Replay) -> str:
-    """Format the result for people."""
+    """Format the result for the terminal."""
     where = "" if found.iteration is None else f" (iteration {found.iteration})"
     start = found.checkpoint or "the start model"
     if found.num_forwarded:
@@ -151,7 +151,7 @@ def _verdict(found: Replay) -> str:
 
 
 def _table(found: Replay) -> list[list[str]]:
-    """Return the metrics side by side; those that are not numbers are left out."""
+    """Return the numeric metrics side by side."""
     changed = found.changed or {}
     names = dict.fromkeys((*found.recorded, *found.replayed, *changed))
     table = [["metric", "recorded", "replayed", "changed", "difference"]]

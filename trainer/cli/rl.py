@@ -1,4 +1,4 @@
-"""The verb `rl`."""
+"""The `rollouts rl` command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs `train` and `plot`."""
+"""The `rollouts train` and `rollouts plot` commands."""
 
 from __future__ import annotations
 
@@ -150,14 +150,14 @@ def train(
     "--max-row-tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="For datasets: mark the length at which training with this max_row_tokens cuts rows off.",
+    help="For datasets: mark the length at which training with this max_row_tokens truncates rows.",
 )
 def plot(
     *, paths: tuple[str, ...], out: str | None, metrics: tuple[str, ...], max_row_tokens: int | None
 ) -> None:
     """Plot the metrics of training runs, or the contents of datasets, as an image.
 
-    Several runs, or several datasets, are drawn over each other. The plot of a dataset shows
+    Several runs, or several datasets, are overlaid. The plot of a dataset shows
     lengths, reward by group, drift by turn, and the tokens that training forwards in each layout.
     """
     are_runs = {_is_run(path) for path in paths}
@@ -188,7 +188,7 @@ def plot(
 
 
 def _curves_of(paths: tuple[str, ...]) -> str:
-    """Return the default image: inside the run, or in the working directory for several runs."""
+    """Return the path of the default image: inside the run, or in the working directory for several runs."""
     if len(paths) > 1:
         return "curves.png"
     run = Path(paths[0])
@@ -210,7 +210,7 @@ def _is_run(path: str) -> bool:
 
 
 def how_to_resume(out: str) -> str:
-    """Return how to resume a run that was stopped."""
+    """Return instructions for resuming a stopped run."""
     if any(Path(out).glob("checkpoints/global_step_*")):
         return f"run the same command with --resume to continue from the checkpoints in {out}"
     again = "no checkpoint yet: run the same command again"

@@ -16,11 +16,11 @@ from trainer.config.loss_config import LossConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundFunction:
-    """A function named by a configuration, with the values of its keys.
+    """A configured function and the values of its keys.
 
     Attributes:
         function: The function.
-        keys: Values of its parameters that are not inputs.
+        keys: Values, by name, of the parameters that are not inputs.
     """
 
     function: Function

@@ -23,13 +23,13 @@ class Kind:
     """A kind of function that a key of the configuration can name.
 
     Attributes:
-        key: The key.
-        inputs: Names of the parameters through which user functions get an array or a tensor.
-        needs_one_of: A function must take at least one of these inputs.
+        key: Configuration key.
+        inputs: Names of parameters that receive an array or a tensor in user functions.
+        needs_one_of: Inputs of which a function must take at least one.
         exactly_one: Whether the function must take exactly one of these inputs.
         module: Module of the built-in functions.
-        built_in: Path under `module` of each built-in function, and its inputs, which are repeated
-            here because the configuration is checked without importing torch.
+        built_in: Path under `module` and inputs of each built-in function. The inputs are repeated
+            here so that the configuration can be checked without importing torch.
     """
 
     key: str
@@ -104,7 +104,7 @@ class Function:
         is_own: Whether this is a user function, `module:function`.
         inputs: Parameters that receive arrays or tensors.
         keys: All other parameters.
-        takes_all_keys: Whether there is a parameter `**keys`.
+        takes_all_keys: Whether the function accepts arbitrary keys (`**keys`).
         call: The function.
     """
 

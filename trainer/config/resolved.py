@@ -24,7 +24,10 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 
 def _was_merged(dataset: str) -> bool:
-    """True if the last merge or unmerge in the history is a merge; without either, if a row is."""
+    """Return True if the last merge or unmerge in the dataset's history is a merge.
+
+    If the history has neither, return True if any row was merged from several steps.
+    """
     history = rollout_io.read_metadata(dataset).made_by
     verbs = [made["verb"] for made in history if made.get("verb") in {"merge", "unmerge"}]
     if verbs:

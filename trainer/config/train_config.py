@@ -94,7 +94,7 @@ class TrainConfig(LossConfig):
     `step` (`tree`)."""
     merge_rule: Literal["lineage", "consecutive", "keep"] | None = None
     """merge: which steps to merge: see docs/merging.md. `consecutive` is SkyRL's rule; `keep`
-    uses the rows of the dataset as they are. None: `keep` if the dataset was merged, else
+    trains on the dataset's rows unchanged. None: `keep` if the dataset was merged, else
     `lineage`."""
     tree_scope: Literal["trajectory", "group"] = "group"
     """tree: whether steps share tokens within a trajectory or within a group."""
@@ -137,13 +137,13 @@ class TrainConfig(LossConfig):
     """The adapters' output is multiplied by `lora_alpha` / `lora_rank`; >= 1."""
     lora_target_modules: tuple[str, ...] | None = None
     """Names, or suffixes of names, of the linear layers that get an adapter. None: all except the
-    head; in mixture-of-experts models, only those of attention."""
+    head; in mixture-of-experts models, only the attention layers."""
 
     critic_model: str | None = None
     """gae: model directory to initialise the critic from; a checkpoint's `critic/` includes a value
     head. None: `model`, with a value head of zeros."""
     critic_learning_rate: Positive = 5e-6
-    """gae: peak learning rate of the critic; > 0. Its optimizer otherwise has the policy's
+    """gae: peak learning rate of the critic; > 0. Its optimizer otherwise uses the policy's
     settings."""
     value_clip: Positive | None = 0.2
     """gae: in the critic's loss, values are clipped to this distance from the old value; > 0. None:
@@ -235,7 +235,7 @@ def load_config(
 
     Raises:
         InputError: The file is unreadable.
-        ConfigError: A key is unknown (the hint is the nearest name), a value has the wrong type or
+        ConfigError: A key is unknown (the hint suggests the nearest name), a value has the wrong type or
             is out of range, or `dataset`, `model` or `out` is missing.
 
     Example:

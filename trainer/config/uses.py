@@ -1,4 +1,4 @@
-"""Functions that a run uses, with their keys, for notes and reports."""
+"""Describe the functions that a run uses and the values of their keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.config.train_config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """A function as a run uses it.
+    """A function used in a run, with the values of its keys.
 
     Attributes:
         name: Name in the configuration.
@@ -32,7 +32,7 @@ class Use:
 
 
 def uses(config: TrainConfig) -> dict[str, Use]:
-    """Return loss, estimator (unless the loss takes no advantages) and reduction, by key."""
+    """Return the loss, estimator (unless the loss takes no advantages) and reduction, by key."""
     found = {}
     for kind in KINDS:
         if kind is ADVANTAGE_ESTIMATOR and config.is_supervised:

@@ -33,7 +33,7 @@ def make_accelerator(
     The arguments are keys of `TrainConfig`; the optimizer adamw_8bit does not work with FSDP.
 
     Raises:
-        ConfigError: A tracker is not installed, or the launch requests something unsupported.
+        ConfigError: A tracker is not installed, or the launch settings are not supported.
     """
     available = [str(tracker) for tracker in get_available_trackers()]
     for tracker in trackers:

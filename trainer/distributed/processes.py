@@ -1,6 +1,6 @@
 """Exchange results between the processes that train one model.
 
-All processes make the same plan and hold the same batch; each reads and forwards its own share, and
+All processes make the same plan and have the same batch; each reads and forwards its own share, and
 results are exchanged so that all have the same values. With a single process, nothing is
 exchanged.
 """

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True if this process holds only part of the parameters."""
+    """True if this process stores only part of the parameters."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

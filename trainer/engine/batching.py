@@ -59,7 +59,7 @@ class Request:
 
     def _met_stop(self, decode: Decode) -> bool:
         longest = max(map(len, self.sampling.stop))
-        tail = decode(self.response[-4 * longest - 4 :])  # a character has at most 4 tokens
+        tail = decode(self.response[-4 * longest - 4 :])  # a character takes at most 4 tokens
         return any(text in tail for text in self.sampling.stop)
 
 

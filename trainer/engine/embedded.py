@@ -26,8 +26,8 @@ _GATHERING_S = 0.005
 class TransformersEngine:
     """An `Engine` whose log-probabilities are exactly those of the sampled distribution.
 
-    Calls that wait at the same time form a batch; later calls wait until it ends. The samples of a
-    call with a seed do not depend on the batch, up to rounding.
+    Concurrent calls are batched; later calls wait until the batch ends. The samples of a call
+    with a seed do not depend on the batch, up to rounding.
 
     Args:
         model: A Transformers causal LM; may be the `model` of a policy, used between its updates.

@@ -1,6 +1,6 @@
 """Attention over a forest without a tokens x tokens mask.
 
-Chains side by side attend causally, each only to itself; `trainer.models.tree_attention` handles
+Packed chains attend causally, each only to itself; `trainer.models.tree_attention` handles
 trees. A model asks Transformers for its masks, and Transformers calls the mask function registered
 here. Inside `forest_mask`, this function returns the forest and the requested window, and the
 attention function registered here uses them; outside, both behave like Transformers' SDPA.
@@ -30,7 +30,7 @@ from trainer.models.tree_attention import attend_by_pieces, tree_attention
 
 CHAIN_ATTENTION = "rollout_chains"
 UNKNOWN = ("softcap", "position_bias", "s_aux", "sinks", "indices", "block_indices")
-"""Settings of attention scores that SDPA does not support."""
+"""Attention arguments that SDPA does not support."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,7 +38,7 @@ class ForestMask:
     """The `attention_mask` that a layer receives.
 
     Attributes:
-        lengths: Tokens of each chain; None if a tree branches.
+        lengths: Number of tokens in each chain; None if a tree branches.
         tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token.
         window: Number of tokens that a token sees towards the root, including itself; None: all.
     """
@@ -53,7 +53,7 @@ TANGENTS: ContextVar[bool] = ContextVar("tangents", default=False)
 
 
 def _find_varlen() -> Any:
-    """Return PyTorch's attention for packed sequences if it supports scales, windows and groups."""
+    """Return PyTorch's attention for packed sequences; None if missing or too limited."""
     try:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
@@ -126,7 +126,7 @@ def lengths_of_chains(subtree_end: Tensor) -> Tensor | None:
 def mask_of_layers(
     *, local_size: int | None = None, use_vmap: bool = False, **settings: Any
 ) -> Any:
-    """Return the mask of some layers, as Transformers' `AttentionMaskInterface` expects.
+    """Return the mask for layers of one kind, as Transformers' `AttentionMaskInterface` expects.
 
     Args:
         local_size: Window of the layers; None: they attend to all previous tokens.
@@ -185,7 +185,7 @@ def chain_attention(
         return output, None
     for name in UNKNOWN:
         if settings.get(name) is not None:
-            raise ValueError(f"the model's attention scores use {name}")
+            raise ValueError(f"the model's attention uses {name}, which SDPA does not support")
     window, lengths = attention_mask.window, attention_mask.lengths
     if TANGENTS.get():
         tree = attention_mask.tree, window

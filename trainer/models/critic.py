@@ -63,7 +63,7 @@ class Critic(nn.Module):
         yield from self.value_head.parameters()
 
     def save(self, path: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Write the model and its value head, with `weights` instead of those in memory if given."""
+        """Write the model and its value head, from `weights` if given, else from memory."""
         state = self.state_dict() if weights is None else weights
         self.model.save_pretrained(path, state_dict=under("model", state))
         save_file(under("value_head", state), path / VALUE_HEAD)
@@ -88,7 +88,7 @@ def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool 
         except (OSError, RuntimeError, SafetensorError) as error:
             got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             hint = "remove this file to start with a value head of zeros"
-            got = f"cannot load it as the value head of this model: {got}"
+            got = f"cannot be loaded as the value head of this model: {got}"
             raise InputError("model_load", str(head), got, hint=hint) from error
     return critic
 
@@ -98,7 +98,7 @@ class CriticLearner:
     """The critic and its optimizer, both prepared by `accelerator`.
 
     Attributes:
-        accelerator: Device, precision, gradient reduction.
+        accelerator: Provides the device, the precision and gradient reduction.
         critic: The critic.
         optimizer: Optimizer of the critic.
         value_clip: Maximum change of a value before the loss is clipped; None: no clipping.
@@ -141,7 +141,7 @@ def clipped_value_loss(
         values: [M] current values, with gradient.
         old_values: [M] values at the start of the batch.
         targets: [M] gae's A + V_old, before whitening.
-        clip: Largest change of a value that can lower the loss; None: 0.5 * (V - target)^2.
+        clip: Maximum change of a value before the loss is clipped; None: no clipping.
 
     Returns:
         [M] loss per target, not reduced.
@@ -171,10 +171,10 @@ def update_critic(
             process forwards its share of them.
         old_values: [T] values at the start of the batch.
         targets: [T] target values.
-        watch: Iterates over the micro-batches, to show progress.
+        watch: Wraps the iteration over micro-batches, to show progress.
 
     Returns:
-        Loss, mean value, clipped fraction and gradient norm, by the name of the metric.
+        Loss, mean value, clipped fraction and gradient norm, by metric name.
     """
     num_trained, clip = sum(forest.num_targets for forest in forests), learner.value_clip
     accelerator, device = learner.accelerator, learner.accelerator.device

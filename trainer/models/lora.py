@@ -25,13 +25,13 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSettings:
-    """Adapters of a policy.
+    """Settings of a policy's adapters.
 
     Attributes:
         rank: Rank of the adapters.
         alpha: The adapters' output is multiplied by alpha / rank.
-        target_modules: Names, or suffixes of names, of the layers with an adapter; None: those of
-            `linear_layers`.
+        target_modules: Names, or suffixes of names, of the layers with an adapter; None: all
+            that `linear_layers` returns.
         model: Model directory of the policy.
     """
 
@@ -79,10 +79,10 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
 
 
 def linear_layers(model: Any) -> list[str]:
-    """List name suffixes of linear layers except the head; with experts, only those of attention.
+    """List name suffixes of linear layers except the head; with experts, of attention layers only.
 
-    In Transformers, experts and routers are not linear layers, but peft would match those whose
-    names end like that of a linear layer.
+    In Transformers, experts and routers are not `nn.Linear` modules, but peft would match those
+    whose names end like the name of a linear layer.
     """
     head, modules = model.get_output_embeddings(), list(model.named_modules())
     layers = [n.split(".") for n, m in modules if isinstance(m, nn.Linear) and m is not head]
@@ -108,7 +108,7 @@ def _no_targets(adapter: AdapterSettings, got: str, names: Sequence[str]) -> Con
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with an adapter."""
+    """Yield the name and module of each layer with an adapter."""
     from peft.tuners.lora import LoraLayer
 
     return ((name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer))
@@ -122,7 +122,7 @@ def _load(model: nn.Module, path: Path) -> None:
         model.load_state_dict(weights, strict=False)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        got = f"cannot load it as an adapter of this model: {got}"
+        got = f"cannot be loaded as an adapter of this model: {got}"
         raise InputError("model_load", str(path), got) from error
 
 
@@ -137,7 +137,7 @@ def _file_name(name: str) -> str:
 
 
 def adapter_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters of a model's weights by their names in peft's files; often empty."""
+    """Select the adapter weights from a model's weights, keyed by their names in peft's files."""
     return {_file_name(name): tensor for name, tensor in state.items() if ".lora_" in name}
 
 

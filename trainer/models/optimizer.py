@@ -56,7 +56,7 @@ class RateSchedule:
     """Schedule of the learning rates of a run.
 
     Attributes:
-        kind: After the warmup: constant, or decaying to 0.
+        kind: Learning rate after the warmup: constant, or decaying to 0.
         warmup_updates: W, the number of updates over which the rate rises.
         num_planned: N, the maximum number of updates.
 
@@ -71,7 +71,7 @@ class RateSchedule:
     num_planned: int
 
     def factor(self, global_step: int) -> float:
-        """Compute the factor of the learning rate for the next update.
+        """Compute the next update's learning rate as a fraction of the peak.
 
         After s of N planned updates, with a warmup of W updates:
 

@@ -129,8 +129,8 @@ def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
             position_ids=forest.position_ids[None],
             use_cache=False,
         )
-    # The gradient of an embedding adds the targets that share a parent in order. That of plain
-    # indexing adds them in any order if there are several threads, so it would not be reproducible.
+    # The gradient of an embedding sums the targets that share a parent in a fixed order. With
+    # several threads, the gradient of plain indexing sums them in any order: not reproducible.
     return nn.functional.embedding(forest.target_parent, output.last_hidden_state[0])
 
 
@@ -144,9 +144,9 @@ def load_policy(
 ) -> Policy:
     """Load a model directory as a policy with float32 weights, and check it on a few tokens.
 
-    `trees` states whether the policy will forward branching trees. Without `checks`, the result is
-    not compared with the model's own forward pass: for further weights of a model that has been
-    checked. See `Policy` for the other arguments.
+    `trees` states whether the policy will forward branching trees. `checks=False` skips the
+    comparison with the model's own forward pass; use it for other weights of a model that has
+    already been checked. See `Policy` for the other arguments.
 
     Raises:
         InputError: `path` is not a model directory; Transformers cannot load the model without
@@ -173,7 +173,7 @@ def load_policy(
             got = f"Transformers cannot run {kind} with scaled_dot_product_attention"
             raise InputError("model_layers", path, got, hint=PLAIN_ATTENTION) from error
         got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        got = f"Transformers cannot load it as a causal LM: {got}"
+        got = f"cannot be loaded as a causal LM by Transformers: {got}"
         raise InputError("model_load", path, got) from error
     model, loading = loaded
     _check_weights(loading, path)
@@ -186,11 +186,11 @@ def load_policy(
 
 
 def align(model: nn.Module) -> None:
-    """Copy trained parameters that do not start at a multiple of 64 bytes, as torch allocates them.
+    """Copy trained parameters whose memory is not aligned to 64 bytes, torch's own alignment.
 
-    Loaded weights lie in memory as in their file, behind a header of any length, and the last bits
-    of a matrix-vector product depend on it. A run that resumes from a checkpoint, whose header is
-    different, would not repeat its updates.
+    Loaded weights keep their offset in the file, which depends on the length of its header, and the
+    last bits of a matrix-vector product depend on the alignment. A run resumed from a checkpoint,
+    whose header has a different length, would otherwise not repeat its updates exactly.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.data_ptr() % ALIGNMENT:
@@ -219,8 +219,8 @@ def _check_layers(config: Any, path: str) -> None:
             path,
             f"{config.model_type} with {', '.join(sorted(unknown))} layers",
             "full or sliding-window attention in every layer",
-            "train a different model: packed rows would leak into each other through such layers, in"
-            " every sequence_layout",
+            "train a different model: in these layers, packed rows would affect each other, in every"
+            " sequence_layout",
         )
 
 

@@ -110,7 +110,7 @@ def _plain_forward(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
 def _forests(
     model: Any, tokens: Tensor, routes: Sequence[Tensor], *, trees: bool
 ) -> dict[str, Forest]:
-    """Build forests of the rows in every form in which a policy may forward them.
+    """Build a forest for each way in which a policy may forward the rows.
 
     The targets of the first row come first.
     """

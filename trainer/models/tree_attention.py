@@ -82,7 +82,7 @@ def attend_by_pieces(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of tokens without a branch in between.
+    """A run of consecutive tokens without a fork.
 
     Attributes:
         size: Number of tokens.

@@ -1,4 +1,4 @@
-"""Figures with one panel per quantity, in the style that all plots of `rollouts plot` share."""
+"""Figures with one panel per quantity, in the common style of `rollouts plot`."""
 
 from __future__ import annotations
 

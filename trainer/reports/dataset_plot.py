@@ -26,7 +26,7 @@ LAYOUTS = {
     "tree_per_trajectory": "tree per\ntrajectory",
     "tree_per_group": "tree per\ngroup",
 }
-"""Labels of the layouts, by their name in the savings."""
+"""Labels of the layouts, by their names in `dataset_savings`."""
 
 _CAUSES = ("edited", "reset", "retokenized", "template", "unknown", "overlap", "new_agent")
 _CAUSE_COLORS = dict(
@@ -42,12 +42,12 @@ _BREAKS = "Steps that do not continue the previous step"
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The numbers of a dataset that are plotted.
+    """Statistics of a dataset to plot.
 
     Attributes:
         name: Name of the dataset.
         summary: Statistics of the dataset.
-        num_following: Number of steps that follow another, by step_index.
+        num_following: Number of steps that follow another step, by step_index.
         breaks: Number of these that do not continue the previous step, by step_index and cause.
         costs: Cost of each layout.
     """
@@ -79,7 +79,7 @@ def plot_datasets(
     Args:
         datasets: Paths of valid datasets, and the workers that read each.
         out: Image file that `charts.check_image` accepts; the format follows from the extension.
-        max_row_tokens: Cut-off of training to mark in the lengths.
+        max_row_tokens: Length to mark, beyond which training truncates rows.
     """
     names = charts.names_of(list(datasets))
     pictures = [
@@ -90,7 +90,7 @@ def plot_datasets(
 
 
 def dataset_figure(pictures: Sequence[Picture], max_row_tokens: int | None = None) -> Any:
-    """Draw one dataset in full, or several over each other."""
+    """Draw one dataset in full, or overlay several."""
     figure, axes = charts.panels(6, 2, (4.3, 3.0))
     prompts, responses, rows, rewards, drift, layouts = axes
     lengths = [picture.summary.lengths for picture in pictures]

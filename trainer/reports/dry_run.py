@@ -73,7 +73,7 @@ class DryRun:
         layouts: Counts for one pass over the dataset, by layout.
         max_row_tokens: Maximum row length: the configured one, or the model's if that is smaller.
         memory: Memory of one process.
-        available_bytes: Memory that was free on its device once the models were loaded; None if
+        available_bytes: Memory that was free on the device once the models were loaded; None if
             unknown.
         functions: Policy loss, advantage estimator and reduction, by key, with the values of their
             keys. There is no estimator if the loss uses no advantages.
@@ -101,10 +101,10 @@ class DryRun:
 
 
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
-    """Plan, check and load a run like `train`, and count the tokens to forward; write nothing.
+    """Plan, check and load a run as `train` does, and count the tokens to forward; write nothing.
 
     Counting reads the dataset once per layout, batch by batch. To measure activations, three short
-    chains are forwarded (`estimate_memory`). A note names the seconds of each part.
+    chains are forwarded (`estimate_memory`). The duration of each part is logged.
 
     Raises:
         RolloutError: All errors that `train` raises before its first update.
@@ -121,8 +121,8 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
     counted = time.perf_counter()
     memory = estimate_memory(run, chosen.largest_micro_batch_tokens)
     say(
-        f"note: checking and loading took {loaded - began:.1f} s, as in training, counting tokens in"
-        f" {len(LAYOUTS)} layouts {counted - loaded:.1f} s, and measuring activations"
+        f"note: checking and loading took {loaded - began:.1f} s (as it will in training); counting"
+        f" tokens in {len(LAYOUTS)} layouts took {counted - loaded:.1f} s, and measuring activations"
         f" {time.perf_counter() - counted:.1f} s"
     )
     return DryRun(

@@ -56,7 +56,7 @@ class Memory:
 
 
 class Loaded(Protocol):
-    """What the estimate needs of a run, such as a `TrainingRun`."""
+    """Attributes of a run that the estimate reads; a `TrainingRun` has them."""
 
     @property
     def config(self) -> TrainConfig:

@@ -121,7 +121,7 @@ def _record(line: str, where: str) -> dict[str, Any]:
 
 
 def curve(records: Sequence[Mapping[str, Any]], metric: str) -> Curve:
-    """Extract steps and values where the metric is a number; a step's last line counts."""
+    """Extract steps and values where the metric is a number; the last line of a step wins."""
     found = {
         record["global_step"]: float(record[metric])
         for record in records
@@ -167,9 +167,8 @@ def smoothed(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Smooth a curve by local linear regression in a centred Gaussian window.
 
-    The window looks as far ahead as back, and at an end of the curve the regression follows its
-    slope: the result lags behind neither a trend nor a jump. It is clipped to the range of the
-    values.
+    The window is symmetric, and the regression follows the slope at the ends of the curve, so the
+    result lags behind neither a trend nor a jump. It is clipped to the range of the values.
 
     Returns:
         Up to 400 of the steps, and the smoothed values there.
@@ -191,7 +190,7 @@ def smoothed(
 def _local_line(
     distance: npt.NDArray[np.float64], values: npt.NDArray[np.float64], width: float
 ) -> float:
-    """Return the value at distance 0 of the line fitted to the values near it."""
+    """Fit a line to the values, weighted by distance, and evaluate it at distance 0."""
     weight = np.exp(-0.5 * np.square(distance / width))
     weight /= weight.sum()
     centre, mean = float(weight @ distance), float(weight @ values)

@@ -95,7 +95,7 @@ class Collector:
         return found
 
     def new_warnings(self) -> list[str]:
-        """Return new warnings since the last call, each text once."""
+        """Return the warnings added since the last call; each text is returned only once."""
         found = self._warnings[self._num_said :]
         self._num_said = len(self._warnings)
         return found

@@ -78,10 +78,10 @@ class RlConfig:
     """Iterations between checkpoints; >= 1. The first and the last iteration always save a
     checkpoint. None: only these."""
     keep_weights: Count = 2
-    """Number of versions to keep in `OUT/weights/`, the newest ones; >= 1."""
+    """Number of newest versions to keep in `OUT/weights/`; >= 1."""
     audit_rows: CountOrZero = 4
-    """Number of rows of each iteration, from different trajectories, to audit before training: were
-    they sampled by the weights and settings that they are labelled with? 0: none."""
+    """Number of rows per iteration, from different trajectories, to audit before training: were they
+    sampled by the weights and settings in their labels? 0: no audit."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """What to do if audited rows were not sampled as labelled: `warn`, or `stop` the run if there
     are at least two such rows."""
@@ -210,7 +210,7 @@ OWN_KEYS: dict[str, dict[str, str]] = {
         "policy_version": "leave it out: the loop sets it to the iteration's number",
     },
 }
-"""Keys that the loop sets itself, by table, and what to do instead."""
+"""Keys that the loop sets itself, by table, with a hint for each."""
 
 _SET_NAME = re.compile(r"[\w-]+")
 

@@ -109,7 +109,7 @@ def run(
         open_engine: Opens the engine; None: use the engine of `[generate]`.
 
     Returns:
-        The result; `OUT/` then holds `config.json`, `metrics.jsonl`, `rollouts/`, `weights/`,
+        The result; `OUT/` then contains `config.json`, `metrics.jsonl`, `rollouts/`, `weights/`,
         `checkpoints/`, `evaluations/` and `tokens/`.
 
     Raises:
@@ -272,7 +272,7 @@ class Loop:
         return found
 
     async def _begin_engine(self) -> None:
-        """Load the run's weights into the engine; a server may still hold those of another run."""
+        """Load the run's weights into the engine; a server may still have another run's weights."""
         version = self.learning.iteration
         if version:
             await self._sync()

@@ -1,4 +1,4 @@
-"""Warn, before a loop samples, about rows that would take too much memory or time to train on."""
+"""Warn, before sampling, about rows that would take too much memory or time to train on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.run.update import Learner
 
 GIB = 1 << 30
 SLOW_UPDATE_S = 120.0
-"""Duration of an update from which a note is given."""
+"""Minimum duration of an update, in seconds, for which a note is shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ def longest_row(config: RlConfig, limit: RowLimit) -> int:
 
 
 def notes_of_size(config: RlConfig, models: Models) -> Iterator[str]:
-    """Yield notes about the memory and time of an update whose rows are as long as they may be.
+    """Yield notes about the memory and time of an update whose rows have the maximum length.
 
     On a CPU, both are measured on short chains. On a GPU, where a forward pass may first compile
     for minutes, rows longer than a micro-batch are noted.

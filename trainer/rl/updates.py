@@ -81,7 +81,7 @@ class Learning:
 
     @property
     def accelerator(self) -> Accelerator:
-        """Device and precision of the updates."""
+        """The Accelerator of the run."""
         return self._learner.accelerator
 
     @property
@@ -216,7 +216,7 @@ class Learning:
 
 
 def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None) -> None:
-    """Check that sampled rows will not exceed the trainer's model and the engine's context.
+    """Check that sampled rows will fit the trainer's model and the engine's context.
 
     Runs before sampling; an unknown context (None) is not checked.
 

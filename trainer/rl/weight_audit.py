@@ -1,4 +1,4 @@
-"""Check for a few rows of each iteration that the labelled weights sampled them."""
+"""Check that a few rows of each iteration were sampled by their labelled weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.rl.config import RlConfig
 from trainer.run.remarks import warn
 
 MOST_KNOWN_TOKENS = 20_000
-"""Number of tokens of earlier iterations from which the engine's noise is estimated."""
+"""Maximum number of tokens of earlier iterations used to estimate the engine's noise."""
 ROWS_TO_STOP = 2
 """Number of faulty rows that stop a run; if fewer rows are audited, all must be faulty."""
 
@@ -36,7 +36,7 @@ class WeightAudit:
 
     Attributes:
         config: Configuration of the run.
-        known: Differences between log-probabilities in rows of earlier iterations without faults.
+        known: Log-probability differences in faultless rows of earlier iterations.
     """
 
     config: RlConfig
@@ -45,7 +45,7 @@ class WeightAudit:
     def check(self, dataset: Path, iteration: int, policy: Policy) -> dict[str, int]:
         """Audit rows of an iteration, and warn or stop if they were not sampled as labelled.
 
-        Rows are forwarded under their labelled weights only, unless they do not fit. The policy
+        Rows are forwarded only under their labelled weights, unless these do not fit. The policy
         in memory is version `iteration`; earlier versions are loaded if they are kept. The verdicts are
         written to the run's folder `audit`, where `rollouts view` finds them.
 

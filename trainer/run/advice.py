@@ -29,7 +29,7 @@ def in_train_table(text: str) -> str:
 
 
 def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict[str, str]:
-    """List warnings to show before the first update, by subject.
+    """Return warnings to show before the first update, by subject.
 
     `rows` are the rows to train on, as stored in the dataset.
     """
@@ -38,7 +38,7 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
         found["partial_groups"] = (
             f"the number of trajectories is not {plan.group_size} in"
             f" {count(plan.num_partial_groups, 'group')}: baselines are biased unless trajectories are"
-            " missing at random\nHint: pass --set partial_groups=mask to leave such groups out of the loss"
+            " missing at random\nHint: pass --set partial_groups=mask to leave these groups out of the loss"
         )
     is_built_in = config.advantage_estimator in ADVANTAGE_ESTIMATOR.built_in
     if config.compares_groups and (alone := num_groups_of_one(plan)):
@@ -74,7 +74,7 @@ def differs_from_sampler(metrics: Mapping[str, Any]) -> bool:
 def warnings_about(
     metrics: Mapping[str, Any], config: TrainConfig, cause: str | None = None
 ) -> dict[str, str]:
-    """List warnings about an update by subject; a run prints each subject once.
+    """Return warnings about an update, by subject; a run prints each subject once.
 
     `cause` is the result of `trainer.run.mismatch_causes.likely_cause`, if available.
 
@@ -91,7 +91,7 @@ def warnings_about(
             + (f"\nlikely cause: {cause}" if cause else "")
         )
     if metrics["num_trained_tokens"] and not metrics["num_trained_groups"]:
-        leave_out = "\nHint: pass --set drop_zero_variance_groups=true to leave such groups out"
+        leave_out = "\nHint: pass --set drop_zero_variance_groups=true to leave groups with equal rewards out"
         found["zero_gradient"] = (
             "every advantage of the mini-batch is 0, because rewards do not vary within any group, so"
             " the gradient is zero" + ("" if config.drop_zero_variance_groups else leave_out)

@@ -35,7 +35,7 @@ class Estimation:
     """Settings for estimating a batch's advantages.
 
     Attributes:
-        estimator: Takes the rewards of tokens; None: tokens get their trajectory's advantage.
+        estimator: Token-level estimator; None: every token gets its trajectory's advantage.
         batch_normalize: Whether to normalise advantages to mean 0 and variance 1.
         is_supervised: Whether the loss uses no advantages.
     """

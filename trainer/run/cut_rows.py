@@ -9,8 +9,8 @@ from schemas.errors import InvariantError, count
 from trainer.config.train_config import TrainConfig
 
 KEPT_SHARES = (0.75, 0.9, 1)
-"""Shares of rows that suggested values of `max_row_tokens` keep at least."""
-_MULTIPLE = 256  # a suggested value is a multiple of it, or the model's limit
+"""Minimum share of rows kept by each suggested value of `max_row_tokens`."""
+_MULTIPLE = 256  # suggested values are multiples of this, or the model's limit
 
 
 def truncated(rows: pl.DataFrame, config: TrainConfig) -> str | None:
@@ -87,10 +87,10 @@ def larger_limits(rows: pl.DataFrame, most: int, limit: int) -> str:
 
 
 def refuse_all_cut(rows: pl.DataFrame, config: TrainConfig, limit: int) -> None:
-    """Reject a run in which `max_row_tokens` leaves no row a token to train on.
+    """Reject a run in which `max_row_tokens` leaves no row with a token to train on.
 
     Raises:
-        InvariantError: mask_trains_something.
+        InvariantError: `mask_trains_something`: no row has a token to train on.
     """
     most = config.max_row_tokens
     if most is not None and bool((rows["num_untrained_at_start"] >= most).all()):

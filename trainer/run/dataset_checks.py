@@ -134,8 +134,8 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
 def plan_of(returns: pl.DataFrame, config: TrainConfig) -> Plan:
     """Plan a run with `make_plan`.
 
-    Where `partial_groups` is `refuse` and no other value of it would give any group a gradient, the
-    error is `zero_advantages` instead, so that its hint helps.
+    If `partial_groups` is `refuse`, but no other value would give any group a gradient either, the
+    error is `zero_advantages`, whose hint is more useful.
 
     Args:
         returns: As for `make_plan`.
@@ -160,7 +160,7 @@ def plan_of(returns: pl.DataFrame, config: TrainConfig) -> Plan:
 
 
 def _learns_without_advantages(config: TrainConfig) -> bool:
-    """True if advantages per trajectory may all be 0 although the loss has a gradient."""
+    """True if the loss may have a gradient even if all trajectory advantages are 0."""
     has_other_terms = config.needs_reference or config.entropy_loss_coef > 0
     has_other_loss = config.is_supervised or config.has_own_loss or config.estimates_by_token
     return has_other_terms or has_other_loss

@@ -142,7 +142,7 @@ def make_learners(
     """Make optimizers, and place models and optimizers on the run's processes and devices.
 
     Raises:
-        RolloutError: The launch or an optimizer needs something unavailable.
+        RolloutError: The launch settings are not supported, or an optimizer's package is missing.
     """
     device, reference, critic = accelerator.device, None, None
     settings = optimizer_settings(config)
@@ -193,7 +193,7 @@ def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
 
 
 def load_reference(config: TrainConfig) -> Policy | None:
-    """Load the frozen reference, if one with separate weights is needed."""
+    """Load the frozen reference; None if not needed, or if the policy's base weights serve as one."""
     if not config.needs_reference or (config.lora_rank and not config.reference_model):
         return None
     path = config.reference_model or config.model

@@ -38,8 +38,8 @@ class RunLog:
         num_planned: Maximum number of updates.
         num_made: Number of updates before this process started.
         num_iterations: Number of iterations of `rollouts rl`, which logs a line per iteration
-            instead of one per mini-batch, and moves the bar with `next_iteration`; None: the run is
-            not such a loop.
+            instead of one per mini-batch, and moves the bar with `next_iteration`; None for other
+            runs.
         iteration: Number of iterations completed before this process started.
 
     Attributes:
@@ -112,7 +112,7 @@ class RunLog:
                 warn(f"update {metrics['global_step']}: {shown}")
 
     def next_iteration(self) -> None:
-        """Move the bar of a loop by one iteration."""
+        """Advance the progress bar of `rollouts rl` by one iteration."""
         self.bar.update(1)
 
     def write_line(self, metrics: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
             uninterrupted run bit for bit.
 
     Returns:
-        The result; `OUT/` then holds `config.json`, `metrics.jsonl` (one line per mini-batch),
+        The result; `OUT/` then contains `config.json`, `metrics.jsonl` (one line per mini-batch),
         `checkpoints/global_step_N/`, and `tokens/` (see `record_tokens`).
 
     Raises:

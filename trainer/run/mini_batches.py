@@ -47,9 +47,9 @@ class Share(NamedTuple):
     """The part of a batch that one process reads.
 
     Attributes:
-        rows: Rows of its groups; None if it has no groups.
+        rows: Rows of the process's groups; None if it has no groups.
         generated: In the main process, metrics of the batch as generated.
-        stored: In the main process, where the batch's rows are stored, if tokens are recorded.
+        stored: In the main process, the batch's rows in the dataset; None if no tokens are recorded.
     """
 
     rows: pl.DataFrame | None
@@ -178,8 +178,8 @@ def prepared_updates(
 ) -> Iterator[PreparedUpdate]:
     """Yield the mini-batches from a position onwards, each just before its optimizer step.
 
-    The caller makes each update before it asks for the next mini-batch: the passes before a batch
-    evaluate the models as they are then.
+    The caller must make each update before it asks for the next mini-batch, because the passes
+    before a batch evaluate the current models.
     """
     sizes = run.settings.passes
     batches = (run.plan.batches * sizes.num_epochs)[position.batch - run.first_batch :]
@@ -372,7 +372,7 @@ def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
 
 
 def load_groups(run: TrainingRun, groups: Sequence[str]) -> LoadedBatch:
-    """Load the batch of some groups."""
+    """Load a batch of the given groups."""
     return _load(run, iter([_read_share(run, groups)]))
 
 

@@ -31,7 +31,7 @@ SLOW_S = 1.0
 """Duration, in seconds, above which the end of a pass in the first update is logged."""
 
 TICK_S = 1.0
-"""Time between two checks whether a line is due."""
+"""Time between two checks for a due progress line, in seconds."""
 
 
 @dataclass(slots=True)
@@ -43,13 +43,13 @@ class Speed:
 
     @property
     def text(self) -> str:
-        """The speed with its unit."""
+        """Speed with its unit, for display."""
         return f"{self.num_tokens / max(self.seconds, 1e-9):,.0f} tokens/s"
 
 
 @dataclass(slots=True)
 class PlannedUpdate:
-    """An update of a batch.
+    """Planned and forwarded tokens of one update.
 
     Attributes:
         passes: Number of tokens to forward, by pass, in order.
@@ -172,7 +172,7 @@ class Passes:
         self._part = Part()
 
     def tick(self) -> None:
-        """Log a line if one is due, also within a long micro-batch; any thread may call this."""
+        """Log a line if one is due, even during a long micro-batch; any thread may call this."""
         if self._bar is None or self._bar.is_shown:
             return
         with self._lock:
@@ -236,7 +236,7 @@ class Passes:
             say(f"update {self._number}: {text}")
 
     def _seconds(self, num_tokens: Mapping[str, float]) -> float:
-        """Estimate the time of passes from their speeds; unmeasured ones from those of others."""
+        """Estimate the time of passes from their speeds, or from the mean speed if unmeasured."""
         work = sum(s.num_tokens * COST.get(name, 1.0) for name, s in self._speeds.items())
         usual = sum(s.seconds for s in self._speeds.values()) / max(work, 1e-9)
         total = 0.0
@@ -275,4 +275,4 @@ def ticking(passes: Passes) -> Iterator[None]:
 
 
 UNWATCHED = Passes()
-"""Instance that shows no progress."""
+"""A `Passes` that shows no progress."""

@@ -11,10 +11,10 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Remark(NamedTuple):
-    """A line about a run.
+    """A note or warning about a run.
 
     Attributes:
-        text: A sentence, without "warning:".
+        text: The message, without the prefix "warning: ".
         level: `logging.INFO` or `logging.WARNING`.
     """
 
@@ -23,12 +23,12 @@ class Remark(NamedTuple):
 
 
 def say(text: str) -> None:
-    """Log a note in the main process; the verbs show it on stderr."""
+    """Log a note in the main process; commands show it on stderr."""
     show(Remark(text))
 
 
 def warn(text: str) -> None:
-    """Log a warning in the main process; the verbs show it on stderr after "warning: "."""
+    """Log a warning in the main process; commands show it on stderr after "warning: "."""
     show(Remark(text, logging.WARNING))
 
 

@@ -30,7 +30,7 @@ MAY_CHANGE = {
     "record_tokens",
     "trackers",
 }
-"""Keys that do not affect updates already made. `max_updates` and `num_epochs` may only grow, and
+"""Keys that do not affect past updates. `max_updates` and `num_epochs` may only grow, and
 are fixed if the learning rate decays towards the last update."""
 _HINT = "resume with the configuration of the run, or start a new run"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -60,10 +60,10 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
 
 
 def say_if_new(out: Path) -> None:
-    """Say that there is no run to resume, and warn if a run with a similar name exists.
+    """Log a note if there is no run to resume, or a warning if a run with a similar name exists.
 
-    `--resume` starts a run where there is none, so that one command can be repeated until the run
-    is complete; a mistyped name would otherwise start a second run unnoticed.
+    `--resume` starts a new run if there is none, so that the same command can be repeated until the
+    run is complete. Without this message, a mistyped name would start a second run unnoticed.
     """
     if (out / "config.json").is_file():
         return
@@ -104,10 +104,10 @@ def check_same(
     *,
     growing: str,
 ) -> None:
-    """Check that a configuration equals the one with which a run started.
+    """Check that a configuration equals that of the run to resume.
 
     Raises:
-        ConfigError: A key that must not change has a different value, or `growing` has a lower one.
+        ConfigError: A key that must not change has a different value, or `growing` has decreased.
     """
     now = json.loads(json.dumps(given))
     kept = [key for key in now if key not in may_change]

@@ -24,7 +24,7 @@ def check_replay(
 ) -> str:
     """Check the recorded experts of the rows to train on against the models that will use them.
 
-    The models are given by directory. Returns a note or warning for the user, or "".
+    `models` maps model directories to models. Returns a note or warning for the user, or "".
 
     Raises:
         InputError: Rows have recorded experts that are not ignored, and a model cannot use them:

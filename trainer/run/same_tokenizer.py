@@ -25,8 +25,8 @@ def check_tokenizers(
     for other reasons. A model directory without tokenizer files cannot be compared. A different
     chat template does not change the dataset's token ids.
 
-    Returns warnings and notes, which state what was compared. With `notes_match=False`, there is no
-    note that the tokenizer is the same, as where the policy sampled the dataset itself.
+    Returns warnings and notes, which state what was compared. With `notes_match=False`, matching
+    tokenizers are not noted, for datasets that the policy itself sampled.
 
     Raises:
         InputError: A model has a different tokenizer, unless `allow_other_tokenizer` is set.
@@ -58,7 +58,7 @@ def check_tokenizers(
 
 
 def _other_template(path: str, fingerprint: str | None) -> Remark:
-    """Warn about a different chat template; the hint serves the checkpoint with the dataset's."""
+    """Warn about a different chat template; the hint shows how to serve with the dataset's."""
     name = next(
         (n for n in TEMPLATES if template_fingerprint(find_template(n)) == fingerprint), None
     )
@@ -92,7 +92,7 @@ def _names(model: str, metadata: DatasetMetadata) -> Remark:
 
 
 def _names_of(model: str) -> set[str]:
-    """Return a model's names: its directory's, and the one in its configuration."""
+    """Return the names of a model: of its directory, and in its configuration."""
     found = [str(Path(model).resolve()), str(Path(model).absolute())]
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())

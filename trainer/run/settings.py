@@ -173,5 +173,5 @@ def correction_of(config: LossConfig) -> CorrectionSettings:
 
 
 def _trajectory_estimator(config: TrainConfig) -> BoundFunction | None:
-    """Bind the estimator if it takes returns; None if it takes token rewards."""
+    """Bind the estimator if it takes returns; return None if it takes token rewards."""
     return None if config.estimates_by_token else bind(ADVANTAGE_ESTIMATOR, config)

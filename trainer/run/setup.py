@@ -50,9 +50,9 @@ class TrainingRun:
         checkpoints: Location and settings of its checkpoints.
         progress: Progress from which the run starts or resumes.
         kept_metrics: Lines of `metrics.jsonl` up to `progress`.
-        checkpoint: Checkpoint that it was loaded from; None: it starts from its models.
-        first_batch: Batches completed before the first one of the plan; 0, except in an iteration
-            of `rollouts rl`, which has its own plan.
+        checkpoint: Checkpoint to resume from; None: the run starts from the configured models.
+        first_batch: Number of batches completed before the plan's first batch; 0 except in
+            `rollouts rl`, where each iteration has a separate plan.
     """
 
     config: TrainConfig

@@ -1,8 +1,8 @@
 """Record the starts of a run in `RUN/starts.jsonl`: the machine, and settings that may change.
 
 Results of floating-point arithmetic depend on the number of threads and on how rows are packed,
-among other things. Each start or resumption of a run writes a line, so that an update can be made
-again under the same conditions.
+among other things. Each start or resumption of a run writes a line, so that an update can be
+replayed under the same conditions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def this_machine(accelerator: Accelerator) -> dict[str, Any]:
 def record_start(
     out: Path, accelerator: Accelerator, config: TrainConfig, global_step: int
 ) -> None:
-    """Write the line of a start after `global_step` updates, in place of later ones."""
+    """Write the line of a start after `global_step` updates, replacing those of later starts."""
     kept = [line for line in starts_of(out) if line["global_step"] < global_step]
     settings = {key: getattr(config, key) for key in CHANGING}
     kept.append({"global_step": global_step} | this_machine(accelerator) | settings)
@@ -56,7 +56,7 @@ def record_start(
 
 
 def starts_of(out: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run, by ascending `global_step`; empty if they cannot be read."""
+    """Read the lines of a run, ordered by `global_step`; empty if they cannot be read."""
     file = out / FILE
     try:
         found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -66,13 +66,13 @@ def starts_of(out: Path) -> list[dict[str, Any]]:
 
 
 def start_of(out: Path, update: int) -> dict[str, Any]:
-    """Return the line of the start that made an update; empty if unknown."""
+    """Return the line of the start during which an update was made; empty if unknown."""
     before = [line for line in starts_of(out) if line["global_step"] < update]
     return before[-1] if before else {}
 
 
 def set_threads(start: Mapping[str, Any]) -> None:
-    """Set the number of threads of this process to that of a line, if it has one."""
+    """Set this process's number of threads to the recorded one, if there is one."""
     wanted = start.get("num_threads")
     if isinstance(wanted, int) and wanted > 0 and wanted != torch.get_num_threads():
         torch.set_num_threads(wanted)

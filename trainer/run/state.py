@@ -31,10 +31,10 @@ class Position:
     Attributes:
         batch: Number of completed batches, over all epochs.
         mini_batch: Completed mini-batches of the current batch, over its `epochs_per_batch` epochs.
-        kl_coef: Coefficient of the divergence in that batch's reward.
-        known: Model outputs at the start of that batch, [T] float32 on the CPU, by name: those
-            of `old_logprobs`, `ref_logprobs` and `values` that the run needs. Empty between
-            batches.
+        kl_coef: Coefficient of the divergence in the current batch's reward.
+        known: Model outputs at the start of the current batch, [T] float32 on the CPU, by name:
+            `old_logprobs`, `ref_logprobs` and `values`, as far as the run needs them. Empty
+            between batches.
     """
 
     batch: int = 0
@@ -115,7 +115,9 @@ def dataset_digest(plan: Plan, index: pl.DataFrame) -> str:
 
 
 def load_progress(path: Path, digest: str | None = None) -> Progress:
-    """Load the progress of the run that wrote `path`, whose dataset has a digest; None: any.
+    """Load the progress from a checkpoint's `state/` directory.
+
+    If `digest` is given, it must match the digest of the run's dataset.
 
     Raises:
         InputError: The state cannot be read, or was written for a different dataset.

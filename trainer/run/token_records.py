@@ -33,7 +33,7 @@ from trainer.run.remarks import say
 
 RecordTokens = Literal["none", "sampled", "all"]
 SAMPLED_GROUPS = 4
-"""Groups that `record_tokens = "sampled"` records per update."""
+"""Number of groups that `record_tokens = "sampled"` records per update."""
 KEYS = ("dataset", "instance_id", "trajectory_id")
 MB = 1_000_000
 
@@ -135,7 +135,7 @@ def token_records(dataset: str, origins: Origins, values: Mapping[str, Tensor]) 
 
 
 def write_token_records(out: Path, global_step: int, records: pa.Table) -> None:
-    """Write the records of an update; the file is complete or absent."""
+    """Write the records of an update atomically."""
     path = token_record_path(out, global_step)
     path.parent.mkdir(exist_ok=True)
     with whole(path) as partial:

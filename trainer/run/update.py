@@ -45,7 +45,7 @@ class Learner:
     """The policy, its optimizer, and the settings of its updates.
 
     Attributes:
-        accelerator: Device, precision, gradient reduction.
+        accelerator: Provides the device, the precision and gradient reduction.
         policy: The policy, prepared by `accelerator`.
         optimizer: Optimizer of the policy, prepared by `accelerator`.
         objective: The loss.
@@ -201,7 +201,7 @@ def loss_inputs(
 
 
 def units_of(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
-    """Find row, trajectory, group and micro-batch of targets; totals are over the mini-batch."""
+    """Find the row, trajectory, group and micro-batch of each target, and their totals."""
     row = batch.responses.row_of(slots)
     micro_batch = np.zeros(len(batch.trains), np.int64)
     for number, forest in enumerate(forests):
@@ -288,7 +288,7 @@ def loss_of(
 
 
 def _known(targets: Targets, inputs: LossInputs, objective: Objective) -> dict[str, Tensor]:
-    """Return the inputs of the loss that the run computes, for its token records."""
+    """Return the inputs of the loss that the trainer computes, for the token records."""
     known = {"logprobs": targets.logprobs.detach()}
     if "advantages" in objective.policy_loss.function.inputs:
         known["advantages"] = targets.advantages

@@ -294,7 +294,7 @@ def test_damaged_pickles_are_a_clean_error(damage: bytes, tmp_path: Path) -> Non
     save_tiny_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(damage)
-    with pytest.raises(RolloutError, match=r"cannot load it as a causal LM.*\[model_load\]"):
+    with pytest.raises(RolloutError, match=r"cannot be loaded as a causal LM.*\[model_load\]"):
         load_policy(str(tmp_path), logprob_chunk_tokens=8)
 
 

@@ -444,7 +444,7 @@ def test_a_broken_model_directory_is_refused(
     shutil.copytree(model, tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    parts = (f"Error: {tmp_path}/model: ", "cannot load it as a causal LM")
+    parts = (f"Error: {tmp_path}/model: ", "cannot be loaded as a causal LM")
     refused(
         lambda out: train(dataset, f"{tmp_path}/model", out, dry_run=dry_run),
         tmp_path,
