@@ -141,10 +141,9 @@ def _refuse_shared(ids: Mapping[str, pl.DataFrame]) -> None:
         shared = ids[one].join(ids[other], on="instance_id", how="semi", maintain_order="left")
         if len(shared):
             number = shared["instance_id"].n_unique()
-            got = first_of(f"group {shared['instance_id'][0]!r} in both", number)
+            got = first_of(f"both contain group {shared['instance_id'][0]!r}", number)
             hint = "prefix ids with the dataset's name: --prefix-names (prefix_names=True)"
-            expected = "different groups"
-            raise InputError("unique_group", f"{one} and {other}", got, expected, hint)
+            raise InputError("unique_group", f"{one} and {other}", got, hint=hint)
 
 
 def _draw(ids: pl.DataFrame, num_groups: int, seed: int) -> pl.DataFrame:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     "--retokenize",
     "compares_text",
     is_flag=True,
-    help="Also measure how far ids recomputed from the logged text differ from the exact ids.",
+    help="Also compare the exact ids with ids recomputed from the logged text.",
 )
 @workers_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
@@ -46,7 +46,7 @@ def drift(
     compares_text: bool,
     as_json: bool,
 ) -> None:
-    """Explain why steps do not continue the step before them.
+    """Explain why steps do not continue the previous step.
 
     Causes: retokenized, template, edited, reset, new_agent, overlap, unknown. Prints a summary with
     a hint for each cause, then each break as: kept tokens | lost tokens -> new tokens.
@@ -91,7 +91,7 @@ def drift(
 
 
 def _own_tokenizer(dataset: str, *, needs_template: bool) -> ChatTokenizer | None:
-    """Load the tokenizer that the dataset names; None if it is missing locally or has changed."""
+    """Load the tokenizer named in the dataset; None if it is not on this machine or has changed."""
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize import load_tokenizer
     from rollout_io.retokenize.local import find_tokenizer

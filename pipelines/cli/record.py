@@ -27,7 +27,7 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     multiple=True,
     required=True,
     metavar="URL",
-    help="Root URL of a vLLM engine; may be repeated: sessions are spread over the engines.",
+    help="Root URL of a vLLM engine; repeat it to spread sessions over several engines.",
 )
 @click.option("--out", required=True, metavar="DS", help="Dataset to append shards to.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -69,7 +69,7 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
 @click.option(
     "--logprobs-mode",
     type=click.Choice(["raw", "processed"]),
-    help="Log-probabilities that the engines return: before or after temperature and truncation.",
+    help="Log-probabilities of the engines: before (raw) or after temperature and truncation.",
 )
 @click.option(
     "--idle-timeout",

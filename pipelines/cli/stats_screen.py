@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LAYOUTS = {"step": "step", "merge_lineage": "merge", "tree_per_group": "tree"}
-"""The `sequence_layout` value of each layout shown, by its name in the savings."""
+"""Layouts shown: key in `savings` -> value of `sequence_layout`."""
 
 _WIDTH, _BAR = 100, 30
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -37,7 +37,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Data that the screen shows for one dataset."""
+    """The statistics shown for one dataset."""
 
     path: str
     numbers: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Overview:
 
 
 def screen(overview: Overview) -> str:
-    """Return the screen of one dataset, about 30 lines."""
+    """Render the statistics of one dataset, in about 30 lines."""
     numbers = overview.numbers
     return _rendered(
         [
@@ -66,7 +66,7 @@ def screen(overview: Overview) -> str:
 
 
 def comparison(first: Overview, second: Overview) -> str:
-    """Return the screen that compares two datasets."""
+    """Render the statistics of two datasets side by side, with the changes."""
     table = _table("", "A", "B", "change")
     for (name, before, form), (_, after, _) in zip(_lines(first), _lines(second), strict=True):
         table.add_row(name, form(before), form(after), _change(before, after, form))
@@ -79,7 +79,7 @@ def _share(value: float | None) -> str:
 
 
 def _lines(overview: Overview) -> list[tuple[str, Any, Callable[[Any], str]]]:
-    """List the numbers to compare: label, value, and formatter."""
+    """List the numbers to compare, each as (label, value, formatter)."""
     numbers, rewards = overview.numbers, overview.rewards
     found: list[tuple[str, Any, Callable[[Any], str]]] = [
         ("rows", numbers["num_rows"], readable),
@@ -147,7 +147,7 @@ def _shown(text: str | None) -> str:
 
 
 def _lengths(lengths: Mapping[str, Distribution]) -> Iterable[RenderableType]:
-    table = _table("tokens, unless rows", "mean", "median", "p95", "max", left=("from min to max",))
+    table = _table("tokens (last: rows)", "mean", "median", "p95", "max", left=("from min to max",))
     for label, one in lengths.items():
         mean = "-" if one.mean is None else f"{one.mean:,.1f}"
         ends = [readable(value) for value in (one.median, one.p95, one.max)]

@@ -35,7 +35,7 @@ DEFAULT_LIMIT = 200
     "--tokenizer",
     type=click.Path(),
     metavar="DIR|NAME",
-    help="Decode ids with this model's tokenizer.  [default: that of the dataset or run]",
+    help="Decode ids with this model's tokenizer.  [default: named in the dataset or run]",
 )
 def view(
     paths: tuple[str, ...],
@@ -49,7 +49,7 @@ def view(
 ) -> None:
     """Show a dataset or a run in the browser, token by token.
 
-    Each TABLE holds verdicts of `rollouts audit` or shares of `rollouts blame` about these rows.
+    Each TABLE is a file of verdicts from `rollouts audit`, or of shares from `rollouts blame`.
 
     Serves a page on this machine only, at an address with a secret token, until Ctrl-C. With --out,
     writes the page and the selected trajectories as one file, which opens without a server.

@@ -1,4 +1,4 @@
-"""Diagnose prefix breaks: which steps do not continue the step before them, where, and why."""
+"""Diagnose prefix breaks: find steps that do not continue the previous step, and explain why."""
 
 from typing import TYPE_CHECKING
 

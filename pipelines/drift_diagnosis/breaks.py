@@ -1,4 +1,4 @@
-"""Find steps that do not continue the step before them, and the step to compare each with."""
+"""Find steps that do not continue the previous step, and the earlier step to compare each with."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Agents = Sequence[str | None]
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A step that does not continue the step before it; steps are identified by table rows.
+    """A step that does not continue the previous step; steps are identified by table rows.
 
     Attributes:
         row: Row of the step.
         origin: Row of the earlier step that this step is compared with.
         shared: Number of leading tokens that both steps share.
-        resumes: True if `row` continues `origin`, although `origin` is not the step before it.
+        resumes: True if `row` continues `origin`, which is not the previous step.
         fork: Row of an earlier step that this step repeats in full, although another step continues
             it; -1 if there is none.
         is_new_agent: True if no earlier step of the trajectory has the same agent; None if the

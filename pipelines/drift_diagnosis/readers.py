@@ -72,7 +72,7 @@ def read_messages(before: Mapping[str, Any], now: Mapping[str, Any]) -> Reading 
 
 @lru_cache(maxsize=8)
 def special_ids(tokenizer: ChatTokenizer) -> npt.NDArray[np.int64]:
-    """Return the sorted ids of the special tokens; usually without <think> and <tool_call>."""
+    """Return the sorted ids of the special tokens; <think> and <tool_call> usually are not."""
     backend = tokenizer.backend
     added = (i for i, token in backend.added_tokens_decoder.items() if token.special)
     return np.array(sorted({*backend.all_special_ids, *added}), np.int64)
@@ -95,7 +95,7 @@ def decode(ids: Tokens, tokenizer: ChatTokenizer) -> str:
 
 
 def turns_of_ids(ids: Tokens, tokenizer: ChatTokenizer) -> list[Turn]:
-    """Decode ids, split at special tokens into messages."""
+    """Decode ids and split them into messages at special tokens."""
     return _turns(_pieces(ids, tokenizer))
 
 
@@ -183,7 +183,7 @@ def _part(part: object) -> str:
 
 
 def _spelled(response: str) -> str:
-    """Rewrite the tool calls at the end of a response the way `_said` writes them."""
+    """Rewrite the tool calls at the end of a response as JSON with sorted keys, like `_said`."""
     text, _, calls = response.rpartition("\n")
     try:
         called = json.loads(calls) if calls.startswith("[{") else None

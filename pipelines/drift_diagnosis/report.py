@@ -59,7 +59,7 @@ class Report:
 
     @property
     def num_breaks(self) -> int:
-        """Number of steps that do not continue the step before them."""
+        """Number of steps that do not continue the previous step."""
         return int(self._groups["num_breaks"].sum())
 
     def by(self, *names: str) -> list[dict[str, Any]]:

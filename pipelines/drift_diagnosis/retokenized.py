@@ -1,4 +1,4 @@
-"""Measure how far ids recomputed from logged text differ from the exact ids."""
+"""Compare exact ids with ids recomputed from the logged text."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _COLUMNS = ("token_source", "messages", "response_text", "prompt_token_ids", "re
 class TextReading:
     """Comparison of exact ids with those that `retokenize` computes from the logged text.
 
-    `response_text` is tokenized as the response to `messages`. The tokens from the
-    first to the last difference between the two versions count as off, in the longer version.
+    `response_text` is tokenized as the response to `messages`. All tokens from the first to the
+    last difference are counted as off, in the longer of the two versions.
 
     Attributes:
         num_compared: Steps with exact ids and both texts.
         num_not_compared: Steps that could not be compared.
-        first_reason: Reason why the first of these could not be compared; None if there are none.
-        num_prompts_off: Steps whose prompt gets different ids. `messages` does not contain the
+        first_reason: Reason why the first of these could not be compared; None if all could.
+        num_prompts_off: Steps whose recomputed prompt differs. `messages` does not contain the
             tools listed in the prompt; their tokens are counted as off.
         num_prompt_tokens_off: Tokens off in prompts.
-        num_responses_off: Steps whose response gets different ids.
+        num_responses_off: Steps whose recomputed response differs.
         num_response_tokens_off: Tokens off in responses.
         num_ends_added: Responses that are off only by an end token that was never sampled, because
             the response was cut off.

@@ -1,4 +1,4 @@
-"""Build the table of breaks: one row per step that does not continue the step before it."""
+"""Build the table of breaks: one row per step that does not continue the previous step."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Diagnosis:
 
 
 def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl.LazyFrame:
-    """Explain why steps do not continue the step before them: one row per break, in row order.
+    """Explain why steps do not continue the previous step: one row per break, in row order.
 
     A step is compared with its parent in the prefix tree (the earlier step that shares the longest
     prefix with its prompt); if the parent belongs to another agent, with the latest earlier step of
@@ -91,8 +91,8 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
 
     Returns:
         trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: true if
-        the step continues an earlier step, but not the one before it, so that nothing is lost;
-        from_step_index: the earlier step of the comparison; token_index: first token of the prompt
+        the step continues an earlier step other than the previous one, so that no token is lost;
+        from_step_index: the earlier step compared with; token_index: first token of the prompt
         that differs; num_lost_tokens: tokens of the earlier step from token_index on (0 if the step
         was not meant to repeat them: `new_agent`, `overlap`, continues_lineage); kept_ids: up to 12
         ids before token_index; lost_ids, now_ids: up to 48 ids from token_index on, of the earlier

@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Change = Literal["unchanged", "same_text", "layout", "text", "system", "messages"]
-"""Difference between two conversations: `unchanged` messages; `same_text` with different ids; only
-the `layout`; the `text` of a message; the `system` message and all that follows; or the list of
-`messages`."""
+"""How a conversation changed:
+
+    unchanged   the messages are the same
+    same_text   the same text has different ids
+    layout      only special tokens, whitespace, think blocks or the spelling of tool calls differ
+    text        the text of a message differs
+    system      the conversation starts with a different first message
+    messages    messages were added, removed or reordered
+"""
 
 Reading: TypeAlias = tuple[Change, str]
 """A change, and the evidence for it."""

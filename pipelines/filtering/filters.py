@@ -65,7 +65,7 @@ def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filt
 def failed(masks: Literal["group", "trajectory"] = "trajectory") -> Filter:
     """Drop failed trajectories, either on their own or with their entire group.
 
-    As a mask, `group` is the trainer's default (see `trainer.batches.plan`).
+    The trainer masks with `group` by default (see `trainer.batches.plan`).
     """
     bad = ~_HEALTHY
     if masks == "trajectory":
@@ -133,8 +133,8 @@ def stale(policy_version: int, max_staleness: int) -> Filter:
 def duplicates(within: Literal["group", "dataset"] = "group") -> Filter:
     """Drop trajectories that repeat an earlier one token for token, whatever their rewards.
 
-    Duplicates have the same steps with the same prompts and responses. A failed trajectory is never
-    dropped, nor is a later one dropped for repeating it. Trajectories are compared by 96-bit
+    Duplicates have the same steps with the same prompts and responses. Failed trajectories are
+    ignored: they are neither dropped nor compared with. Trajectories are compared by 96-bit
     digests: among ten million of them, the odds of a false match are 1 in 10^15.
 
     Args:

@@ -49,7 +49,7 @@ class Client:
 
     @property
     def failure(self) -> RolloutError | None:
-        """The error that ends the entire run, even if the agent caught it; None if none."""
+        """Error that must end the entire run, even if the agent caught it; None if there is none."""
         return self._engine.failure
 
     async def chat(

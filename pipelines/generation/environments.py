@@ -216,8 +216,8 @@ def environment_class(name: str) -> Callable[..., Any]:
     """Find the class or factory of an environment.
 
     Raises:
-        ConfigError: `environment`: `module:Class` does not exist or skyrl-gym does not know the
-            name.
+        ConfigError: `environment`: `module:Class` does not exist, or skyrl-gym has no environment
+            of this name.
         MissingExtra: `extra_installed`: skyrl-gym is missing.
     """
     if ":" in name:

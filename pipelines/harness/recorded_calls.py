@@ -1,4 +1,4 @@
-"""Record harness calls during generation: each trajectory has a base URL of its own.
+"""Record harness calls during generation: each trajectory has its own base URL.
 
     harness -> /s/TOKEN/0/v1 (here) -> engine's OpenAI API
                      |
@@ -92,7 +92,7 @@ class Calls:
         vocab_size: Vocabulary size; all token ids must be below it.
         turn: Context to enter around each call.
         watch: Kills the processes of harnesses when this process ends.
-        served: The application that serves the engine, if it is served by this process.
+        served: The application that serves the engine, if this process serves it; else None.
 
     Attributes:
         url: Root URL; set once it is known.
@@ -119,7 +119,7 @@ class Calls:
     async def trajectory(
         self, task: Task, config: GenerateConfig
     ) -> AsyncIterator[tuple[OpenTrajectory, Endpoint]]:
-        """Serve the calls of a trajectory inside a `with` block."""
+        """Serve the calls of a trajectory inside an `async with` block."""
         session = self._recorder.open(secrets.token_hex(8), 0)
         opened = OpenTrajectory(task=task, config=config, session=session)
         self._open[session.name] = opened
@@ -240,7 +240,7 @@ class Calls:
 async def open_calls(
     config: GenerateConfig, engine: Engine, tokenizer: ChatTokenizer, turn: Turn
 ) -> AsyncIterator[Calls]:
-    """Serve the calls of harnesses on loopback inside a `with` block.
+    """Serve the calls of harnesses on loopback inside an `async with` block.
 
     Args:
         config: `urls` of the engine's API; if there are none, this process serves the engine.

@@ -1,4 +1,4 @@
-"""Add configured defaults to the requests of harnesses, and limit their length."""
+"""Add configured defaults to the requests of harnesses, and limit the length of responses."""
 
 from __future__ import annotations
 

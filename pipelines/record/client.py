@@ -98,9 +98,9 @@ class RecorderClient:
         try:
             content = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            got, expected = f"{body} is not JSON: {error}", "finite numbers and texts"
-            hint = "convert arrays and tensors with `float(...)`"
-            raise InputError("reward_line", where, got, expected, hint) from None
+            got = f"cannot encode {body} as JSON: {error}"
+            hint = "use finite numbers and strings; convert arrays and tensors with `float(...)`"
+            raise InputError("reward_line", where, got, hint=hint) from None
         try:
             async with (
                 aiohttp.ClientSession(

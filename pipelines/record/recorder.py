@@ -39,7 +39,7 @@ _TICK_S = 0.25
 
 
 class Recorder:
-    """A recorder of one dataset's sessions; enter its context before the first call.
+    """Records sessions into one dataset; enter its context before the first call.
 
     Args:
         settings: Settings.
@@ -213,7 +213,7 @@ class Recorder:
 
         Args:
             name: Name of the session, which may be new if it ends with an error.
-            said: `reward` and `error`, and metrics (numbers) and other values (texts) by name.
+            said: `reward` and `error`; metrics (numbers) and other values (strings) by name.
 
         Raises:
             InputError: `unknown_session`: the session has no calls and no error; `session_ended`:

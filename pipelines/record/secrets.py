@@ -1,8 +1,8 @@
 """Redact credentials in a request's body: they are sent to the engine but never written to disk.
 
-Text that the model reads is kept unchanged and is not searched. Elsewhere, at any depth, fields for
-headers, for parameters of other servers, and named like credentials are redacted. The user and
-query of URLs are removed.
+Text that the model reads is kept unchanged and is not searched. Elsewhere, at any depth, a field is
+redacted if it contains headers or parameters of other servers, or if it is named like a credential.
+The user and query of URLs are removed.
 """
 
 from __future__ import annotations

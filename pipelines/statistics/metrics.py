@@ -138,7 +138,7 @@ def pass_at_k(num: int, num_correct: int, k: int) -> float:
     Args:
         num: n, the number of attempts, at least k.
         num_correct: c, the number of correct attempts.
-        k: At least 1.
+        k: Number of attempts to draw, at least 1.
 
     Example:
         >>> pass_at_k(4, 1, 2)

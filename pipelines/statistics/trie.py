@@ -84,7 +84,7 @@ class Node:
 
 @dataclass(slots=True)
 class Group:
-    """Counts for a group: its distinct tokens, and its trajectories that are not read yet."""
+    """Number of distinct tokens in a group, and number of its trajectories still to be read."""
 
     num_tokens: int = 0
     num_trajectories: int = 0

@@ -48,11 +48,11 @@ class Query:
         return self.values.get(name) or None
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a parameter that is a non-negative integer; `default` if it is missing.
+        """Parse a parameter as a non-negative integer; return `default` if it is missing.
 
         Raises:
-            InputError: `view_query`: the parameter is not such a number, or is missing and has no
-                default.
+            InputError: `view_query`: the parameter is not a number of at most 9 digits, or is
+                missing and has no default.
         """
         given = self.values.get(name, "" if default is None else str(default))
         if not re.fullmatch(r"[0-9]{1,9}", given):
@@ -172,7 +172,7 @@ class Api:
         return json_answer(attempts.tasks(lines, query.number("limit", _DEFAULT_LIMIT)))
 
     def _recorded(self, number: str, query: Query) -> Answer:
-        """Answer which updates of each run recorded a task, or one row of a trajectory."""
+        """List the updates of each run that recorded a task, or one row of a trajectory."""
         dataset, row = self.sources.dataset(number), None
         if "trajectory_id" in query.values:
             row = query.text("trajectory_id"), query.number("step_index", 0)

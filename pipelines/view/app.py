@@ -1,4 +1,4 @@
-"""The viewer's ASGI application: it serves the built page, and the API to holders of the token."""
+"""The viewer's ASGI application: serves the built page, and the API to clients with the token."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class App:
                 status, answer = 200, await self._answer(exchange, scope)
             except RolloutError as error:
                 status, answer = _status_of(error), _error(error)
-            except Exception as error:  # a bug in one answer must not stop the viewer
+            except Exception as error:  # a bug in one handler must not stop the viewer
                 _LOG.exception("%s", exchange.raw_path)
                 text = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:500]}"
                 status, answer = 500, json_answer({"error": text, "hint": None})

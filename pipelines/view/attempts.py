@@ -41,16 +41,16 @@ def group(
 
 
 def tasks(trajectories: pl.DataFrame, limit: int) -> dict[str, Any]:
-    """List tasks by the spread of their returns, the least first.
+    """List tasks by the spread of their returns, smallest first.
 
     Args:
         trajectories: Lines of the index, all attempts of each task.
         limit: Maximum number of tasks to list, at most `MAX_TASKS`.
 
     Returns:
-        `tasks`: instance_id, `attempts`, and of the known returns `mean` and `spread` (the largest
-        minus the smallest; None if fewer than two are known), and `num_returns`; unknown spreads
-        come last. `total`: the number of tasks.
+        `tasks`: instance_id, attempts (their number), num_returns (number of known returns), and
+        mean and spread of these returns. The spread is the largest minus the smallest, or None if
+        fewer than two are known; these tasks come last. `total`: the number of tasks.
     """
     known = pl.col("return").fill_nan(None)
     num = known.count()

@@ -37,8 +37,8 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
     """Return the turns of a trajectory by agent, from logged messages or decoded tokens.
 
     A turn belongs to the step that first sent or sampled it. If a call changes an earlier message,
-    this message and all later ones are listed again; those sent before have `is_new` false. Sampled
-    turns have `num_tokens` and `stop_reason`, which are null for others.
+    this message and all later ones are listed again; those sent before have `is_new` false.
+    `num_tokens` and `stop_reason` are null unless the turn was sampled.
     """
     number = dataset.index.number(trajectory_id)
     names = dataset.present(*_COLUMNS)
@@ -78,7 +78,7 @@ def _steps(table: pa.Table) -> list[dict[str, Any]]:
 
 
 class _Lane:
-    """The turns of one agent; a step adds the messages or tokens that the previous one lacked."""
+    """The turns of one agent; each step adds the messages or tokens that are new in it."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.turns: list[dict[str, Any]] = []
@@ -140,7 +140,7 @@ class _Lane:
         return [(turn.role, turn.text) for turn in turns_of_ids(ids, tokenizer)]
 
     def _continued(self, messages: list[Message]) -> tuple[int, Counter[tuple[str, str]]]:
-        """Count the leading messages that were already sent, and the other sent ones by text."""
+        """Count the leading messages that were sent before; count the rest of those sent by text."""
         same = _num_equal(self._sent, messages)
         return same, Counter(map(_said, self._sent[same:]))
 

@@ -28,11 +28,11 @@ NUM_TASKS = 200
 NUM_TARGETS = 2000
 """Maximum number of targets per update in an exported file."""
 NUM_SHARES = 100
-"""Maximum number of rows by their share of an update in an exported file."""
+"""Maximum number of rows per table of shares in an exported file."""
 
 _MARK = "__ANSWERS__"
 _RECORDED = frozenset({*NUMBERS.values(), *FLAGS})
-_UNQUOTED = "-_.!~*'()"  # as encodeURIComponent
+_UNQUOTED = "-_.!~*'()"  # characters that encodeURIComponent keeps
 
 
 def key_of(path: str, **parameters: object) -> str:
@@ -48,12 +48,12 @@ def key_of(path: str, **parameters: object) -> str:
 
 
 def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, limit: int) -> str:
-    """Write the page with the answers about the selected trajectories.
+    """Write one HTML file with the page and the responses about the selected trajectories.
 
     Args:
         sources: The datasets and runs.
         bundle: The built page.
-        out: HTML file; an existing one is replaced.
+        out: HTML file; an existing file is replaced.
         where: Condition on the rows of a trajectory.
         limit: Maximum number of trajectories of each dataset.
 
@@ -84,7 +84,8 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
 def _add(packing: Packing, key: str, answer: Answer) -> None:
     """Pack an answer.
 
-    The tokens of a dataset share one table, those of an update and each column of shares another.
+    All token tables of a dataset are stored as one table. The columns of each update, and each
+    column of shares, are stored as separate tables.
     """
     if answer.kind == JSON:
         packing.add_text(key, answer.content)

@@ -1,4 +1,4 @@
-"""Verdicts of an audit and shares of an update, joined to the rows that they are about."""
+"""Read verdicts of an audit and shares of an update, and match them to the rows of datasets."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NAMES: dict[Kind, str] = {"verdicts": "verdicts", "shares": "shares of an update
 FAULTS, FAULT_NATS = "faults", "fault_nats"
 """Columns that verdicts add to the table of trajectories."""
 NO_FAULTS = "none"
-"""Value of `FAULTS` for trajectories that were audited without a fault."""
+"""Value of `FAULTS` for audited trajectories without a fault."""
 SHARE = "share_of_update_"
-"""Start of the names of columns with shares; the number of the update follows."""
+"""Prefix of the names of columns with shares, before the number of the update."""
 MAX_ROWS = 10_000
 _ROW = ["trajectory_id", "step_index"]
 _MAX_KIND = 40
@@ -55,7 +55,7 @@ def kind_of_table(path: str) -> Kind | None:
     try:
         names = set(pq.read_schema(path).names)
     except (pa.ArrowException, OSError):
-        return None  # opening it as a dataset reports what is wrong
+        return None  # opened as a dataset, which reports the error
     if "response_ids" in names:
         return None
     lacking: dict[Kind, list[str]] = {
@@ -69,7 +69,7 @@ def kind_of_table(path: str) -> Kind | None:
     got = "its columns match neither a dataset nor a table of verdicts or shares"
     if len(lacking[nearest]) < len(_needed(nearest)) / 2:
         got = f"it looks like a table of {NAMES[nearest]}, but has no column {names_missing}"
-    hint = "pass a dataset, a run, or a table that `rollouts audit` or `rollouts blame` wrote"
+    hint = "pass a dataset, a run, or a table written by `rollouts audit` or `rollouts blame`"
     raise InputError("view_table", path, got, hint=hint)
 
 
@@ -80,8 +80,8 @@ class Findings:
     Attributes:
         path: The file.
         kind: Kind of the table.
-        rows: The rows. `dataset` is the path that the table names.
-        run: Directory of the run, as the table names it; None for verdicts.
+        rows: The rows, with the recorded path of the dataset in the column `dataset`.
+        run: Directory of the run, as recorded in the table; None for verdicts.
         update: The update; None for verdicts.
     """
 
@@ -97,19 +97,22 @@ class Findings:
         return Path(self.path).name
 
     def of_dataset(self, path: str) -> pl.DataFrame:
-        """Return the rows about one dataset."""
+        """Return the rows recorded for one dataset."""
         return self.rows.filter(pl.col("dataset") == path)
 
     def difference(self, named: str, path: str) -> str:
-        """Compare the rows about a dataset with a dataset.
+        """Compare the rows recorded for a dataset with those of the dataset at a path.
+
+        A row differs if no row of the dataset has the same ids and the same sum of tokens, or if
+        the table refers to positions outside of it.
 
         Args:
-            named: Path of the dataset, as the table names it.
+            named: Path of the dataset, as recorded in the table.
             path: Path of the dataset to compare with.
 
         Returns:
-            A clause with the number of rows that differ in their ids, number of tokens or sum of
-            tokens, or that lack positions of the table; "" if there are none.
+            A clause such as "2 of 9 rows differ, the first in trajectory a_0, step 1"; "" if no row
+            differs.
 
         Raises:
             InputError: `readable_file`: the dataset is damaged.
@@ -138,11 +141,11 @@ class Findings:
 
 
 def read_findings(path: str, kind: Kind) -> Iterator[Findings]:
-    """Read a table of verdicts or shares; of shares, yield each update separately.
+    """Read a table of verdicts or shares; yield verdicts as one item, shares as one per update.
 
     Raises:
-        InputError: `readable_file`: the file is damaged; `view_table`: a column has another type or
-            a null, or a row has several shares of one update.
+        InputError: `readable_file`: the file is damaged; `view_table`: a column has the wrong type
+            or contains nulls, or a row has several shares of one update.
     """
     refuse_irregular(Path(path))
     try:
@@ -164,7 +167,7 @@ def read_findings(path: str, kind: Kind) -> Iterator[Findings]:
 
 
 def _typed(frame: pl.DataFrame, path: str, kind: Kind) -> pl.DataFrame:
-    """Cast the declared columns; keep further columns of numbers in tables of shares."""
+    """Cast the declared columns; in a table of shares, keep additional numeric columns."""
     columns = []
     for column in COLUMNS[kind]:
         assert column.type is not None
@@ -192,7 +195,7 @@ def _typed(frame: pl.DataFrame, path: str, kind: Kind) -> pl.DataFrame:
 
 
 def _is_like(found: pl.DataType, wanted: pl.DataType) -> bool:
-    """True if values of a type can be cast without a loss."""
+    """True if a column of type `found` may be cast to `wanted`: integers, numbers or lists."""
     if found == pl.Null or found == wanted:
         return True
     if wanted.is_integer():
@@ -206,8 +209,8 @@ def faults_of(verdicts: pl.DataFrame) -> pl.DataFrame:
     """Return the faults of each trajectory.
 
     Returns:
-        `trajectory_id`; `faults`: the kinds of faults, `NO_FAULTS` if there are none, null if no
-        span was decided; `fault_nats`: the largest log-likelihood ratio of a fault, nats.
+        `trajectory_id`; `faults`: the kinds of faults, `NO_FAULTS` if there are none, null if all
+        verdicts are undecided; `fault_nats`: the largest log-likelihood ratio of a fault, in nats.
     """
     kind = pl.col("kind")
     is_fault = ~kind.is_in(NO_FAULT)
@@ -247,7 +250,7 @@ def spans(verdicts: pl.DataFrame, trajectory_id: str, step_index: int) -> list[d
 
 
 def top_shares(rows: pl.DataFrame, limit: int) -> Answer:
-    """Return the rows with the largest shares by size, and `total`, the number of all rows.
+    """Return the rows with the largest absolute shares, and `total`, the number of rows.
 
     `dataset` is the viewer's id of the dataset; null for rows of datasets that are not shown.
     """

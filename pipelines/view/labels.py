@@ -23,7 +23,7 @@ Label = str | float | None
 
 @dataclass(frozen=True, slots=True)
 class _Labelled:
-    """Callable that adds the column of labels to a table."""
+    """Adds the column of labels to a table when called."""
 
     column: str
     values: Mapping[str, Label]
@@ -45,7 +45,7 @@ def write_labels(
     Args:
         dataset: The dataset.
         column: Name of the column.
-        values: Texts or numbers by trajectory_id.
+        values: Strings or numbers by trajectory_id.
         out: Local directory that does not exist yet.
 
     Raises:

@@ -131,9 +131,9 @@ class Packing:
 
         Args:
             key: Key of the answer.
-            parts: Tables whose columns together are the answer, by the name of the stored table and
-                of the part. Parts of one stored table have the same columns. A part that several
-                answers share is stored once.
+            parts: Tables that together have the columns of the answer, by (name of the stored
+                table, name of the part). All parts of a stored table have the same columns. A part
+                that several answers share is stored once.
         """
         ranges = []
         for (name, part), table in parts.items():

@@ -63,7 +63,7 @@ def tree(
 ) -> dict[str, Any]:
     """Return the prefix tree of trajectories as a list of nodes, parents first.
 
-    A node is a run of tokens that the same rows share, and that are all sampled or all not.
+    A node is a run of tokens that the same rows share, either all sampled or none.
 
     Args:
         dataset: The dataset.

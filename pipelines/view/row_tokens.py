@@ -93,7 +93,7 @@ def _at_end(num_tokens: int, values: pa.Array | None, kind: pa.DataType) -> pa.A
 
 
 def _rewards(row: pa.Table) -> pa.Array | None:
-    """Return the reward of each response token: as stored, or each step's at its last token."""
+    """Return per-token rewards: the stored ones, or each step's reward at its last token."""
     if (stored := _list(row, "rewards")) is not None:
         return stored
     if "reward" not in row.column_names or not row.column("reward").is_valid()[0].as_py():
@@ -105,7 +105,7 @@ def _rewards(row: pa.Table) -> pa.Array | None:
 def _versions(
     row: pa.Table, num_tokens: int, segments: list[dict[str, Any]] | None
 ) -> pa.Array | None:
-    """Return the policy version of each response token; a merged row has several."""
+    """Return the policy version of each response token; the steps of a merged row may differ."""
     if "policy_version" not in row.column_names:
         return None
     version = row.column("policy_version")[0].as_py()
@@ -120,7 +120,7 @@ def _versions(
 def _shares(
     dataset: Dataset, trajectory_id: str, step_index: int, num_tokens: int
 ) -> dict[str, pa.Array]:
-    """Return the shares of the row's tokens in each update that a table of shares has them of."""
+    """Return the row's token shares, one column for each table of shares that contains the row."""
     found = {}
     for column, rows in dataset.shares.items():
         own = rows.filter(
@@ -133,7 +133,7 @@ def _shares(
 
 
 def _recorded(records: pl.DataFrame, num_tokens: int) -> dict[str, pa.Array]:
-    """Return the columns of an update, from the record of the row; without one, all are null."""
+    """Return the values that an update recorded for a row; all null if it recorded none."""
     found = {}
     for name, one in [*NUMBERS.items(), *((flag, flag) for flag in FLAGS)]:
         kind = pa.bool_() if name in FLAGS else pa.float32()

@@ -31,7 +31,7 @@ NUMBERS = {
     "entropy": "entropy",
     "losses": "loss",
 }
-"""Columns with one number per response token, and the name of a single token's number."""
+"""Columns with one number per response token; the values are the names used for one token."""
 _EVALUATION = "evaluation/"
 ITERATIONS = "rollouts"
 """Directory of the datasets in a run of `rl`."""
@@ -40,7 +40,7 @@ FLAGS = ("clipped", "rejected")
 
 
 def is_run(path: Path) -> bool:
-    """True if a directory holds a run of `rollouts train` or `rollouts rl`."""
+    """True if a directory is a run of `rollouts train` or `rollouts rl`."""
     return (path / "metrics.jsonl").is_file() or (path / TOKENS).is_dir()
 
 
@@ -67,7 +67,7 @@ def dataset_paths(run: Path) -> list[str]:
 
 
 def samples(run: Path) -> bool | None:
-    """True for a run of `rl`, which samples anew; False for one of `train`; None if unknown."""
+    """True for a run of `rl`, which samples its data; False for a run of `train`; None if unknown."""
     if (run / ITERATIONS).is_dir():
         return True
     return False if dataset_paths(run) else None
@@ -82,8 +82,8 @@ def model_of(run: Path) -> str | None:
 def read_metrics(run: Path) -> dict[str, Any]:
     """Return the metrics of a run as columns, one value per step.
 
-    `rl` writes a line for an update, and one with the same step for the evaluation after it: their
-    metrics are joined. Of several lines of the same kind, the last one counts.
+    `rl` writes one line for an update, and another with the same step for the evaluation after it;
+    their metrics are joined. If a step has several lines of the same kind, the last one is used.
 
     Returns:
         `global_step`: the steps, sorted; `updates`: the steps of updates, sorted; `metrics`: by
@@ -116,19 +116,20 @@ def read_metrics(run: Path) -> dict[str, Any]:
 
 
 def changed_rows(run: Path, dataset: str, update: int | None = None) -> str:
-    """Compare a dataset with the rows that a run's readable token records are about.
+    """Compare a dataset with the rows that a run recorded, by their ids and sums of tokens.
 
-    Ids alone do not identify a row: a dataset may be converted again under the same path. A damaged
-    file of records is passed over here; `read_tokens` names it when its update is opened.
+    Ids alone are not enough, because a dataset may have been converted again under the same path.
+    Damaged files of records are skipped; `read_tokens` reports them when their update is opened.
 
     Args:
         run: Directory of the run.
         dataset: Path of the dataset.
-        update: Compare with all records of this update, wherever its dataset was; None: compare
-            with those of the newest recorded update that name this path.
+        update: Compare with all records of this update, whatever the path of their dataset. None:
+            compare with the newest readable update's records of this path.
 
     Returns:
-        How many rows differ, as a clause; "" if none does or the run has no records of the dataset.
+        A clause such as "2 of 9 recorded rows differ, the first in trajectory a_0, step 1"; "" if
+        no row differs or the run has no records of the dataset.
 
     Raises:
         InputError: `readable_file`: the dataset is damaged.
@@ -138,7 +139,7 @@ def changed_rows(run: Path, dataset: str, update: int | None = None) -> str:
     for step in reversed(steps):
         try:
             records = read_tokens(run, step, ["dataset", *kept])
-        except InputError:  # damaged, or of an earlier version, which has no token_sum
+        except InputError:  # damaged, or written by an earlier version, without token_sum
             continue
         break
     else:
@@ -156,7 +157,7 @@ def changed_rows(run: Path, dataset: str, update: int | None = None) -> str:
 
 
 def row_sums(dataset: str, trajectory_ids: pl.Series) -> pl.DataFrame:
-    """Return the sum and the number of the response tokens of each row of some trajectories.
+    """Return the number and the sum of the response token ids of each row of some trajectories.
 
     Returns:
         `trajectory_id`, `step_index`, `token_sum` (int64) and `num_tokens_of_row`.
@@ -181,7 +182,7 @@ def row_sums(dataset: str, trajectory_ids: pl.Series) -> pl.DataFrame:
 
 
 def iterations_of(run: Path) -> dict[int, str]:
-    """Return the path of the dataset of each update of `rollouts rl`, according to its metrics."""
+    """Return the dataset path of each update of a run of `rl`, according to the run's metrics."""
     metrics = read_metrics(run)
     iterations = metrics["metrics"].get("iteration", [])
     known = zip(metrics["global_step"], iterations, strict=False)
@@ -209,9 +210,9 @@ def read_tokens(run: Path, update: int, columns: list[str] | None = None) -> pl.
 
 
 class RecordedTasks:
-    """Knows the tasks that each update of a run recorded, from two columns of its token records.
+    """Tasks that each update of a run recorded, read from two columns of its token records.
 
-    A file is read once, and again only after it has changed.
+    The tasks of an update are cached until its file changes.
 
     Args:
         run: Directory of the run.

@@ -21,7 +21,7 @@ from schemas.ragged import IntArray, Ragged, offsets_of
 
 MAX_HITS = 10_000
 MAX_NAMES = 20
-"""Maximum numbers of tasks and of trajectories that a search lists by their ids."""
+"""Maximum number of tasks, and of trajectories, with matching ids that a search lists."""
 MAX_SECONDS = 10.0
 """Seconds after which a search stops, even if it is incomplete."""
 
@@ -36,11 +36,12 @@ def search(
 
     A match within tokens that a row repeats from an earlier one is reported for the earlier row
     only. Text is searched for in the decoded tokens, or, without a tokenizer, in the logged messages
-    and responses; `position` is then null. Ids that contain the text are listed beside the `hits`,
-    from the whole dataset; `searched` is the number of trajectories that satisfy `where`.
+    and responses; `position` is then null. Ids of tasks and trajectories that contain the text are
+    listed separately, whether or not they satisfy `where`. `searched` is the number of trajectories
+    that satisfy it.
 
     Raises:
-        InputError: `view_query`: both or neither of `text` and `ids` are given.
+        InputError: `view_query`: both or neither of `text` and `ids` are passed.
     """
     if bool(text) == bool(ids):
         raise InputError("view_query", "search", "pass either text or ids")
@@ -61,11 +62,12 @@ def search(
 
 
 def _named(index: TrajectoryIndex, text: str | None) -> dict[str, Any]:
-    """Find the ids that contain a text, in any case, in the whole dataset; the shortest first.
+    """Find the ids of tasks and trajectories that contain a text, ignoring case.
 
     Returns:
-        `tasks`: instance_id and number of attempts; `trajectories`: ids whose task is not one of
-        them; at most `MAX_NAMES` of each. `num_tasks` and `num_trajectories` count all.
+        `tasks`: instance_id and number of attempts, shortest ids first; `trajectories`: ids of
+        trajectories whose task does not match; at most `MAX_NAMES` of each. `num_tasks` and
+        `num_trajectories` count all matches.
     """
     if text is None:
         return {"tasks": [], "num_tasks": 0, "trajectories": [], "num_trajectories": 0}
@@ -167,7 +169,7 @@ def _in_texts(
 
 
 def _strings(messages: str | None, text: str) -> Iterator[str]:
-    """Yield the strings in logged messages that may contain a text; JSON can escape any of it."""
+    """Yield the strings in logged messages; none if the JSON cannot contain the text."""
     if messages is None or ("\\" not in messages and text not in messages):
         return
     try:

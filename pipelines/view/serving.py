@@ -41,7 +41,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(api: Api, bundle: Bundle, *, port: int = 0) -> AsyncIterator[Served]:
-    """Serve the viewer to this machine only, until the block ends.
+    """Serve the viewer to this machine only, inside an `async with` block.
 
     Args:
         api: Answers requests.

@@ -44,7 +44,7 @@ class Dataset:
         number: Its id.
         name: Short name for the page.
         path: Path of the dataset.
-        tokenizer: Directory of its tokenizer; None: the one that the dataset records, or that of
+        tokenizer: Directory of its tokenizer; None: the tokenizer named in the dataset, or that of
             the model of a run that trained on it.
         tokenizers: Loads tokenizers.
     """
@@ -70,7 +70,7 @@ class Dataset:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences about columns that the page cannot show."""
+        """Warnings about columns that the page cannot show."""
         computed = {*COMPUTED, *self.added}
         hidden = [field.name for field in self.reader.schema if field.name in computed]
         end = "because the viewer computes a column of this name. Rename it in the dataset."
@@ -105,7 +105,7 @@ class Dataset:
 
     @property
     def why_no_tokenizer(self) -> str:
-        """Why there is no tokenizer, as a clause; "" if there is one."""
+        """Reason why no tokenizer is available, as a clause; "" if one is."""
         return self._found.reason
 
     @cached_property
@@ -140,7 +140,7 @@ class Dataset:
         """Read columns of one row.
 
         Raises:
-            ConfigError: `known_trajectory`: there is no such trajectory or step.
+            ConfigError: `known_trajectory`: the dataset has no such trajectory or step.
         """
         number = self.index.number(trajectory_id)
         begin, end = self.index.bounds(number)
@@ -152,7 +152,7 @@ class Dataset:
         return self.reader.rows(begin + step_index, begin + step_index + 1, names)
 
     def describe(self) -> dict[str, Any]:
-        """Return the dataset's entry in the answer of `/api/sources`."""
+        """Return the dataset's entry in the response of `/api/sources`."""
         if self._index is None:
             ids = scan(self.path).select("trajectory_id", "instance_id").unique().collect()
         else:
@@ -208,9 +208,9 @@ class Run:
     def records(
         self, update: int, dataset: Dataset, columns: Sequence[str] | None = None
     ) -> pl.DataFrame:
-        """Read token records of an update: those of one dataset's rows, if any.
+        """Read an update's token records for the rows of one dataset.
 
-        Iterations of `rl` repeat the ids of trajectories, so ids alone do not identify a row.
+        Iterations of `rl` reuse trajectory ids, so ids alone do not identify a row.
 
         Raises:
             InputError: See `run_files.read_tokens`.
@@ -251,7 +251,7 @@ class Run:
         return {"updates": updates, "unreadable": unreadable}
 
     def trained_datasets(self) -> list[str | None]:
-        """Return the dataset of each update that recorded tokens, according to its metrics."""
+        """Return the dataset of each update with token records, according to the run's metrics."""
         steps = token_record_steps(self.path)
         if len(self.datasets) == 1:
             return [self.datasets[0] for _ in steps]
@@ -288,7 +288,7 @@ class Sources:
         datasets: Datasets by id.
         runs: Runs by id.
         shares: Shares of updates by id.
-        warnings: Sentences that the page shows.
+        warnings: Warnings that the page shows.
     """
 
     datasets: dict[str, Dataset] = field(default_factory=dict)
@@ -299,15 +299,15 @@ class Sources:
 
     @classmethod
     def open(cls, paths: Sequence[str], tokenizer: str | None = None) -> Sources:
-        """Open datasets and runs; datasets among `paths` are checked and indexed at once.
+        """Open datasets and runs; check and index the datasets among `paths` immediately.
 
         Args:
             paths: Datasets, directories of runs, and tables of verdicts or shares about their rows.
-            tokenizer: Directory of the tokenizer; None: the one that each dataset records, or
+            tokenizer: Directory of the tokenizer; None: the tokenizer named in each dataset, or
                 that of the model of its run.
 
         Raises:
-            RolloutError: A path is neither a dataset nor a run nor such a table, or is invalid.
+            RolloutError: A path is not a dataset, a run or such a table, or its data is invalid.
         """
         sources = cls()
         if tokenizer is not None:
@@ -321,8 +321,8 @@ class Sources:
             else:
                 given.append(sources._add_dataset(path, path, tokenizer))
         if tables and not sources.datasets and not sources.runs:
-            got = "a table of verdicts or shares needs its dataset or run, and none is given"
-            hint = f"pass it, too: rollouts view DATASET {tables[0]}"
+            got = "a table of verdicts or shares can be shown only with its dataset or run"
+            hint = f"pass the dataset too: rollouts view DATASET {tables[0]}"
             raise InputError("view_table", tables[0], got, hint=hint)
         sources._add_tables(tables, given)
         for number in given:
@@ -353,7 +353,7 @@ class Sources:
         return self.runs[number]
 
     def describe(self) -> dict[str, Any]:
-        """Return the answer of `/api/sources`."""
+        """Return the response of `/api/sources`."""
         datasets, warnings = [], list(self.warnings)
         for number, dataset in self.datasets.items():
             try:
@@ -459,12 +459,12 @@ class Sources:
             return named[0]
         if self.runs:
             self.warnings.append(
-                f"{found.name}: its shares are those of the run {found.run}, which is not open."
+                f"{found.name}: its shares belong to the run {found.run}, which is not open."
             )
         return None
 
     def _dataset_of(self, found: Findings, named: str, given: Sequence[str]) -> str | None:
-        """Return the id of the dataset that a table names, if all its rows are as in the table."""
+        """Return the id of the one open dataset that has all rows of a table; None if there is none."""
         exact = [n for n, one in self.datasets.items() if _absolute(one.path) == _absolute(named)]
         tried = exact or [
             number for run in self.runs.values() if (number := run.dataset_of(named)) is not None
@@ -518,7 +518,7 @@ class Sources:
             if changed:
                 self.warnings.append(
                     f"{known.name} has changed since {path} trained on it: {changed}. Its tokens"
-                    " are shown without what the run recorded."
+                    " are shown without the values that the run recorded."
                 )
             else:
                 recorded[_absolute(found)] = dataset

@@ -1,4 +1,4 @@
-"""Windows of the table of trajectories, and histograms of its columns."""
+"""Return windows of the table of trajectories, and histograms of its columns."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def window(
 
 
 def histogram(index: TrajectoryIndex, column: str, where: str | None, bins: int) -> Answer:
-    """Count the values of a column, among the selected trajectories and among all.
+    """Count the values of a column, for the selected trajectories and for all.
 
     Nulls, and numbers that are not finite, are counted separately. Edges have the precision of the
     column, so that a filter on the range of a bin finds as many trajectories as the bin counts.
@@ -66,10 +66,10 @@ def histogram(index: TrajectoryIndex, column: str, where: str | None, bins: int)
 
 
 def _of_numbers(values: pl.Series, mask: BoolArray | None, bins: int) -> dict[str, Any]:
-    """Count numbers in bins: from an edge up to the next, which the last bin includes.
+    """Count the numbers in each bin; a bin excludes its upper edge, except for the last bin.
 
-    Edges are compared with the numbers as they are, so a filter `x >= edge AND x < next` keeps what
-    a bin counts, also of integers that float64 rounds.
+    Numbers are compared with the edges without rounding, so the filter `x >= edge AND x < next`
+    selects exactly the numbers of a bin, even integers that float64 cannot represent.
     """
     is_known = known = values.is_not_null().to_numpy()
     if values.dtype.is_float():
@@ -100,7 +100,7 @@ def _of_numbers(values: pl.Series, mask: BoolArray | None, bins: int) -> dict[st
 
 
 def _edges(numbers: pl.Series, bins: int) -> list[float]:
-    """Return edges of equal bins that include the least and the greatest number."""
+    """Return the edges of equal bins from the smallest to the largest number."""
     least, most = numbers.min(), numbers.max()
     assert isinstance(least, int | float)
     assert isinstance(most, int | float)
@@ -109,7 +109,7 @@ def _edges(numbers: pl.Series, bins: int) -> list[float]:
     high = math.nextafter(high, math.inf) if high < most else high
     if low == high:
         return [low, high]
-    # In quarters, the difference of two numbers cannot overflow.
+    # Divided by 4, because the difference of two large numbers would overflow.
     edges = 4 * np.linspace(low / 4, high / 4, bins + 1)
     edges[0], edges[-1] = low, high
     if numbers.dtype == pl.Float32:

@@ -1,4 +1,4 @@
-"""The tokenizers that decode datasets, each loaded once: their own, or that of a run's model."""
+"""Find and load the tokenizers of datasets: the one a dataset names, or that of a run's model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from schemas.metadata import DatasetMetadata
 
 
 class Found(NamedTuple):
-    """A directory, or why there is none, as a clause."""
+    """The directory of a tokenizer; or None, and the reason as a clause."""
 
     directory: str | None
     reason: str = ""
@@ -40,9 +40,9 @@ class Tokenizers:
     def __init__(self) -> None:
         self._find = cache(_found)
         self.token_bytes = cache(load_token_bytes)
-        """Bytes of each token of a directory's vocabulary."""
+        """Load the bytes of each token in the vocabulary of a directory."""
         self.chat = cache(_chat_tokenizer)
-        """A directory's tokenizer as `drift` uses it; None if it cannot be loaded."""
+        """Load the tokenizer of a directory for `drift`; None if it cannot be loaded."""
 
     def find(self, metadata: DatasetMetadata, model: str | None) -> Found:
         """Find the tokenizer of a dataset.
@@ -75,7 +75,8 @@ def _of_model(model: str, fingerprint: str | None, reason: str) -> Found:
     try:
         load_token_bytes(directory)
     except RolloutError as error:
-        return Found(None, f"{reason}, and that of the run's model is unusable: {error.sentence}")
+        why = f"the tokenizer of the run's model is unusable: {error.sentence}"
+        return Found(None, f"{reason}, and {why}")
     return Found(directory)
 
 
@@ -102,10 +103,10 @@ def _chat_tokenizer(directory: str) -> ChatTokenizer | None:
 
 
 class _Fast:
-    """A tokenizer that decodes as Transformers' does, whose import takes seconds.
+    """Decodes like a Transformers tokenizer, without importing Transformers, which takes seconds.
 
     Args:
-        directory: Has a `tokenizer.json`.
+        directory: Directory with a `tokenizer.json`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -118,17 +119,17 @@ class _Fast:
         self.all_special_ids = [i for i in ids if i is not None]
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the ids of all tokens."""
+        """Return the id of each token."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         return vocabulary
 
     def decode(self, ids: list[int], **_: bool) -> str:
-        """Return the text of ids, with special tokens and without clean-up."""
+        """Decode ids; special tokens are kept, and spaces are not cleaned up."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def _special_tokens(directory: Path) -> set[str]:
-    """Return the tokens that a tokenizer's settings name, such as `eos_token`."""
+    """Return the special tokens named in a tokenizer's settings, such as `eos_token`."""
     found = set()
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if not (directory / name).is_file():

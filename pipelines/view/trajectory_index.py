@@ -1,4 +1,4 @@
-"""The short columns of a dataset in memory: one line per row, and one per trajectory.
+"""Index of a dataset's short columns in memory: one line per row, and one per trajectory.
 
 The index is built in one pass, which also checks the dataset. Windows, filters and histograms then
 need no file access, unless a condition uses a column that the index lacks.
@@ -44,7 +44,7 @@ COMPUTED = {
 """Columns that the index computes for each trajectory; conditions may use them too."""
 
 _LENGTHS = frozenset(f"num tokens: {name}" for name in ("prompt", "response", "trained"))
-"""Columns that the index adds to rows; a dataset may have columns of these names."""
+"""Columns that the index adds to rows; the dataset's columns with these names are not kept."""
 _IDS = ("instance_id", "trajectory_id", "repetition_id")
 _NOT_KEPT = frozenset({"messages", "response_text", "source", "sampling_extra"})
 _NUM_CACHED = 16
@@ -132,9 +132,9 @@ class TrajectoryIndex:
         return len(self.trajectories)
 
     def add(self, columns: pl.DataFrame) -> None:
-        """Add columns about trajectories, by `trajectory_id`; they replace user columns.
+        """Add columns to the table of trajectories, joined on `trajectory_id`.
 
-        Must be called before the first condition is evaluated.
+        They replace user columns with the same names. Call this before evaluating any condition.
         """
         names = [name for name in columns.columns if name != "trajectory_id"]
         ids = self.trajectories.select("trajectory_id")
@@ -230,8 +230,8 @@ class TrajectoryIndex:
     def _evaluated(self, where: str) -> BoolArray:
         used = set(condition_of(where).meta.root_names())
         for name in sorted(used & self.hidden):
-            got = f"{name} is a column of the dataset, but also one that the viewer computes"
-            hint = "rename the column of the dataset to filter by either"
+            got = f"{name} is both a column of the dataset and a column that the viewer computes"
+            hint = "rename the column of the dataset"
             raise ConfigError("condition", where, got, hint=hint)
         rows = self._rows_with(used)
         frame = with_absent((self._stored_with(used) if rows is None else rows.lazy()), used)
@@ -265,7 +265,7 @@ class TrajectoryIndex:
 
     @cached_property
     def hidden(self) -> frozenset[str]:
-        """Columns of the dataset whose names the computed columns take."""
+        """Columns of the dataset that have the same name as a computed column."""
         return frozenset(self._stored_names & {*COMPUTED, *self.added})
 
     @cached_property
@@ -279,7 +279,7 @@ class TrajectoryIndex:
         ]
 
     def _numbers(self, name: str) -> pl.Series:
-        """Number the distinct values of a column of ids; return the number of each row ([N])."""
+        """[N] Number the distinct ids in a column; return the number of each row's id."""
         if name not in self._ids:
             values, run = self.rows[name], self.rows[name].rle_id()
             first = values.filter((run != run.shift()).fill_null(value=True))
@@ -293,7 +293,7 @@ def by_numbers(condition: pl.Expr) -> tuple[pl.Expr, list[str]]:
     """Partition the windows of a condition by numbers instead of ids, which is several times faster.
 
     Returns:
-        The condition, on columns `number of NAME`, and these names.
+        The condition, which uses the columns `number of NAME` instead; and the list of NAMEs.
 
     Example:
         >>> over = pl.sql_expr("max(reward) OVER (PARTITION BY instance_id) > 0")
@@ -342,7 +342,7 @@ def _short_rows(table: pa.Table, names: list[str], cut: set[str]) -> pl.DataFram
 
 
 def _cut(texts: pl.Series) -> pl.Series:
-    """Cut long texts; their length and a hash keep texts that begin alike apart."""
+    """Truncate long texts; the appended length and hash distinguish texts that begin alike."""
     length, number = texts.str.len_chars(), texts.hash(0) % 10**12
     marks = pl.format(
         "{}\u2026 [cut: {} characters, #{}]", texts.str.head(MAX_TEXT), length, number

@@ -65,7 +65,7 @@ def test_quotas_that_cannot_be_met_are_refused(shares, num, rule):
 def test_a_group_of_two_datasets_is_refused_or_told_apart_by_their_names():
     frames = {"x": groups("g", 2), "y": groups("g", 3)}
     with pytest.raises(
-        RolloutError, match=r"x and y: found group 'g1' in both.*\[unique_group\]"
+        RolloutError, match=r"x and y: both contain group 'g1'.*\[unique_group\]"
     ) as info:
         mix(frames)
     assert "2)" in info.value.got

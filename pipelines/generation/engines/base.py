@@ -67,9 +67,9 @@ class Sampled:
     """One response with its exact tokens.
 
     Attributes:
-        prompt_token_ids: [P] ids that the engine saw; after `chat`, those rendered by its template.
+        prompt_token_ids: [P] ids of the prompt; after `chat`, as rendered by the engine's template.
         response_ids: [R >= 1] sampled ids, including the end-of-sequence token.
-        rollout_logprobs: [R] nats, of the distribution given by the engine's `logprobs_mode`.
+        rollout_logprobs: [R] log-probabilities in nats (see `Engine.logprobs_mode`).
         stop_reason: `stop` (end of sequence, or a stop string), `length`, `tool_calls`, or another
             reason given by the engine.
         text: The response without special tokens.

@@ -32,7 +32,7 @@ BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError)
 """Exceptions raised if a connection fails, breaks or times out."""
 
 KEEP_ALIVE_S = 4.0
-"""Shorter than uvicorn's keep-alive of 5 s: a connection about to be closed is never reused."""
+"""Seconds to keep an idle connection; uvicorn closes it after 5 s, and it must not be reused then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Limits:
     max_backoff_s: float = 30.0
 
     def wait_s(self, attempt: int, asked_s: float = 0.0) -> float:
-        """Compute the wait after attempt number `attempt` (from 1), in seconds."""
+        """Compute the wait after attempt `attempt` (from 1); `asked_s` is the server's Retry-After."""
         backoff_s: float = self.backoff_s * 2 ** min(attempt - 1, 60)
         return min(max(backoff_s, asked_s), self.max_backoff_s) * random.uniform(0.5, 1.5)
 

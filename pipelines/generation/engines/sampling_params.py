@@ -19,7 +19,7 @@ _IMPLIED = frozenset({*_ALWAYS, "return_token_ids"})
 
 
 def sampling_params(config: GenerateConfig) -> dict[str, Any]:
-    """Return the sampling settings, without the seed, which differs per call.
+    """Convert a configuration to vLLM's `sampling_params`, without the seed, which differs per call.
 
     Example:
         >>> config = GenerateConfig(tasks="t", model="m", out="o", temperature=0.5)

@@ -196,7 +196,7 @@ class VllmEngine:
         """Detect the mode: only processed log-probabilities depend on the temperature."""
         for prompt in _PROBES:
             usual, sharp = await asyncio.gather(*(self._top(prompt, t) for t in (1.0, 0.25)))
-            # If it is near 0, the token is almost certain at any temperature.
+            # A value near 0 means that the token is almost certain at any temperature.
             if usual < -0.1:
                 return "processed" if abs(sharp - usual) > 0.05 else "raw"
         hint = 'pass logprobs_mode="raw" (vLLM\'s default) or "processed"'

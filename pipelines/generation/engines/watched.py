@@ -1,4 +1,4 @@
-"""The engine passed to user code, which remembers fatal errors."""
+"""Engine wrapper for user code that remembers fatal errors."""
 
 from __future__ import annotations
 

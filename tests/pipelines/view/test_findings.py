@@ -253,7 +253,7 @@ def test_a_column_that_cannot_be_exported_is_left_out(folder, tmp_path):
 
 def test_a_table_without_its_dataset_is_refused(folder):
     with pytest.raises(
-        RolloutError, match=r"needs its dataset or run, and none is given. \[view_table\]"
+        RolloutError, match=r"can be shown only with its dataset or run. \[view_table\]"
     ):
         Asked(folder / "verdicts.parquet")
 
@@ -263,7 +263,7 @@ def test_columns_of_the_dataset_with_these_names_are_named(tmp_path):
     ask = Asked(dataset, write_verdicts(tmp_path / "v.parquet", verdicts_of(dataset)))
     assert ask(TABLE)["faults"].to_list() == ["version, swap", "none", None]
     assert any("the column faults is not shown" in text for text in ask(SOURCES)["warnings"])
-    with pytest.raises(RolloutError, match=r"also one that the viewer computes. \[condition\]"):
+    with pytest.raises(RolloutError, match=r"a column that the viewer computes. \[condition\]"):
         ask(TABLE, where="faults = 'mine'")
 
 
