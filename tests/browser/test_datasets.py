@@ -99,7 +99,7 @@ def walk(tab, data, path, other_path, *, num_shown):
 
     tab.open(f"run?{of}")
     told["run"] = tab.text()
-    assert "without a run" in told["run"]
+    assert "No run is open" in told["run"]
 
     tab.open(f"table?data={data}")
     assert [number(one) for one in tab.values(".counts data")] == num_shown
@@ -152,7 +152,7 @@ def walk(tab, data, path, other_path, *, num_shown):
 
     tab.open(f"update?{of}")
     told["update"] = tab.text()
-    assert "There is no run" in told["update"]
+    assert "No run is open" in told["update"]
 
     if data == "d1":  # a report compares in one direction
         return told

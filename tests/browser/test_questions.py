@@ -76,10 +76,10 @@ def tab(browser, shop, tmp_path_factory):
 
 def test_a_group_opens_the_newest_update_that_recorded_it_and_names_the_others(tab):
     tab.open("group?task=shop-7")
-    tab.page.get_by_text("Advantages are those of update 5").wait_for()
+    tab.page.get_by_text("Advantages are from update 5").wait_for()
     assert tab.text(".recorded-in") == "Recorded in updates 2 and 5."
     tab.page.click(".recorded-in a")
-    tab.page.get_by_text("Advantages are those of update 2").wait_for()
+    tab.page.get_by_text("Advantages are from update 2").wait_for()
     tab.open("group?task=shop-7&update=6")
     said = "Update 6 did not record this task. Recorded in updates 2 and 5."
     tab.page.get_by_text(said).wait_for()
@@ -99,9 +99,9 @@ def test_tokens_name_the_updates_that_recorded_the_row(tab):
 def test_a_run_of_one_dataset_says_what_its_rewards_are(tab):
     tab.open("run")
     tab.page.get_by_text(
-        "Rewards are those of the dataset: this run sampled nothing new"
+        "Rewards come from the dataset, because this run did not sample."
     ).wait_for()
-    assert "Groups with a gradient: 3 of 4 in the last update, 18 of 24 in all." in tab.text()
+    assert "Groups with a gradient: 3 of 4 in the last update, 18 of 24 in total." in tab.text()
     labels = tab.page.evaluate(LABELS)
     assert labels["drawn"] > 0
     assert labels["outside"] == 0
@@ -109,18 +109,18 @@ def test_a_run_of_one_dataset_says_what_its_rewards_are(tab):
 
 def test_weights_that_are_all_1_are_a_sentence(tab):
     tab.open("update?update=5")
-    tab.page.get_by_text("All importance weights are 1: this update began with").wait_for()
+    tab.page.get_by_text("All importance weights are 1: the policy was the same").wait_for()
     assert tab.page.locator(".scatter canvas").count() == 0
-    tab.page.get_by_text("largest contribution to the loss first, + or").wait_for()
+    tab.page.get_by_text("largest absolute contribution to the loss first").wait_for()
 
 
 def test_a_task_is_found_by_its_id_and_a_filter_says_what_it_hides(tab):
     tab.open("table?where=instance_id%20%3D%20'shop-2'")
     tab.page.fill(".find input", "shop-7")
     tab.press("Enter")
-    tab.page.get_by_text("Not found in the 4 trajectories of the filter").wait_for()
+    tab.page.get_by_text("No matches in the 4 filtered trajectories").wait_for()
     tab.page.click('.hits button:has-text("Search all 48")')
-    tab.page.get_by_text("trajectories of the filter").wait_for(state="detached")
+    tab.page.get_by_text("filtered trajectories").wait_for(state="detached")
     tab.page.click('.hits button:has-text("task shop-7: 4 attempts")')
     tab.page.wait_for_selector('h1:has-text("Attempts at shop-7")')
     tab.press("Escape")

@@ -241,7 +241,7 @@ def test_another_parquet_file_is_refused(folder, tmp_path, dropped, words, capsy
     said = capsys.readouterr().err
     assert words in said
     assert "[view_table]" in said
-    assert "Hint: pass a dataset, a run, or a table that" in said
+    assert "Hint: pass a dataset, a run, or a table written by" in said
 
 
 def test_a_column_that_cannot_be_exported_is_left_out(folder, tmp_path):

@@ -1,4 +1,4 @@
-/** The data layer: asks the server, or reads the answers that a one-file report carries. */
+/** The data layer: requests data from the server, or reads them from a one-file report. */
 
 import { type Table, tableFromIPC } from "apache-arrow";
 import { sorted } from "./order";
@@ -19,7 +19,7 @@ export class AnswerError extends Error {
 
 const report = readReport();
 
-/** Whether this page is a report in one file, without a server. */
+/** True if this page is a one-file report, without a server. */
 export const isReport = report !== null;
 
 const token = new URLSearchParams(location.search).get("token") ?? "";
@@ -56,7 +56,7 @@ async function fetchBytes(address: string, body: unknown): Promise<Uint8Array> {
   try {
     answer = await fetch(address, request);
   } catch {
-    throw new AnswerError("The server does not answer.", "Is `rollouts view` still running?");
+    throw new AnswerError("The server does not respond.", "Check that `rollouts view` is still running.");
   }
   if (!answer.ok) throw await refusal(answer);
   return new Uint8Array(await answer.arrayBuffer());
@@ -65,15 +65,15 @@ async function fetchBytes(address: string, body: unknown): Promise<Uint8Array> {
 async function refusal(answer: Response): Promise<AnswerError> {
   if (answer.status === 403) {
     return new AnswerError(
-      "The server refuses this page.",
-      "Open the address that `rollouts view` printed: it carries the token.",
+      "The server rejected the request.",
+      "Open the address that `rollouts view` printed: it contains the token.",
     );
   }
   try {
     const { error, hint } = (await answer.json()) as { error?: string; hint?: string | null };
-    return new AnswerError(error ?? `The server answered ${answer.status}.`, hint ?? "");
+    return new AnswerError(error ?? `The server responded with status ${answer.status}.`, hint ?? "");
   } catch {
-    return new AnswerError(`The server answered ${answer.status}.`);
+    return new AnswerError(`The server responded with status ${answer.status}.`);
   }
 }
 
@@ -84,8 +84,8 @@ function ask<T>(path: string, parameters: Parameters, read: (address: string) =>
     answer = read(address).catch((error: unknown) => {
       if (!(error instanceof NotInReport)) throw error;
       throw new AnswerError(
-        "This report does not contain the answer.",
-        "It holds one selection of a dataset; ask for a report of more, or run `rollouts view` on the dataset.",
+        "This report does not contain these data.",
+        "A report contains one selection of a dataset. Export a larger selection, or run `rollouts view` on the dataset.",
       );
     });
     answer.catch(() => kept.delete(address));
@@ -170,9 +170,9 @@ export interface Run {
   datasets: string[];
   updates: number[];
   token_updates: number[];
-  /** The dataset of each of them; null where it is not open. */
+  /** The dataset of each token update; null if it is not open. */
   token_datasets: (string | null)[];
-  /** Whether it sampled what it trained on (`rl`), or trained one fixed dataset (`train`); null if unknown. */
+  /** True if the run sampled its data (`rl`), false if it trained on a fixed dataset (`train`); null if unknown. */
   samples: boolean | null;
 }
 
@@ -191,7 +191,7 @@ export interface Sources {
   runs: Run[];
   shares: Shares[];
   warnings: string[];
-  /** What a report was made with. */
+  /** The selection that a report was exported with. */
   export?: { where: string | null; limit: number };
 }
 
@@ -289,13 +289,13 @@ export function tasks(dataset: string): Promise<{ tasks: Task[]; total: number }
   return json(datasetPath(dataset, "tasks"), { limit: 200 });
 }
 
-/** The updates of a run that recorded something, and those whose records cannot be read. */
+/** The updates of a run that recorded a task or row, and the updates whose records cannot be read. */
 export interface Recorded {
   updates: number[];
   unreadable: number[];
 }
 
-/** By run: which updates recorded a task (`instance_id`), or a row (`trajectory_id`, `step_index`). */
+/** For each run, the updates that recorded a task (`instance_id`) or a row (`trajectory_id`, `step_index`). */
 export function recorded(dataset: string, of: Parameters): Promise<Record<string, Recorded>> {
   return json(datasetPath(dataset, "recorded"), of);
 }
@@ -335,7 +335,7 @@ export interface Turn {
   is_new: boolean;
   trained: boolean;
   from: "messages" | "tokens";
-  /** Of a sampled turn. */
+  /** Null unless the turn was sampled. */
   num_tokens: number | null;
   stop_reason: string | null;
   parts: Part[];
@@ -373,7 +373,7 @@ export function verdicts(dataset: string, trajectory: string, step: number): Pro
   return json(datasetPath(dataset, "verdicts"), { trajectory_id: trajectory, step_index: step });
 }
 
-/** The rows with the largest shares, + or −. */
+/** The rows with the largest absolute shares. */
 export function topShares(shares: string): Promise<Table> {
   return arrow(`/api/shares/${encodeURIComponent(shares)}`, { limit: 100 });
 }
@@ -383,11 +383,11 @@ function runPath(run: string, name: string): string {
 }
 
 export interface Metrics {
-  /** Updates, and 0 for what was evaluated before training. */
+  /** Numbers of the updates; 0 for the evaluation before training. */
   global_step: number[];
   updates: number[];
   metrics: Record<string, (number | null)[]>;
-  /** Of the metrics that the trainer documents. */
+  /** Unit and meaning of each metric that the trainer documents. */
   about: Record<string, { unit: string; meaning: string }>;
 }
 
@@ -422,16 +422,16 @@ export function diffPair(a: string, b: string, instance: string): Promise<{ pair
 export interface Hit {
   trajectory_id: string;
   step_index: number;
-  /** Null where text was searched without a tokenizer. */
+  /** Null if text was searched without a tokenizer. */
   position: number | null;
 }
 
 export interface Hits {
   hits: Hit[];
   complete: boolean;
-  /** Trajectories whose rows were searched: those of the filter. */
+  /** Number of trajectories searched: those that match the filter. */
   searched: number;
-  /** The first ids that contain the text, in the whole dataset, and how many there are. */
+  /** The first ids that contain the text, in the entire dataset, and their number. */
   tasks: { instance_id: string; attempts: number }[];
   num_tasks: number;
   trajectories: string[];

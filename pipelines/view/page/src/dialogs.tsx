@@ -1,4 +1,4 @@
-/** What opens over a view: the keys, copying a selection, labelling. */
+/** The dialogs: keyboard shortcuts, copying a selection, labels, pinned trajectories. */
 
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
@@ -101,21 +101,21 @@ function Snippet({ title, text }: { title: string; text: string }): JSX.Element 
 
 const MOST = 1000;
 
-/** The trajectories that are meant: the pinned ones, else those that the filter finds, else the chosen one. */
+/** Copies the pinned trajectories; if there are none, those that the filter selects; without a filter, the chosen one. */
 function CopyDialog({ onClose }: { onClose: () => void }): JSX.Element {
   const { dataset, place, selection } = useSession();
   const pins = pinsOf(place);
   const byName = pins.length === 0 && usesComputed(selection.where, dataset?.added) && !isReport;
   const found = useAnswer(byName && dataset !== null ? `${dataset.id} ${selection.where}` : null, () =>
     trajectories(dataset!.id, { ...selection, sort: "" }, 0, MOST));
-  if (dataset === null) return <Dialog title="Copy the selection" onClose={onClose}>There is no dataset.</Dialog>;
+  if (dataset === null) return <Dialog title="Copy the selection" onClose={onClose}>No dataset is open.</Dialog>;
   let names: string[] | null = pins.length > 0 ? pins : null;
   let what = pins.length > 0 ? count(pins.length, "pinned trajectory", "pinned trajectories") : "the filter";
   let note = "";
   if (byName) {
     names = found.value?.rows.map((row) => String(row.trajectory_id)) ?? [];
     what = count(found.value?.total ?? 0, "trajectory", "trajectories");
-    note = "The filter uses columns that the viewer computes, so the trajectories are listed by name.";
+    note = "The filter uses columns that the viewer computes, so the trajectories are listed by id.";
     if (found.value !== undefined && found.value.total > MOST) note += ` Only the first ${short(MOST)} are listed.`;
   } else if (names === null && selection.where === "" && place.trajectory !== undefined) {
     names = [place.trajectory];
@@ -126,10 +126,10 @@ function CopyDialog({ onClose }: { onClose: () => void }): JSX.Element {
   return (
     <Dialog title="Copy the selection" onClose={onClose}>
       {where === "" ? (
-        <p>Nothing is selected: pin trajectories, write a filter or choose a trajectory.</p>
+        <p>No trajectories are selected. Pin or choose a trajectory, or set a filter.</p>
       ) : (
         <>
-          <p class="note">As {what}. {note}</p>
+          <p class="note">Selection: {what}. {note}</p>
           <Snippet title="Polars filter" text={polars} />
           <Snippet title="rollouts filter" text={commandOf(dataset.path, where)} />
         </>
@@ -165,7 +165,7 @@ function LabelDialog({ onClose }: { onClose: () => void }): JSX.Element {
   return (
     <Dialog title="Label" onClose={onClose}>
       {isReport ? (
-        <p>Labelling needs `rollouts view`; this is a report.</p>
+        <p>A report cannot write labels; use `rollouts view`.</p>
       ) : chosen.length === 0 ? (
         <p>Choose or pin the trajectories to label.</p>
       ) : done !== null ? (

@@ -101,7 +101,7 @@ export function drawFault(
 
 /** The verdicts as a list: a screen reader reads it, and each leads to its first token. */
 export function Verdicts({ spans, onOpen }: { spans: Span[]; onOpen: (position: number) => void }): JSX.Element | null {
-  if (spans.length === 0) return <p class="note">The audit has no verdict about this row.</p>;
+  if (spans.length === 0) return <p class="note">The audit has no verdict on this row.</p>;
   return (
     <section class="verdicts" aria-label="Verdicts of the audit">
       <h2>Audit</h2>

@@ -31,9 +31,9 @@ export function Find(): JSX.Element | null {
   };
   useKeys("Find", [
     { key: "/", does: "find text or token ids", run: () => box.current?.focus() },
-    { key: "n", does: "next place where it was found", run: () => found !== null && show((at + 1) % (found.hits.length || 1)) },
-    { key: "N", does: "place before", run: () => found !== null && show((at - 1 + found.hits.length) % (found.hits.length || 1)) },
-    { key: "Escape", does: "close what was found", run: close },
+    { key: "n", does: "next match", run: () => found !== null && show((at + 1) % (found.hits.length || 1)) },
+    { key: "N", does: "previous match", run: () => found !== null && show((at - 1 + found.hits.length) % (found.hits.length || 1)) },
+    { key: "Escape", does: "close the search results", run: close },
   ]);
   if (isReport || dataset === null) return null;
   const find = (where: string): void => {
@@ -74,8 +74,8 @@ export function Find(): JSX.Element | null {
           {found !== null && !busy && (
             <>
               <header><span role="status">
-                {found.hits.length === 0 ? "Not found" : count(found.hits.length, "place")}
-                {isFiltered && ` in the ${count(found.searched, "trajectory", "trajectories")} of the filter`}
+                {found.hits.length === 0 ? "No matches" : count(found.hits.length, "match", "matches")}
+                {isFiltered && ` in the ${count(found.searched, "filtered trajectory", "filtered trajectories")}`}
                 {!found.complete && " so far; the search stopped early"}
                 </span>
                 {isFiltered && <button type="button" onClick={() => find("")}>Search all {short(dataset.num_trajectories)}</button>}
@@ -99,7 +99,7 @@ export function Find(): JSX.Element | null {
   );
 }
 
-/** Tasks and trajectories that have the text in their ids. */
+/** Tasks and trajectories whose ids contain the text. */
 function Named({ found }: { found: Hits }): JSX.Element | null {
   const { tasks, trajectories } = found;
   if (tasks.length + trajectories.length === 0) return null;
@@ -120,7 +120,7 @@ function Named({ found }: { found: Hits }): JSX.Element | null {
           </button>
         </li>
       ))}
-      {others > 0 && <li>and {short(others)} more with it in their ids</li>}
+      {others > 0 && <li>and {short(others)} more with matching ids</li>}
     </ul>
   );
 }

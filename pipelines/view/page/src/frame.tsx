@@ -1,4 +1,4 @@
-/** What surrounds a view: sources, the eight views, what is chosen. */
+/** The frame around a view: pickers of datasets and runs, tabs of the eight views, and the current selection. */
 
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
@@ -60,8 +60,8 @@ export function Frame(): JSX.Element {
     { key: "c", does: "copy the selection", run: () => setOpened("copy") },
     { key: "l", does: "label the trajectory, or the pinned ones", run: () => setOpened("label") },
     { key: "P", does: "pinned trajectories", run: () => setOpened("pins") },
-    { key: "m", does: "light or dark", run: toggleTheme },
-    { key: "?", does: "these keys", run: () => setOpened("keys") },
+    { key: "m", does: "switch between light and dark", run: toggleTheme },
+    { key: "?", does: "list the keys", run: () => setOpened("keys") },
   ]);
   const Shown = SHOWN[place.view];
   return (
@@ -152,7 +152,7 @@ function Pickers({ session }: { session: Session }): JSX.Element {
           <select
             value={joined.update === undefined ? "none" : (update ?? "none")}
             onChange={(event) => go({ update: event.currentTarget.value })}
-            title="Tokens and groups show what this update trained"
+            title="Tokens and groups show the values that this update recorded"
           >
             <option value="none">none</option>
             {run.token_updates.map((one) => (

@@ -33,7 +33,7 @@ export function RecordedIn({ dataset, of, what }: { dataset: Dataset; of: Record
   return (
     <p class="note recorded-in" role="status">
       {update !== null && !isJoined && `Update ${update} did not record ${what}. `}
-      {updates.length === 0 ? `No update of this run recorded ${what}: it was not trained, or not recorded (record_tokens).` : <Links updates={updates} chosen={isJoined ? Number(update) : null} />}
+      {updates.length === 0 ? `No update of this run recorded ${what}: the run did not train on it, or did not record its tokens (record_tokens).` : <Links updates={updates} chosen={isJoined ? Number(update) : null} />}
       {unreadable.length > 0 && ` The records of ${unreadable.length === 1 ? "update" : "updates"} ${unreadable.map(short).join(", ")} cannot be read.`}
     </p>
   );

@@ -5,20 +5,20 @@ import { useMemo, useState } from "preact/hooks";
 import { rowsOf, type Row, type Shares, topShares, total } from "./answers";
 import { Awaited, Bar, Cell, Go, Num, Text, useAnswer } from "./parts";
 import { useSession } from "./session";
-import { count, plain, short } from "./text";
+import { plain, short } from "./text";
 
 const SHOWN = 10;
 const KEYS = ["dataset", "trajectory_id", "step_index", "instance_id", "share"];
 const TITLES: Record<string, [string, string]> = {
   gradient_norm: ["gradient norm", "L2 norm of the row's gradient"],
   norm_without: ["norm without it", "norm of the update's gradient without the row"],
-  score: ["stands out", "how far the row stands out from the others"],
+  score: ["outlier score", "how far the row stands out from the others"],
   advantage: ["|advantage|", "mean over the row's targets"],
   mismatch: ["mismatch, nats", "mean |old_logprobs - rollout_logprobs|"],
   surprise: ["surprise, nats", "mean of -logprobs"],
   step_share: ["share of the step", "the row's share of the decrease in loss that the optimizer step achieves"],
-  sequence: ["rank", "rank of the sequence that holds the row"],
-  num_sequence_rows: ["rows of its sequence", "stored rows of the sequence that was trained"],
+  sequence: ["rank", "rank of the sequence that contains the row"],
+  num_sequence_rows: ["rows of its sequence", "number of stored rows that were trained on as one sequence"],
 };
 
 export function SharesOf({ shares }: { shares: Shares }): JSX.Element {
@@ -45,7 +45,7 @@ function Rows({ shares, rows, of }: { shares: Shares; rows: Row[]; of: number })
   return (
     <>
       <p class="note">
-        {shown.length < of && `The first ${short(shown.length)} of ${count(of, "row")}, + or −. `}The shares of all rows add up to 1; a negative one pulls against the step.{" "}
+        {shown.length < of && `The ${short(shown.length)} rows with the largest absolute shares, of ${short(of)}. `}The shares of all rows add up to 1; a row with a negative share works against the step.{" "}
         {shown.length < rows.length && <button type="button" class="more" onClick={() => setLimit(rows.length)}>show {short(rows.length)}</button>}
       </p>
       <div class="scroll">
@@ -65,7 +65,7 @@ function Rows({ shares, rows, of }: { shares: Shares; rows: Row[]; of: number })
           <tbody>
             {shown.map((row) => (
               <tr key={`${row.dataset} ${row.trajectory_id} ${row.step_index}`} data-row={`${row.trajectory_id} ${row.step_index}`}>
-                {several && <td>{row.dataset === null ? <span class="none" title="not open, or changed since">–</span> : <Text value={names.get(String(row.dataset)) ?? ""} />}</td>}
+                {several && <td>{row.dataset === null ? <span class="none" title="The dataset is not open, or has changed since">–</span> : <Text value={names.get(String(row.dataset)) ?? ""} />}</td>}
                 <td><Trajectory row={row} shares={shares} /></td>
                 <td class="numeric"><Cell value={row.step_index} name="step_index" /></td>
                 <td class="numeric"><Cell value={row.share} name="share" /></td>

@@ -63,24 +63,24 @@ function maximum(values: Float64Array): number {
 }
 
 const COLUMNS: [name: string, title: string, help: string, kind: Kind][] = [
-  ["rollout_logprob", "rollout log-probability", "the sampler's, in nats", low],
+  ["rollout_logprob", "rollout log-probability", "the sampler's log-probability", low],
   ["trained", "trained", "the loss mask of the dataset", flag],
-  ["sampled", "sampled", "sampled by the policy; other response tokens came from outside", flag],
-  ["advantage", "advantage", "in this update", far],
+  ["sampled", "sampled", "sampled by the policy; other response tokens come from the environment", flag],
+  ["advantage", "advantage", "the advantage in this update", far],
   ["difference", "log-probability − rollout", "trainer's minus sampler's log-probability", far],
   ["importance_weight", "importance weight", "exp(log-probability − old)", ratio],
   ["clipped", "clipped", "the clip rule left no gradient", flag],
   ["rejected", "rejected", "masked by the correction for sampler mismatch", flag],
-  ["loss", "loss", "per target, before its weight", far],
-  ["weight", "weight", "of the target in the reduction of the loss", high],
-  ["correction_weight", "correction weight", "of the correction for sampler mismatch", ratio],
-  ["old_logprob", "old log-probability", "the trainer's at the start of the batch", low],
-  ["logprob", "log-probability", "the trainer's in this update", low],
-  ["ref_logprob", "reference log-probability", "the frozen reference's", low],
+  ["loss", "loss", "the loss of this target, before weighting", far],
+  ["weight", "weight", "the weight of this target in the loss", high],
+  ["correction_weight", "correction weight", "the weight from the correction for sampler mismatch", ratio],
+  ["old_logprob", "old log-probability", "the trainer's log-probability at the start of the batch", low],
+  ["logprob", "log-probability", "the trainer's log-probability in this update", low],
+  ["ref_logprob", "reference log-probability", "the log-probability under the frozen reference model", low],
   ["ref_difference", "log-probability − reference", "trainer's minus reference's log-probability", far],
-  ["entropy", "entropy", "of the policy at this token, in nats", high],
-  ["reward", "reward", "placed on this token", far],
-  ["policy_version", "policy version", "weights that sampled it", number],
+  ["entropy", "entropy", "the entropy of the policy at this token", high],
+  ["reward", "reward", "the reward placed on this token", far],
+  ["policy_version", "policy version", "the version of the weights that sampled this token", number],
 ];
 
 /** Start of the names of columns with shares; the number of the update follows. */
@@ -115,7 +115,7 @@ export function shareTitle(name: string): string {
 export function tokenColumns(table: Table): TokenColumn[] {
   const found: TokenColumn[] = [];
   const shares = table.schema.fields.map((field) => field.name).filter((name) => name.startsWith(SHARE));
-  const ofShares = shares.map((name): (typeof COLUMNS)[number] => [name, shareTitle(name), "by rollouts blame; negative: against the step", far]);
+  const ofShares = shares.map((name): (typeof COLUMNS)[number] => [name, shareTitle(name), "from rollouts blame; a negative share works against the step", far]);
   for (const [name, title, help, kind] of [...COLUMNS, ...ofShares]) {
     let values: Float64Array | null;
     if (name === "difference") values = difference(numbersOf(table, "logprob"), numbersOf(table, "rollout_logprob"));

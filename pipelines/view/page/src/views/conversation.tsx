@@ -57,7 +57,7 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
   useKeys("Conversation", [
     { key: "j", does: "next turn", run: () => move(1) },
     { key: "k", does: "previous turn", run: () => move(-1) },
-    { key: "e", does: "unfold or fold everything", run: () => setOpen(!open) },
+    { key: "e", does: "unfold or fold all parts", run: () => setOpen(!open) },
     { key: "h", does: "show or hide repeated turns", run: () => setRepeated(!repeated) },
     {
       key: "Enter",
@@ -96,11 +96,11 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
           <Text value={found.error} />
         </div>
       )}
-      {found.lanes.every((lane) => lane.turns.length === 0) && <Empty>The dataset holds no text of this trajectory.</Empty>}
+      {found.lanes.every((lane) => lane.turns.length === 0) && <Empty>The dataset has no text for this trajectory.</Empty>}
       <div class={found.lanes.length > 1 ? "lanes several" : "lanes"}>
         {found.lanes.map((lane, at) => (
           <section key={at} class="lane" aria-label={lane.agent ?? "conversation"}>
-            {found.lanes.length > 1 && <h2><Text value={lane.agent ?? "(no name)"} /></h2>}
+            {found.lanes.length > 1 && <h2><Text value={lane.agent ?? "(unnamed agent)"} /></h2>}
             {lane.turns.map((one, place) =>
               one.is_new || repeated ? <TurnCard key={place} turn={one} open={open} /> : null,
             )}
@@ -124,9 +124,9 @@ function TurnCard({ turn, open }: { turn: Turn; open: boolean }): JSX.Element {
     >
       <header>
         <h3><Text value={turn.role} /></h3>
-        {turn.trained && <span class="badge" title="Tokens of this turn have a loss">trained</span>}
+        {turn.trained && <span class="badge" title="Tokens of this turn are trained on">trained</span>}
         {!turn.is_new && <span class="badge quiet">repeated</span>}
-        {turn.from === "tokens" && <span class="badge quiet" title="The dataset has no messages here: this is decoded from token ids">from tokens</span>}
+        {turn.from === "tokens" && <span class="badge quiet" title="The dataset has no messages here; this text was decoded from token ids">from tokens</span>}
         {turn.num_tokens !== null && (
           <small class="sampling">
             {count(turn.num_tokens, "token")}

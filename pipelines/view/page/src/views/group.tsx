@@ -40,7 +40,7 @@ export function GroupView(): JSX.Element {
     return (
       <section class="view" aria-labelledby="title">
         <h1 id="title">Group</h1>
-        {dataset === null ? <Empty>There is no dataset.</Empty> : <Tasks dataset={dataset.id} />}
+        {dataset === null ? <Empty>No dataset is open.</Empty> : <Tasks dataset={dataset.id} />}
       </section>
     );
   }
@@ -63,8 +63,8 @@ function Tasks({ dataset }: { dataset: string }): JSX.Element {
       {(found) => (
         <>
           <p class="lead">
-            {count(found.total, "task")}, by the spread of their returns, the least first.
-            {found.total > found.tasks.length && ` The first ${short(found.tasks.length)} are listed; the other ${short(found.total - found.tasks.length)} are in the table, or press / to find one by its id.`}
+            {count(found.total, "task")}, sorted by the spread of their returns, smallest first.
+            {found.total > found.tasks.length && ` Only the first ${short(found.tasks.length)} are listed. Find others in the table, or press / to search for an id.`}
           </p>
           <div class="scroll">
             <table class="plain fitted" aria-label="Tasks">
@@ -101,9 +101,9 @@ function Tasks({ dataset }: { dataset: string }): JSX.Element {
 }
 
 function noteOf(task: Task): string {
-  if (task.num_returns === 0) return "no return is known";
+  if (task.num_returns === 0) return "no known returns";
   if (task.num_returns < task.attempts) return `${count(task.attempts - task.num_returns, "return")} unknown`;
-  if (task.attempts === 1) return "one attempt: nothing to compare it with";
+  if (task.attempts === 1) return "only one attempt";
   return task.spread === 0 ? "no advantage: all returns are equal" : "";
 }
 
@@ -134,8 +134,8 @@ function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
             <Num value={Math.max(...returns)} />
           </>
         )}
-        {isEqual && ": all equal, so a baseline over the group leaves no advantage"}
-        {joined.update !== undefined && hasAdvantage && `. Advantages are those of update ${joined.update}`}
+        {isEqual && ": all equal, so all advantages are 0 with a group baseline"}
+        {joined.update !== undefined && hasAdvantage && `. Advantages are from update ${joined.update}`}
         .{joined.update === undefined && (run?.token_updates.length ?? 0) > 0 && " Choose an update above to see advantages."}
       </p>
       <div class="scroll">

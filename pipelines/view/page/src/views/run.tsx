@@ -49,7 +49,7 @@ export function RunView(): JSX.Element {
       <section class="view" aria-labelledby="title">
         <h1 id="title">Run</h1>
         <Empty>
-          This is a dataset without a run. <code>rollouts view RUN</code> shows the metrics of training.
+          No run is open. <code>rollouts view RUN</code> shows the metrics of a training run.
         </Empty>
       </section>
     );
@@ -144,11 +144,11 @@ function Charts({ loaded, smooth, wanted }: { loaded: Loaded[]; smooth: number; 
   return (
     <>
       <RunNames loaded={loaded} />
-      {matches.length === 0 && <Empty>No metric has that in its name.</Empty>}
+      {matches.length === 0 && <Empty>No metric has a matching name.</Empty>}
       <p class="note">
         {count(updates, "update")}
-        {loaded.some(({ metrics: one }) => one.global_step.includes(0)) && "; 0 is before the first"}. Click a point to open the
-        rows of its update.
+        {loaded.some(({ metrics: one }) => one.global_step.includes(0)) && "; 0 is the evaluation before training"}. Click a point to
+        open the rows of its update.
       </p>
       <Sources loaded={loaded} />
       <div class="plots">
@@ -185,8 +185,8 @@ function Sources({ loaded }: { loaded: Loaded[] }): JSX.Element {
         return (
           <p class="note" key={run.id}>
             {loaded.length > 1 && <><Text value={run.name} />: </>}
-            {isFixed && "Rewards are those of the dataset: this run sampled nothing new; values differ because batches hold different tasks. "}
-            {last !== undefined && `Groups with a gradient: ${short(last[0])} of ${short(last[1])} in the last update, ${short(sum(0))} of ${short(sum(1))} in all.`}
+            {isFixed && "Rewards come from the dataset, because this run did not sample. They differ between updates because batches contain different tasks. "}
+            {last !== undefined && `Groups with a gradient: ${short(last[0])} of ${short(last[1])} in the last update, ${short(sum(0))} of ${short(sum(1))} in total.`}
           </p>
         );
       })}

@@ -34,15 +34,15 @@ const TITLES: Record<string, [string, string]> = {
   return: ["return", "The reward of the last step, or the sum over steps"],
   prompt_tokens: ["prompt tokens", "prompt_tokens: tokens of all prompts"],
   response_tokens: ["response tokens", "response_tokens: tokens of all responses"],
-  trained_tokens: ["trained tokens", "trained_tokens: response tokens with a loss"],
+  trained_tokens: ["trained tokens", "trained_tokens: response tokens that are trained on"],
   longest_row_tokens: ["tokens of longest row", "longest_row_tokens: prompt and response of the longest row"],
   stop_reason: ["stop reason", "stop_reason of the last row"],
-  error: ["error", "Why the trajectory failed"],
-  policy_version: ["policy version", "policy_version: the oldest weights that sampled it"],
-  agents: ["agents", "Whose calls these are"],
+  error: ["error", "The reason why the trajectory failed"],
+  policy_version: ["policy version", "policy_version: the version of the oldest weights that sampled it"],
+  agents: ["agents", "The agents that made the calls"],
 };
 const ADDED_TITLES: Record<string, [string, string]> = {
-  faults: ["faults", "faults: what an audit found in its rows; none: audited without a fault"],
+  faults: ["faults", "faults: the kinds of faults that an audit found in its rows; none: audited, no fault found"],
   fault_nats: ["certainty of faults, nats", "fault_nats: the largest log-likelihood ratio of a fault to the label"],
 };
 const NUMBERS = new Set(["repetition_id", "num_rows", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
@@ -55,7 +55,7 @@ function titleOf(name: string, { added }: Dataset, shares: Shares[]): [string, s
     const file = shares.find((one) => one.column === name)?.name ?? "";
     return ADDED_TITLES[name] ?? [shareTitle(name), `${name}: the sum of its rows' shares of the update (${plain(file, 60)})`];
   }
-  return TITLES[name] ?? [name, `${name}: a column of your own (the last row's value)`];
+  return TITLES[name] ?? [name, `${name}: a user-defined column (the last row's value)`];
 }
 
 function ordered(columns: string[], added: string[]): string[] {
@@ -156,8 +156,8 @@ export function TableView(): JSX.Element {
     { key: "ArrowDown", does: "next trajectory", run: () => move(1) },
     { key: "k", does: "previous trajectory", run: () => move(-1) },
     { key: "ArrowUp", does: "previous trajectory", run: () => move(-1) },
-    { key: "PageDown", does: "20 further", run: () => move(20) },
-    { key: "PageUp", does: "20 back", run: () => move(-20) },
+    { key: "PageDown", does: "20 trajectories down", run: () => move(20) },
+    { key: "PageUp", does: "20 trajectories up", run: () => move(-20) },
     { key: "Home", does: "first trajectory", run: () => choose(0) },
     { key: "End", does: "last trajectory", run: () => choose(total - 1) },
     { key: "Enter", does: "open its tokens", run: () => cursor !== null && open(cursor, "tokens") },
@@ -170,7 +170,7 @@ export function TableView(): JSX.Element {
       },
     },
   ]);
-  if (dataset === null) return <Empty>There is no dataset to show.</Empty>;
+  if (dataset === null) return <Empty>No dataset is open.</Empty>;
 
   const columns = ordered(facts?.columns ?? [...Object.keys(TITLES), ...dataset.added], dataset.added).filter((name) => name !== "repetition_id" && name !== "instance_id");
   const kinds = new Map(dataset.columns.map((column) => [column.name, column.kind]));
@@ -307,7 +307,7 @@ function FilterBox(): JSX.Element {
         autocomplete="off"
         value={text}
         disabled={isReport}
-        placeholder={isReport ? "Filtering needs `rollouts view`; a report holds one selection." : `SQL, as for rollouts filter: instance_id = 'task-1' AND reward > 0`}
+        placeholder={isReport ? "A report contains one selection; use `rollouts view` to filter." : `SQL, as for rollouts filter: instance_id = 'task-1' AND reward > 0`}
         onInput={(event) => setText(event.currentTarget.value)}
         onKeyDown={(event) => {
           if (event.key !== "Escape") return;

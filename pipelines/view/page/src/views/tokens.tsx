@@ -136,13 +136,13 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
     { key: "Home", does: "first token", run: () => moveTo(0) },
     { key: "End", does: "last token", run: () => moveTo(length - 1) },
     { key: "r", does: "first token of the response", run: () => moveTo(prompt) },
-    { key: "w", does: "next worst token of the colour's column", run: () => goWorst(1) },
-    { key: "W", does: "back to the token before in that order", run: () => goWorst(-1) },
-    ...(audited ? [{ key: "v", does: "next fault, or swap, that the audit found", run: () => goFault(1) }, { key: "V", does: "the fault before", run: () => goFault(-1) }] : []),
+    { key: "w", does: "next worst token by the colour's column", run: () => goWorst(1) },
+    { key: "W", does: "previous token in that order", run: () => goWorst(-1) },
+    ...(audited ? [{ key: "v", does: "next fault or swap that the audit found", run: () => goFault(1) }, { key: "V", does: "previous fault or swap", run: () => goFault(-1) }] : []),
     { key: "[", does: "previous step", run: () => goStep(-1) },
     { key: "]", does: "next step", run: () => goStep(1) },
     { key: "x", does: "colour by the next column", run: () => nextColumn(1) },
-    { key: "X", does: "colour by the column before", run: () => nextColumn(-1) },
+    { key: "X", does: "colour by the previous column", run: () => nextColumn(-1) },
     { key: "p", does: "pin or unpin the trajectory", run: () => togglePin(trajectory) },
   ]);
   const decoded = table.schema.metadata.get("decoded") !== "0";
@@ -191,9 +191,9 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
           </div>
         )}
       </header>
-      {!decoded && <p class="note">The dataset names no tokenizer that is here: tokens are shown as ids.</p>}
+      {!decoded && <p class="note">Tokens are shown as ids because the dataset's tokenizer is not available.</p>}
       {run !== null && joined.update === undefined && (
-        <p class="note">No update is joined. Choose one above to see what it trained.</p>
+        <p class="note">No update is selected. Select one above to see the values that it recorded.</p>
       )}
       {dataset !== null && <RecordedIn dataset={dataset} of={{ trajectory_id: trajectory, step_index: step }} what="this row" />}
       <div class="stage">
@@ -221,7 +221,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
 
 interface CanvasProps {
   table: Table;
-  /** Names the row, for those who wait until it is drawn. */
+  /** Id of the row, for tests that wait until it is drawn. */
   name: string;
   prompt: number;
   column: TokenColumn | null;
@@ -370,7 +370,7 @@ interface Inks {
   ink: (string | null)[];
 }
 
-/** Colours are few and tokens many: each is written once. */
+/** Compute each colour's CSS text once: there are few colours and many tokens. */
 function inksOf(column: TokenColumn | null, scale: Scale | null): Inks {
   if (column === null || scale === null) return { fill: [], ink: [] };
   const inks = new Map<string, string>();
@@ -434,7 +434,7 @@ interface MapProps {
   cursor: number | null;
 }
 
-/** All lines at once, with the part in sight; click or drag to scroll. */
+/** An overview of all lines that marks the visible part; click or drag to scroll. */
 function Minimap({ layout, inks, width, prompt, faults, scroller, size, cursor }: MapProps): JSX.Element {
   const theme = useTheme();
   const ref = useRef<HTMLCanvasElement>(null);
@@ -508,13 +508,13 @@ interface DetailsProps {
   isHovered: boolean;
 }
 
-/** Blanks alone would not be seen. */
+/** Make line breaks and tabs visible, and spaces if the text has no visible character. */
 function visibleBlank(text: string): string {
   const shown = text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥");
   return shown.trim() === "" ? shown.replaceAll(" ", "␣") : shown;
 }
 
-/** All numbers of one token. A screen reader hears it when the cursor stops. */
+/** All values of one token; a screen reader announces them when the cursor stops. */
 function Details({ table, faults, at, prompt, columns, isHovered }: DetailsProps): JSX.Element {
   if (at === null) {
     return (
@@ -523,9 +523,9 @@ function Details({ table, faults, at, prompt, columns, isHovered }: DetailsProps
         <p class="note">Move over a token, or press an arrow key, to see its numbers.</p>
         <h2>Marks</h2>
         <ul class="marks">
-          <li><span class="sample trained">word</span> underlined: trained by the dataset's loss mask</li>
+          <li><span class="sample trained">word</span> underlined: trained on, according to the dataset's loss mask</li>
           <li><span class="sample prompt">word</span> grey: not sampled, such as the prompt</li>
-          <li><span class="escape">\xe2</span> dotted: part of a character, or one that cannot be seen</li>
+          <li><span class="escape">\xe2</span> dotted: an invisible character, or part of a character</li>
           <li>⏎ line break, ⇥ tab</li>
           {faults.length > 0 && <li><span class="sample fault">word</span> outlined: a fault that an audit found; ▼ is the first token after a swap of weights</li>}
         </ul>
@@ -558,7 +558,7 @@ function Details({ table, faults, at, prompt, columns, isHovered }: DetailsProps
       {isBroken && (
         <p class="note">
           Part of a character
-          {whole !== null && <>: tokens {short(whole.first)} to {short(whole.last)} make “{pieces(whole.text).map((piece) => piece.text)}”</>}.
+          {whole !== null && <>: tokens {short(whole.first)} to {short(whole.last)} form “{pieces(whole.text).map((piece) => piece.text)}”</>}.
         </p>
       )}
       <table class="facts">
@@ -583,8 +583,8 @@ function Details({ table, faults, at, prompt, columns, isHovered }: DetailsProps
         </tbody>
       </table>
       {fields.some((name) => titles.get(name)?.unit === "nats") && <p class="note">Log-probabilities and entropy are in nats.</p>}
-      {joins && unknown.includes("logprob") && <p class="note">This row is not among those that the update recorded.</p>}
-      {unknown.length > 0 && <p class="note">Without a value in this row: {unknown.map((name) => name.replaceAll("_", " ")).join(", ")}.</p>}
+      {joins && unknown.includes("logprob") && <p class="note">The update did not record this row.</p>}
+      {unknown.length > 0 && <p class="note">Not available in this row: {unknown.map((name) => name.replaceAll("_", " ")).join(", ")}.</p>}
     </aside>
   );
 }

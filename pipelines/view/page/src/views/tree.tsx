@@ -23,7 +23,7 @@ export function TreeView(): JSX.Element {
   const key = dataset === null || named === undefined ? null : JSON.stringify([dataset.id, of, joined]);
   const answer = useAnswer(key, () => tree(dataset!.id, of, joined));
   useKeys("Tree", [
-    { key: "t", does: "the task's tree or the trajectory's", run: () => go({ of: ofTask ? "trajectory" : undefined }, { replace: true }) },
+    { key: "t", does: "switch between the trees of the task and the trajectory", run: () => go({ of: ofTask ? "trajectory" : undefined }, { replace: true }) },
     { key: "x", does: "colour by return or by advantage", run: () => go({ color: place.color === "advantage" ? "return" : "advantage" }, { replace: true }) },
   ]);
   return (
@@ -141,7 +141,7 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
     { key: "+", does: "zoom in", run: () => zoom(0.5, current === undefined ? undefined : (current.node.start + current.node.end) / 2) },
     { key: "-", does: "zoom out", run: () => zoom(2) },
     { key: "z", does: "zoom to the node", run: () => current !== undefined && zoomTo(current.node.start, current.node.end) },
-    { key: "0", does: "see all", run: () => setRange([0, deepest]) },
+    { key: "0", does: "zoom out to the entire tree", run: () => setRange([0, deepest]) },
     { key: "Enter", does: "open the node's tokens", run: () => current !== undefined && openNode(current.node) },
   ]);
   const lane = Math.max(6, Math.min(TALLEST, size.height > 0 ? (size.height - AXIS) / lanes : LANE));
@@ -181,7 +181,7 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
         context.fillText(fitted(context, plain(node.text, 160), left + wide - 5 - start), start, top + Math.min(tall / 2, 60));
         context.restore();
       }
-      // A leaf ends rows: whose, beside it, where no box can be.
+      // Name the rows that end in a leaf beside it, where there can be no box.
       if (one.children.length === 0 && tall > 11 && right < size.width - 40) {
         context.font = "11px system-ui, sans-serif";
         context.fillStyle = muted;
@@ -223,7 +223,7 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
       <div class="tools">
         <p class="lead">
           <Num value={distinct} name="num_tokens" /> distinct tokens in {count(nodes.length, "node")}, {count(rows, "row")}
-          {causes > 0 ? `; ${count(causes, "broken prefix", "broken prefixes")} (▲)` : "; no prefix broke"}.
+          {causes > 0 ? `; ${count(causes, "broken prefix", "broken prefixes")} (▲)` : "; no broken prefixes"}.
         </p>
         <div class="group" role="group" aria-label="Zoom">
           <span class="hint" aria-hidden="true">zoom</span>
@@ -231,8 +231,8 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
           <button type="button" onClick={() => zoom(2)} aria-label="Zoom out">−</button>
           <button type="button" onClick={() => setRange([0, deepest])}>all</button>
         </div>
-        {known ? <Legend scale={scale} title={by} /> : <p class="note">No {by} is known{by === "advantage" && ": join an update that recorded these tokens"}.</p>}
-        <p class="note marks-line"><span class="box sampled" /> sampled <span class="box prompt" /> prompt <span>▲ broke a prefix</span></p>
+        {known ? <Legend scale={scale} title={by} /> : <p class="note">No known {by}s{by === "advantage" && "; select an update that recorded these tokens"}.</p>}
+        <p class="note marks-line"><span class="box sampled" /> sampled <span class="box prompt" /> prompt <span>▲ broken prefix</span></p>
       </div>
       <div class="stage">
         <div class="icicle scroller" ref={ref} tabIndex={0} role="application" aria-label="Prefix tree: arrow keys move between nodes; the table below lists them">
@@ -282,7 +282,7 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
   );
 }
 
-/** Who ends in a leaf: one trajectory with its step and return, or how many. */
+/** Label of a leaf: the trajectory that ends in it, with its step and return, or the number of trajectories. */
 function endsOf(node: TreeNode): string {
   const names = [...new Set(node.rows.map(([trajectory]) => trajectory))];
   if (names.length !== 1) return count(names.length, "trajectory", "trajectories");
@@ -300,14 +300,14 @@ function NodeDetails({ node }: { node: TreeNode | null }): JSX.Element {
     return (
       <aside class="details" aria-label="Node">
         <h2>Node</h2>
-        <p class="note">Each box is a run of tokens that the rows to its right share. Its width is its number of tokens. Click one, or press an arrow key.</p>
+        <p class="note">Each box is a run of tokens shared by the rows to its right; its width is their number. Click a box, or press an arrow key.</p>
       </aside>
     );
   }
   return (
     <aside class="details" aria-label="Node" aria-live="polite" data-node={node.id}>
       <h2>Node <Num value={node.id} name="id" /><small>{node.sampled ? "sampled" : "prompt"}</small></h2>
-      {node.cause !== null && <p class="cause">▲ This prefix broke: <Text value={node.cause} /></p>}
+      {node.cause !== null && <p class="cause">▲ Broken prefix: <Text value={node.cause} /></p>}
       <table class="facts">
         <tbody>
           <tr><th scope="row">tokens</th><td class="numeric"><Num value={node.end - node.start} name="tokens" /></td></tr>
@@ -348,7 +348,7 @@ function drawAxis(context: CanvasRenderingContext2D, range: [number, number], wi
   }
 }
 
-/** As much of a text as a width holds. */
+/** Truncate a text to a width in pixels. */
 function fitted(context: CanvasRenderingContext2D, text: string, width: number): string {
   if (context.measureText(text).width <= width) return text;
   let [fits, cut] = [0, text.length];

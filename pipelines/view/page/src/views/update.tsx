@@ -1,4 +1,4 @@
-/** View 7: the rows of an optimizer step, ranked, and what was masked by which rule. */
+/** View 7: the rows of an optimizer step, ranked, and the numbers of clipped and rejected targets. */
 
 import type { Table } from "apache-arrow";
 import type { JSX } from "preact";
@@ -16,12 +16,12 @@ import { MetricName } from "./run";
 import { type Head, VirtualTable } from "../virtual_table";
 
 const TITLES: Record<string, [string, string]> = {
-  dataset: ["dataset", "The dataset that holds the row"],
+  dataset: ["dataset", "The dataset that contains the row"],
   trajectory_id: ["trajectory", "trajectory_id"],
   step_index: ["step", "step_index of the row"],
-  loss_share: ["contribution to the loss", "loss_share: sum over the row's targets of weight times loss. Positive ones raise the loss, negative ones lower it"],
+  loss_share: ["contribution to the loss", "loss_share: the sum of weight times loss over the row's targets"],
   advantage: ["mean advantage", "Mean over the row's targets"],
-  num_targets: ["targets", "num_targets: tokens of the row that this update trained"],
+  num_targets: ["targets", "num_targets: tokens of the row that this update trained on"],
   max_importance_weight: ["max importance weight", "max_importance_weight: the largest exp(logprob − old_logprob)"],
   max_abs_difference: ["max distance from sampler, nats", "max_abs_difference: the largest |logprob − rollout_logprob|, in nats"],
   mean_abs_difference: ["mean distance, nats", "mean_abs_difference: the mean |logprob − rollout_logprob|, in nats"],
@@ -52,7 +52,7 @@ export function UpdateView(): JSX.Element {
         <h1 id="title">Update</h1>
         {!(run === null && shares.length > 0) && <Empty>
           {run === null ? (
-            <>There is no run. <code>rollouts view RUN</code> shows what its updates trained.</>
+            <>No run is open. <code>rollouts view RUN</code> shows the rows that each update trained on.</>
           ) : (
             <>
               This run recorded no tokens. Train with <code>record_tokens = "sampled"</code> to see the rows of an update.
@@ -98,10 +98,10 @@ export function UpdateView(): JSX.Element {
   );
 }
 
-// What an update is judged by, in this order.
+// The metrics shown first, in this order.
 const FACTS = ["reward/avg_raw_reward", "return_mean", "loss", "policy_kl", "policy_entropy", "clip_ratio", "grad_norm", "rollout_logprobs_abs_diff_mean"];
 
-/** The metrics of the update that are looked at first. */
+/** The most important metrics of the update. */
 function Facts({ run, update }: { run: string; update: number }): JSX.Element | null {
   const answer = useAnswer(run, () => metrics(run));
   const at = answer.value?.global_step.indexOf(update) ?? -1;
@@ -127,7 +127,7 @@ function sum(rows: Row[], name: string): number {
   return rows.reduce((total, row) => total + Number(row[name] ?? 0), 0);
 }
 
-/** A row of a dataset that is not open stays without one. */
+/** The dataset of a row as a change of the address; empty if it is not open. */
 function datasetOf(row: Row): { data?: string } {
   return typeof row.dataset === "string" ? { data: row.dataset } : {};
 }
@@ -173,7 +173,7 @@ function Rows({ table, run, update }: { table: Table; run: string; update: strin
         <Masks rows={numbered} />
         <Scatter run={run} update={update} rows={numbered} chosen={cursor === null ? null : Number(rows[cursor]?.index)} onOpen={open} />
       </div>
-      <h2>Rows, {order.by === "" ? "largest contribution to the loss first, + or −" : `by ${TITLES[order.by]?.[0] ?? order.by}`}</h2>
+      <h2>Rows, {order.by === "" ? "largest absolute contribution to the loss first" : `by ${TITLES[order.by]?.[0] ?? order.by}`}</h2>
       <VirtualTable
         label="Rows of the update"
         heads={heads}
@@ -206,7 +206,7 @@ function Rows({ table, run, update }: { table: Table; run: string; update: strin
 function Masks({ rows }: { rows: Row[] }): JSX.Element {
   const targets = sum(rows, "num_targets");
   const lines = [
-    ["in the loss", "not rejected; a clipped target is in the loss without a gradient", targets - sum(rows, "num_rejected")],
+    ["in the loss", "not rejected; clipped targets are included but have no gradient", targets - sum(rows, "num_rejected")],
     ["clipped", "the clip rule left no gradient", sum(rows, "num_clipped")],
     ["rejected", "masked by the correction for sampler mismatch", sum(rows, "num_rejected")],
   ] as const;
@@ -252,10 +252,10 @@ function Scatter(props: ScatterProps): JSX.Element {
   );
 }
 
-// Farther from 1, a weight can be told from it in the chart.
+// Weights closer to 1 than this cannot be distinguished from it in the chart.
 const FLAT = 1e-4;
 
-/** The chart, or a sentence where all its points would lie on one line. */
+/** The chart, or a sentence if all its points would form one line. */
 function Targets(props: ScatterProps & { table: Table }): JSX.Element {
   const { table } = props;
   const farthest = useMemo(
@@ -267,9 +267,9 @@ function Targets(props: ScatterProps & { table: Table }): JSX.Element {
   const of = total(table, "total");
   return (
     <p class="note">
-      {table.numRows < of ? `Of ${short(table.numRows)} of ${short(of)} targets, all` : "All"} importance weights are 1
-      {farthest > 0 && ` (none is farther from it than ${short(FLAT)})`}: this update began with the policy that its batch began
-      with, so there is nothing to clip. A row below opens its tokens.
+      All importance weights are 1{farthest > 0 && ` (within ${short(FLAT)})`}
+      {table.numRows < of && `, as far as ${short(table.numRows)} of ${short(of)} targets show`}: the policy was the same at the start
+      of this update as at the start of its batch, so no target was clipped. Click a row below to open its tokens.
     </p>
   );
 }
