@@ -1,1 +1,1 @@
-"""Ratios measured side by side in one run: `make bench`."""
+"""Benchmarks that compare two measurements taken in one run (`make bench`)."""

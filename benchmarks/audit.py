@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def make(out: Path, arguments: argparse.Namespace) -> None:
-    """Train the runs if they are not there, sample all cases, and write datasets and labels."""
+    """Train the runs unless they exist, sample all cases, and write datasets and labels."""
     out.mkdir(parents=True, exist_ok=True)
     parts = out / "parts"
     parts.mkdir()
@@ -143,13 +143,13 @@ the version that sampled the step ("3-int8": version 3, rounded; "foreign": the 
 
 
 def table_text(table: pl.DataFrame) -> str:
-    """Return a whole table as text."""
+    """Format a table as text, without truncating it."""
     with pl.Config(tbl_rows=200, tbl_cols=30, tbl_width_chars=200, tbl_hide_dataframe_shape=True):
         return str(table)
 
 
 def alone(work: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Call a function in a process that returns its memory at the end."""
+    """Call a function in a separate process, so that its memory is freed afterwards."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         process.submit(work, *arguments, **named).result()
 
@@ -172,7 +172,7 @@ def planned(
 
 
 def weights_of(run: Path, lora_run: Path, model: str, folder: Path) -> dict[str, str]:
-    """Return the model directory of each key, with rounded ones in `folder`."""
+    """Return the model directory of each key; models with rounded weights go to `folder`."""
     weights = versions_of(run, model)
     for version in quantised_versions([int(v) for v in weights]):
         for kind in ("bf16", "int8"):
@@ -267,7 +267,7 @@ def subset(source: Path, target: Path, number: int) -> Path:
 
 
 def compared(labels: pl.DataFrame, verdicts: pl.DataFrame) -> pl.DataFrame:
-    """Join verdicts with labels, and mark those that are right: `is_right`, and `is_close` for values."""
+    """Join verdicts with labels, and add the columns `is_right`, `is_placed` (of swaps) and `is_found`."""
     names = [name for name in verdicts.columns if name not in labels.columns]
     keys = ["trajectory_id", "step_index"]
     found = labels.join(verdicts.select(*keys, *names), on=keys, how="left")
@@ -350,7 +350,7 @@ def _confusion(spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def found_by_fault(spans: pl.DataFrame) -> pl.DataFrame:
-    """Count the faulty spans that have any fault in their verdict."""
+    """Count the faulty spans for which the audit reports any fault."""
     aggregated = spans.filter(pl.col("fault") != "clean").group_by("dataset", "fault")
     found = aggregated.agg(pl.len().alias("spans"), pl.col("is_found").sum().alias("found"))
     total = found.select(

@@ -4,7 +4,7 @@ Every response comes from a real vLLM server through `rollouts generate`'s own c
 trajectory: a list of calls, each with the weights that answer it. The calls run in rounds, and in
 each round the server loads one version after the other. The labels of a call (version,
 temperature, prompt, ...) are chosen afterwards: correctly for a clean case, otherwise with a fault.
-Ids and the order of rows are random, so only `labels.parquet` tells which rows have a fault.
+Ids and the order of rows are random, so only `labels.parquet` records which rows have a fault.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ SETTINGS = [
     *({"temperature": 0.7}, {"temperature": 0.7}, {"temperature": 1.3}, {"temperature": 1.3}),
     *({"top_p": 0.9}, {"top_k": 20}),
 ]
-"""Sampling settings of clean rows, which are labelled with them."""
+"""Sampling settings of clean rows, which their labels record correctly."""
 VARIANTS = ("no_system", "other_system", "no_generation_prompt", "no_newlines", "double_bos")
 OTHER_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 PER_TOKEN = ("response_ids", "rollout_logprobs")
 EXACT = 1e-3
-"""Difference, in nats, that the float32 server never has from the exact log-probability."""
+"""Upper bound of the float32 server's error in log-probabilities, in nats."""
 COLUMNS = (
     *("instance_id", "repetition_id", "trajectory_id", "step_index", "is_last_step"),
     *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward"),
@@ -86,14 +86,14 @@ class Call:
 
     Attributes:
         weights: Key of the weights that answer: a version, or "3-int8", "foreign", "adapter-2".
-        text: The user's message; None to continue the response of the call before.
+        text: The user's message; None to continue the response of the previous call.
         sampling: Fields of `Sampling`, including `max_tokens`.
         label: `policy_version` of the row.
         fault: Name of the planted fault; "clean" if there is none.
-        says: Columns of the row that are false, with their values.
-        shift: Positions by which the stored log-probabilities are moved.
-        variant: Rendering of the prompt that the engine or the row has.
-        engine_has_variant: True if the engine saw the variant; false if the row has it.
+        says: Columns of the row to overwrite with false values.
+        shift: Number of positions by which to shift the stored log-probabilities.
+        variant: Different rendering of the prompt, seen by the engine or stored in the row.
+        engine_has_variant: True if the engine saw the variant; false if the row stores it.
     """
 
     weights: str
@@ -123,7 +123,7 @@ class Plan:
     """Draws cases at random.
 
     Args:
-        seed: Seed of everything that is drawn.
+        seed: Seed of all random draws.
         versions: Versions of the run, in order.
         scale: Factor of the number of cases.
     """
@@ -134,7 +134,7 @@ class Plan:
         self._names = count()
 
     def repeat(self, number: int) -> range:
-        """Return the range of a number of cases, scaled."""
+        """Return a range over a scaled number of cases."""
         return range(max(1, round(number * self.scale)))
 
     def length(self) -> int:
@@ -165,17 +165,17 @@ class Plan:
         self.cases.append(Case(name=name, dataset=dataset, server=server, calls=list(calls)))
 
     def version(self, first: int = 0) -> int:
-        """Draw a version, without the first few."""
+        """Draw a version, except the `first` oldest ones."""
         return self.random.choice(self.versions[first:])
 
     def older(self) -> tuple[int, int]:
-        """Draw a version and one that is one or two versions older."""
+        """Draw a version, and another that is one or two versions older."""
         new = self.version(first=1)
         return new, max(self.versions[0], new - self.random.choice([1, 1, 2]))
 
 
 def plan_steps(p: Plan) -> None:
-    """Rows of one step each, with processed log-probabilities: every fault but adapters."""
+    """Plan rows of one step each, with processed log-probabilities: all faults except adapters."""
     for _ in p.repeat(1000):
         v = p.version()
         p.add("steps", "processed", p.call(v, v))
@@ -231,7 +231,7 @@ def quantised_versions(versions: Sequence[int]) -> tuple[int, int]:
 
 
 def plan_merged(p: Plan) -> None:
-    """Trajectories of several turns, merged to one row each; in some, one turn has a fault."""
+    """Plan trajectories of several turns, merged to one row each; in some, one turn has a fault."""
 
     def turn(weights: object, label: int, number: int, **changes: Any) -> Call:
         text = {} if number == 0 else {"text": p.random.choice(FOLLOW_UPS)}
@@ -271,7 +271,7 @@ def plan_merged(p: Plan) -> None:
 
 
 def plan_raw(p: Plan) -> None:
-    """Rows with raw log-probabilities, vLLM's default."""
+    """Plan rows with raw log-probabilities, vLLM's default."""
     for _ in p.repeat(200):
         v = p.version()
         p.add("raw", "raw", p.call(v, v))
@@ -285,7 +285,7 @@ def plan_raw(p: Plan) -> None:
 
 
 def plan_bfloat16(p: Plan) -> None:
-    """Rows of a server that computes in bfloat16."""
+    """Plan rows of a server that computes in bfloat16."""
     for _ in p.repeat(150):
         v = p.version()
         p.add("bfloat16", "bfloat16", p.call(v, v))
@@ -303,7 +303,7 @@ def plan_bfloat16(p: Plan) -> None:
 
 
 def plan_adapters(p: Plan, server: str) -> None:
-    """Rows of a server with LoRA adapters; some come from an older adapter, or from none."""
+    """Plan rows of a server with LoRA adapters; some come from an older adapter, or from none."""
     for _ in p.repeat(100):
         v = p.version()
         p.add("adapter", server, p.call(f"adapter-{v}", v))
@@ -313,7 +313,7 @@ def plan_adapters(p: Plan, server: str) -> None:
 
 
 def plan_in_flight(p: Plan) -> list[list[Case]]:
-    """Rows whose weights were swapped while the server sampled them, in rounds of one swap each."""
+    """Plan rows whose weights change while the server samples them; each round has one swap."""
     rounds = []
     for new in (p.versions[-3], p.versions[-1]):
         before = len(p.cases)
@@ -365,7 +365,7 @@ class Sampler:
             rounds = defaultdict(list)
             for case in here:
                 call = case.calls[number]
-                # Apart, because vLLM sorts the logits of a whole batch for any truncated request.
+                # Truncated calls are separate: vLLM sorts the logits of their whole batch.
                 truncates = call.sampling["top_p"] < 1 or call.sampling["top_k"] is not None
                 rounds[call.weights, truncates].append(case)
             for (key, _), chosen in sorted(rounds.items()):
@@ -404,7 +404,7 @@ class Sampler:
     def run_across_a_swap(
         self, cases: Sequence[Case], url: str, weights: Mapping[str, str]
     ) -> None:
-        """Answer calls with some weights, and load others when the first response is complete.
+        """Answer calls with the old weights, and load new ones when the first response is complete.
 
         The server keeps the keys and values that the old weights computed, as in `rollouts rl`
         with `weight_sync = "now"`. `settle_swaps` finds where each response changed.
@@ -543,7 +543,7 @@ class Sampler:
 
 
 def shifted(values: Sequence[float], shift: int) -> list[float]:
-    """Move log-probabilities by some positions; free positions become 0.
+    """Shift log-probabilities by a number of positions; vacated positions become 0.
 
     Example:
         >>> shifted([-1.0, -2.0, -3.0], 1), shifted([-1.0, -2.0, -3.0], -1)
@@ -664,7 +664,7 @@ def _rounded(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 def server(
     model: str, python: str, log: Path, *arguments: str, dtype: str = "float32"
 ) -> Iterator[str]:
-    """Run a vLLM server with live weights."""
+    """Run a vLLM server that can reload its weights."""
     with VllmServer(
         model,
         python=python,
@@ -684,7 +684,7 @@ def server(
 
 
 def versions_of(run: Path, model: str) -> dict[str, str]:
-    """Return the model directory of each version of a run, from the one it started from."""
+    """Return the model directory of each version of a run, starting with the initial model."""
     found = {path.name.removeprefix("version_"): str(path) for path in (run / "weights").iterdir()}
     return {"0": model} | {key: found[key] for key in sorted(found, key=int)}
 
@@ -698,7 +698,7 @@ class Scorer:
 
     @torch.no_grad()
     def logprobs(self, key: str, row: Mapping[str, Any], temperature: float = 1.0) -> torch.Tensor:
-        """[R] nats of a row's response."""
+        """Compute the log-probabilities of a row's response ([R] nats)."""
         if key != self._key:
             self._model = AutoModelForCausalLM.from_pretrained(self.paths[key]).float().eval()
             self._key = key

@@ -156,7 +156,7 @@ def _pool(
     foreign: Sequence[int],
     arguments: argparse.Namespace,
 ) -> Pool:
-    """Sample responses from the policy, to the ends of recorded calls cut at random."""
+    """Sample responses from the policy to random parts of recorded calls."""
     rng = np.random.default_rng((arguments.seed, 1))
     prompts, responses = [], []
     for number in rng.integers(len(texts), size=arguments.pool):
@@ -178,7 +178,7 @@ def _pool(
 def _poisoned(
     policy: Policy, pool: Pool, kind: str, rng: np.random.Generator, num_rows: int
 ) -> tuple[Batch, int]:
-    """Make the batch of an update, one row of which is poisoned; return it with that row."""
+    """Make a batch with one poisoned row; return the batch and the index of that row."""
     num_groups = num_rows // GROUP
     rows: list[dict[str, Any]] = []
     for number in rng.choice(len(pool.prompts), num_groups, replace=num_groups > len(pool.prompts)):

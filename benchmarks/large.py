@@ -69,7 +69,7 @@ def size_mb(folder: Path) -> float:
 
 
 def run(arguments: list[str]) -> tuple[float, int]:
-    """Run a verb; return its seconds, and its peak resident bytes including child processes."""
+    """Run a command; return its seconds, and its peak resident bytes including child processes."""
     start, peak = time.monotonic(), 0
     command = [sys.executable, "-m", "rollout_io", *arguments]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:

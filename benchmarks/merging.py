@@ -32,7 +32,9 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--skyrl", metavar="PYTHON")
-    parser.add_argument("--scaling", action="store_true", help="only merge three sizes")
+    parser.add_argument(
+        "--scaling", action="store_true", help="only measure how merging scales with size"
+    )
     arguments = parser.parse_args()
     if arguments.scaling:
         scaling()
@@ -47,7 +49,7 @@ def main() -> None:
 
 
 def measured(table: pa.Table) -> tuple[pa.Table, dict[str, float]]:
-    """Measure our seconds by operation; also return the merged table."""
+    """Measure the seconds of each of our operations; also return the merged table."""
     stored = encode_prefixes(table)
     full_s, merged = best_of(5, lambda: merge_table(table, "consecutive"))
     prefix_s, same = best_of(5, lambda: merge_table(stored, "consecutive"))

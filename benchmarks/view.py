@@ -88,14 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trajectories", type=int, default=1_000_000, metavar="N")
     parser.add_argument("--folder", type=Path, metavar="DIR")
-    parser.add_argument("--no-server", action="store_true", help="only what a user waits for")
-    parser.add_argument("--no-browser", action="store_true", help="only the server's answers")
+    parser.add_argument("--no-server", action="store_true", help="only measure the page")
+    parser.add_argument("--no-browser", action="store_true", help="only measure the server")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         many = written(folder / f"view-{arguments.trajectories}", arguments.trajectories)
         long = written(folder / "view-long", NUM_LONG, LONG_TOKENS)
-        if not arguments.no_browser:  # first: it starts a process of its own
+        if not arguments.no_browser:  # first, because it starts a server process
             measure_browser(many, long)
         if not arguments.no_server:
             measure_many(many)
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def measure_browser(many: Path, long: Path) -> None:
-    """Print what a user waits for in Chromium, and the memory of the server, beside their limits."""
+    """Print the page's delays in Chromium and the server's memory, next to their limits."""
     from tests.helpers.browser_helpers import chromium, viewing
 
     before = os.getloadavg()[0]
@@ -158,7 +158,7 @@ def filtered_s(page: Any, condition: str) -> float:
 
 
 def drawn_s(page: Any, task: int, attempt: int) -> float:
-    """Return the seconds from opening a long row, new to page and server, until it is drawn."""
+    """Return the seconds from opening a long row, not cached anywhere, until it is drawn."""
     of = urlencode({"data": "d1", "trajectory": f"task-{task}_{attempt}", "task": f"task-{task}"})
     since = page.evaluate(
         "hash => { const now = performance.now(); location.hash = hash; return now }",
@@ -170,7 +170,7 @@ def drawn_s(page: Any, task: int, attempt: int) -> float:
 
 
 def scrolled(page: Any) -> list[float]:
-    """Return the milliseconds between frames while the wheel turns, over two seconds."""
+    """Return the milliseconds between frames during two seconds of scrolling."""
     page.mouse.move(500, 600)
     page.evaluate(f"() => {{ window.frames_ = ({FRAMES})(2000) }}")  # not awaited
     end = time.perf_counter() + 2

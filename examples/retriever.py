@@ -28,7 +28,7 @@ MAX_REQUEST_BYTES = 1 << 20
 
 
 class BM25:
-    """Okapi BM25 over documents held in memory."""
+    """Okapi BM25 over documents in memory."""
 
     def __init__(self, documents: Sequence[str]) -> None:
         self.documents = documents
@@ -109,8 +109,8 @@ def serving(documents: Sequence[str], port: int) -> Iterator[str]:
     """Serve documents on 127.0.0.1 until the block ends, then close all threads and sockets.
 
     Args:
-        documents: At least one.
-        port: 0 picks a free one.
+        documents: Documents to serve; at least one.
+        port: Port; 0 picks a free one.
 
     Yields:
         The URL to post to.
