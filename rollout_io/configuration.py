@@ -178,7 +178,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _toml_text(text: str) -> str:
-    """Quote text: TOML has no surrogate pairs, and escapes one more character than JSON."""
+    """Quote text for TOML, which has no surrogate pairs and, unlike JSON, escapes DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,4 +1,4 @@
-"""Checks of the named invariants: `check` returns breaches as data, `validate` raises them."""
+"""Checks of the named invariants: `check` returns breaches as a table, `validate` raises an error."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ValidationError(InvariantError):
 
 
 def row_place(breach: Mapping[str, Any]) -> str:
-    """Return the row of a breach as text: `row 3 (trajectory shop-1_0, step 2)`."""
+    """Format the row of a breach for a message: `row 3 (trajectory shop-1_0, step 2)`."""
     parts = []
     if breach["trajectory_id"] is not None:
         parts.append(f"trajectory {breach['trajectory_id']}")
@@ -96,7 +96,7 @@ class Checker:
 
     @classmethod
     def after(cls, parts: Sequence[Checker]) -> Checker:
-        """Return a checker in the state it would have after the tables of all `parts`, in order."""
+        """Combine checkers of consecutive parts into one, as if it had checked all their tables."""
         whole = cls()
         whole.num_rows = sum(part.num_rows for part in parts)
         whole.trajectory_ids = set().union(*(part.trajectory_ids for part in parts))
@@ -184,7 +184,7 @@ def validate(data: Any, *, vocab_size: int | None = None) -> None:
     """Raise an error if `check` finds errors; warnings are ignored.
 
     Raises:
-        ValidationError: The table has breaches of severity `error`; the error has all of them.
+        ValidationError: The table has breaches of severity `error`; its `breaches` lists them all.
     """
     raise_errors(check(data, vocab_size=vocab_size))
 
@@ -200,7 +200,7 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
     """Check columns_and_types, and return the columns that later checks must skip.
 
     Returns:
-        Breaches, and the names of the columns that have one.
+        The breaches, and the names of the columns that they concern.
     """
     missing = set(REQUIRED_COLUMNS) - set(table.column_names)
     if PREFIX_TYPES.keys() <= set(table.column_names):

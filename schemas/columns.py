@@ -30,7 +30,7 @@ class Column:
         name: Column name.
         type: Arrow type that the writer casts to; None if it depends on the data (routing: the
             number of layers and top-k depend on the model).
-        nullable: True if the column may hold nulls and may be absent altogether.
+        nullable: True if the column may contain nulls or be absent from the table.
         length: Length rule of a list column.
         meaning: One-line description for the documentation.
     """
@@ -75,7 +75,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         name="is_last_step",
         type=pa.bool_(),
-        meaning="true on the trajectory's final row only, which holds its last step",
+        meaning="true only on the trajectory's final row, which contains its last step",
     ),
     Column(
         name="prompt_token_ids",
@@ -157,8 +157,8 @@ COLUMNS: tuple[Column, ...] = (
         type=None,
         nullable=True,
         meaning=(
-            "list<fixed list<fixed list<int16, topk>, layers>>: experts chosen for the leading "
-            "1 to p+r tokens of prompt + response"
+            "list<fixed list<fixed list<int16, topk>, layers>>: experts chosen for each token of "
+            "prompt + response, or for only the first n (n >= 1)"
         ),
     ),
     Column(

@@ -22,10 +22,10 @@ from schemas.rules import RULES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorId:
-    """An error id, with its classes, cause and fix.
+    """The error classes, cause and fix of an error id.
 
     Attributes:
-        kinds: Classes of the errors; several if the class depends on where the cause is.
+        kinds: Error classes that use this id; several if the class depends on where the cause is.
         cause: One sentence: what is wrong.
         fix: One sentence: what to do.
     """
@@ -88,8 +88,8 @@ dataset_exists: The path is not a rollout dataset: it does not exist, or has no 
     Correct the path, or run the interrupted conversion again to finish it.
 disk_full: The disk is full, and the run cannot write its output.
     Free disk space and run the same command again with `--resume`.
-duplicate_input: The same log was given twice, or two logs have the same content.
-    Give each log once, or pass `--on-error skip`.
+duplicate_input: The same log was passed twice, or two logs have the same content.
+    Pass each log once, or pass `--on-error skip`.
 duplicate_record: A record is an exact copy of an earlier one.
     Remove the copy, or pass `--on-error skip`.
 engine_request: A request from a harness is not a JSON object, lacks `messages` or `prompt`, or uses
@@ -113,7 +113,7 @@ fields: A GeneratorOutput lacks a required field, has an unknown field, needs id
 fields_align: The fields of a GeneratorOutput have different numbers of entries.
     Give every field one entry per row, or drop the field with `--other-fields drop`.
 file: A file could not be opened, read or written.
-    Check that the path exists and that this user may access it.
+    Check that the path exists and that you have permission to access it.
 file_metadata: The metadata of a dataset cannot be read, or datasets that are combined have
     contradictory metadata.
     Write the file again from its source, convert one of the datasets to match, or pass `--outcome`
@@ -145,9 +145,9 @@ generator_raised: The custom generator raised an exception.
 generator_timeout: The custom generator did not return before `agent_timeout_s`.
     Raise `agent_timeout_s`, or correct the call that hangs.
 group: A run in the log has no instance id or group id.
-    Convert the original log, unmodified, with the ids that the message names.
-harbor_export: The file is Harbor's traces export, whose text no format reads.
-    Convert the trial directory or its `agent/trajectory.json`; `--on-error skip` leaves exports out.
+    Convert the original, unmodified log, which contains the ids that the message names.
+harbor_export: The file is Harbor's traces export, which no format can read.
+    Convert the trial directory or its `agent/trajectory.json`, or pass `--on-error skip`.
 harbor_input: The path is not a Harbor job or trial directory, a `result.json`, or an ATIF
     trajectory.
     Check the path with `rollouts formats FILE`.
@@ -182,15 +182,15 @@ iteration_failed: All trajectories of an iteration failed.
     command with `--resume`.
 journal: The recorder cannot write a call to its journal.
     Free disk space for the recording directory, and check its permissions.
-json_document: The file is not one valid JSON document.
+json_document: The file is not a single valid JSON document.
     Write or copy the file again, because it is incomplete or has a different format.
-json_file: The GeneratorOutput file is not one JSON object.
+json_file: The GeneratorOutput file is not a single JSON object.
     Write it with `rollouts export DS --format skyrl`.
-json_line: A line is not one valid JSON object in UTF-8.
+json_line: A line is not a single valid JSON object in UTF-8.
     Repair the line from its source, or delete it.
 json_number: A value to export is NaN or infinite, which JSON cannot represent.
     Drop the metric, or replace NaN and infinity.
-last_flag: `is_last_step` of a GeneratorOutput holds a value other than true or false.
+last_flag: `is_last_step` of a GeneratorOutput contains a value other than true or false.
     Store one boolean per row.
 lfs_pointer: The file is a Git LFS pointer, not its content.
     Run `git lfs pull`.
@@ -201,7 +201,7 @@ logprobs_kind: Some exported rows have `rollout_logprobs` and others do not.
     Drop the column, or keep only the rows that have it.
 loss_reduction_raised: The custom loss reduction raised an exception.
     Correct the function at the line that the message names.
-mask_kind: `loss_masks` of a GeneratorOutput holds a value other than 0 or 1.
+mask_kind: `loss_masks` of a GeneratorOutput contains a value other than 0 or 1.
     Store 0 or 1 per response token.
 media_type: The body of the request is not declared as JSON.
     Send `Content-Type: application/json`.
@@ -220,7 +220,7 @@ metric: The run has no numbers for this metric, or has made no update.
 metrics_file: `metrics.jsonl` is missing, empty or invalid.
     Pass the directory of a run that `rollouts train` or `rollouts rl` wrote.
 missing_trials: A Harbor job directory has fewer trials than its `result.json` counts.
-    Resume the job, copy it completely, or pass its trials by name.
+    Resume the job, copy it completely, or pass its trial directories individually.
 mixed_time: Some calls of a session have a `time` and others do not.
     Give every call of the session its `time`, or none.
 model_config: `config.json` lacks the layers, heads or sizes that the FLOP estimate needs.
@@ -270,7 +270,7 @@ other_tokenizer: The tokenizer decodes the logged token ids to text that differs
     text.
     Set `--tokenizer` to the tokenizer of the model that sampled the tokens.
 output_file: The output cannot be written to this path.
-    Choose a path with free space, to which this user may write; record to a local disk.
+    Choose a path on a disk with free space, where you may write; record to a local disk.
 parquet_file: The Parquet file is damaged or cut off, or was not written by TRL.
     Copy the file again.
 partial_groups: A group has more or fewer trajectories than `group_size`, and the advantage
@@ -278,7 +278,7 @@ partial_groups: A group has more or fewer trajectories than `group_size`, and th
     Set `partial_groups` to `mask` or `train`, or restore the missing trajectories.
 path: The path is empty.
     Pass a path; check that the shell variable is set.
-pickle: The file is a pickle, which could run code and is not opened.
+pickle: The file is a pickle, which is never opened because it could run arbitrary code.
     Pass SkyRL's GeneratorOutput to `rollout_io.from_generator_output` in Python; write other data as
     JSON Lines.
 policy_loss_type_raised: The custom policy loss raised an exception.
@@ -346,7 +346,7 @@ session_ended: The session has already ended, or is ended again with a different
 session_key: The API key is missing, or is not the key of this session.
     Use the `base_url` and key that `POST /sessions` returned.
 session_name: A session name is not `INSTANCE/REPETITION`, with repetitions numbered from 0; or a
-    name in a rewards file fits several runs.
+    name in a rewards file matches several runs.
     Name sessions `shop-1/0`, `shop-1/1`, ..., and percent-encode them in URLs.
 session_open: The session is already open.
     Open a session with a different repetition, or end this one first.
@@ -382,7 +382,7 @@ too_many_sessions: The recorder holds 100,000 sessions that have not been writte
 tool_arguments: The arguments of a tool call are not a JSON object.
     Log a call that could not be parsed as text in the message's content.
 tools: The tools are not a list of JSON schemas, or one of them is not a function.
-    Pass functions that can be written as JSON.
+    Pass function schemas that can be serialised as JSON.
 torch_file: The file was not written by `torch.save`, is cut off, or contains objects other than
     plain data and tensors.
     Save the debug rollout of slime again.
@@ -392,8 +392,8 @@ trajectories: The custom generator returned trajectories that were not requested
 trajectory_id: A trajectory id of a GeneratorOutput has no string `instance_id`, or no integer
     `repetition_id` below 2147483648.
     Store both values in every entry of `trajectory_ids`.
-unique_group: Two datasets of the mixture contain the same group, or a dataset is given twice.
-    Pass `--prefix-names`, or give each dataset once.
+unique_group: Two datasets of the mixture contain the same group, or a dataset was passed twice.
+    Pass `--prefix-names`, or pass each dataset once.
 unique_outcome: Two outcomes have the same `trajectory_id`.
     Keep one outcome per trajectory.
 unknown_outcome: A trajectory without an error has no finite return, so it cannot be trained on.
@@ -429,9 +429,9 @@ weights_mismatch: Rows of an iteration were not sampled by the weights or settin
     Fix the cause that the message names, or train on the rows with `--set on_mismatch=warn`.
 zero_advantages: Every advantage is 0, because all trajectories of a group have equal returns.
     Look at the rewards with `rollouts stats DS`, and use tasks or rewards that vary within a group.
-zip_archive: The zip archive is damaged, protected by a password, too large, packed with an unknown
-    compression, or changed during the conversion.
-    Copy the archive again, or pack its files again with deflate or Zstandard.
+zip_archive: The zip archive is damaged, protected by a password, too large, compressed with an
+    unsupported method, or changed during the conversion.
+    Copy the archive again, or compress its files again with deflate or Zstandard.
 """
 
 _CONFIG = """\
@@ -488,7 +488,7 @@ replay_change: `rollouts replay --set` names a key that affects more than one up
     Change a key of the loss, the advantages or the optimizer, or start a new run.
 replay_place: The run's dataset or model is not at the path that its `config.json` names.
     Pass `--set dataset=PATH` or `--set model=DIR`, or run the command where the run was started.
-resume: The output directory holds a dataset that was not generated, or that was generated with a
+resume: The output directory contains a dataset that was not generated, or that was generated with a
     different configuration.
     Use the configuration that the dataset was generated with, or choose a different `--out`.
 sampling: A sampling setting is out of bounds, unknown, or set twice.
@@ -499,7 +499,7 @@ unique_filter: Two filters have the same name.
     Give every filter a different name.
 usage: The command has an unknown verb, option or value, or lacks a required one.
     Follow the hint, or run `rollouts VERB --help`.
-weights: Two of the candidates of an audit have the same version.
+weights: Two candidates of an audit have the same version.
     Pass `--weights VERSION=DIR` with different versions, or leave one of them out.
 """
 
@@ -605,4 +605,4 @@ ERROR_IDS: dict[str, ErrorId] = {
     )
     for name, (cause, fix) in sorted(texts.items())
 }
-"""Every error id, by kind and name."""
+"""All error ids, ordered by kind and name."""

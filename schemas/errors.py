@@ -1,4 +1,4 @@
-"""Errors that a user can act on, each with a sentence, the id of a rule, and a hint.
+"""Errors that a user can act on: each has a message, a rule id and a hint.
 
     RolloutError
         InvariantError   rollout data breaks a named invariant
@@ -8,8 +8,8 @@
                          response
         MissingExtra     an optional package is not installed
 
-Every error is printed as its sentence and its id, `calls.jsonl:3: ... [json_line]`. Code compares
-`rule`, never the sentence.
+An error prints as its message followed by its rule id, `calls.jsonl:3: ... [json_line]`. In code,
+compare `rule`, never the message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, NoReturn, Self
 
-_BRIEF = 72  # characters of a reason in a list of reasons
+_BRIEF = 72  # maximum length of a reason in a list of reasons
 _MOST_RULES = 4
 _FIELDS = ("rule", "where", "got", "expected", "hint")
 
@@ -28,18 +28,18 @@ class RolloutError(ValueError):
 
     Args:
         rule: Id of the rule ("lengths_align", "json_line", ...).
-        where: Place of the error: "file.jsonl:12", "part-00000.parquet, row 7", "--format".
-        got: What was found there.
+        where: Location of the error: "file.jsonl:12", "part-00000.parquet, row 7", "--format".
+        got: The value or problem found there.
         expected: What the rule requires.
         hint: How to fix the error: a command or an action.
-        message: The complete sentence, including the place; if None, the sentence is composed from
-            `where`, `got` and `expected`.
+        message: The complete message, including the location; if None, it is composed from `where`,
+            `got` and `expected`.
 
     Example:
         >>> print(
-        ...     RolloutError("json_line", "a.jsonl:3", "an open bracket", "one whole JSON object")
+        ...     RolloutError("json_line", "a.jsonl:3", "an open bracket", "a complete JSON object")
         ... )
-        a.jsonl:3: found an open bracket; expected one whole JSON object. [json_line]
+        a.jsonl:3: found an open bracket; expected a complete JSON object. [json_line]
         >>> text = "a.jsonl:4: the line is cut off."
         >>> print(RolloutError("json_line", "a.jsonl:4", "a line cut off", message=text))
         a.jsonl:4: the line is cut off. [json_line]
@@ -66,18 +66,18 @@ class RolloutError(ValueError):
 
     @property
     def sentence(self) -> str:
-        """The sentence without the rule's id."""
+        """The message without the rule id."""
         found = f"found {self.got}; expected {self.expected}" if self.expected else self.got
         text = self.message or f"{self.where}: {found}"
         return text if text.endswith((".", "!", "?")) else f"{text}."
 
     @property
     def failure(self) -> str:
-        """Text for the `error` column; begins with the rule's id, so that ids can be counted."""
+        """Text for the `error` column; begins with the rule id, so that errors can be counted by id."""
         return f"{self.rule}: {self.sentence.removesuffix('.')}"
 
     def at(self, where: str, hint: str | None = None) -> Self:
-        """Return the same error with a more precise place, and a new hint if one is given."""
+        """Return a copy of the error with a more precise location and, if given, a new hint."""
         error = copy(self)
         error.where, error.hint = where, hint or self.hint
         if self.message is not None:
@@ -89,7 +89,7 @@ class RolloutError(ValueError):
         return error
 
     def fields(self) -> dict[str, str | None]:
-        """Return the structured fields and the sentence, for JSON."""
+        """Return the structured fields and the message, for JSON."""
         return {name: getattr(self, name) for name in _FIELDS} | {"message": self.sentence}
 
 
@@ -120,7 +120,7 @@ _KINDS = {
 
 
 def encode(error: RolloutError) -> dict[str, str | None]:
-    """Return an error as a JSON object, to send it to another process; `decode` reverses this."""
+    """Convert an error to a JSON object that another process can `decode`."""
     kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS]
     return {"kind": kinds[0], **error.fields()}
 
@@ -134,12 +134,13 @@ def decode(encoded: Mapping[str, Any]) -> RolloutError:
 def raise_first(
     errors: Sequence[RolloutError], more: str | None = None, hint: str = ""
 ) -> NoReturn:
-    """Raise the first error; its message counts further rejected records by rule.
+    """Raise the first error, and count the other rejected records by rule in its message.
 
     Args:
-        errors: One or more errors, each of one record.
-        more: The further records in words; None counts the errors.
-        hint: Addition to the hint of the first error.
+        errors: One error per rejected record; at least one.
+        more: The number of other rejected records as text, such as "2 more files"; if None, it is
+            derived from the number of errors.
+        hint: Text to append to the hint of the first error.
     """
     first, num_more = copy(errors[0]), len(errors) - 1
     if hint:
@@ -154,7 +155,7 @@ def raise_first(
 
 
 def reasons_of(errors: Sequence[RolloutError]) -> str:
-    """Count the errors of further records by rule, each with a short reason.
+    """Summarise errors: the count of each rule, with a short reason from its first error.
 
     Example:
         >>> reasons_of([InputError("json_line", "a:3", "an open bracket")] * 2)
@@ -171,7 +172,7 @@ def reasons_of(errors: Sequence[RolloutError]) -> str:
 
 
 def _brief(error: RolloutError) -> str:
-    """Shorten the reason of an error, without its place."""
+    """Return the reason of an error, shortened and without its location."""
     text = " ".join(error.got.split()) or error.sentence
     return text if len(text) <= _BRIEF else f"{text[: _BRIEF - 3]}..."
 
@@ -185,7 +186,7 @@ def count(number: int, noun: str, ending: str = "s") -> str:
 
 
 def first_of(place: str, number: int) -> str:
-    """Return the place of the first finding, followed by the total if there are several.
+    """Return the location of the first finding, followed by the total if there are several.
 
     Example:
         >>> first_of("row 3", 1), first_of("row 3", 12)

@@ -15,7 +15,7 @@ def requires_extra(extra: str, where: str) -> Iterator[None]:
     """Turn a failed import into an error that names the extra to install.
 
     Args:
-        extra: Name of the extra in `pyproject.toml`; several, separated by commas.
+        extra: Name of the extra in `pyproject.toml`, or several names separated by commas.
         where: Command or setting that needs the package: "rollouts plot", "lora_rank".
 
     Raises:
@@ -36,9 +36,9 @@ def requires_extra(extra: str, where: str) -> Iterator[None]:
 
 
 def explained(error: ImportError, extra: str, where: str) -> ImportError | MissingExtra:
-    """Return the error to raise for a failed import: see `requires_extra`.
+    """Return the error that `requires_extra` raises for a failed import.
 
-    The error is returned unchanged if one of our modules is missing, or if an installed package
+    The original error is returned if one of our own modules is missing, or if an installed package
     fails to import.
     """
     package = (error.name or "").partition(".")[0]

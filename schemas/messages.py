@@ -10,14 +10,14 @@ RETOKENIZED = "retokenized"
 """Value of `token_source` in rows whose ids were computed from text."""
 
 SAID = ("content", "reasoning_content", "tool_calls")
-"""Fields of an assistant message that hold output of the model."""
+"""Fields of an assistant message that contain model output."""
 
 
 def is_answer(message: Mapping[str, Any]) -> bool:
-    """True if the message contains output of the model.
+    """True if the message contains model output.
 
-    If an assistant message has no text, reasoning or tool calls, the call failed or its output was
-    not logged: the sampled tokens are unknown.
+    An assistant message without text, reasoning or tool calls is not an answer: the call failed, or
+    its output was not logged.
     """
     return message.get("role") == "assistant" and any(message.get(name) for name in SAID)
 
@@ -25,14 +25,14 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 def sent_messages(row: Mapping[str, Any]) -> Any:
     """Return the messages that were sent to the model before the row's first answer.
 
-    In a row with tokens from an engine, these are all messages. A re-tokenized row holds a
-    conversation that ends with its last answer; `segments` has one element per answer.
+    If the tokens come from an engine, these are all messages of the row. A re-tokenized row stores
+    the conversation including its answers; its `segments` have one element per answer.
 
     Args:
         row: Columns `messages`, `token_source` and `segments`; each may be absent.
 
     Returns:
-        The parsed messages; text without roles as a string; None if unknown.
+        The parsed messages, a string if the prompt was text without roles, or None if unknown.
 
     Raises:
         ValueError, RecursionError: `messages` is not JSON.

@@ -25,9 +25,9 @@ Outcome = Literal["last", "sum"]
 
 _KEY = "rollout_io."
 DIGEST, PLACE = b"rollout_io.digest", b"rollout_io.place"
-"""Keys of a shard's digest and of its position in the dataset: see `rollout_io.dataset.footer`."""
+"""Keys for a shard's digest and its position in the dataset (see `rollout_io.dataset.footer`)."""
 CONVERSION = b"rollout_io.conversion"
-"""Key of the record that identifies a conversion: see `rollout_io.conversion.finished`."""
+"""Key for the record that identifies a conversion (see `rollout_io.conversion.finished`)."""
 _OF_ROWS = (
     "tokenizer_fingerprint",
     "logprobs_mode",
@@ -108,7 +108,7 @@ def common(found: Mapping[str, DatasetMetadata], refused: Collection[str]) -> Da
 
     Args:
         found: Metadata by path; at least one.
-        refused: Fields in which two different known values are an error.
+        refused: Fields that must not have different known values.
 
     Raises:
         InputError: `file_metadata`: two datasets differ in a field of `refused`.
@@ -161,7 +161,8 @@ def upgrade(
     """Bring a table of an older schema version up to `current`, one version at a time.
 
     Raises:
-        InputError: The table is newer than this library, or an upgrade function is missing.
+        InputError: `schema_version`: the table is newer than this library, or an upgrade function
+            is missing.
     """
     where = f"schema version {version}"
     if version > current:

@@ -18,7 +18,8 @@ import pyarrow as pa
 def to_numpy(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
     """Convert a column of numbers or booleans like `column.to_numpy()`.
 
-    Nulls become NaN, or None in a boolean column. One chunk of numbers without nulls is not copied.
+    Nulls become NaN, or None in a boolean column. A single chunk of numbers without nulls is not
+    copied.
     """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     arrays = [_series(chunk).to_numpy() for chunk in chunks]
@@ -58,7 +59,7 @@ def to_arrow(
 
 
 def to_frame(columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> pl.DataFrame:
-    """Convert Arrow columns to a frame; a frame of NumPy arrays would import `numpy.ma`."""
+    """Build a polars frame from Arrow columns (NumPy arrays would make polars import `numpy.ma`)."""
     frame = pl.from_arrow(pa.table(dict(columns)))
     assert isinstance(frame, pl.DataFrame)
     return frame

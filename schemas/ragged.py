@@ -21,7 +21,7 @@ _LONG = 64
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """A list column of N rows.
+    """A list column of N rows as flat values and offsets.
 
     Attributes:
         values: Elements of all rows, concatenated.

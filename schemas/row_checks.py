@@ -25,7 +25,7 @@ HEADER_TOKENS = 2
 MIN_ANSWER_TOKENS = 16
 # vLLM clamps -inf log-probabilities to this value before it serialises them as JSON.
 LOGPROB_SENTINEL = -9999.0
-# Relative above 1, absolute below: sums of float64 rewards differ in their last digits.
+# Tolerance for float64 rounding of reward sums: relative for rewards above 1, otherwise absolute.
 REWARD_TOLERANCE = 1e-6
 
 ALIGNED_COLUMNS = tuple(c.name for c in COLUMNS if c.length is Length.RESPONSE)
@@ -76,7 +76,7 @@ def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
         return
     column = view.ragged("rollout_logprobs")
     values = column.values
-    # The usual case, without temporary arrays. A NaN makes the comparisons false.
+    # Fast path without temporary arrays for valid values; NaN makes the comparison false.
     if len(values) == 0 or LOGPROB_SENTINEL < values.min() <= values.max() <= 0.0:
         return
     with np.errstate(invalid="ignore"):
@@ -164,7 +164,7 @@ def check_segments(view: View) -> Iterator[pl.DataFrame]:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpans:
-    """All segments of a table, concatenated, as arrays [S] int64; nulls are read as -1."""
+    """All segments of a table, concatenated, as [S] int64 arrays; nulls become -1."""
 
     row: IntArray
     start: IntArray
@@ -239,8 +239,8 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
     The answer is the row's first sampled range. A prompt ends with the header of the answer, and
     its last two tokens identify that header: the prompt's last assistant message follows the last
     earlier occurrence of this pair. A row breaks the rule if its answer is trained on, has at least
-    `MIN_ANSWER_TOKENS` tokens, and that message begins with it. A row is exempt if an earlier row
-    of its trajectory sampled the same tokens, because the model then repeated itself.
+    `MIN_ANSWER_TOKENS` tokens, and that message begins with the same tokens. A row is exempt if an
+    earlier row of its trajectory sampled these tokens, because the model then repeated itself.
     """
     if not view.has("prompt_token_ids", "response_ids", "loss_mask", "trajectory_id"):
         return
@@ -309,7 +309,7 @@ class _SampledRanges:
         return self.response.values[self.start[index] : self.start[index] + self.length[index]]
 
     def begins(self, index: int, values: npt.NDArray[Any]) -> bool:
-        """True if `values` begin with the ids of the range."""
+        """True if `values` starts with the ids of the range."""
         return bool(np.array_equal(values[: self.length[index]], self.tokens(index)))
 
     def trains(self, index: int) -> bool:
@@ -321,21 +321,22 @@ class _SampledRanges:
 
 
 def _last_messages(prompt: Ragged, wanted: BoolArray) -> tuple[IntArray, IntArray]:
-    """Find the last assistant message of each prompt that has one.
+    """Find the last assistant message of each prompt.
 
     Args:
         prompt: All prompts.
-        wanted: [N] rows to search; their prompts must be at least as long as two headers.
+        wanted: [N] bool: rows to search; their prompts must be at least as long as two headers.
 
     Returns:
-        The rows of these prompts, in order, and the flat position after each message's header.
+        The rows whose prompts contain an assistant message, in order, and the flat position after
+        the header of the last one.
     """
     rows = np.flatnonzero(wanted)
     if not len(rows):
         return rows, rows
     header = prompt.values[prompt.offsets[rows + 1][:, None] - [HEADER_TOKENS, 1]]
     first, second = header[0]
-    # Nearly always all prompts end with the same header, and one scalar comparison is faster.
+    # Prompts nearly always end with the same header, and comparing with a scalar is faster.
     if (header != header[0]).any():
         pairs = np.full((len(wanted), HEADER_TOKENS), -1, header.dtype)
         pairs[rows] = header
@@ -352,7 +353,7 @@ def _last_messages(prompt: Ragged, wanted: BoolArray) -> tuple[IntArray, IntArra
 def _unexplained(
     ranges: _SampledRanges, answers: Sequence[int], first_row: IntArray
 ) -> Iterator[int]:
-    """Yield the answers that no earlier row of their trajectory sampled; reads each range once."""
+    """Yield the answers that no earlier row of their trajectory sampled, reading each range once."""
     sampled: set[bytes] = set()
     trajectory, end = -1, 0
     for index in answers:
@@ -392,7 +393,7 @@ def row_sums(column: Ragged) -> npt.NDArray[np.float64]:
 def _first_elements(
     view: View, rule: str, name: str, bad: BoolArray, expected: str
 ) -> pl.DataFrame:
-    """Report one breach per row, with its first bad element and the number of others."""
+    """Report one breach per row: the first invalid element, and the number of further ones."""
     column: Ragged = view.ragged(name)
     positions = np.flatnonzero(bad)
     rows, first, counts = np.unique(column.row_of(positions), return_index=True, return_counts=True)

@@ -113,7 +113,7 @@ _RULES = (
     Rule(
         name="segments_in_range",
         meaning="segments are inside the response, in order, without overlap",
-        hint="set `segments` to null in rows of a single step",
+        hint="correct the ranges, or set `segments` to null in rows that contain a single step",
     ),
     Rule(
         name="prefix_reference",
@@ -122,8 +122,8 @@ _RULES = (
     ),
     Rule(
         name="routing_shape",
-        meaning="rollout_expert_indices cover 1 to p+r leading tokens, with experts >= 0",
-        hint="keep routes only for the leading tokens of prompt + response",
+        meaning="rollout_expert_indices cover 1 or more leading tokens of prompt + response, and are >= 0",
+        hint="remove the routing of tokens beyond prompt + response, or drop the column",
     ),
     Rule(
         name="metrics_keys",

@@ -13,8 +13,8 @@ class Metric(NamedTuple):
 
 
 GENERATED = ("generate/", "environment/")
-"""Prefixes of metrics that `rollouts stats` also reports. A metric that exists both per step and
-per trajectory is per step."""
+"""Prefixes of metrics that `rollouts stats` also reports. If a metric exists both per step and per
+trajectory, it is the one per step."""
 OWN_LOSS = "policy_loss/"
 """Prefix of the metrics that a user's policy loss returns."""
 
@@ -88,12 +88,12 @@ METRICS = {
         "Trained tokens left out individually, as a fraction of those in rows that are kept.",
     ),
     "geo_sequence_mask_masked_ratio": Metric(
-        "fraction", "Rows left out because of the geometric mean."
+        "fraction", "Rows left out because the geometric mean of their ratios is out of bounds."
     ),
     "geo_sequence_mask_over_high_ratio": Metric("fraction", "Rows above `geo_mask_high`."),
     "geo_sequence_mask_under_low_ratio": Metric("fraction", "Rows below `geo_mask_low`."),
     "product_sequence_mask_masked_ratio": Metric(
-        "fraction", "Rows left out because of the product."
+        "fraction", "Rows left out because the product of their ratios is out of bounds."
     ),
     "product_sequence_mask_over_high_ratio": Metric("fraction", "Rows above `product_mask_high`."),
     "product_sequence_mask_under_low_ratio": Metric("fraction", "Rows below `product_mask_low`."),

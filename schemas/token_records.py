@@ -20,7 +20,7 @@ import pyarrow as pa
 from schemas.columns import Column, Length
 
 TOKENS = "tokens"
-"""Directory of the files in a run."""
+"""Directory of the token records in a run."""
 PREFIX, SUFFIX = "global_step_", ".parquet"
 
 _FLAGS, _NUMBERS = pa.list_(pa.bool_()), pa.list_(pa.float32())
@@ -38,7 +38,7 @@ TOKEN_RECORD_COLUMNS: tuple[Column, ...] = (
     Column(
         name="token_sum",
         type=pa.int64(),
-        meaning="sum of the row's `response_ids`, which shows whether a dataset still has the row",
+        meaning="sum of the row's `response_ids`, to detect a dataset whose row has changed",
     ),
     _per_token("loss_mask", _FLAGS, "true for targets of this update", nullable=False),
     _per_token("advantages", _NUMBERS, "advantage; null if the loss does not use advantages"),

@@ -18,10 +18,10 @@ PREFIX_TYPES: dict[str, pa.DataType] = {field.name: field.type for field in PREF
 
 
 def as_table(data: Any) -> pa.Table:
-    """Convert any Arrow-compatible data: a Table, a RecordBatch, a Polars frame, a stream.
+    """Convert Arrow-compatible data (RecordBatch, Polars frame, stream, ...) to a table.
 
     Raises:
-        InvariantError: Arrow has no type for one of the columns.
+        InvariantError: `columns_and_types`: Arrow has no type for one of the columns.
     """
     if isinstance(data, pa.Table):
         return data
@@ -176,7 +176,7 @@ def without_views(table: pa.Table) -> pa.Table:
 
 
 def plain_table(table: pa.Table) -> pa.Table:
-    """Cast variants to the declared types, and the views in user columns to plain types.
+    """Cast declared columns from large and view variants, and views in user columns to plain types.
 
     Columns of an unacceptable type are left unchanged: `columns_and_types` reports them.
     """
@@ -201,7 +201,7 @@ def _has_view(kind: pa.DataType) -> bool:
 
 
 def is_nullable(name: str) -> bool:
-    """True if a declared, prefix or user column may hold nulls."""
+    """True if a declared, prefix or user column may contain nulls."""
     column = COLUMN_BY_NAME.get(name)
     if column is not None:
         return column.nullable

@@ -1,8 +1,8 @@
 """Shares of an update: the table that `rollouts blame` writes, one row for each row of the update.
 
 `dataset`, `trajectory_id` and `step_index` identify the row of the dataset, as in token records;
-`token_sum` shows whether a dataset still has it. The table may have more columns of numbers, which
-the viewer shows as they are.
+`token_sum` detects that the row has changed since. The table may have further numeric columns, which
+the viewer also shows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BLAME = "blame"
 """Directory of the shares in a run: `RUN/blame/*.parquet`."""
 
 UPDATE_SHARE_COLUMNS: tuple[Column, ...] = (
-    Column(name="run", type=pa.string(), meaning="directory of the run, as given"),
+    Column(name="run", type=pa.string(), meaning="directory of the run, as specified"),
     Column(name="global_step", type=pa.int32(), meaning="number of the update"),
     Column(name="dataset", type=pa.string(), meaning="path of the dataset, as configured"),
     Column(name="instance_id", type=pa.string(), meaning="group of the row"),
@@ -25,15 +25,15 @@ UPDATE_SHARE_COLUMNS: tuple[Column, ...] = (
     Column(
         name="share",
         type=pa.float64(),
-        meaning="the row's share of the update: 1 over all rows, negative if the row pulls against"
-        " the step",
+        meaning="the row's share of the update; the shares of all rows sum to 1, and a row that pulls"
+        " against the step has a negative share",
     ),
     Column(
         name="token_shares",
         type=pa.list_(pa.float32()),
         nullable=True,
         length=Length.RESPONSE,
-        meaning="share of each response token; they sum to `share`; null if it is not a target",
+        meaning="share of each response token, null where it is not a target; sums to `share`",
     ),
 )
 """Columns of a table of shares, declared like the columns of the rollout table."""

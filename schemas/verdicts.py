@@ -2,8 +2,8 @@
 
 An audit compares the stored log-probabilities of a span with those of candidate weights and
 settings. `dataset`, `trajectory_id` and `step_index` identify the row (for merged rows, the step as
-`unmerge` numbers it); `token_sum` and `num_response_tokens` show whether a dataset still has it.
-Positions count from the start of the row's `response_ids`.
+`unmerge` numbers it); `token_sum` and `num_response_tokens` detect that the row has changed since.
+Positions are indices into the row's `response_ids`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MEANINGS = {
     "too_short": "too few tokens to tell",
     "not_checked": "not checked",
 }
-"""What each kind of verdict means."""
+"""Meaning of each kind of verdict."""
 
 UNDECIDED = ("too_short", "not_checked")
 """Kinds of verdicts that neither confirm the label nor find a fault."""
 NO_FAULT = ("as_labelled", *UNDECIDED)
-"""Kinds of verdicts that are not faults; all other kinds are, even if this version lacks them."""
+"""Kinds of verdicts that are not faults. All other kinds are, even if unknown to this version."""
 
 
 def _optional(name: str, kind: pa.DataType, meaning: str) -> Column:
@@ -43,7 +43,7 @@ def _optional(name: str, kind: pa.DataType, meaning: str) -> Column:
 
 
 VERDICT_COLUMNS: tuple[Column, ...] = (
-    Column(name="dataset", type=pa.string(), meaning="path of the dataset, as given"),
+    Column(name="dataset", type=pa.string(), meaning="path of the dataset, as specified"),
     Column(name="instance_id", type=pa.string(), meaning="group of the row"),
     Column(name="trajectory_id", type=pa.string(), meaning="trajectory of the row"),
     Column(name="step_index", type=pa.int32(), meaning="index of the row in its trajectory"),

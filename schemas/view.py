@@ -1,4 +1,4 @@
-"""Access to a table for the checks: columns as flat arrays, and breaches as data."""
+"""Access to a table for the checks: columns as flat arrays, and breaches as a frame."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BREACH_SCHEMA: dict[str, Any] = {
     "expected": pl.String,
     "message": pl.String,
 }
-"""Columns of breaches: the rule, the place (`row` is null if it is the entire table), what was found
-and what was expected."""
+"""Columns of a frame of breaches: rule, location (`row` is null if the breach concerns the entire
+table), found value, expected value and message."""
 
 _NONE = pl.DataFrame(schema=BREACH_SCHEMA)
 
@@ -78,7 +78,7 @@ class View:
         return self.table.column(name).cast(pa.large_string())
 
     def is_null(self, name: str) -> BoolArray:
-        """Return true where a column is null, [N]; all true for an absent column."""
+        """Return the null mask of a column, [N] bool; all true for an absent column."""
         if not self.has(name):
             return np.ones(self.table.num_rows, np.bool_)
         return to_numpy(self.table.column(name).is_null())

@@ -20,8 +20,8 @@ def open_dataset(path: str) -> pl.LazyFrame:
     """Scan a dataset, after checking that the required columns exist with their declared types.
 
     Raises:
-        InputError: There is no dataset.
-        InvariantError: The dataset is not a rollout table.
+        InputError: `dataset_exists`: the path is not a dataset.
+        InvariantError: `columns_and_types`: a column is missing or has the wrong type.
     """
     import polars as pl
 
@@ -42,8 +42,8 @@ def open_valid(path: str, workers: Workers | None = None) -> pl.LazyFrame:
     """Scan a dataset, after checking every row against the named invariants.
 
     Raises:
-        InputError: There is no dataset.
-        InvariantError: The dataset is not a rollout table, or breaks an invariant.
+        InputError: `dataset_exists`: the path is not a dataset.
+        InvariantError: The dataset breaks an invariant, whose name is the rule id.
     """
     from rollout_io.cli.workers import workers_of
     from rollout_io.dataset.checking import require_valid

@@ -174,7 +174,7 @@ def sound_rows(rows: pl.DataFrame, problem: ValidationError) -> pl.DataFrame:
 def view_all(
     rows: pl.DataFrame, decode: Callable[[Sequence[int]], str] | None
 ) -> list[TrajectoryView]:
-    """Return the views of trajectories, in order."""
+    """Build the views of all trajectories in the rows, in order."""
     from rollout_io.cli.trajectory_text import COLUMNS, view_trajectory
 
     names = [name for name in rows.columns if name in COLUMNS]
@@ -192,7 +192,7 @@ def own_decoder(dataset: str) -> Callable[[Sequence[int]], str] | None:
 
 
 def warn_of_other_tokenizer(dataset: str, tokenizer: str) -> None:
-    """Warn if a tokenizer differs from the dataset's, so that the texts it decodes are wrong."""
+    """Warn if a tokenizer is not the dataset's, because it would decode the ids to wrong text."""
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.local import about_other_tokenizer, is_other_tokenizer
 

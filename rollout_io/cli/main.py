@@ -163,7 +163,7 @@ def _report(error: RolloutError, code: int = 1) -> int:
 
 
 def _file_error(error: OSError) -> RolloutError | None:
-    """Convert a file error or an exceeded open-file limit to a `RolloutError`; None for the rest."""
+    """Convert a file error or an exceeded open-file limit; return None for other errors."""
     from rollout_io.dataset.opening import too_many_open_files
 
     if limit := too_many_open_files(error, str(error.filename or "this process")):

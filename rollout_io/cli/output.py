@@ -90,9 +90,8 @@ def going_on(how: Callable[[], str], waits_for: str | None = None) -> Iterator[N
     """Print how to resume if an interrupt or SIGTERM ends the verb.
 
     Args:
-        how: Returns how to resume.
-        waits_for: Long work that is completed before the verb stops (see `announced_stop`), or
-            None.
+        how: Returns a sentence that explains how to resume.
+        waits_for: Work that is completed before the verb stops (see `announced_stop`), or None.
     """
     try:
         with announced_stop(waits_for) if waits_for else nullcontext():

@@ -55,10 +55,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepView:
-    """One row of a trajectory. Attributes with the name of a column hold the row's value.
+    """One row of a trajectory. Attributes named like a column contain the row's value.
 
     Attributes:
-        num_shared_tokens: Number of leading prompt tokens that the previous row also holds.
+        num_shared_tokens: Number of leading prompt tokens shared with the previous row.
         num_new_tokens: Number of the remaining prompt tokens.
         prompt: Text of the new part, or of the last message sent; None if unknown.
         num_steps: Number of steps in the row; more than one if it is merged.
@@ -239,7 +239,7 @@ def _shortened(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters: a log must not be able to control the terminal."""
+    """Escape control characters, so that a log cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 

@@ -47,7 +47,7 @@ class UnknownVerbError(HintedUsageError):
 
 
 def explained_usage(error: click.ClickException) -> ConfigError:
-    """Return the error to report for a usage error of click."""
+    """Convert a usage error of click to a `ConfigError` with a hint."""
     ctx = getattr(error, "ctx", None)
     command = ctx.command_path if ctx is not None else "rollouts"
     return ConfigError("usage", command, _found(error), "", _hint(error, ctx))

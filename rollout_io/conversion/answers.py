@@ -19,8 +19,9 @@ MIN_CHARS = 64
 def with_answers(trajectory: Trajectory) -> list[Logged]:
     """Return the steps of a trajectory, with each conversation cut after its last answer.
 
-    Messages after the last answer are omitted because no call saw them. Conversations without an
-    answer are omitted too. Everything before the first answer becomes the prompt (`num_given`).
+    Messages after the last answer are omitted because they were not sent to the model.
+    Conversations without an answer are omitted too. Everything before the first answer becomes the
+    prompt (`num_given`).
 
     Raises:
         InputError: `no_calls`: a run that did not fail has no answer.

@@ -77,7 +77,7 @@ class Reader:
     compared: set[str] = field(default_factory=set)
 
     def parts(self, runs: Sequence[Run]) -> Iterator[Part]:
-        """Yield the runs in order, with their rows, which `sound` must still check."""
+        """Yield the runs in order with their rows, which are not checked yet (see `sound`)."""
         is_table, batch = self.settings.adapter.is_table, []
         if not is_table:
             batch = self.settle(runs)
@@ -162,7 +162,7 @@ def tabulated(batch: Sequence[tuple[Run, Settled]], rejected: list[Rejected]) ->
 
 
 def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
-    """Return the error for a run that fails to convert: invalid ids, or another bad value."""
+    """Return the error for a run that cannot be converted because of invalid ids or values."""
     if isinstance(error, RolloutError):
         return error
     try:

@@ -34,9 +34,9 @@ class Choices:
         chat_template: Name or file of the template for re-tokenization; None uses the tokenizer's.
         layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
-        on_error: Bad records stop the conversion (`fail`), or are rejected (`skip`).
-        strict: If true, files inside directories that match no format are bad records; if false,
-            they are skipped.
+        on_error: Whether invalid records stop the conversion (`fail`) or are rejected (`skip`).
+        strict: If true, files inside directories that match no format are invalid records; if
+            false, they are skipped.
     """
 
     format: str = AUTO
@@ -125,7 +125,7 @@ def settings_of(
 def _with_template(
     log: Log, about: Mapping[str, Any], retokenizer: Retokenizer | None
 ) -> Mapping[str, Any]:
-    """Add the text that the chat template adds to prompts, unless the log is plain text (`text`)."""
+    """Add a fact about the text that the template adds to prompts, unless text has no template."""
     if log.adapter.is_table or "text" in about:
         return about
     return {**about, **about_template(retokenizer)}

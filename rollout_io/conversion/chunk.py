@@ -51,8 +51,8 @@ class Report:
     """Result of a chunk.
 
     Attributes:
-        trajectory_ids: For table formats, the document that contains each trajectory id: the plan
-            does not know which trajectories a document contains.
+        trajectory_ids: For table formats, the document of each trajectory id (their plan does not
+            list the trajectories of a document).
         routing: (layers, experts per token), if there is routing.
     """
 
@@ -137,7 +137,7 @@ def convert_chunk(
         for runs, num_bytes in _batches(chunk.runs):
             for part in reader.parts(runs):
                 table = sound(part, broken, metadata.vocab_size)
-                # Types and names of a rejected document must not reject later ones.
+                # Later documents are not compared with the types and names of a rejected one.
                 if settings.adapter.is_table and table.num_rows:
                     try:
                         where = part.runs[0].places[0].where

@@ -74,8 +74,8 @@ def has_words_of(decoded: str, text: str) -> bool:
 
 
 def _words(text: str) -> set[str]:
-    # Of an escape such as \n before a word, the letter belongs to no word. Where the backslash is
-    # the text's own, the rest of the word remains, and still occurs in the decoded tokens.
+    # Remove escapes such as \n, whose letter would otherwise join the next word. If the backslash
+    # is literal, the rest of the word remains and still occurs in the decoded tokens.
     return set(_WORD.findall(_ESCAPE.sub(" ", text)))
 
 

@@ -48,8 +48,8 @@ class Conversion:
 
     Attributes:
         summary: Counts of records, rows and trajectories.
-        about: Facts about the logs as a whole; with several formats, each name ends with a format.
-        left: Names of the files inside directories that were skipped (see `Opened.left`).
+        about: Facts about the logs by name; with several formats, each name ends with its format.
+        left: Names of skipped files and other entries inside directories (see `Opened.left`).
         num_resumed: Number of chunks that an earlier, interrupted run had finished.
         was_done: True if the dataset was already complete.
     """
@@ -98,11 +98,13 @@ def convert(
         out: Directory to write, local or an fsspec URL.
         choices: Options of the conversion; None uses the defaults.
         workers: Processes that read and write chunks; `Workers(2, "ray")` uses Ray.
-        progress: Called with (bytes, rows) since the last call; each input byte is counted twice.
+        progress: Called with (bytes, rows) since the last call; each input byte is counted twice,
+            because logs are read twice.
         chunk_bytes: Number of log bytes per chunk.
 
     Raises:
-        RolloutError: A bad record (`fail`), or invalid arguments; no dataset is left behind.
+        RolloutError: An argument is invalid, or a record is and `on_error` is "fail"; no dataset is
+            written.
 
     Example:
         >>> convert(["shop.calls.jsonl"], "shop/", Choices(rewards="shop.rewards.jsonl"))

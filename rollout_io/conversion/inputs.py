@@ -62,7 +62,7 @@ def open_inputs(
         ignored: Paths and URLs of files and directories to skip when a directory is searched.
 
     Raises:
-        InputError: `input_file`: an input cannot be read; `duplicate_input`: a log is given twice.
+        InputError: `input_file`: an input cannot be read; `duplicate_input`: a log is passed twice.
     """
     found: list[Input] = []
     unread: list[str] = []
@@ -149,7 +149,7 @@ def _refuse_odd_names(path: Path) -> None:
         name = str(file)
         if name != name.encode(errors="replace").decode():
             shown = os.fsencode(file).decode(errors="backslashreplace")
-            got, hint = "the name is not UTF-8", "rename the file"
+            got, hint = "the file name is not valid UTF-8", "rename the file"
             raise InputError("input_file", shown, got, "", hint)
 
 
@@ -163,7 +163,7 @@ class _Directories:
     unread: list[Path] = field(default_factory=list)
 
     def logs_in(self, directory: Path) -> list[Path]:
-        """Return all files of a directory; if it is a log itself, the directory and other logs in it."""
+        """Return a directory's files; if it is itself a log, return it and the other logs in it."""
         if self._is_ignored(_real(directory)):
             return []
         formats = set(self.formats_of(directory))
@@ -178,7 +178,7 @@ class _Directories:
             return [path]
         if path.is_dir() and not path.is_symlink():
             return self.logs_in(path)
-        # Its logs would be read twice if it were followed.
+        # A link to a directory is not followed: the logs of its target would be read twice.
         if not (path.is_dir() and self._is_searched(_real(path))):
             self.unread.append(path)
         return []
@@ -221,7 +221,7 @@ class _Directories:
 
 
 def _real(path: PathLike) -> Path:
-    """Resolve links; unlike `Path.resolve`, accept a link that leads back to itself."""
+    """Resolve links; unlike `Path.resolve`, accept circular links."""
     return Path(os.path.realpath(path))
 
 
@@ -300,7 +300,7 @@ def _unpacked(stream: BufferedReader) -> Iterator[bytes]:
 
 
 def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
-    """Yield each file with the same content as an earlier one, and a `duplicate_input` error."""
+    """Yield each file that has the same content as an earlier one, with a `duplicate_input` error."""
     by_size: defaultdict[int, list[Input]] = defaultdict(list)
     for given in inputs:
         if given.path.is_file() and (num_bytes := given.path.stat().st_size):
@@ -320,11 +320,11 @@ def _refuse_repeated(inputs: Iterable[Input]) -> None:
     for given in inputs:
         resolved = _real(given.path)
         if resolved in known:
-            got, hint = "the log is given twice", "pass each file once"
+            got, hint = "the log was passed twice", "pass each file once"
             raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
         known.add(resolved)
         if given.name in names:
-            got = "the input is given twice, or two URLs differ only in their query strings"
+            got = "the input was passed twice, or two URLs differ only in their query strings"
             hint = "pass each input once, or download the files and pass their paths"
             raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
         names.add(given.name)

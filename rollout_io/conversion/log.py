@@ -89,8 +89,8 @@ def open_log(
         ignored: Paths and URLs of files and directories to skip when an input directory is searched.
         skips: If true, reject copies and, with `strict` or a chosen format, files inside
             directories that match no format; if false, they are errors.
-        strict: If true, files inside directories that match no format are bad records; if false,
-            they are skipped.
+        strict: If true, files inside directories that match no format are invalid records; if
+            false, they are skipped.
 
     Raises:
         InputError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`: an input cannot
@@ -141,7 +141,7 @@ def _exports_beside_logs(
     known: Mapping[str, Adapter],
     named: Collection[str],
 ) -> list[str]:
-    """Return the exports (`Adapter.is_export`) inside directories that also have logs."""
+    """Return the exports (`Adapter.is_export`) inside directories that also contain logs."""
     found = [
         name
         for format_name, own in names.items()
@@ -153,7 +153,7 @@ def _exports_beside_logs(
 
 
 def _refuse_pickles(named: Sequence[Input], adapter: Adapter) -> None:
-    """Reject pickles that the chosen format does not know, instead of their first bytes.
+    """Reject pickles that the chosen format cannot read, with a clear error.
 
     Raises:
         InputError: `pickle`: an input is a pickle that the format does not recognize.
@@ -197,7 +197,7 @@ def _is_log(path: Path, known: Mapping[str, Adapter]) -> bool:
 
 
 def _foreign(given: Input) -> Rejected:
-    got = "content of no known format"
+    got = "the content matches no known format"
     message = f"{given.name} is in no format that rollouts can read"
     error = InputError(RULE, given.name, got, "", HINT, message=message)
     return Rejected(_whole(given), error)

@@ -28,7 +28,7 @@ def settle(
 
     The outcome comes from the rewards file if it has one, otherwise from the log (its reward
     `reward_key`, if given). The rewards file overrides the log completely: differing values of the
-    log are kept as the metric `logged_reward` (unless a metric already holds it) and the user value
+    log are kept as the metric `logged_reward` (unless a metric has this value) and the user value
     `logged_error`. The last step gets the outcome and the metrics. If the outcome is known, earlier
     steps without a reward get 0.0. The rewards of a failed trajectory become null, and their values
     are kept as `metrics["reward"]`. A trajectory without steps becomes one row with empty lists.
@@ -100,9 +100,8 @@ def by_run(
     """Find the run of each outcome by the name of its session.
 
     A name is `instance/repetition`, or the instance alone if it has one run, or the trajectory id
-    (`instance_repetition`). A line with `instance_id` and `repetition_id` means that run and no
-    other. A failed run that made no call may be missing from the log; it must be given by its full
-    name.
+    (`instance_repetition`). A line with `instance_id` and `repetition_id` refers to exactly that
+    run. A failed run that made no call may be missing from the log; its line must use the full name.
 
     Args:
         outcomes: Outcomes by the names in the rewards file.

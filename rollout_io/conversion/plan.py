@@ -48,8 +48,8 @@ def plan(
 ) -> Plan:
     """Collect the findings of an adapter, and name the runs.
 
-    Runs without a repetition are numbered in order within their instance; with `group_by` all runs
-    are. A second run with the same name is rejected, as is an outcome without a run.
+    Runs without a repetition are numbered in order within their instance; with `group_by`, all runs
+    are renumbered. A second run with the same name is rejected, as is an outcome without a run.
 
     Args:
         found: Findings of `Adapter.find`.

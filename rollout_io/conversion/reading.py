@@ -24,10 +24,10 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
 
     Args:
         inputs: As for `convert`.
-        choices: See `Choices`; a bad record is always an error.
+        choices: See `Choices`; an invalid record raises an error even if `on_error` is "skip".
 
     Raises:
-        RolloutError: Bad records (the error reports the first one), or invalid arguments.
+        RolloutError: A record is invalid (the error describes the first one), or an argument is.
 
     Example:
         >>> read_log(["shop.calls.jsonl"], Choices(rewards="shop.rewards.jsonl")).num_rows

@@ -70,7 +70,7 @@ def fail(
         found: Errors of all rejected records, in order.
         num_runs: Number of runs in the logs.
         noun: Noun for a run, such as "session".
-        rewards: Name of the rewards file, whose lines are counted apart from records of the logs.
+        rewards: Name of the rewards file, whose lines are counted separately.
         num_usable: Number of trajectories that `--on-error skip` would write.
     """
     skip = "or pass --on-error skip to leave such records out and convert "
@@ -88,7 +88,7 @@ def fail(
 
 
 def _counted(found: Sequence[RolloutError], rewards: str | None) -> str:
-    """Return the records after the first in words: "2 more records and 48 rewards"."""
+    """Describe how many records follow the first: "2 more records and 48 rewards"."""
     first, *others = [rewards is not None and e.where.startswith(f"{rewards}:") for e in found]
     words = []
     for is_reward, noun in ((False, "record"), (True, "reward")):

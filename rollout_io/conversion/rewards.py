@@ -33,7 +33,7 @@ class Outcome:
 
     Attributes:
         where: File and line.
-        reward: The outcome; None for a failed trajectory without one.
+        reward: The outcome; None if unknown, or if a failed trajectory has none.
         error: Why the trajectory failed, or None.
         metrics: The other numbers of the line.
         user_values: The other strings of the line, and its lists and objects as JSON.
@@ -64,7 +64,8 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcom
         path: Path to read; None reads `name`.
 
     Raises:
-        InputError: A bad line, or a second line for the same trajectory.
+        InputError: `json_line`, `record_type`, `reward_line`, `session_name`: a line is invalid, or
+            two lines are about the same trajectory.
 
     Example:
         >>> # {"session": "shop-1/0", "reward": 1.0, "style": "append", "truth": 6}
@@ -99,7 +100,7 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
     """Parse the outcome of one trajectory, named "instance/repetition", from one line.
 
     Args:
-        record: The line as an object; a null `reward` is unknown.
+        record: The parsed line; a null `reward` means that it is unknown.
         where: File and line, for errors.
 
     Raises:

@@ -151,7 +151,7 @@ def _loss_masks(rows: _Rows, kind: pa.DataType) -> pa.Array:
 
 
 def _rewards(rows: _Rows, kind: pa.DataType) -> pa.Array:
-    """Build the `reward` column, which every converted dataset has, so that filters can name it."""
+    """Build the `reward` column, even if it is all null, so that filters can always refer to it."""
     return pa.array([s.reward for s in rows.steps], kind)
 
 

@@ -53,7 +53,7 @@ class Staging:
         """Lock the directory against a second conversion, and create it if necessary.
 
         Raises:
-            InputError: `out_is_free`: another process is converting to it.
+            InputError: `out_is_free`: another process is writing to it.
         """
         with writable(self.where):
             self.folder.fs.makedirs(self.folder.path, exist_ok=True)
@@ -94,7 +94,7 @@ class Staging:
             raise
 
     def _clear_if_free(self) -> None:
-        """Remove the staging directory unless it is locked or holds finished chunks."""
+        """Remove the staging directory unless it is locked or contains finished chunks."""
         with suppress(RolloutError), self.locked():
             if not self.holds_chunks():
                 self.clear()

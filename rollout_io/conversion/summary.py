@@ -29,7 +29,7 @@ class Summary:
     Attributes:
         formats: Number of runs found in the logs, by format.
         num_exact: Number of trajectories with token ids from an engine.
-        num_compared: Number of those whose ids were compared with the text in the log.
+        num_compared: Number of these trajectories whose ids were compared with the text in the log.
         reasons: Reasons of the rejections, the most frequent first (`rejections.reasons`).
     """
 
@@ -148,7 +148,7 @@ class Summary:
         lines += self._reasons()
         if self.num_duplicates:
             lines.append(
-                f"{_num(self.num_duplicates, 'rejected record')} with the content of another record"
+                f"{_num(self.num_duplicates, 'rejected record')} with the same content as another"
             )
         if self.num_without_reward:
             lines.append(f"{_num(self.num_without_reward, 'trajectory')} without a reward (null)")
@@ -180,7 +180,7 @@ class Summary:
         return "\n".join(lines)
 
     def tokenizer_text(self, out: str, tokenizer: str | None) -> str | None:
-        """Return what is known about the tokenizer of exact ids; None if all were compared.
+        """Report exact ids that were not compared with logged text; None if all were compared.
 
         Args:
             out: Directory of the dataset.
@@ -190,8 +190,8 @@ class Summary:
             return None
         if tokenizer is None:
             return (
-                "tokenizer unknown: the dataset records none, and ids were not compared with text;"
-                " --tokenizer DIR does both"
+                "tokenizer unknown: the dataset does not record it, and ids were not compared with"
+                " text; pass --tokenizer DIR to do both"
             )
         num_without = self.num_exact - self.num_compared
         if not num_without:

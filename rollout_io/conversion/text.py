@@ -173,7 +173,8 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
     """Return the steps of a trajectory; conversations and completions are re-tokenized.
 
     Raises:
-        InputError: `no_token_ids`: there is text but no re-tokenizer; or any error of `with_answers`.
+        InputError: `no_token_ids`: there is text but no re-tokenizer; `no_calls`: see `with_answers`.
+        InvariantError: `response_in_prompt`: see `with_answers`.
     """
     steps = []
     for step in with_answers(trajectory):
@@ -203,7 +204,7 @@ def is_text_alone(error: RolloutError) -> bool:
 
 
 def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | None) -> bool:
-    """True if the tokenizer itself cannot be used, so that no text can be encoded."""
+    """True if the error is that the tokenizer itself cannot be used, whatever the text."""
     return retokenizer is not None and (error.rule, error.where) == (
         "tokenizer",
         retokenizer.directory,

@@ -64,8 +64,8 @@ def checked_tables(
 ) -> Iterator[pa.Table]:
     """Iterate over a dataset like `iter_tables`, and check every named invariant in the same pass.
 
-    All columns are read and checked, whatever `columns` selects. The last table is yielded only
-    after the entire dataset has been checked; in a dataset of one table, that is the only table.
+    All columns are read and checked, even if `columns` selects only some. The last table (which may
+    be the only one) is yielded only after the entire dataset has been checked.
 
     Raises:
         ValidationError: The dataset breaks a named invariant.

@@ -23,7 +23,7 @@ MOST_OPERATORS = 500
 """Limit on names and operators per condition; thousands overflow the stack of Polars' parser."""
 
 POLARS_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
-"""What Polars raises for a condition; a panic is not an `Exception`."""
+"""Exceptions that Polars raises for a condition (`PanicException` is not an `Exception`)."""
 
 _TOKEN = re.compile(
     r"""\s+
@@ -116,7 +116,7 @@ def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: s
     Args:
         used: Columns that the condition reads.
         known: Columns of the table.
-        where: Place for the message.
+        where: Location to name in the message.
         text: The condition as the user wrote it.
 
     Raises:

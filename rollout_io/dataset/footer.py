@@ -130,9 +130,9 @@ class Places:
 
 
 def refuse_incomplete(where: str, places: Sequence[Place | None], names: Sequence[str]) -> None:
-    """Raise an error if a directory lacks a shard of a dataset, or holds one in the wrong place.
+    """Raise an error if a shard of a dataset is missing from a directory, or in the wrong place.
 
-    A directory may hold several complete datasets. Shards that were appended one by one have no
+    A directory may contain several complete datasets. Shards that were appended one by one have no
     place and are not checked.
 
     Args:
@@ -187,7 +187,7 @@ def seal(
 
 
 def verify(file: pq.ParquetFile, source: Any) -> None:
-    """Compare a footer with its digest, if it has one; other programs write none.
+    """Check a footer against its digest, if it has one (other programs write none).
 
     Args:
         file: The Parquet file.

@@ -66,7 +66,7 @@ def similar_path(missing: str) -> str | None:
         names = [child.name for child in path.parent.iterdir()]
     except OSError:
         return None
-    # Without suffixes: a common one would make unrelated names similar.
+    # Compare without suffixes: a common suffix would make unrelated names similar.
     stems = get_close_matches(path.stem, {Path(name).stem for name in names}, 1)
     named = [name for name in names if Path(name).stem in stems]
     near = get_close_matches(path.name, named, 1, cutoff=0)

@@ -1,8 +1,8 @@
 """Python generators as sources of Polars queries.
 
 Polars runs a source in its own threads, and continues for a moment after a query is abandoned
-(`head`, an exception, an interrupt). If Python shuts down meanwhile, the process aborts. At exit,
-sources therefore stop at their next frame, and the process waits for them.
+(`head`, an exception, an interrupt). If Python shuts down during that time, the process aborts. At
+exit, sources therefore stop at their next frame, and the process waits for them.
 """
 
 from __future__ import annotations

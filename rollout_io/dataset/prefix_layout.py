@@ -1,4 +1,4 @@
-"""The prefix tree of a trajectory as columns: a prompt is (earlier step, shared tokens, rest)."""
+"""The `prefix` layout, which stores a prompt as (earlier step, number of shared tokens, rest)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def decode_prefixes(table: pa.Table) -> pa.Table:
 
 
 def is_encoded(table: pa.Table) -> bool:
-    """True if the table holds the prefix columns instead of full prompts."""
+    """True if the table has the prefix columns instead of full prompts."""
     return PREFIX_TYPES.keys() <= set(table.column_names)
 
 
@@ -194,7 +194,7 @@ class _Tree:
 
 
 def _num_held(run: bytes, tokens: bytes, at: int) -> int:
-    """Return how many bytes of a run equal the tokens at a position."""
+    """Return the number of leading bytes that a run shares with the tokens at a position."""
     if tokens.startswith(run, at):
         return len(run)
     rest = np.frombuffer(tokens, np.int32, offset=at)

@@ -79,8 +79,8 @@ def iter_tables(
             instead of `prompt_token_ids`.
 
     Raises:
-        ConfigError: A column does not exist.
-        InputError: A file cannot be read.
+        ConfigError: `known_column`: a column does not exist.
+        InputError: `dataset_exists`, `readable_file`, `shards_complete`: the dataset cannot be read.
     """
     shards = _open_shards(path)
     schema = _schema_of(shards)
@@ -122,7 +122,7 @@ def read(path: PathLike, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def read_metadata(path: PathLike) -> DatasetMetadata:
-    """Return the metadata of a dataset: of its first shard, or of all shards if it is partitioned.
+    """Return the metadata of a dataset, from its first shard or, if partitioned, from all shards.
 
     Raises:
         InputError: `file_metadata`: the metadata of partitions contradict each other.
@@ -153,7 +153,7 @@ def refuse_mixed_types(shards: Sequence[Location], where: str) -> None:
 
 
 def read_layout(path: PathLike) -> Layout:
-    """Return the layout of a dataset, from its first shard: `full` if it does not declare one."""
+    """Return the layout that the first shard declares; `full` if it declares none."""
     return layout_of(_Shard.open(find_shards(path)[0]).pairs) or "full"
 
 
@@ -161,7 +161,7 @@ def to_hf(path: PathLike) -> Any:
     """Return the logical table as an in-memory `datasets.Dataset`.
 
     Raises:
-        MissingExtra: The `datasets` package is not installed.
+        MissingExtra: `extra_installed`: the `datasets` package is not installed.
     """
     with requires_extra("hf", "to_hf"):
         from datasets import Dataset
@@ -173,7 +173,7 @@ _CACHED_BYTES = 64 << 20
 
 
 class RowReader:
-    """Reads rows of a valid dataset by position, and only the row groups that contain them.
+    """Random access to the rows of a valid dataset, reading only the row groups that contain them.
 
     The most recently used row groups are cached, up to 64 MiB. Threads may share a reader.
 
@@ -218,7 +218,7 @@ class RowReader:
         return pa.concat_tables(parts, promote_options="permissive")
 
     def take(self, rows: IntArray, names: Sequence[str]) -> pa.Table:
-        """Read rows at any positions, in order; read `prompt_token_ids` with `rows` instead.
+        """Read rows at any positions, in order (but not `prompt_token_ids`: use `rows` for these).
 
         Args:
             rows: [K] positions in ascending order.
@@ -270,7 +270,7 @@ def stored_tables(path: PathLike) -> Iterator[pa.Table]:
 
 
 class _Shard:
-    """One Parquet file, which is open only while it is read."""
+    """One Parquet file, which is kept open only while it is read."""
 
     def __init__(
         self, location: Location, file: pq.ParquetFile, partition: Mapping[str, pa.Scalar]
@@ -369,8 +369,8 @@ def _open_shards(path: PathLike) -> list[_Shard]:
     """Open all shards of a dataset, and check that each directory is complete.
 
     Raises:
-        InputError: There is no dataset; `readable_file`, `shards_complete`, `file_metadata`: the
-            dataset is damaged or incomplete.
+        InputError: `dataset_exists`: there is no dataset; `readable_file`, `shards_complete`,
+            `file_metadata`: the dataset is damaged or incomplete.
     """
     found = find_shards(path)
     shards = [

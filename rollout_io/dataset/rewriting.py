@@ -78,7 +78,7 @@ def rewrite(
 
     Raises:
         ValidationError: The dataset breaks a named invariant; nothing is written.
-        InputError: `out_is_free`: `out` already holds a dataset, or is inside `dataset`.
+        InputError: `out_is_free`: `out` already contains a dataset, or is inside `dataset`.
     """
     refuse_inside(out, dataset)
     staging, workers = Staging(out), workers or Workers()
@@ -113,7 +113,7 @@ def rewrite(
 
 @contextmanager
 def _named_by_the_whole(dataset: str) -> Iterator[None]:
-    """Check the entire dataset after an error: one shard may hold only part of a trajectory."""
+    """After an error, check the entire dataset: one shard may contain only part of a trajectory."""
     try:
         yield
     except ValidationError:

@@ -44,14 +44,15 @@ class Location:
         """Resolve a local path or a URL that fsspec supports ("s3://...", "memory://...").
 
         Raises:
-            InputError: The filesystem is unknown, its package is missing, or the path is empty.
+            InputError: `filesystem`: the filesystem is unknown, or its package is missing; `path`:
+                the path is empty.
         """
         if not os.fspath(path):
             hint = "check that the shell variable is set"
             raise InputError("path", "''", "the path is empty", "", hint)
         try:
             fs, inner = fsspec.core.url_to_fs(os.fspath(path))
-        except Exception as error:  # each filesystem has its own
+        except Exception as error:  # each filesystem raises different ones
             raise _unknown_filesystem(os.fspath(path), error) from None
         return cls(fs, inner)
 
@@ -77,10 +78,10 @@ class Location:
         return [path for folder in inner for path in (*folder.shards(), *folder.partitions())]
 
     def refuse_partitions(self) -> None:
-        """Check that this directory does not hold a partitioned dataset, which cannot be extended.
+        """Check that this directory does not contain a partitioned dataset (no writer can extend it).
 
         Raises:
-            InputError: `out_is_free`: the directory holds a partitioned dataset.
+            InputError: `out_is_free`: the directory contains a partitioned dataset.
         """
         if self.fs.exists(self.path) and (found := self.partitions()):
             raise occupied(self.path, len(found))
@@ -122,7 +123,7 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
             directories of shards; or one Parquet file; local or an fsspec URL.
 
     Raises:
-        InputError: No file was found.
+        InputError: `dataset_exists`: the path does not exist, or there are no Parquet files.
         InvariantError: `columns_and_types`: only some of the files are in directories named
             `COLUMN=VALUE`.
     """
@@ -174,7 +175,7 @@ def _refuse_unpartitioned(root: Location) -> None:
 
 
 def occupied(where: str, num_shards: int) -> InputError:
-    """Return the error for an output directory that already holds a dataset."""
+    """Return the error for an output directory that already contains a dataset."""
     got = f"the directory already contains a dataset ({count(num_shards, 'shard')})"
     hint = "choose a different --out, or remove the old dataset"
     return InputError("out_is_free", where, got, "", hint)
@@ -204,7 +205,7 @@ def publish(written: Location, final: Location) -> None:
     """Rename a complete file to its final name; a local file is synced before and after.
 
     Raises:
-        InputError: Another writer published a file of this name first.
+        InputError: `out_is_free`: another writer has already published a file of this name.
     """
     if final.fs.exists(final.path):
         got = "a different writer has already written this file"

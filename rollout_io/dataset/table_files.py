@@ -12,7 +12,7 @@ from schemas.errors import InputError
 
 
 def check_table_out(out: str) -> None:
-    """Refuse a path that a table cannot be written to, before the table is computed.
+    """Check that a table can be written to a path, before the table is computed.
 
     Raises:
         InputError: `output_file`: the name does not end in `.parquet`; `out_is_free`: the path
@@ -28,7 +28,7 @@ def check_table_out(out: str) -> None:
 
 
 def write_table(table: pl.DataFrame, out: str) -> None:
-    """Write a table to a new Parquet file, whole or not at all; parent directories are created.
+    """Write a table atomically to a new Parquet file, and create its parent directories.
 
     Raises:
         InputError: `out_is_free`: the path exists; `output_file`: it cannot be written.

@@ -35,7 +35,7 @@ def map_in_processes(
 ) -> Generator[tuple[int, R], None, None]:
     """Yield the index and result of each task as soon as it finishes.
 
-    The processes end with this generator, however it ends, and with this process if it is killed.
+    The processes are stopped when this generator ends for any reason, or this process is killed.
 
     Args:
         function: A module-level function (or `functools.partial` of one), which can be pickled.
@@ -95,7 +95,7 @@ def _start() -> _Worker:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Block SIGINT in processes that are started here, so that only this one handles Ctrl-C."""
+    """Block SIGINT in the processes started in this context: only the parent handles Ctrl-C."""
     resource_tracker.ensure_running()  # starting it later would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -115,7 +115,9 @@ def _alive(worker: _Worker) -> Iterator[None]:
         got = f"a worker process ended with exit code {code}"
         if code is not None and code < 0:
             got = f"a worker process was killed by {signal.Signals(-code).name}"
-        hint = "check the free memory, then run the same command again, or with --workers 1"
+        hint = (
+            "check the free memory, and run the same command again, if necessary with --workers 1"
+        )
         raise InputError("worker", "--workers", got, "", hint) from None
 
 

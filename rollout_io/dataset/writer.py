@@ -45,8 +45,8 @@ class RolloutWriter:
     Args:
         path: Directory, local or an fsspec URL.
         layout: `prefix` (prompts refer to earlier steps) or `full`.
-        metadata: Metadata of the files; None uses the metadata of the first table, which tables
-            from `read` have.
+        metadata: Metadata of the files; None uses the metadata in the schema of the first table, as
+            in tables from `read`.
         append: If true, add shards to an existing directory; several writers may share it.
         row_group_rows: Maximum rows of a row group, unless one trajectory has more.
         shard_bytes: Size in bytes, encoded but uncompressed, after which a new shard begins.
@@ -58,8 +58,8 @@ class RolloutWriter:
         footer: Key-value pairs for the footer of the last shard; may be set until `close`.
 
     Raises:
-        InputError: The path already holds a dataset, and `append` is false or the dataset is
-            partitioned (`rollout_io.dataset.partitions`).
+        InputError: `out_is_free`: the path already contains a dataset, and `append` is false or the
+            dataset is partitioned (`rollout_io.dataset.partitions`).
         ValidationError: From `write` or `close`; everything written is removed.
 
     Example:
@@ -310,7 +310,7 @@ def _close(file: Any) -> None:
 
 @contextmanager
 def _writable(final: Location) -> Iterator[None]:
-    """Convert errors of the filesystem and of unsupported types to errors with the path."""
+    """Convert filesystem errors and unsupported types to errors that name the path."""
     try:
         with writable(final.path):
             yield

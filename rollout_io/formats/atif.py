@@ -127,7 +127,7 @@ def read_run(path: Path, document: Document) -> LoggedRun:
     Raises:
         RolloutError: `no_token_ids`: only some calls have ids, or a step is a sum of several calls
             (the error names the missing field); `dangling_reference`: the target of a reference
-            does not exist; or a broken invariant of the tokens, or any error of `read_trajectory`.
+            does not exist. Also the errors of `read_trajectory`, and those for invalid tokens.
     """
     is_subagent = "parent_session_id" in (document.agent.extra or {})
     main = _Scope(
@@ -167,7 +167,7 @@ def _read_text(run: LoggedRun, walk: _Walk) -> None:
 
 
 def conversations(run: LoggedRun, why: InputError) -> list[Conversation]:
-    """Return the contexts of a run; the main agent's last context that has an answer comes last.
+    """Return the contexts of a run; the main agent's last context with an answer comes last.
 
     Args:
         run: The run.
@@ -286,7 +286,7 @@ def _enter(walk: _Walk, scope: _Scope, ref: Ref, where: str) -> None:
         _enter_file(walk, path, None)
     elif ref.trajectory_path:
         raise _dangling(ref.trajectory_path, where)
-    else:  # text of the referring agent is complete without the sub-agent
+    else:  # not an error for text: the referring agent's text is complete without the sub-agent
         name = ref.trajectory_id or f"session {ref.session_id}"
         walk.unnamed.append(_dangling(name, where))
 
@@ -329,7 +329,7 @@ def _resolve(reference: str, base: Path) -> Path | None:
 
 
 def is_file(path: Path) -> bool:
-    """True if the file exists; false for a name that the file system does not allow."""
+    """True if the file exists; false if the file system does not allow its name."""
     try:
         return path.is_file()
     except (OSError, ValueError):

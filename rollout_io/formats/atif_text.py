@@ -3,8 +3,8 @@
 ATIF logs the agent's view of the exchange, not the messages that were sent to the model. The chat
 is reconstructed from the steps:
 
-    source system      a system message if it comes before all other steps; else a note of the
-                       harness, which no model saw
+    source system      a system message if it precedes all other steps; otherwise a note of the
+                       harness, which was not sent to the model
     source agent       an answer of the model; a step that is copied or made no call
                        (llm_call_count 0) is part of the prompt
     observation        tool results; a user message if the result names no tool call
@@ -68,7 +68,7 @@ class Chat:
             where: Place of the step, for errors.
 
         Raises:
-            InputError: `record_type`, `message`: a field has an unknown form.
+            InputError: `record_type`, `message`: a field has an unsupported type.
         """
         if step.source == "system":
             self._take_note(step, where)

@@ -199,8 +199,8 @@ class Conversation:
             as examples or a compacted history; these are not trained on.
         logprobs: Log-probabilities of each assistant message after the first `num_given` messages,
             nats; None if unknown.
-        tokenless: Error that explains why a log that can have token ids has none; None: the format
-            never has any.
+        tokenless: Error that explains why the log has no token ids; None if its format never has
+            any.
     """
 
     source: str
@@ -287,10 +287,10 @@ class Adapter:
         is_text: True if all or most runs in this format have text but no token ids.
         is_table: True if `read` returns rows that already have ids and rewards.
         noun: Word for a run in counts.
-        line: Struct of a line of JSON, whose required keys identify the format; None if no single
-            struct does. An unrecognized line that lacks one of them is explained with it.
+        line: Struct of a JSON line whose required keys identify the format, to explain why a line
+            that lacks one of them is not recognized; None if there is no such struct.
         is_export: Returns true for a file that this format recognizes but cannot read, because a
-            tool made it from the logs. If a directory also has logs, such files are skipped.
+            tool exported it from the logs. It is skipped in a directory that also contains logs.
     """
 
     summary: str

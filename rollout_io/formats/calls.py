@@ -6,7 +6,7 @@
 
 `request` and `response` are those of an OpenAI-compatible server, with `return_token_ids` and
 `logprobs` requested. `final`, `reward`, `policy_version`, `agent` and `time` are optional; without
-`time`, the calls of a session are taken in file order.
+`time`, the calls of a session are in file order.
 
 A first pass records the places of each session's calls; then the sessions are read one by one.
 Memory use is a few words per call, regardless of context length.
@@ -84,7 +84,7 @@ _DECODER = msgspec.json.Decoder(_Call)
 
 
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield sessions in natural order (shop-2 before shop-10), repetitions ascending.
+    """Yield sessions in natural order of instances (shop-2 before shop-10), then by repetition.
 
     If a call is damaged, its session is rejected, provided that the line still names the session. A
     copy of a call is rejected, but its session is not.

@@ -12,7 +12,7 @@ from rollout_io.formats.parsing.jsonl import read_document
 from schemas.errors import InputError, RolloutError
 
 PICKLE_HINT = """\
-if it holds SkyRL's GeneratorOutput, write a dataset where that object is in memory:
+if it contains SkyRL's GeneratorOutput, write a dataset in the program that has this object:
   import rollout_io
   table = rollout_io.from_generator_output(output)
   with rollout_io.RolloutWriter("rollouts/") as writer:
@@ -54,7 +54,7 @@ def explained(name: str, path: Path) -> InputError | None:
 
 def empty_file(name: str) -> InputError:
     """Return the error for an empty file."""
-    hint = "check that the program that writes it has run and closed it"
+    hint = "check that the program that writes the file has finished"
     return InputError("input_file", name, "the file is empty", "", hint)
 
 

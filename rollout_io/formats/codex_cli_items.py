@@ -86,7 +86,7 @@ class Thread:
         self.contexts[-1].num_given = len(self.messages)
 
     def roll_back(self, num_turns: int) -> None:
-        """Remove the last `num_turns` user messages and all that follows them.
+        """Remove the last `num_turns` user messages and everything after them.
 
         If the model answered in the removed part, keep the context and begin a new one.
         """

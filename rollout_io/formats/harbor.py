@@ -86,10 +86,12 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 
 
 def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool, dict[Path, InputError]]:
-    """Return the files of other files' runs, whether any run is read as text, and incomplete files.
+    """Find the trajectory files that are not runs of their own, and runs without token ids.
 
-    Incomplete are the files to which a trajectory refers that cannot be read: a run is used
-    completely or not at all.
+    Returns:
+        The files that belong to the run of another file; true if any run is read as text; and an
+        error for each file that belongs to a trajectory that cannot be read, because runs are
+        converted completely or not at all.
     """
     files: dict[Path, set[Path]] = {}
     incomplete: dict[Path, InputError] = {}

@@ -51,7 +51,7 @@ class Head(msgspec.Struct, gc=False):
     def __post_init__(self) -> None:
         results = (self.agent_result, self.step_results)
         self.has_ids = any(_IDS.search(memoryview(result)) for result in results)
-        self.agent_result = self.step_results = _NULL  # they keep the entire document in memory
+        self.agent_result = self.step_results = _NULL  # would keep the entire document in memory
 
     @property
     def is_trial(self) -> bool:
@@ -122,7 +122,7 @@ def _expand_file(path: Path, errors: list[RolloutError]) -> list[Source]:
 def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
     """Return a trial, or the trials of a job or of a directory of jobs, ordered by name.
 
-    The error of one trial is appended to `errors`; the others are returned.
+    If a trial cannot be read, its error is appended to `errors`; all other trials are returned.
     """
     result, config = path / "result.json", path / "config.json"
     try:
@@ -150,7 +150,7 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
             errors.append(InputError("harbor_input", where, got, hint=hint))
     num_trials = len(found) + len(errors) - num_errors
     if not num_trials:
-        raise _unknown(path, "the directory has no trial (no result.json)")
+        raise _unknown(path, "the directory contains no trial (no result.json)")
     if head.n_total_trials is not None and num_trials < head.n_total_trials:
         got = f"{num_trials} of {head.n_total_trials} trials are present"
         hint = "resume the job, copy its missing trials, or pass the trial directories one by one"
@@ -159,7 +159,7 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
 
 
 def _is_bare(source: Source) -> bool:
-    """True for the trajectory of a trial's directory that has no result."""
+    """True for the trajectory in a trial directory without a result."""
     file = source.path
     return source.directory is None and (file.parent.name, file.name) == (
         "agent",
@@ -172,7 +172,7 @@ def _expand_children(path: Path, errors: list[RolloutError]) -> list[Source]:
 
 
 def _children(path: Path) -> list[Path]:
-    """Return the entries that may hold runs; skip links to the directory itself or a parent."""
+    """Return the entries that may contain runs; skip links to the directory itself or a parent."""
     names = ("result.json", "config.json", "agent/trajectory.json")
     try:
         below = sorted(path.iterdir())
@@ -204,10 +204,8 @@ def _read_head(path: Path) -> Head:
     except RolloutError as error:
         if is_export(path):
             got = "the file is Harbor's traces export, which rollouts does not read"
-            hint = (
-                "convert the trial directory or its agent/trajectory.json; --on-error skip leaves"
-            )
-            hint += " exports out"
+            hint = "convert the trial directory or its agent/trajectory.json, "
+            hint += "or pass --on-error skip to skip exports"
             raise InputError("harbor_export", str(path), got, hint=hint) from None
         if error.rule == "json_document" and _is_json_lines(path):
             raise _unknown(path, "the file has several JSON documents (JSON Lines)") from None
@@ -242,7 +240,7 @@ def _unknown(path: Path, got: str) -> InputError:
 
 
 def keyed(sources: Sequence[Source]) -> dict[Key, Source]:
-    """Return runs by instance and repetition, groups in order of first appearance.
+    """Return runs by instance and repetition, with groups in order of first appearance.
 
     Trials with the same task name but different checksums or jobs become separate instances:
     `task@job@checksum`.

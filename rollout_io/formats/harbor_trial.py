@@ -193,8 +193,7 @@ def read_steps(trial: Trial, result: Path, directory: Path | None) -> Sequence[S
 
     Raises:
         RolloutError: `no_token_ids`: ids are missing (the error names the field);
-            `tokens_disagree`: the two records of a call differ; or a broken invariant of the
-            tokens.
+            `tokens_disagree`: the two records of a call differ. Also the errors for invalid tokens.
     """
     steps: list[Step | Conversation] = []
     if not trial.step_results:

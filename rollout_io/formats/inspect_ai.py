@@ -182,7 +182,7 @@ def read_sample(run: Run, options: Options) -> Trajectory:
 
 
 def recognizes(path: Path) -> bool:
-    """True if a file is an Inspect log: a JSON document with its first keys, or an archive."""
+    """True if a file is an Inspect log: a JSON document with Inspect's keys, or an archive."""
     try:
         if is_zip(path):
             names = members_of(path, str(path))

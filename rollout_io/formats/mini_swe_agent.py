@@ -4,8 +4,8 @@
      "info": {"exit_status": "Submitted", "model_stats": {...}, "config": {...}},
      "messages": [{"role": "assistant", "content": ..., "extra": {"response": {...}}}, ...]}
 
-The history is linear: one context. `extra.response` is the raw response of the API, which may hold
-the engine's tokens. Older files have no `extra`; the oldest are a bare list of messages. The file
+A run has one context. `extra.response` is the raw response of the API, which may contain the
+engine's tokens. Older files have no `extra`; the oldest are a bare list of messages. The file
 has no reward: submissions are scored elsewhere.
 """
 

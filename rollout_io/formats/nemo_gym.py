@@ -3,7 +3,7 @@
     {"responses_create_params": {"input": [...]}, "reward": 1.0, "_ng_task_index": 0,
      "_ng_rollout_index": 3, "response": {"output": [item, ...], "usage": {...}}, ...}
 
-`response` is a Responses object whose output holds all calls of the run (see `parsing.responses`).
+`response` is a Responses object whose output has all calls of the run (see `parsing.responses`).
 If no call has token ids, the run is read as text (see `nemo_gym_text`). A bare Responses object, or
 an object with one as its `input`, is accepted too: it is a run without a reward and, since it has
 no task, forms a separate group. A file may also contain a single run as a pretty-printed JSON
@@ -225,7 +225,7 @@ def _response_id(names: _Names, content: bytes, where: str) -> str | None:
 
 
 def read_rollout(run: Run, _: Options) -> Trajectory:
-    """Read all calls of a run, in order; a prompt need not extend the one before it.
+    """Read all calls of a run, in order; a prompt need not extend the previous one.
 
     A run without any token ids becomes a conversation, unless it has failed or its input is
     unknown. All numbers of the line become metrics, including its reward and the numbers in objects
@@ -233,7 +233,7 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
     on. With `response.error`, the trajectory has failed.
 
     Raises:
-        RolloutError: The run cannot be used (`no_token_ids`, `no_response`, ..., or any error of
+        RolloutError: The run cannot be used (`no_token_ids`, `no_response`, ..., or an error of
             `read_conversation`).
     """
     (place,) = run.places
@@ -304,7 +304,7 @@ def _sent(params: Request) -> list[Any] | None:
 
 
 def _metrics(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
-    """Return every number in a record, also in its all-numeric objects, except NeMo Gym's indices."""
+    """Return all numbers of a record and its all-numeric objects, except NeMo Gym's indices."""
     metrics: dict[str, float] = {}
     for name, raw in fields.items():
         if name in _OTHER_FIELDS or name.startswith(_FRAMEWORK):

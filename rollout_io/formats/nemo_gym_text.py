@@ -1,7 +1,7 @@
 """The chat of a NeMo Gym run, for runs without token ids.
 
-The request (`responses_create_params`) holds the beginning of the chat, and the output of the
-response holds the rest. Each item becomes a message or part of one:
+The request (`responses_create_params`) contains the beginning of the chat, and the output of the
+response contains the rest. Each item becomes a message or part of one:
 
     instructions          a system message
     message               a message with its role; `developer` becomes `system`
@@ -83,7 +83,7 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
 
     Args:
         request: Request with the input of the run.
-        response: Response whose output holds the rest of the run.
+        response: Response whose output contains the rest of the run.
         where: Place of the run.
 
     Raises:

@@ -8,7 +8,7 @@
                            "tool_call_metadata": {"model_response": {...}, ...}}, ...]
 
 Each line, and each list of events, is a run. `openhands_events` converts events to messages. The
-raw responses of the model may hold the engine's tokens.
+raw responses of the model may contain the engine's tokens.
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ def _find_events(place: Place, content: bytes) -> Iterator[Run]:
 def read_run(run: Run, _: Options) -> Trajectory:
     """Read the calls and the evaluation of a run.
 
-    The reward is the first available one of `test_result.report.resolved`, `test_result.resolved`,
-    `report.resolved`, `resolved` and (the resolver's) `success`; with `error_eval` the evaluation
-    itself failed, and the reward is unknown. All numbers and booleans of these objects are metrics.
+    The reward is the first of these fields that exists: `test_result.report.resolved`,
+    `test_result.resolved`, `report.resolved`, `resolved`, and the resolver's `success`. It is
+    unknown if the evaluation failed (`error_eval`). All numbers and booleans become metrics.
     `error` marks the run as failed, unless the agent used up its iterations or budget, or was stuck
     in a loop; the error is then only stored as `exit_status`.
 

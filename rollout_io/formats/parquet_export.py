@@ -30,8 +30,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     Raises:
         ValidationError: The dataset breaks an invariant.
-        RolloutError: `out_is_free`: `out` is a file, already holds a dataset, or is inside `dataset`;
-            `some_rows`: the dataset has no rows.
+        RolloutError: `out_is_free`: `out` is a file, already contains a dataset, or is inside
+            `dataset`; `some_rows`: the dataset has no rows.
     """
     del failed
     if Path(out).is_file():

@@ -74,7 +74,7 @@ class ParquetFile:
             self._writer.close()
 
     def write(self, table: pa.Table) -> None:
-        """Add a row group; an empty table adds nothing."""
+        """Write a table as a row group, unless it is empty."""
         if table.num_rows == 0:
             return
         if self._writer is None:

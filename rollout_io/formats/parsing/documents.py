@@ -96,7 +96,7 @@ def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Ru
 def with_group_rule(
     found: Iterable[Found], rule: str = _BY_FILE, label: str = "instance_id"
 ) -> Iterator[Found]:
-    """Yield all items, then a fact with the rule of inferred groups if a run lacks the label."""
+    """Yield all items; if a run lacks the label, also yield how its group was inferred."""
     is_inferred = False
     for item in found:
         is_inferred |= isinstance(item, Run) and label not in item.labels

@@ -78,7 +78,7 @@ def reply_of(items: Iterable[Item], where: str) -> Message:
     """Join the items of a response into one assistant message.
 
     Raises:
-        InputError: Any error of `read_item`.
+        InputError: `message`: see `read_item`.
     """
     reply: Message = {"role": "assistant", "content": ""}
     for item in items:

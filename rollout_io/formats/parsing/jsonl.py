@@ -1,4 +1,4 @@
-"""Decoding of typed JSON lines and documents; every defect becomes one error with its place."""
+"""Decoding of typed JSON lines and documents, with errors that name the location of the defect."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def read_message(raw: msgspec.Raw, where: str) -> Message:
         where: Place of the message, for errors.
 
     Raises:
-        InputError: Any error of `read_messages`; `message`: the message becomes several.
+        InputError: `message`: the message has several results; or any error of `read_messages`.
     """
     found = _read(raw, where)
     if len(found) > 1:

@@ -32,7 +32,7 @@ class Call:
         where: Place of the call.
         prompt: Messages that the model saw.
         reply: Assistant message that the model returned.
-        answer: Raw JSON response of the API; None or null if it was not kept.
+        answer: Raw JSON response of the API; None or null if it was not logged.
         tools: OpenAI-style tool definitions, if known.
     """
 

@@ -49,7 +49,7 @@ def _number_key(digits: str) -> tuple[int, str]:
 
 @dataclass(slots=True)
 class FilesApart:
-    """Distinct names for files whose records give the same name.
+    """Assigns distinct names to files whose records state the same name.
 
     Example:
         >>> apart = FilesApart()

@@ -32,7 +32,7 @@ _Ids = list[int] | msgspec.UnsetType | None
 
 
 class Usage(msgspec.Struct, gc=False):
-    """Token counts of the server."""
+    """Token counts that the server reported."""
 
     input_tokens: int
     output_tokens: int
@@ -104,7 +104,7 @@ def read_steps(
     """Return the model calls of a run, in order, one step each.
 
     Args:
-        response: Response whose output holds the complete run.
+        response: Response whose output contains the complete run.
         sent: Messages before the output; None if unknown.
         where: Prefix of places within the response, such as `a.jsonl:3, response.`.
         failed: If true, calls without tokens are left out, even if no call remains.
@@ -114,7 +114,7 @@ def read_steps(
             message explains what the log has instead); `token_fields`: an item has only some of the
             three fields; `sampled_item`: an input item has token ids; `usage_counts`: `usage`
             reports a different number of tokens.
-        InvariantError: An invariant of ids, log-probabilities or routing.
+        InvariantError: The ids, log-probabilities or routing break an invariant.
     """
     items = [
         decode_line(_ITEM_DECODER, bytes(raw), f"{where}output[{i}]")

@@ -35,7 +35,7 @@ def whole_response(answer: Answer, where: str) -> Response:
     Raises:
         InputError: `no_response`: there is no response, or it is an error from the engine;
             `json_line`, `record_type`, `conflicting_ids`: a chunk is invalid.
-        InvariantError: `lengths_align`: a chunk has a wrong number of log-probabilities;
+        InvariantError: `lengths_align`: a chunk has the wrong number of log-probabilities;
             `routing_shape`: several chunks have routed_experts.
     """
     response = answer if isinstance(answer, Response) else _joined(answer, where)

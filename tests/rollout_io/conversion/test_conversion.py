@@ -176,7 +176,7 @@ def test_a_file_name_that_is_no_utf_8_is_refused_and_shown_with_its_bytes_escape
     for given in (log, str(folder)):
         assert run(["convert", given, "--format", "calls", "--out", str(tmp_path / "ds")]) == 1
         said = capsys.readouterr().err
-        assert f"Error: {folder}/caf\\xe9.jsonl: the name is not UTF-8" in said
+        assert f"Error: {folder}/caf\\xe9.jsonl: the file name is not valid UTF-8" in said
         assert not (tmp_path / "ds").exists()
 
 

@@ -32,9 +32,7 @@ def test_a_log_that_is_given_with_its_copy_is_converted_once(has_time, tmp_path)
     counts, num = done.summary, len(records)
     assert (counts.num_records, counts.num_written, counts.num_rejected) == (2 * num, num, num)
     assert counts.num_duplicates == num
-    assert f"{count(num, 'rejected record')} with the content of another record" in counts.text(
-        "ds"
-    )
+    assert f"{count(num, 'rejected record')} with the same content as another" in counts.text("ds")
     assert {r["rule"] for r in rejected_in(tmp_path / "ds")} == {"duplicate_record"}
     assert refusal([log, copy], tmp_path / "new").rule == "duplicate_record"
 

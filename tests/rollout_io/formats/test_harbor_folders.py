@@ -60,7 +60,7 @@ def test_exports_beside_logs_are_skipped_and_counted(tmp_path: Path) -> None:
         assert done.left == [str(export)]
     with pytest.raises(RolloutError, match=r"traces export.*\[harbor_export\]") as caught:
         convert(folder, tmp_path / "strict", Choices(strict=True))
-    assert "--on-error skip leaves exports out" in (caught.value.hint or "")
+    assert "or pass --on-error skip to skip exports" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("named", [True, False])
