@@ -29,7 +29,7 @@ class Plugin(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Name of the module that holds the object."""
+        """Name of the module that contains the object."""
         return self._parts()[0]
 
     def load(self) -> Any:

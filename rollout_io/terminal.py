@@ -1,4 +1,4 @@
-"""Terminal output: progress bars, paced lines and aligned columns."""
+"""Terminal output: progress bars, rate-limited progress lines and aligned columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn, TaskID
 
 SECONDS_A_LINE = 30.0
-"""Time between two lines of progress where there is no terminal for a bar."""
+"""Time between progress lines when stderr is not a terminal and no bar is shown."""
 _is_quiet: ContextVar[bool] = ContextVar("_is_quiet", default=False)
 
 
@@ -203,7 +203,7 @@ class Pace:
         self._said = clock()
 
     def is_due(self) -> bool:
-        """True if the next line may be printed now; it then counts as printed."""
+        """True if a line is due now; if so, the next one is due `seconds` later."""
         now = self._clock()
         if now - self._said < self._seconds:
             return False

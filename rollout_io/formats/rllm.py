@@ -1,4 +1,4 @@
-"""The `rllm` format: rLLM's episodes, one JSON document each, or the directories that hold them.
+"""The `rllm` format: rLLM's episodes, one JSON document each, or directories that contain them.
 
     {"id": "task-7:2", "task": {...}, "termination_reason": "env_done", "is_correct": true,
      "metrics": {...}, "trajectories": [
@@ -6,8 +6,8 @@
             {"prompt_ids": [...], "response_ids": [...], "logprobs": [...], "weight_version": 3,
              "chat_completions": [...], "reward": 0.0}, ...]}, ...]}
 
-An episode is a run, and its trajectories are its agents. The group is the part of the id before the
-colon, or else the task. Episodes of an evaluation have empty id lists; their text is read instead.
+An episode is a run, and each of its trajectories is an agent. The group is the part of the id before
+the colon, or else the task. Evaluation episodes have empty id lists; their text is read instead.
 `episode_schema` 2 stores each message once, in `message_nodes`.
 """
 
@@ -227,7 +227,7 @@ def _is_object(raw: msgspec.Raw) -> bool:
 
 
 def _output(step: _Step, where: str) -> _Output:
-    """Return the engine's output; an empty one if the log does not have it as an object."""
+    """Parse the engine's output; return an empty one if it was not logged as a JSON object."""
     if not _is_object(step.model_output):
         return _Output()
     return decode_line(_OUTPUT, bytes(step.model_output), where)
@@ -284,7 +284,7 @@ def _is_assistant(message: Any) -> bool:
 
 
 def _chat(step: _Step, trajectory: _Trajectory, where: str) -> list[bytes]:
-    """Return the messages of a step as JSON, the answer last."""
+    """Return the messages of a step as JSON, ending with the answer."""
     if step.chat_completions_ref is None:
         return [bytes(message) for message in step.chat_completions or ()]
     (name, length), nodes = step.chat_completions_ref, trajectory.message_nodes or {}
@@ -364,7 +364,7 @@ def _texts(episode: _Episode, where: str) -> dict[str, str]:
 
 
 def recognizes(path: Path) -> bool:
-    """True if a file is an episode, or a directory holds episodes and no other records."""
+    """True if a file is an episode, or a directory contains episodes and no other records."""
     try:
         logs = _logs_of(Input("", path))
         return bool(logs) and is_document(logs[0].path, _SHAPE, _MARKS)

@@ -89,7 +89,7 @@ def read_output(run: Run, options: Options) -> pa.Table:
     A placeholder row becomes a trajectory with an `error` and a null reward.
 
     Raises:
-        RolloutError: The file is invalid, or `options.reward` is given.
+        RolloutError: The file is invalid, or `options.reward` is set.
     """
     (place,) = run.places
     if options.reward is not None:

@@ -44,7 +44,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     GeneratorOutput are restored if the dataset was converted from that one file and not changed.
 
     Raises:
-        RolloutError: Any error of `to_generator_output`, or `out` exists.
+        RolloutError: `out_is_free`: `out` exists; or any error of `to_generator_output`.
     """
     refuse_taken(out, dataset)
     table = read(dataset)
@@ -62,7 +62,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     others = [name for name in table.column_names if name not in HELD]
     if others:
         names = ", ".join(others)
-        done.remarks.append(f"not exported, since GeneratorOutput has no such field: {names}")
+        done.remarks.append(f"not exported, because GeneratorOutput has no field for them: {names}")
     return done.close(dataset)
 
 

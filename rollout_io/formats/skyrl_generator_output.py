@@ -1,6 +1,6 @@
 """Conversion between rollout tables and SkyRL's `GeneratorOutput`, in memory and as JSON.
 
-A GeneratorOutput is a dict of lists, one entry per row. In it, a failed trajectory is one
+A GeneratorOutput is a dict of lists with one entry per row. It represents a failed trajectory as one
 placeholder row: prompt [0], response [0], mask [0], log-probability [0.0], reward 0.0, stop reason
 "error".
 """
@@ -163,7 +163,7 @@ def read_generator_output(
     group_size: int | None = None,
     other_fields: OtherFields = "refuse",
 ) -> pa.Table:
-    """Read a GeneratorOutput from a JSON file, such as one by `write_generator_output`.
+    """Read a GeneratorOutput from a JSON file, such as one written by `write_generator_output`.
 
     Args:
         file: Path of the JSON file.
@@ -171,7 +171,7 @@ def read_generator_output(
         other_fields: See `from_generator_output`.
 
     Raises:
-        RolloutError: `json_file`: the file is not one JSON object; or any error of
+        RolloutError: `json_file`: the file is not a JSON object; or any error of
             `from_generator_output`.
     """
     where = os.fspath(file)
@@ -183,7 +183,7 @@ def read_generator_output(
         raise InputError("json_file", where, f"invalid JSON: {error}", hint=hint) from None
     if not isinstance(output, dict):
         got = f"a value of type {type(output).__name__}"
-        raise InputError("json_file", where, got, "one JSON object", hint)
+        raise InputError("json_file", where, got, "a JSON object", hint)
     return _checked(output, group_size, other_fields, stacklevel=3)
 
 
@@ -222,7 +222,7 @@ def _cut(flat: list[Any], column: Ragged) -> list[Any]:
 
 
 def _is_filled(table: pa.Table, name: str, masked: BoolArray, rule: str) -> bool:
-    """True if a column has a value in all rows (placeholders aside), false if in none."""
+    """True if a column has a value in all rows except placeholders, false if in none of them."""
     if name not in table.column_names:
         return False
     valid = np.asarray(pc.is_valid(table.column(name)))

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrajectoryID:
-    """Trajectory of a GeneratorOutput row; equals any object with the same ids, as in SkyRL.
+    """Ids of a GeneratorOutput row's trajectory; equal to any object with the same ids, as in SkyRL.
 
     Attributes:
         instance_id: The task; its trajectories form a group.

@@ -78,7 +78,7 @@ def table_of(
 
 
 def unknown_fields(output: Mapping[str, Any]) -> list[str]:
-    """Return the names of fields that have a value but no column."""
+    """Return the names of fields that have a value but match no column."""
     known = {*REQUIRED, *OPTIONAL, "rollout_metrics"}
     return [name for name, value in output.items() if value is not None and name not in known]
 
@@ -153,7 +153,7 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
     """Convert an object or mapping with `instance_id` and `repetition_id`.
 
     Raises:
-        InputError: `trajectory_id`: the value has no such ids.
+        InputError: `trajectory_id`: the value lacks one of these ids, or the id is invalid.
     """
     try:
         if isinstance(value, Mapping):
@@ -254,7 +254,7 @@ def _masks(output: Mapping[str, Any]) -> list[npt.NDArray[np.bool_]]:
 
 
 def _rewards(output: Mapping[str, Any]) -> Sequence[Any]:
-    """Return a number per row, or an array per row."""
+    """Return the rewards: one number per row, or one array per row."""
     values = output["rewards"]
     is_list = [isinstance(value, list | tuple) or np.ndim(value) > 0 for value in values]
     if any(is_list) != all(is_list):

@@ -44,10 +44,10 @@ ROLLOUT_ID = 0
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
     """Write one sample per row; all samples are held in memory, as the output is one document.
 
-    `tokens` holds prompt + response; `response_length`, `loss_mask` and `rollout_log_probs`
+    `tokens` contains prompt + response; `response_length`, `loss_mask` and `rollout_log_probs`
     describe the response; `reward` is copied from the column. `group_index` numbers the instances,
     `index` and `rollout_id` the trajectories, from 0 by first appearance. `status` is completed,
-    truncated (stop_reason length), aborted (abort) or failed; `weight_versions` holds the policy
+    truncated (stop_reason length), aborted (abort) or failed; `weight_versions` contains the policy
     version.
 
     Masked trajectories are kept with `remove_sample`: slime clears the loss mask of these samples.

@@ -174,7 +174,7 @@ def _calls_of_steps(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
 
 
 def _end_of_prompt(call: Call) -> int | None:
-    """Return the index of a call's reply in its prompt if it is the last assistant message."""
+    """Return the index of the prompt's last assistant message if it is the call's reply, or None."""
     spoken = (i for i, message in enumerate(call.prompt) if message["role"] == "assistant")
     last = max(spoken, default=None)
     return None if last is None or call.prompt[last] != call.reply else last

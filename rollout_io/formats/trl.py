@@ -147,7 +147,7 @@ def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
 
 @lru_cache(maxsize=2)
 def _table(path: Path, _modified_ns: int) -> pa.Table:
-    """Read an entire file; it holds only the completions of one step, so it fits in memory."""
+    """Read an entire file, which fits in memory: it has only the completions of one step."""
     with pq.ParquetFile(path) as file:
         return file.read()
 

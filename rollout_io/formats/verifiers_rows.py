@@ -97,7 +97,7 @@ def metadata_beside(path: Path) -> Metadata:
     """Read `metadata.json` in a file's directory; without it, all fields are None.
 
     Raises:
-        InputError: `metadata.json` is unreadable.
+        InputError: `metadata.json` is unreadable or invalid (see `read_document`).
     """
     beside = path.parent / METADATA
     return read_document(_METADATA, beside)[0] if beside.is_file() else Metadata()

@@ -8,8 +8,8 @@
                  "calls": [{"node": 2, "finish_reason": "stop", "sampling": {...}}],
                  "rewards": {"correct": {"score": 1.0, "weight": 1.0}}, "metrics": {...}}]}
 
-A node holds the tokens that its message adds; the model saw the tokens of a path from the root.
-`mask` is true on sampled tokens, and `logprobs` covers only these.
+A node contains the tokens that its message adds to the context; the context of a call is a path from
+the root. `mask` is true on sampled tokens, and `logprobs` covers only these.
 """
 
 from __future__ import annotations

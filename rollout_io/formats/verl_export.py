@@ -48,8 +48,8 @@ ROUTES = "rollout_expert_indices"
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
     """Stream the dataset, one row group at a time; the output has one row per sequence.
 
-    `rm_scores` (list<float32>) holds the `rewards`, or else zeros and the `reward` at the last
-    token; `reward_score` (float64) is the reward unchanged. Columns without a verl field keep their
+    `rm_scores` (list<float32>) contains the `rewards` or, without these, zeros and the `reward` at
+    the last token; `reward_score` (float64) is the reward. Columns without a verl field keep their
     names. verl drops the group of a failed session, so masked trajectories are left out.
 
     Raises:

@@ -50,7 +50,7 @@ def remembered_tokenizer(metadata: DatasetMetadata) -> str | None:
 
 
 def has_fingerprint(directory: str, fingerprint: str) -> bool:
-    """True if a directory has the tokenizer of a fingerprint; False too if it cannot be read."""
+    """True if the tokenizer in a directory has this fingerprint; false if it cannot be read."""
     return fingerprint_of(Path(directory) / "tokenizer.json") == fingerprint
 
 
@@ -80,7 +80,7 @@ def tokenizer_file(name: str) -> Path:
 
 
 def is_other_tokenizer(name: str, metadata: DatasetMetadata) -> bool:
-    """True if a tokenizer is known to differ from the one that a dataset was made with.
+    """True if a tokenizer is known to differ from a dataset's tokenizer.
 
     False if either has no fingerprint: a dataset that was converted without a tokenizer, or a
     tokenizer without `tokenizer.json`.

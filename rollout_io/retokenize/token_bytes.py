@@ -1,4 +1,4 @@
-"""The bytes of each token of a vocabulary; a token may hold only part of a character."""
+"""The bytes of each token of a vocabulary; a token may contain only part of a character."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TokenBytes:
         """Return the bytes of a sequence of tokens.
 
         Example:
-            The two tokens that hold halves of "é" in a byte-level vocabulary:
+            A byte-level vocabulary in which "é" is split into two tokens:
 
             >>> vocabulary.join(np.array([131, 102], np.int32)).decode()
             'é'

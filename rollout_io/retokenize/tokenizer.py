@@ -202,7 +202,7 @@ class ChatTokenizer:
 def load_tokenizer(
     path: str | os.PathLike[str], chat_template: str | None = None, *, needs_template: bool = True
 ) -> ChatTokenizer:
-    """Load a local tokenizer, without downloads and without running its code.
+    """Load a local tokenizer, without downloading files or running code from its directory.
 
     Args:
         path: Directory of a downloaded model, or its Hub id if it is in the local cache.
