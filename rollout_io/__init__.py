@@ -1,4 +1,4 @@
-"""Rollout tables as files: reader, writer, conversion from and to harness logs, command line."""
+"""Read and write rollout datasets, and convert them from and to the formats of other projects."""
 
 from typing import TYPE_CHECKING
 

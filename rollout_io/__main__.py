@@ -1,4 +1,4 @@
-"""`python -m rollout_io` is the `rollouts` command."""
+"""Run the `rollouts` command as `python -m rollout_io`."""
 
 from rollout_io.cli.main import main
 

@@ -124,7 +124,7 @@ def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
         found: Any = tomllib.loads(f"{dotted} = 0")
     except tomllib.TOMLDecodeError as error:
         hint = 'quote names with characters other than letters, digits, _ and -: table."my.name"'
-        got = f"`{dotted}` is not a TOML key"
+        got = f"`{dotted}` is not a valid TOML key"
         raise ConfigError("config_key", where, got, "", hint) from error
     names = []
     while isinstance(found, dict):
@@ -276,7 +276,9 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
     try:
         return tomllib.loads(read_input(path, MAX_CONFIG_BYTES).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("config_file", str(path), f"the file is not TOML: {error}") from error
+        raise ConfigError(
+            "config_file", str(path), f"the file is not valid TOML: {error}"
+        ) from error
 
 
 def _typed(

@@ -21,7 +21,8 @@ class Breaker:
     """One way to break a rule.
 
     Attributes:
-        apply: Changes the rows in place. May return the nullable columns of the resulting table.
+        apply: Function that changes the rows in place; it may return the nullable columns of the
+            resulting table.
         columns: Nullable columns that the table needs before the change.
     """
 

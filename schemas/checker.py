@@ -1,4 +1,4 @@
-"""Checks of the named invariants: `check` returns breaches as a table, `validate` raises an error."""
+"""Validation against the named invariants: `check` returns all breaches, `validate` raises them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DECODE_COLUMNS = (*PREFIX_TYPES, "response_ids", "trajectory_id", "step_index")
 
 
 class ValidationError(InvariantError):
-    """A table breaks named invariants.
+    """A table breaks one or more named invariants.
 
     Attributes:
         breaches: All breaches (see `BREACH_SCHEMA`).
@@ -71,7 +71,7 @@ def row_place(breach: Mapping[str, Any]) -> str:
 
 
 class Checker:
-    """Check a dataset table by table, in order; each table holds complete trajectories.
+    """Check a dataset table by table, in order; each table must contain complete trajectories.
 
     Attributes:
         num_rows: Number of rows checked so far.

@@ -1,4 +1,4 @@
-"""The rollout table, declared once.
+"""Declaration of the columns of the rollout table.
 
 `COLUMNS` is the only place that declares a column's name, Arrow type, nullability, length rule and
 meaning. The Arrow schema, the documentation table, the Hypothesis strategies and the checks are
@@ -63,14 +63,14 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         name="instance_id", type=pa.string(), meaning="the task or prompt; identifies the group"
     ),
-    Column(name="repetition_id", type=pa.int32(), meaning="which attempt at the instance, from 0"),
+    Column(name="repetition_id", type=pa.int32(), meaning="index of the attempt, from 0"),
     Column(
         name="trajectory_id", type=pa.string(), meaning="`{instance_id}_{repetition_id}`, unique"
     ),
     Column(
         name="step_index",
         type=pa.int32(),
-        meaning="0..n-1 over the trajectory's rows, which are ordered by their last step",
+        meaning="index of the row in its trajectory, from 0; rows are ordered by their last step",
     ),
     Column(
         name="is_last_step",
@@ -176,7 +176,7 @@ COLUMNS: tuple[Column, ...] = (
         name="error",
         type=pa.string(),
         nullable=True,
-        meaning="why a failed trajectory failed; null otherwise",
+        meaning="why the trajectory failed; null if it did not fail",
     ),
     Column(
         name="messages",

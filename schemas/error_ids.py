@@ -78,8 +78,8 @@ checkpoint_state: A checkpoint has no training state, or its state cannot be rea
     `--model CHECKPOINT`.
 choice_index: The choices of a response do not have the indices 0..n-1.
     Log the response as the engine returned it.
-conflicting_ids: The log holds two copies of the token ids or log-probabilities of a call, and they
-    differ.
+conflicting_ids: The log contains two copies of the token ids or log-probabilities of a call, and
+    they differ.
     Convert the original log, unmodified.
 dangling_reference: The log refers to a trajectory, message, attachment or node that it does not
     contain.
@@ -194,8 +194,8 @@ last_flag: `is_last_step` of a GeneratorOutput contains a value other than true 
     Store one boolean per row.
 lfs_pointer: The file is a Git LFS pointer, not its content.
     Run `git lfs pull`.
-logprob_tokens: The log-probabilities of a call are for different tokens than its token ids or its
-    text.
+logprob_tokens: The log-probabilities of a call belong to tokens other than those in its token ids
+    or text.
     Collect the call again, and log the response as the engine returned it.
 logprobs_kind: Some exported rows have `rollout_logprobs` and others do not.
     Drop the column, or keep only the rows that have it.
@@ -205,7 +205,7 @@ mask_kind: `loss_masks` of a GeneratorOutput contains a value other than 0 or 1.
     Store 0 or 1 per response token.
 media_type: The body of the request is not declared as JSON.
     Send `Content-Type: application/json`.
-message: A message has no role, or content, tool calls or a response of an unsupported type.
+message: A message has no role, or its content, tool calls or response have an unsupported type.
     Log messages in the OpenAI format, with text content.
 message_role: A message after the first assistant message has a role other than assistant, user or
     tool.
@@ -270,7 +270,7 @@ other_tokenizer: The tokenizer decodes the logged token ids to text that differs
     text.
     Set `--tokenizer` to the tokenizer of the model that sampled the tokens.
 output_file: The output cannot be written to this path.
-    Choose a path on a disk with free space, where you may write; record to a local disk.
+    Choose a writable path on a disk with free space; recordings need a local disk.
 parquet_file: The Parquet file is damaged or cut off, or was not written by TRL.
     Copy the file again.
 partial_groups: A group has more or fewer trajectories than `group_size`, and the advantage
@@ -293,8 +293,8 @@ replay_routing: The dataset records routed experts that this model cannot replay
     Train the model that sampled the data, or pass `--set replay_routing=false`.
 replay_run: The directory does not contain a run of `rollouts train` or `rollouts rl`.
     Name the directory that was the run's `--out`.
-replay_skipped: A mini-batch before the update is skipped now but was not skipped in the run, or the
-    reverse.
+replay_skipped: A mini-batch before the update is skipped now but was not skipped in the run, or
+    vice versa.
     Replay on the machine of the run, with the same versions of its packages.
 replay_update: The run has not made the update.
     Choose a `global_step` of the run's `metrics.jsonl`.
@@ -377,7 +377,7 @@ tokenizer_fingerprint: The model's tokenizer differs from the tokenizer that pro
     the model's tokenizer only adds tokens.
 tokens_disagree: Two files describe the same run with different calls or tokens.
     Convert each run separately, or pass only the correct file.
-too_many_sessions: The recorder holds 100,000 sessions that have not been written yet.
+too_many_sessions: The recorder has 100,000 sessions that have not been written yet.
     End the sessions that are done (`POST .../end`).
 tool_arguments: The arguments of a tool call are not a JSON object.
     Log a call that could not be parsed as text in the message's content.

@@ -178,7 +178,7 @@ def _brief(error: RolloutError) -> str:
 
 
 def count(number: int, noun: str, ending: str = "s") -> str:
-    """Return the number with its noun: `1 row`, `2 rows`, `2 trajectories`."""
+    """Format a number with its noun: `1 row`, `2 rows`, `2 trajectories`."""
     if number == 1:
         return f"1 {noun}"
     is_y = noun[-1:] == "y" and noun[-2:-1] not in set("aeiou") and ending == "s"

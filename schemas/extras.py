@@ -1,4 +1,4 @@
-"""Optional packages, and the extra of `rollout-io` that installs them."""
+"""Errors for missing optional packages, which name the extra of `rollout-io` to install."""
 
 from __future__ import annotations
 

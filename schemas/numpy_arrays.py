@@ -1,7 +1,8 @@
-"""Conversion between Arrow columns and NumPy arrays that does not import pandas.
+"""Conversion between Arrow columns and NumPy arrays without importing pandas.
 
 `pa.array`, `pa.scalar`, `to_numpy` and `np.asarray` import pandas on their first call if it is
-installed, to recognise its objects. That takes longer than `rollouts stats` needs to read a dataset.
+installed, to recognise its objects. The import takes longer than `rollouts stats` needs to read a
+dataset.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def to_arrow(
     """Convert numbers or booleans like `pa.array`; numbers in native byte order are not copied.
 
     Args:
-        values: One-dimensional.
+        values: One-dimensional array.
         kind: Arrow type of the result; None keeps the type of `values`.
         mask: True where the result is null.
 

@@ -57,7 +57,7 @@ class Ragged:
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     def row_of(self, positions: IntArray) -> IntArray:
-        """Return the row that holds each flat position."""
+        """Return the row that contains each flat position."""
         return np.searchsorted(self.offsets, positions, side="right") - 1
 
     def to_arrow(self, element_type: pa.DataType) -> pa.Array:

@@ -134,7 +134,7 @@ def _reward_sums(view: View, column: Ragged, scalar: npt.NDArray[np.float64]) ->
 
 
 def _differ(sums: npt.NDArray[Any], rewards: npt.NDArray[Any]) -> BoolArray:
-    """True where both are finite and differ by more than rounding."""
+    """True where both are finite and differ by more than a rounding error."""
     tolerance = REWARD_TOLERANCE * np.maximum(1.0, np.abs(rewards))
     is_known = np.isfinite(sums) & np.isfinite(rewards)
     with np.errstate(invalid="ignore"):
@@ -143,7 +143,7 @@ def _differ(sums: npt.NDArray[Any], rewards: npt.NDArray[Any]) -> BoolArray:
 
 
 def check_segments(view: View) -> Iterator[pl.DataFrame]:
-    """Check segments_in_range: segments are ordered, disjoint, non-empty and in the response."""
+    """Check segments_in_range: segments are ordered, disjoint, non-empty and inside the response."""
     if not view.has("segments", "response_ids"):
         return
     spans = SegmentSpans.of(view)
@@ -186,7 +186,7 @@ class SegmentSpans:
 
 
 def check_routing(view: View) -> Iterator[pl.DataFrame]:
-    """Check routing_shape: routing of 1 to p+r tokens, each expert >= 0."""
+    """Check routing_shape: routing covers 1 or more tokens, no more than exist; experts are >= 0."""
     name = "rollout_expert_indices"
     prompts = view.prompt_lengths()
     if prompts is None or not view.has(name, "response_ids"):
@@ -274,7 +274,7 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
 
 @dataclass(frozen=True, slots=True)
 class _SampledRanges:
-    """The sampled ranges of all responses, ordered by row, without ranges outside the response.
+    """The sampled ranges of all responses, ordered by row; ranges outside a response are excluded.
 
     Attributes:
         row, start, length: [S] int64 each; `start` is a position in the flat response.

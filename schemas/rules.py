@@ -50,12 +50,12 @@ _RULES = (
     Rule(
         name="final_row_is_last",
         meaning="the table's last row ends its trajectory",
-        hint="add the remaining steps of the last trajectory, or remove it",
+        hint="add the remaining steps of the last trajectory, or remove that trajectory",
     ),
     Rule(
         name="nonempty_prompt",
         meaning="a row without an error has at least one prompt token",
-        hint="check the source of the row: every call has a prompt",
+        hint="check the source of the row, because every model call has a prompt",
     ),
     Rule(
         name="nonempty_response",

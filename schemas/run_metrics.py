@@ -13,8 +13,8 @@ class Metric(NamedTuple):
 
 
 GENERATED = ("generate/", "environment/")
-"""Prefixes of metrics that `rollouts stats` also reports. If a metric exists both per step and per
-trajectory, it is the one per step."""
+"""Prefixes of metrics that `rollouts stats` also reports. Metrics that exist both per step and per
+trajectory are given per step."""
 OWN_LOSS = "policy_loss/"
 """Prefix of the metrics that a user's policy loss returns."""
 
@@ -63,7 +63,8 @@ METRICS = {
     ),
     "num_micro_batches": Metric("forwards", "Micro-batches of the mini-batch, over all processes."),
     "skipped": Metric(
-        "0 or 1", "1 if no step was taken: no trained tokens, or the gradient is not finite."
+        "0 or 1",
+        "1 if no step was taken, because there were no trained tokens or the gradient was not finite.",
     ),
     "is_ratio_mean": Metric(
         "1",
@@ -163,12 +164,12 @@ METRICS = {
     ),
     "generate/num_seq_before_merge": Metric(
         "sequences",
-        "Turns of the batch. This metric and those named `generate/...` or `environment/...` appear"
+        "Turns in the batch. This metric and those named `generate/...` or `environment/...` appear"
         " only on the first line of a batch; the two merge metrics only with `sequence_layout`"
         " merge.",
     ),
     "generate/num_seq_after_merge": Metric("sequences", "Sequences after merging."),
-    "generate/batch_num_seq": Metric("sequences", "Sequences of the batch."),
+    "generate/batch_num_seq": Metric("sequences", "Sequences in the batch."),
     "num_rows": Metric("rows", "Rows of the mini-batch, in `sequence_layout`."),
     "num_greedy_rows": Metric(
         "rows", "Rows excluded from training because they were sampled at temperature 0."

@@ -54,7 +54,7 @@ def rollout_tables(
     errors: bool = True,
     user_column: bool = True,
 ) -> pa.Table:
-    """Draw valid rollout tables, one row per step, without any breach (warnings included).
+    """Draw valid rollout tables, one row per step, that cause neither errors nor warnings.
 
     Prompts often extend, cut or repeat the tokens of earlier steps of their trajectory, to exercise
     prefix encoding and merging.
@@ -109,7 +109,7 @@ def broken_tables(draw: Draw, rule: str) -> pa.Table:
 
 
 def table_of(rows: list[Row], optional: tuple[str, ...], *, user_column: bool = False) -> pa.Table:
-    """Return rows as a table of the declared types, with the nullable columns in `optional`."""
+    """Convert rows to a table with the declared types and the nullable columns in `optional`."""
     fields = list(arrow_schema(optional))
     if "rollout_expert_indices" in optional:
         fields.append(pa.field("rollout_expert_indices", routing_type(NUM_LAYERS, TOPK)))

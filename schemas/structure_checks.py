@@ -57,7 +57,7 @@ class Runs:
 
 
 def changes(column: pa.ChunkedArray) -> BoolArray:
-    """Return [N] booleans: true in the first row, and wherever the value changes."""
+    """Return a mask, [N] bool: true in the first row, and wherever the value changes."""
     changed = np.ones(len(column), np.bool_)
     if len(column) > 1:
         changed[1:] = to_numpy(pc.not_equal(column.slice(1), column.slice(0, len(column) - 1)))
@@ -85,7 +85,7 @@ def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataF
 
     rows = runs.start[split]
     got = ["a trajectory that continues after rows of another"] * len(rows)
-    expected = "all rows of a trajectory side by side"
+    expected = "all rows of a trajectory next to each other"
     sentence = "the trajectory continues after rows of a different trajectory"
     yield view.breaches("contiguous_trajectory", rows, "trajectory_id", got, expected, sentence)
 

@@ -1,4 +1,4 @@
-"""Compatibility of Arrow types with the declared ones, and casts to them."""
+"""Checks of Arrow types against the declared types, and casts to these."""
 
 from __future__ import annotations
 

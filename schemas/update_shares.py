@@ -1,8 +1,8 @@
 """Shares of an update: the table that `rollouts blame` writes, one row for each row of the update.
 
 `dataset`, `trajectory_id` and `step_index` identify the row of the dataset, as in token records;
-`token_sum` detects that the row has changed since. The table may have further numeric columns, which
-the viewer also shows.
+`token_sum` shows whether the row has changed since. The table may have further numeric columns,
+which the viewer also shows.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An audit compares the stored log-probabilities of a span with those of candidate weights and
 settings. `dataset`, `trajectory_id` and `step_index` identify the row (for merged rows, the step as
-`unmerge` numbers it); `token_sum` and `num_response_tokens` detect that the row has changed since.
+`unmerge` numbers it); `token_sum` and `num_response_tokens` show whether it has changed since.
 Positions are indices into the row's `response_ids`.
 """
 
@@ -48,10 +48,12 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
     Column(name="trajectory_id", type=pa.string(), meaning="trajectory of the row"),
     Column(name="step_index", type=pa.int32(), meaning="index of the row in its trajectory"),
     Column(
-        name="num_response_tokens", type=pa.int32(), meaning="number of the row's `response_ids`"
+        name="num_response_tokens",
+        type=pa.int32(),
+        meaning="number of tokens in the row's `response_ids`",
     ),
     Column(name="token_sum", type=pa.int64(), meaning="sum of the row's `response_ids`"),
-    Column(name="span", type=pa.int32(), meaning="number of the span in its row, from 0"),
+    Column(name="span", type=pa.int32(), meaning="index of the span in its row, from 0"),
     Column(name="start", type=pa.int32(), meaning="position of the span's first token"),
     Column(name="end", type=pa.int32(), meaning="position after the span's last token"),
     Column(name="num_tokens", type=pa.int32(), meaning="tokens that were compared"),
@@ -74,6 +76,6 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
     _optional("num_decisive", pa.int32(), "tokens that favour either side by over 0.5 nats"),
     _optional("noise_scale", pa.float64(), "noise of the span relative to that of the dataset"),
     _optional("mean_difference", pa.float64(), "mean absolute difference from the best fit, nats"),
-    _optional("reason", pa.string(), "the finding in words"),
+    _optional("reason", pa.string(), "explanation of the finding"),
 )
 """Columns of a table of verdicts, declared like the columns of the rollout table."""

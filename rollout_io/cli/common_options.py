@@ -1,4 +1,4 @@
-"""Options that all verbs have: `-o` for `--out`, `-q` and `-v`."""
+"""Options common to all verbs: `-o` for `--out`, `-q` and `-v`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_common_options(command: click.Command) -> click.Command:
         command.params.append(_flag(["-q", "--quiet"], silence, _QUIET))
     if not known & {"-v", "--verbose"}:
         debug = partial(show_log, logging.DEBUG)
-        command.params.append(_flag(["-v", "--verbose"], debug, "Print debug messages too."))
+        command.params.append(_flag(["-v", "--verbose"], debug, "Also print debug messages."))
     return command
 
 

@@ -102,7 +102,8 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
     """Return the ids of trajectories with a row that satisfies the condition, in order.
 
     Raises:
-        ConfigError: The condition is not SQL, refers to an unknown column, or has a type error.
+        ConfigError: `condition`, `known_column`: the condition is not SQL, has a type error, or
+            refers to an unknown column.
     """
     from rollout_io.dataset.conditions import (
         POLARS_ERRORS,

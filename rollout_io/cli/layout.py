@@ -1,4 +1,4 @@
-"""The option `--layout` of verbs that write a dataset from a dataset."""
+"""The option `--layout` of verbs that derive a dataset from another."""
 
 from __future__ import annotations
 

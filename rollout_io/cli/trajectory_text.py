@@ -1,4 +1,4 @@
-"""A trajectory as text: the prompt, the sampled tokens and the trained tokens of each step."""
+"""Rendering of trajectories as text: each step's prompt, sampled tokens and trained tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = (
     *("trajectory_id", "step_index", "prompt_token_ids", "response_ids", "loss_mask", "segments"),
     *("reward", "stop_reason", "agent", "error", "messages", "response_text", "token_source"),
 )
-"""Columns that a view uses; nullable ones may be absent."""
+"""Columns that a view uses; nullable columns may be absent."""
 
 MARKS: dict[Kind, tuple[str, str]] = {
     "trained": ("[+ ", " +]"),

@@ -21,7 +21,7 @@ class HintedUsageError(click.UsageError):
     """A usage error with a specific hint.
 
     Args:
-        message: What is wrong.
+        message: Description of the problem.
         hint: How to fix it.
         ctx: Context of the verb; by default the current one.
     """
@@ -89,7 +89,7 @@ def _hint(error: click.ClickException, ctx: click.Context | None) -> str:
 
 
 def _value_hint(error: click.BadParameter, option: click.Option, ctx: click.Context) -> str:
-    """Suggest a value of an option: the closest choice, all choices, or the form of the value."""
+    """Suggest a value of an option: the closest choice, all choices, or the option's metavar."""
     name = _name(option, ctx)
     if isinstance(option.type, click.Choice):
         given = error.message.split("'")[1:2]

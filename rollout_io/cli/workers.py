@@ -1,4 +1,4 @@
-"""The options `--workers` and `--engine` of verbs that work in parallel."""
+"""The options `--workers` and `--engine` of verbs that run in parallel."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def workers_options(command: F) -> F:
 
 
 def workers_of(num: int | None, engine: Engine, dataset: str) -> Workers:
-    """Return the chosen workers; the default number depends on the size of the dataset."""
+    """Return the workers for a dataset; their default number depends on its size."""
     from rollout_io.dataset.parallel import Workers
     from rollout_io.dataset.storage import find_shards
 

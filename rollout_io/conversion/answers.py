@@ -1,4 +1,4 @@
-"""The answers of a conversation: the messages to train on, each exactly once."""
+"""Selection of the answers in a conversation, which are trained on exactly once."""
 
 from __future__ import annotations
 

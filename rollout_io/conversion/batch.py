@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Reader:
-    """Read the runs of a log, in order.
+    """Reader of the runs of a log.
 
     Attributes:
         settings: Settings of the conversion.

@@ -80,7 +80,7 @@ def _words(text: str) -> set[str]:
 
 
 def _long_enough(text: str | None) -> str | None:
-    """Return a text with enough words to tell tokenizers apart, else None."""
+    """Return the text if it has enough words to tell tokenizers apart, else None."""
     return text if text is not None and len(_words(text)) >= _MIN_WORDS else None
 
 

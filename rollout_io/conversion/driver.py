@@ -38,7 +38,7 @@ from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
 Progress = Callable[[int, int], object]
-# Keys of the history that describe the inputs; all others are facts about the logs.
+# Keys of the history that describe the inputs; all other keys are facts about the logs.
 _OF_INPUTS = frozenset({"verb", "tool", "format", "inputs", "rewards"})
 
 
@@ -87,7 +87,7 @@ def convert(
 ) -> Conversion:
     """Convert logs in one or several formats to a rollout dataset.
 
-    The dataset appears once it is complete. An interrupted run leaves its finished chunks in a
+    The dataset becomes visible once it is complete. An interrupted run leaves its finished chunks in a
     hidden directory inside `out`; the same call resumes from them, and does nothing if the dataset
     is already complete. With `on_error="skip"`, a run with an unusable record is rejected: all its
     records are written to `OUT.rejected.jsonl`, so records read = written + rejected.
@@ -103,8 +103,8 @@ def convert(
         chunk_bytes: Number of log bytes per chunk.
 
     Raises:
-        RolloutError: An argument is invalid, or a record is and `on_error` is "fail"; no dataset is
-            written.
+        RolloutError: An argument is invalid or, with `on_error="fail"`, a record is invalid; no
+            dataset is written.
 
     Example:
         >>> convert(["shop.calls.jsonl"], "shop/", Choices(rewards="shop.rewards.jsonl"))

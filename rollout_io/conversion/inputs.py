@@ -41,7 +41,7 @@ def open_inputs(
     formats_of: Callable[[Path], Collection[str]],
     ignored: Collection[str] = (),
 ) -> tuple[list[Input], list[str]]:
-    """Return the files and directories to read, and the names of skipped entries of directories.
+    """Return the files and directories to read, and the names of skipped directory entries.
 
     A pattern (`logs/*.jsonl`, `logs/**/*.json`) that is not the name of a file is replaced by the
     files that it matches. Remote files and directories are copied, without hidden files. A
@@ -155,7 +155,7 @@ def _refuse_odd_names(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Directories:
-    """Search of directories for logs; see `open_inputs`."""
+    """Recursive search for logs in a directory; see `open_inputs`."""
 
     formats_of: Callable[[Path], Collection[str]]
     ignored: Collection[Path]
@@ -331,7 +331,7 @@ def _refuse_repeated(inputs: Iterable[Input]) -> None:
 
 
 def paths_of(inputs: PathLike | Sequence[PathLike]) -> list[str]:
-    """Return one or several paths as a list of strings.
+    """Convert one or several paths to a list of strings.
 
     Raises:
         InputError: `input_file`: no path is given.

@@ -13,7 +13,7 @@ from rollout_io.formats.base import Place, Rejected, Run, Step, Trajectory
 from rollout_io.formats.parsing.naming import SESSION_SHAPE, full_name
 from schemas.errors import ConfigError, InputError, count
 
-_SHOWN = 4  # names in an error
+_SHOWN = 4  # maximum number of names in an error
 LOGGED_REWARD, LOGGED_ERROR = "logged_reward", "logged_error"
 
 
@@ -26,8 +26,8 @@ def settle(
 ) -> Settled:
     """Return a trajectory with its outcome stored in its steps.
 
-    The outcome comes from the rewards file if it has one, otherwise from the log (its reward
-    `reward_key`, if given). The rewards file overrides the log completely: differing values of the
+    The outcome comes from the rewards file if it has one, otherwise from the log (the reward named
+    `reward_key`, if set). The rewards file overrides the log completely: differing values of the
     log are kept as the metric `logged_reward` (unless a metric has this value) and the user value
     `logged_error`. The last step gets the outcome and the metrics. If the outcome is known, earlier
     steps without a reward get 0.0. The rewards of a failed trajectory become null, and their values
@@ -104,7 +104,7 @@ def by_run(
     run. A failed run that made no call may be missing from the log; its line must use the full name.
 
     Args:
-        outcomes: Outcomes by the names in the rewards file.
+        outcomes: Outcomes, keyed by the names in the rewards file.
         keys: The runs in the log.
 
     Returns:

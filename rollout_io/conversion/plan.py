@@ -53,7 +53,7 @@ def plan(
 
     Args:
         found: Findings of `Adapter.find`.
-        outcomes: Outcomes by the names in the rewards file (`outcomes.by_run`).
+        outcomes: Outcomes, keyed by the names in the rewards file (see `outcomes.by_run`).
         group_by: Labels whose values, joined by "/", replace the instance id.
     """
     (made,), _ = plan_logs([found], outcomes, group_by)

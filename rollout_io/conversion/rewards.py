@@ -101,7 +101,7 @@ def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
 
     Args:
         record: The parsed line; a null `reward` means that it is unknown.
-        where: File and line, for errors.
+        where: File and line, for error messages.
 
     Raises:
         InputError: `reward_line`, `record_type`, `session_name`: the line is not a valid outcome.

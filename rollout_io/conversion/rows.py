@@ -41,8 +41,8 @@ class _Rows:
     """Trajectories as rows of a table.
 
     Attributes:
-        trajectories: T trajectories.
-        steps: N steps of all trajectories, one per row.
+        trajectories: The T trajectories.
+        steps: The N steps of all trajectories, one per row.
         lengths: [T] number of steps of each trajectory.
         responses: [N] column `response_ids`.
     """

@@ -8,7 +8,7 @@
     DS.rejected.jsonl                   rejected records, beside the dataset
 
 A chunk's directory is renamed once it is complete, so a directory with the final name is complete.
-Publishing moves the shards out, in order; an interrupted publication is resumed as well.
+Publishing moves the shards into the dataset, in order; if interrupted, it is resumed as well.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Staging:
 
     @contextmanager
     def resumable(self) -> Iterator[None]:
-        """Lock the directory; keep finished chunks after an interruption, not after bad input."""
+        """Lock the directory; keep finished chunks if interrupted, but not if the input is invalid."""
         guarded = False
         try:
             with self.locked():
@@ -209,7 +209,7 @@ def rejected_path(out: str | os.PathLike[str]) -> str:
 
 
 def spool_path(staging: Staging) -> Path | None:
-    """Return the directory for decompressed logs beside a local dataset; None if it is remote."""
+    """Return the staging directory's folder for decompressed logs; None for a remote dataset."""
     return Path(staging.folder.path) / "inputs" if staging.out.is_local else None
 
 

@@ -61,7 +61,7 @@ def writable(where: str, hint: str | None = None) -> Iterator[None]:
 
     Args:
         where: The path.
-        hint: Hint of the error; None suggests a different --out and, if the disk is full, to free
+        hint: Hint of the error; None suggests a different --out and, if the disk is full, freeing
             space.
 
     Raises:

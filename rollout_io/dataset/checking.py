@@ -91,7 +91,7 @@ def checked(checker: Checker, piece: PathLike, *, decode: bool = True) -> Iterat
     Invariants that span several pieces are checked by `refuse_split`.
 
     Args:
-        checker: Checks the tables; `refuse_split` needs it afterwards.
+        checker: Checker for the tables of this piece; pass it to `refuse_split` afterwards.
         piece: A dataset, or one of its `pieces`.
         decode: See `iter_tables`.
 

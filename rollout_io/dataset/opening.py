@@ -59,7 +59,7 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
 
 def similar_path(missing: str) -> str | None:
     """Return a path with a similar name in the same directory; None if there is none."""
-    from difflib import get_close_matches  # only errors need it
+    from difflib import get_close_matches  # imported here because only errors need it
 
     path = Path(missing)
     try:

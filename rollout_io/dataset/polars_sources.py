@@ -59,8 +59,9 @@ def lazy_frame(pieces: Pieces, schema: pl.Schema) -> pl.LazyFrame:
     """Return a LazyFrame over the frames of a generator function.
 
     Args:
-        pieces: Called with the columns that a query uses and its predicate (or None). It may skip
-            frames in which no row satisfies the predicate, and yield additional columns.
+        pieces: Generator function, called with the columns that a query uses and its predicate (or
+            None). It may skip frames in which no row satisfies the predicate, and yield additional
+            columns.
         schema: Schema of all columns.
     """
 

@@ -498,7 +498,7 @@ def _tables(
 
 
 def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]:
-    """Re-cut the tables of files that other programs wrote so that no trajectory spans two."""
+    """Re-cut the tables of files from other programs so that no trajectory spans two tables."""
     keyed = list(dict.fromkeys([*names, "trajectory_id"]))
     for shard in shards:
         if "trajectory_id" not in shard.names:

@@ -182,7 +182,7 @@ def occupied(where: str, num_shards: int) -> InputError:
 
 
 def refuse_inside(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> None:
-    """Check that `out` is not inside the directory `dataset`, whose readers would find its files.
+    """Check that `out` is not inside `dataset`, where readers would mistake its files for shards.
 
     Raises:
         InputError: `out_is_free`: `out` is inside `dataset`.

@@ -19,9 +19,8 @@ def check_table_out(out: str) -> None:
             exists.
     """
     if Path(out).suffix != ".parquet":
-        raise InputError(
-            "output_file", f"--out {out}", "another extension", "a name that ends in .parquet"
-        )
+        got, hint = "the file name does not end in .parquet", "choose a name that does"
+        raise InputError("output_file", f"--out {out}", got, hint=hint)
     if os.path.lexists(out):
         got, hint = "the output path already exists", "choose a different --out, or remove it"
         raise InputError("out_is_free", out, got, hint=hint)

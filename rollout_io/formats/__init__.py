@@ -1,1 +1,1 @@
-"""Readers and writers of log formats; `base` defines the interface, `parsing` is shared code."""
+"""Readers and writers of log formats; `base` defines the interface, `parsing` has shared code."""

@@ -185,8 +185,8 @@ class _Rollout:
 def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield attempts, rollout by rollout; a rollout's record is part of its last attempt.
 
-    If an event is damaged, its attempt is rejected, provided that the event still names the
-    attempt. If the record of a rollout is damaged, all attempts at the rollout are rejected.
+    An attempt with a damaged event is rejected if the event still names the attempt. If the record
+    of a rollout is damaged, all attempts at the rollout are rejected.
     """
     rollouts: dict[str, _Rollout] = {}
     first: dict[bytes, str] = {}

@@ -105,7 +105,7 @@ class _Walk:
 
 
 def has_tokens(document: Document) -> bool:
-    """True if a document has ids and none of its steps is a sum of several calls."""
+    """True if a document has ids and none of its steps combines several calls."""
     calls = [step for step in document.steps if step.is_call]
     return any(map(_has_ids, calls)) and all((step.llm_call_count or 1) == 1 for step in calls)
 
@@ -125,7 +125,7 @@ def read_run(path: Path, document: Document) -> LoggedRun:
         document: Content of that file.
 
     Raises:
-        RolloutError: `no_token_ids`: only some calls have ids, or a step is a sum of several calls
+        RolloutError: `no_token_ids`: only some calls have ids, or a step combines several calls
             (the error names the missing field); `dangling_reference`: the target of a reference
             does not exist. Also the errors of `read_trajectory`, and those for invalid tokens.
     """
@@ -236,7 +236,7 @@ def _walk(walk: _Walk, scope: _Scope) -> None:
 
 
 def referred_files(path: Path) -> set[Path]:
-    """Return the resolved paths of a file and of all files it refers to that exist, at any depth.
+    """Return the resolved paths of a file and of all existing files it refers to, at any depth.
 
     Unlike `read_run`, it skips missing and unreadable files.
     """
@@ -318,7 +318,7 @@ def _enter_file(walk: _Walk, path: Path, continued: _Scope | None) -> None:
 
 
 def _resolve(reference: str, base: Path) -> Path | None:
-    """Resolve a reference to a file beside `base`.
+    """Resolve a reference relative to the directory of `base`.
 
     If the files of a run were renamed with a common prefix before `trajectory`, the name with the
     prefix of `base` is tried as well.
@@ -343,7 +343,7 @@ def _dangling(name: str, where: str) -> InputError:
 
 
 def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
-    """Return the call of an agent step in a list; an empty list if the step made no call."""
+    """Return the call of an agent step as a list, which is empty if the step made no call."""
     metrics = step.metrics or Metrics()
     if step.llm_call_count == 0:
         if metrics.completion_token_ids:

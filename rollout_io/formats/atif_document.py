@@ -83,7 +83,7 @@ class Agent(msgspec.Struct, gc=False):
 
 
 class Document(msgspec.Struct, gc=False):
-    """One ATIF trajectory as written."""
+    """An ATIF trajectory as stored in a file."""
 
     schema_version: str
     agent: Agent

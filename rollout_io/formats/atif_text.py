@@ -65,7 +65,7 @@ class Chat:
 
         Args:
             step: The next step of the document.
-            where: Place of the step, for errors.
+            where: Location of the step, for error messages.
 
         Raises:
             InputError: `record_type`, `message`: a field has an unsupported type.

@@ -104,7 +104,7 @@ Found = Run | Rejected | About
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The user's choices about reading runs.
+    """User options for reading runs.
 
     Attributes:
         reward: Name of the reward to use as the run's outcome; None: the format's default.
@@ -286,7 +286,7 @@ class Adapter:
             document as a table. Raises `RolloutError` if the run cannot be used.
         is_text: True if all or most runs in this format have text but no token ids.
         is_table: True if `read` returns rows that already have ids and rewards.
-        noun: Word for a run in counts.
+        noun: Noun for a run in counts, such as "session".
         line: Struct of a JSON line whose required keys identify the format, to explain why a line
             that lacks one of them is not recognized; None if there is no such struct.
         is_export: Returns true for a file that this format recognizes but cannot read, because a

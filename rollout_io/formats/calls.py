@@ -86,8 +86,8 @@ _DECODER = msgspec.json.Decoder(_Call)
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield sessions in natural order of instances (shop-2 before shop-10), then by repetition.
 
-    If a call is damaged, its session is rejected, provided that the line still names the session. A
-    copy of a call is rejected, but its session is not.
+    A session with a damaged call is rejected if the damaged line still names the session. A copy of
+    a call is rejected, but its session is not.
     """
     sessions: defaultdict[bytes, list[Place]] = defaultdict(list)
     models = ModelNames()

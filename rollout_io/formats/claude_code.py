@@ -55,7 +55,7 @@ class _Head(msgspec.Struct, gc=False):
 
 
 class _Shape(msgspec.Struct, gc=False):
-    """A line with the fields that only this format has."""
+    """A line with the fields that are specific to this format."""
 
     type: str
     message: dict[str, msgspec.Raw]
@@ -94,7 +94,7 @@ _EXPORT_DECODER = msgspec.json.Decoder(_Export)
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield sessions in the order in which they begin, then exports.
 
-    If a line is damaged, its session is rejected, provided that the line still names the session.
+    A session with a damaged line is rejected if that line still names the session.
     """
     yield About("groups", _GROUPS)
     exports = [given for given in inputs if _is_export(given.path)]

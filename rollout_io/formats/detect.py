@@ -72,7 +72,7 @@ def load_adapter(entry: Plugin) -> Adapter:
     Raises:
         InputError: `format_loads`: the import fails, or the object is not an `Adapter`.
     """
-    where, hint = f"format {entry.name} ({entry.value})", "install its package again, or remove it"
+    where, hint = f"format {entry.name} ({entry.value})", "reinstall its package, or remove it"
     try:
         found = entry.load()
     except Exception as error:
@@ -163,7 +163,7 @@ def unknown_format(name: str, formats: Mapping[str, Adapter]) -> InputError:
 
 
 def explanation(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
-    """Return the error for an input whose content explains why it matches no format, or None."""
+    """Return an error that explains why an input matches no format; None if the cause is unknown."""
     return explained(name, path) or _nearest(name, path, formats)
 
 

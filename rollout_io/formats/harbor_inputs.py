@@ -112,7 +112,7 @@ def _expand_file(path: Path, errors: list[RolloutError]) -> list[Source]:
         before = len(errors)
         found = _expand_children(path.parent, errors)
         if not found and len(errors) == before:
-            got = "the file is the result of a job, and there are no trials beside it"
+            got = "the file is the result of a job, but its directory contains no trials"
             hint = "pass the job directory, with the directories of its trials"
             raise InputError("harbor_input", str(path), got, hint=hint)
         return _expand_directory(path.parent, errors)
@@ -144,7 +144,7 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
         bare = [source for source in found if _is_bare(source)]
         found = [source for source in found if source not in bare]
         for source in bare:
-            got = "the trial has no result.json, but trials beside it do"
+            got = "the trial has no result.json, but other trials in its directory do"
             hint = "copy its result.json, or move the directory out of the input"
             where = str(source.path.parent.parent)
             errors.append(InputError("harbor_input", where, got, hint=hint))

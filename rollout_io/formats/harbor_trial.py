@@ -111,7 +111,7 @@ def user_values(trial: Trial) -> dict[str, str]:
     """Return the trial's strings: its name, model, exception, and Harbor's verdict on the reward.
 
     `reward_valid` follows Harbor 0.25: a reward is valid if there was no exception, or if the agent
-    used up its budget or refused the task.
+    exhausted its budget or refused the task.
     """
     exception = trial.failure
     valid = exception is None or exception.exception_type in _VALID_AFTER
@@ -128,7 +128,7 @@ def outcome_of(trial: Trial, where: str, options: Options, *, is_needed: bool = 
     """Return the outcome of a trial, without steps; the defaults follow SkyRL's Harbor generator.
 
     Without an exception, the reward is the verifier's `reward`, or its only number; null if there
-    is none. After `ContextLengthExceededError` it is 0.0, whatever the verifier reports
+    is none. After `ContextLengthExceededError` it is 0.0, regardless of the verifier
     (`overflows`: zero, fail, keep). After `AgentTimeoutError` (`timeouts`: fail, keep) and after
     any other exception, the trial has failed. `keep` uses the verifier's number.
 

@@ -148,7 +148,7 @@ def _without_number(match: re.Match[bytes]) -> bytes:
 
 
 def calls_of(sample: Sample, where: str) -> Iterator[Call]:
-    """Yield the calls of a sample in order, except failed ones and those of scorers.
+    """Yield the calls of a sample in order, except failed calls and calls of scorers.
 
     Raises:
         InputError: `record_type`: a field has the wrong type; `dangling_reference`: an attachment
@@ -209,7 +209,7 @@ def _referred(event: _Model, sample: Sample, where: str) -> Iterator[msgspec.Raw
 
 
 def _calls_of_messages(sample: Sample, where: str) -> Iterator[Call]:
-    """Yield the generated messages as calls of one context; input messages are only in prompts."""
+    """Yield the generated messages as calls of one context; other messages occur only in prompts."""
     given = [decode_line(_RESULT_DECODER, bytes(raw), where) for raw in sample.messages]
     is_marked = any(message.source == "generate" for message in given)
     messages: list[Message] = []

@@ -138,7 +138,7 @@ def read_run(run: Run, _: Options) -> Trajectory:
     """Read the calls of a run.
 
     The exit status (`Submitted`, `LimitsExceeded`, ...) becomes the `stop_reason` of the last call
-    and the column `exit_status`; a run that ended with an exception of the program (`traceback`)
+    and the column `exit_status`; a run that ended with an exception in the program (`traceback`)
     has failed.
 
     Raises:
@@ -197,7 +197,7 @@ def recognizes(path: Path) -> bool:
     """True if a file is a trajectory of mini-swe-agent.
 
     A bare list of messages is recognized if every user message between the first and the last reply
-    is command output in this agent's form (`<returncode>`).
+    is command output in this agent's format (`<returncode>`).
     """
     if is_document(path, _HEAD_DECODER, _MARKS):
         return True

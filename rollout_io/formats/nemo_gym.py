@@ -191,7 +191,7 @@ def _find(record: Record) -> tuple[_Names, Run]:
     elif names.task is not None or names.rollout is not None or not response_id:
         got = "the line needs `_ng_task_index` and `_ng_rollout_index`, or only a response id (it "
         got += f"has task {names.task}, rollout {names.rollout}, response id {response_id!r})"
-        hint = "keep the lines as NeMo Gym wrote them: the indices name the group"
+        hint = "keep the lines as NeMo Gym wrote them, because the indices identify the group"
         raise InputError("group", where, got, hint=hint)
     else:
         instance, repetition = response_id, 0

@@ -191,7 +191,7 @@ def _thought(item: _Item, where: str) -> str:
 
 
 def _tools(raw: msgspec.Raw, where: str) -> list[Message] | None:
-    """Return definitions of functions in OpenAI's chat form; None if there are none."""
+    """Return function definitions in OpenAI's chat format; None if there are none."""
     tools = decode_line(_TOOLS_DECODER, bytes(raw), where) or ()
     return [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(tools)] or None
 

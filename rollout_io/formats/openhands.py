@@ -149,7 +149,7 @@ def _find_row(record: Record, first: dict[bytes, str]) -> Run:
     names = decode_line(_NAMES_DECODER, record.content, where)
     instance = names.instance_id or (names.issue.name if names.issue else None)
     if not instance:
-        hint = "keep the lines as OpenHands wrote them: instance_id names the group"
+        hint = "keep the lines as OpenHands wrote them, because instance_id identifies the group"
         raise InputError("group", where, "the run has no `instance_id`", hint=hint)
     labels = {"instance_id": instance}
     config = names.metadata.llm_config if names.metadata else None

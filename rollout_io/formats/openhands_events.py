@@ -115,7 +115,7 @@ def read_calls(history: Sequence[msgspec.Raw], where: str) -> Iterator[Call]:
 
     Args:
         history: Events; in old logs, pairs of an action and its observation.
-        where: Place of the history, for errors.
+        where: Location of the history, for error messages.
 
     Raises:
         InputError: `record_type`: a field has the wrong type; `message`: a response has no choices,

@@ -1,4 +1,4 @@
-"""Export to plain Parquet: a dataset directory in the `full` layout with equal columns in all files.
+"""Export to plain Parquet: a dataset in the `full` layout, with the same columns in all files.
 
 Every Parquet reader sees complete prompts. `rollouts` reads the directory like any dataset.
 """
@@ -46,6 +46,6 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
 
 def _with_all_columns(schema: pa.Schema, table: pa.Table) -> pa.Table:
-    """Add the columns that only other shards have, as null."""
+    """Add columns that exist only in other shards, filled with nulls."""
     tables = [schema.empty_table(), table]
     return pa.concat_tables(tables, promote_options="permissive").combine_chunks()

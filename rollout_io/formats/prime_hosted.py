@@ -54,7 +54,7 @@ _MARKS = (b'"samples"',)
 
 
 class _Row(msgspec.Struct, gc=False):
-    """A rollout; the fields that only this format has are required."""
+    """A rollout; the fields that are specific to this format are required."""
 
     run_id: str
     sample_id: int

@@ -46,9 +46,9 @@ def _refused(
 
     Args:
         summary: One-line description of the format.
-        record: Type of a record; `str` describes a record in errors.
+        record: Type of a record, whose `str` describes the record in errors.
         marks: Byte strings, one of which occurs in the first 64 KiB of every log.
-        hint: Advice on the log to convert instead.
+        hint: Hint that names the log to convert instead.
     """
     decoder = msgspec.json.Decoder(record)
     list_decoder = msgspec.json.Decoder(_Results[record])  # type: ignore[valid-type]

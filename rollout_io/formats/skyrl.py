@@ -46,7 +46,7 @@ _METRICS_DECODER = msgspec.json.Decoder(_Metrics)
 
 
 def recognizes(path: Path) -> bool:
-    """True if a file begins like a GeneratorOutput and names its required fields.
+    """True if a file begins like a GeneratorOutput and contains its required fields.
 
     The file is searched but not parsed, so this is fast even for gigabytes.
     """

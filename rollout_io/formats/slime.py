@@ -83,7 +83,7 @@ class _Sample(_Named, kw_only=True, gc=False):
 
 
 def recognizes(path: Path) -> bool:
-    """True if a file is a torch.save archive whose pickle names slime's samples."""
+    """True if a file is a torch.save archive whose pickle contains the fields of slime's samples."""
     try:
         if not path.is_file() or not zipfile.is_zipfile(path):
             return False

@@ -58,7 +58,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     Raises:
         ValidationError: The dataset breaks an invariant.
         RolloutError: A reward is null without an `error`; only some rows have log-probabilities or
-            routing; the routing lacks more than the last token; torch is missing; `out` exists.
+            routing; the routing does not cover all tokens but the last; torch is missing; `out`
+            exists.
     """
     with requires_extra("train", "--format slime"):
         import torch

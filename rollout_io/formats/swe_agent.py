@@ -128,7 +128,7 @@ def read_run(run: Run, _: Options) -> Trajectory:
 
     The exit status becomes the `stop_reason` of the last call and the column `exit_status`. A run
     has failed if the environment or the model's server ended it (exit_environment_error,
-    exit_error, exit_api), but not if it used up its budget or submitted nothing.
+    exit_error, exit_api), but not if it exhausted its budget or submitted nothing.
 
     Raises:
         InputError: The run cannot be used (`no_calls`, `no_prompt`, `record_type`, ...).

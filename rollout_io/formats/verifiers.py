@@ -120,7 +120,7 @@ class _Kind(msgspec.Struct, gc=False):
 
 
 class _Shape(_RowHead, gc=False):
-    """The fields of a row that no other format has."""
+    """The fields of a row that are specific to this format."""
 
     traces: msgspec.Raw = NO_JSON
     metrics: dict[str, msgspec.Raw] | None = None

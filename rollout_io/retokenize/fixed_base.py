@@ -82,7 +82,7 @@ def encode_messages(
         messages: OpenAI-style messages (`rollout_io.retokenize.messages.normalize`).
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas for the template.
-        where: Name of the conversation, for errors.
+        where: Name of the conversation, for error messages.
 
     Returns:
         [tokens] int32; empty if there are no messages.
@@ -121,7 +121,7 @@ def encode_pieces(
         runs: Normalised messages, at least one per run.
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas.
-        places: Name of each run, for errors.
+        places: Name of each run, for error messages.
 
     Raises:
         InputError: As for `encode_messages`.

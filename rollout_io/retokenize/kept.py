@@ -44,7 +44,7 @@ def refuse_dropped(
         text: Rendering of the messages after the fixed base.
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas.
-        where: Name of the messages, for errors.
+        where: Name of the messages, for error messages.
 
     Raises:
         InputError: `text_kept`: the template drops a part of a message.
@@ -70,7 +70,7 @@ def refuse_dropped_texts(
         messages: Normalised messages.
         text: Rendering of the messages.
         tokenizer: From `load_tokenizer`.
-        where: Name of the conversation, for errors.
+        where: Name of the conversation, for error messages.
 
     Raises:
         InputError: `text_kept`: the content of a message is missing.

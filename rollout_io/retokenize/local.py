@@ -97,12 +97,12 @@ def about_other_tokenizer(name: str, metadata: DatasetMetadata) -> str:
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Return the fingerprint of a tokenizer: the SHA-256 (hex) of its ids by token.
+    """Return the fingerprint of a tokenizer: the SHA-256 (hex) of its mapping from tokens to ids.
 
     Args:
         vocabulary: Ids by token, including added tokens.
     """
-    import hashlib  # loads OpenSSL
+    import hashlib  # imported here because it loads OpenSSL
 
     return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
 
@@ -140,12 +140,12 @@ def tokenizer_directory(name: str) -> str:
 
 
 def _near(path: Path) -> Path | None:
-    """Return the tokenizer directory that a missing path probably meant; None if there is none.
+    """Return the tokenizer directory that was probably meant by a missing path, or None.
 
-    It has the same path in a directory of the working directory (`smollm2` for `.cache/smollm2`),
-    or a similar name in the same directory.
+    It has the same path in a subdirectory of the working directory (`smollm2` for
+    `.cache/smollm2`), or a similar name in the same directory.
     """
-    from difflib import get_close_matches  # only errors need it
+    from difflib import get_close_matches  # imported here because only errors need it
 
     try:
         names = [child.name for child in path.parent.iterdir()] if path.name else []

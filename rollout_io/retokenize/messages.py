@@ -17,7 +17,7 @@ def normalize(message: object, where: str) -> dict[str, Any]:
 
     - `content`: None or absent becomes ""; text parts are joined by newlines, as vLLM does for
       templates that expect strings.
-    - `tool_calls`: arguments in a JSON string (OpenAI's form) become an object, as Transformers
+    - `tool_calls`: arguments in a JSON string (OpenAI's format) become an object, as Transformers
       requires and vLLM does; missing arguments become {}.
     - Reasoning under any common name (`reasoning_content`, `reasoning`, `thinking`) becomes
       `reasoning_content`.

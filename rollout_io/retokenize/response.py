@@ -88,7 +88,7 @@ def retokenize(
         logprobs: Log-probabilities of each assistant message's span, nats; None if unknown.
         num_given: Number of leading messages that are part of the prompt regardless of their roles,
             such as few-shot examples or a shortened history; the first answer comes after them.
-        where: Name of the conversation, for errors.
+        where: Name of the conversation, for error messages.
 
     Raises:
         InputError: `retokenize`: the conversation has no answer, or begins with one; or any error
@@ -136,7 +136,7 @@ def encode_response(
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas for the template.
         logprobs: Log-probabilities of each assistant message's span.
-        where: Name of the conversation, for errors.
+        where: Name of the conversation, for error messages.
 
     Raises:
         InputError: `message_role`: a role is unsupported; `generation_prompt`: an assistant message
@@ -271,7 +271,7 @@ def _prompt(
         num_kept: Number of generation-prompt tokens that belong to the prompt.
         tokenizer: From `load_tokenizer`.
         tools: Tool schemas.
-        where: Name of the conversation, for errors.
+        where: Name of the conversation, for error messages.
     """
     base = fixed_base(tokenizer, tools, where)
     if tools and base.text == fixed_base(tokenizer, None, where).text:

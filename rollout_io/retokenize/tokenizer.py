@@ -156,8 +156,8 @@ class ChatTokenizer:
         """Return the ids of each text; special tokens are recognised in the text but never added.
 
         Args:
-            texts: Any number of texts.
-            places: Name of each text, for errors.
+            texts: Texts to encode; may be empty.
+            places: Name of each text, for error messages.
 
         Raises:
             InputError: `tokenizer`: a text is invalid Unicode (it has lone surrogates).

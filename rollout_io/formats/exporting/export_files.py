@@ -1,4 +1,4 @@
-"""Atomic writing of export files, and Parquet that any reader accepts."""
+"""Atomic writing of export files, and Parquet files that any reader accepts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reading of zip archive members into memory, with a size limit.
 
-pyarrow decompresses Zstandard members (method 93), because `zipfile` only supports them from Python
-3.14 on.
+pyarrow decompresses Zstandard members (method 93), because `zipfile` only supports them since
+Python 3.14.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_member(path: Path, name: str, where: str) -> bytes:
         with archive.open(member) as file:
             return file.read(MAX_MEMBER_BYTES)
     except KeyError:
-        got = "the archive no longer has this member"
+        got = "the archive no longer contains this member"
         hint = "convert the log after its writer has finished"
         raise InputError("zip_archive", where, got, hint=hint) from None
     except NotImplementedError:
@@ -104,7 +104,7 @@ def _unpacked(path: Path, member: zipfile.ZipInfo) -> bytes:
         content: bytes = stream.read(member.file_size + 1)
     is_whole = start == _START and len(content) == member.file_size
     if not is_whole or zlib.crc32(content) != member.CRC:
-        raise zipfile.BadZipFile(f"bad size or checksum of {member.filename!r}")
+        raise zipfile.BadZipFile(f"wrong size or checksum of {member.filename!r}")
     return content
 
 

@@ -36,7 +36,7 @@ def read_choices(
     Args:
         answer: Response of the engine.
         request: Body of the request.
-        where: Place of the call, for errors.
+        where: Location of the call, for error messages.
         failed: If true, ids may be missing, since the run is not trained on.
 
     Raises:

@@ -19,7 +19,7 @@ def numbers(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
 
     Args:
         fields: Valid JSON by name.
-        where: Place of the fields, for errors.
+        where: Location of the fields, for error messages.
 
     Raises:
         InputError: `record_type`: a number does not fit into a 64-bit float.
@@ -37,7 +37,7 @@ def label(raw: msgspec.Raw | None, where: str) -> str | None:
 
     Args:
         raw: Valid JSON.
-        where: Place of the field, for errors.
+        where: Location of the field, for error messages.
 
     Raises:
         InputError: `json_line`: the string is not UTF-8.

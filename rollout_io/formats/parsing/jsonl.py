@@ -37,7 +37,7 @@ NESTED = "lists or objects are nested too deeply"
 
 
 class _Unit(NamedTuple):
-    """Words for errors about a kind of text.
+    """Wording of errors about a line or a document.
 
     Attributes:
         position: Describes a byte offset in words, such as "at column 4".
@@ -92,7 +92,7 @@ def decode_line(decoder: msgspec.json.Decoder[T], content: bytes, where: str) ->
 
     Raises:
         InputError: `json_line`: the line is not JSON or not UTF-8; `record_type`: a field is
-            missing or has the wrong type (the message has its JSON path).
+            missing or has the wrong type (the message contains its JSON path).
     """
     return _decode(decoder, content, where, _LINE)
 
@@ -129,8 +129,8 @@ def contained(where: str) -> Iterator[None]:
     """Convert an unexpected exception while reading a record to an error of that record.
 
     Raises:
-        RolloutError: Unchanged.
-        OSError: Unchanged, as it does not concern a single record.
+        RolloutError: Raised unchanged.
+        OSError: Raised unchanged, because it does not concern a single record.
         InputError: `unreadable_record`: reading the record raised any other exception.
     """
     try:

@@ -1,4 +1,4 @@
-"""Conversion of logged messages of any API to OpenAI's chat form.
+"""Conversion of logged messages of any API to OpenAI's chat format.
 
 `read_messages` accepts the fields of these APIs:
 
@@ -94,11 +94,11 @@ _CONTENT_DECODER = msgspec.json.Decoder(Content)
 
 
 def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
-    """Convert logged messages to OpenAI's form; a message with tool results becomes several.
+    """Convert logged messages to OpenAI's format; a message with tool results becomes several.
 
     Args:
         raws: JSON of each message.
-        where: Place of the list, for errors.
+        where: Location of the list, for error messages.
 
     Raises:
         InputError: `record_type`: a message is not an object with a role, or a field has the wrong
@@ -114,11 +114,11 @@ def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
 
 
 def read_message(raw: msgspec.Raw, where: str) -> Message:
-    """Convert a logged message that corresponds to exactly one message in OpenAI's form.
+    """Convert a logged message that corresponds to exactly one message in OpenAI's format.
 
     Args:
         raw: JSON of the message.
-        where: Place of the message, for errors.
+        where: Location of the message, for error messages.
 
     Raises:
         InputError: `message`: the message has several results; or any error of `read_messages`.
@@ -160,7 +160,7 @@ def messages_of(role: str, content: Parts, where: str) -> list[Message]:
     Args:
         role: Role of the message.
         content: A string, or parts.
-        where: Place of the message, for errors.
+        where: Location of the message, for error messages.
 
     Raises:
         InputError: Any error of `read_messages`.
@@ -207,7 +207,7 @@ def _tool_call(call: _ToolCall | str, where: str) -> Message:
 
 
 def openai_tools(tools: Any) -> list[Message] | None:
-    """Return tool definitions in OpenAI's form; None if there are none."""
+    """Return tool definitions in OpenAI's format; None if there are none."""
     if not isinstance(tools, list):
         return None
     objects = [tool for tool in tools if isinstance(tool, Mapping)]

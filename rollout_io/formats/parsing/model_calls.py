@@ -116,7 +116,7 @@ def steps_of(
 
     Args:
         calls: Calls in order.
-        where: Place of the run, for errors.
+        where: Location of the run, for error messages.
         failed: True if the run failed. A failed run may have no calls; calls without tokens are left
             out if other calls have tokens.
 

@@ -1,4 +1,4 @@
-"""Names of the models from which a log was sampled."""
+"""Names of the models that sampled the responses of a log."""
 
 from __future__ import annotations
 

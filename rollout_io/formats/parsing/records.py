@@ -95,7 +95,7 @@ def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Plac
 def without_copies(places: Sequence[Place]) -> tuple[list[Place], list[Rejected]]:
     """Separate lines from copies of an earlier line, which get a `duplicate_record` error.
 
-    Only lines of similar size are read again; trailing blanks are ignored.
+    Only lines of similar size are read again; trailing whitespace is ignored.
 
     Args:
         places: Lines in the order of the log.
@@ -142,7 +142,7 @@ def named_in(content: bytes, key: str) -> str | None:
 
 
 def incomplete(places: Iterable[Place], damage: RolloutError) -> Iterator[Rejected]:
-    """Reject the other records of a run with a damaged record, so that no partial run is used."""
+    """Reject the other records of a run with a damaged record: runs are never used partially."""
     got = f"another record of the same run is damaged ({damage.rule}: {damage.where})"
     hint = "delete the damaged record if the run is complete without it"
     for place in places:

@@ -74,7 +74,7 @@ class _Item(msgspec.Struct, gc=False):
 
     @property
     def is_answer(self) -> bool:
-        """True if the item responds to the model, such as a tool result."""
+        """True if the item is a reply to the model, such as a tool result."""
         others = {"user", "system", "developer", "tool"}
         return self.type.endswith(("_output", "_response")) or self.role in others
 
@@ -198,7 +198,7 @@ def _step(item: _Item, place: str) -> Step:
 
 
 def _routes(raw: msgspec.Raw) -> msgspec.Raw:
-    """Return routing as nested lists; converts NeMo RL's text form (dtype, shape, base64)."""
+    """Return routing as nested lists, decoded if it is in NeMo RL's format (dtype, shape, base64)."""
     match = _ENVELOPE.fullmatch(bytes(raw).decode().strip('"').replace("\\/", "/"))
     if match is None:
         return raw

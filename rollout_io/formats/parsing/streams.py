@@ -97,7 +97,7 @@ def _check_piece(choice: Choice, place: str) -> None:
 
 
 def _usage_of(chunks: Sequence[Response]) -> Usage | None:
-    """Return the last usage if it covers all choices, else None."""
+    """Return the last token counts of the stream if they cover all choices, else None."""
     told = [chunk for chunk in chunks if chunk.usage is not None]
     if not told:
         return None

@@ -44,7 +44,7 @@ def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32
     Args:
         ids: Ids as logged.
         what: `prompt` or `response`.
-        where: Place of the call, for errors.
+        where: Location of the call, for error messages.
 
     Raises:
         InvariantError: `nonempty_prompt`, `nonempty_response`: there are no ids; `token_range`: an
@@ -135,7 +135,7 @@ def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:
     Args:
         text: Valid JSON.
         what: Name of the list in errors: "prompt".
-        where: Place of the call, for errors.
+        where: Location of the call, for error messages.
 
     Raises:
         InputError: `record_type`: the text is not a list of integers.
@@ -200,7 +200,7 @@ def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np
     Args:
         raw: Nested lists as JSON, or a string with a NumPy file in base64 (vLLM), or null.
         num_tokens: Number of tokens of prompt + response.
-        place: Place of the field, for errors.
+        place: Location of the field, for error messages.
 
     Raises:
         InvariantError: `routing_shape`: the routing has the wrong type or shape, or more entries

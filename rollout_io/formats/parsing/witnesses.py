@@ -1,4 +1,4 @@
-"""Checks of facts that a log records twice: if they differ, one was shifted or misattributed."""
+"""Checks of values that a log records twice: if they differ, one was shifted or misattributed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str)
         logprobs: Log-probabilities as logged.
         ids: Ids of the response.
         texts: Verbatim parts of the response's text.
-        where: Place of the call, for errors.
+        where: Location of the call, for error messages.
 
     Returns:
         The text of all tokens, if the log has it.

@@ -117,7 +117,7 @@ def test_the_result_of_a_harbor_job_without_its_trials_leads_to_the_job(
 ) -> None:
     shutil.copy(TRIAL.parent / "result.json", "result.json")
     message = refused(capsys, Path("result.json"))
-    assert "the file is the result of a job, and there are no trials beside it" in message
+    assert "the file is the result of a job, but its directory contains no trials" in message
     assert "Hint: pass the job directory" in message
     shutil.copytree(TRIAL, TRIAL.name)
     assert run(["convert", "result.json", "--out", "out", "--on-error", "skip"]) == 0

@@ -124,7 +124,7 @@ def test_convert_says_that_ids_without_text_were_not_compared(
     assert "1 could not be compared" in capfd.readouterr().err
     assert run([*args, str(tmp_path / "b")]) == 0
     said = capfd.readouterr().err
-    assert "tokenizer unknown: the dataset records none" in said
+    assert "tokenizer unknown: the dataset does not record it" in said
     assert "could not be compared" not in said
 
 
