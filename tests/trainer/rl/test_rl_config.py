@@ -48,7 +48,7 @@ def test_overrides_reach_into_inline_tables(tmp_path):
 
 
 def test_a_dotted_name_that_toml_does_not_take_is_refused(tmp_path):
-    with pytest.raises(RolloutError, match="a TOML key") as error:
+    with pytest.raises(RolloutError, match="a valid TOML key") as error:
         load(tmp_path, TOML, "generate.env_configs.m:E.x=1")
     assert 'table."my.name"' in error.value.hint
 
