@@ -11,8 +11,8 @@ def keep_pandas_out_of_arrow() -> None:
     """Stop `pa.array` from importing pandas, which takes 0.2 s on its first call.
 
     pyarrow imports pandas once, if it is installed, to recognise pandas objects. We pass none, so
-    the import is blocked during a first call; afterwards pandas can be imported as usual. For the
-    command line only: a library must not decide this for the programs that use it.
+    the import is blocked during a first call; afterwards pandas can be imported as usual. Only the
+    command line may call this: a library must not decide it for the programs that use it.
     """
     if "pandas" in sys.modules:
         return
@@ -27,7 +27,7 @@ def keep_pandas_out_of_arrow() -> None:
 
 
 class _WithoutPandas(MetaPathFinder):
-    """Reports pandas as not installed."""
+    """Import hook that reports pandas as not installed."""
 
     def find_spec(self, fullname: str, *_: Any) -> None:
         if fullname == "pandas":
