@@ -67,7 +67,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
     """Check a run and report what `train` would do: see `trainer.reports.dry_run.dry_run`.
 
     Raises:
-        RolloutError: As for `train`.
+        RolloutError: See `train`.
     """
     with requires_extra("train", "rollouts train"):
         from trainer.reports.dry_run import dry_run as plan_run

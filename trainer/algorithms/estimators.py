@@ -56,7 +56,7 @@ def advantages_of_rewards(
         Advantages, and target values for the critic (None without a critic), [N] float64 each.
 
     Raises:
-        InputError: As for `advantages_of_returns`.
+        InputError: See `advantages_of_returns`.
     """
     ids = {"trajectory": trajectory, "group_index": group_index}
     given = {"rewards": rewards} | {name: _numbered(index) for name, index in ids.items()}

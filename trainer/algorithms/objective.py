@@ -102,7 +102,8 @@ def _checked(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
     """Check that a user's loss returned one finite number per target, with gradient."""
     losses, clipped, metrics = found if isinstance(found, TokenLoss) else (found, None, {})
     num = len(logprobs)
-    expected = f"a tensor [{num}] of {logprobs.dtype}, the loss of each target, or a TokenLoss"
+    expected = f"a tensor of shape [{num}] and dtype {logprobs.dtype}, the loss of each target,"
+    expected += " or a TokenLoss"
     is_scalar = isinstance(losses, Tensor) and losses.dim() == 0
     hint = "return one loss per target: loss_reduction reduces them" if is_scalar else None
     _check_tensor(function, "", losses, logprobs, expected, hint, dtype=logprobs.dtype)
@@ -110,7 +111,7 @@ def _checked(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
         raise refused(function, "losses without a gradient", "losses computed from `logprobs`")
     if clipped is None:
         clipped = torch.zeros_like(logprobs, dtype=torch.bool)
-    expected = f"a tensor [{num}] of torch.bool"
+    expected = f"a tensor of shape [{num}] and dtype torch.bool"
     _check_tensor(function, "clipped", clipped, logprobs, expected, dtype=torch.bool)
     if not isinstance(metrics, Mapping):
         raise refused(
@@ -120,7 +121,7 @@ def _checked(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
             part="metrics",
         )
     for name, values in metrics.items():
-        expected = f"a finite tensor [{num}], whose mean over the mini-batch is reported"
+        expected = f"a finite tensor of shape [{num}], whose mean over the mini-batch is reported"
         _check_tensor(function, f"metrics[{name!r}]", values, logprobs, expected)
     named = {f"policy_loss/{name}": values for name, values in metrics.items()}
     return TokenLoss(losses, clipped, named)
@@ -141,7 +142,7 @@ def _check_tensor(
         raise refused(function, got, expected, hint, part=part)
     shape, device = list(found.shape), logprobs.device
     if found.shape != logprobs.shape or (dtype and found.dtype != dtype):
-        got = f"a tensor {shape} of {found.dtype}"
+        got = f"a tensor of shape {shape} and dtype {found.dtype}"
         raise refused(function, got, expected, hint, part=part)
     if found.device != device:
         got, expected = f"a tensor on {found.device}", f"a tensor on {device}"

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 def one_ahead(read: Callable[[Key], Value], keys: Iterable[Key]) -> Iterator[Value]:
     """Yield `read(key)` for each key in order, reading the next value in the background.
 
-    At most two values exist: the last one yielded, and the next. An error in `read` is raised when
+    At most two values are in memory: the last one yielded, and the next. An error in `read` is raised when
     its value would be yielded. A caller that stops early does not wait: the thread ends after its
     read, or with the process.
 

@@ -74,7 +74,7 @@ def audit(
     log-probabilities, another precision, another prompt or model. Exits with code 1 if it reports any.
 
     By default, each row is forwarded under its labelled weights, and under the other candidates only
-    if it does not fit.
+    if these do not fit.
     """
     if first_pass is not None and thorough:
         raise click.UsageError("--first-pass and --thorough are mutually exclusive.")

@@ -90,7 +90,7 @@ def replay(
 
 
 def as_json_value(found: Replay) -> dict[str, Any]:
-    """Return the result with the metrics side by side, as JSON types."""
+    """Convert the result to JSON types, with the metrics side by side."""
     columns_ = {"recorded": found.recorded, "replayed": found.replayed}
     if found.changed is not None:
         columns_["changed"] = found.changed

@@ -157,8 +157,8 @@ def plot(
 ) -> None:
     """Plot the metrics of training runs, or the contents of datasets, as an image.
 
-    Several runs, or several datasets, are overlaid. The plot of a dataset shows
-    lengths, reward by group, drift by turn, and the tokens that training forwards in each layout.
+    Several runs, or several datasets, are overlaid. The plot of a dataset shows lengths, reward by
+    group, drift by turn, and the tokens that training forwards in each layout.
     """
     are_runs = {_is_run(path) for path in paths}
     if len(are_runs) > 1:

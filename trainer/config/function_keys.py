@@ -31,7 +31,7 @@ def bind(kind: Kind, config: LossConfig) -> BoundFunction:
     """Bind the function that a configuration names to the values of its keys.
 
     Raises:
-        RolloutError: As for `trainer.config.functions.find`.
+        RolloutError: See `trainer.config.functions.find`.
 
     Example:
         >>> from trainer.config.functions import LOSS_REDUCTION
@@ -59,7 +59,7 @@ def check_functions(config: LossConfig) -> None:
     Raises:
         ConfigError: `config_key`, `config_value`: a key of `[loss]` is not a parameter of any
             function, is also a key of the configuration, or has a value of the wrong type.
-        InputError: As for `find`.
+        InputError: See `find`.
     """
     names = {kind: getattr(config, kind.key, None) for kind in KINDS}
     named = [(kind, name) for kind, name in names.items() if name is not None]
@@ -71,7 +71,7 @@ def check_functions(config: LossConfig) -> None:
             expected = "a number, text, true or false, or lists and tables of these"
             raise ConfigError("config_value", f"[loss] {key}", str(value), expected)
         if key in fields:
-            hint = "write it outside the table: your function gets its value from there"
+            hint = "set it outside the table; your function receives its value from there"
             got = f"`{key}` is a key of the configuration, not of a function"
             raise ConfigError("config_key", "[loss]", got, hint=hint)
         if not any(key in function.keys or function.takes_all_keys for function in own):

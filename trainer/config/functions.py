@@ -130,7 +130,7 @@ def inputs_of(kind: Kind, name: str) -> frozenset[str]:
     """Return the inputs of a function, without importing built-in ones.
 
     Raises:
-        RolloutError: As for `find`.
+        RolloutError: See `find`.
     """
     if name in kind.built_in:
         return frozenset(kind.built_in[name][1].split())

@@ -204,7 +204,7 @@ def _contradictions(c: LossConfig) -> Iterator[tuple[str, str, str]]:
         keys = "token_mask_is_threshold_low and token_mask_is_threshold_high"
         yield keys, f"{low} and {high}", "both or neither"
     if c.loss_reduction == "seq_mean_token_sum_norm" and c.max_seq_len is None:
-        yield "max_seq_len", "none", "a length, which seq_mean_token_sum_norm needs"
+        yield "max_seq_len", "none", "a length, because seq_mean_token_sum_norm requires it"
     if c.is_anchored_on_sampler and not c.has_own_loss and c.importance_weights is not None:
         expected = (
             f"auto or none for tis_ratio_type, because {c.policy_loss_type} already contains the ratio"
@@ -212,7 +212,7 @@ def _contradictions(c: LossConfig) -> Iterator[tuple[str, str, str]]:
         )
         yield "policy_loss_type and tis_ratio_type", f"{c.tis_ratio_type}", expected
     if c.is_supervised and c.masks_by_ratio:
-        expected = "a loss with importance ratios, which the configured masks need"
+        expected = "a loss with importance ratios, because the configured masks require them"
         yield "policy_loss_type", c.policy_loss_type, expected
     if c.reference_model is not None and not c.needs_reference:
         expected = "none, because kl_loss_coef and kl_reward_coef are 0"

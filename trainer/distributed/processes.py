@@ -52,8 +52,7 @@ def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
     Returns the local result of `work`, which must not communicate, once all processes are done.
 
     Raises:
-        RolloutError: `work` raises one in any process; this process's own error takes
-            precedence.
+        RolloutError: `work` raises it in any process; an error in this process takes precedence.
     """
     if accelerator.num_processes == 1:
         return work()
@@ -84,7 +83,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
 
 
 def own_groups(accelerator: Accelerator, groups: Sequence[str]) -> Sequence[str]:
-    """Select the groups of a batch that this process reads; contiguous, by rank."""
+    """Select the contiguous share of a batch's groups that this process reads."""
     num, rank = len(groups), accelerator.process_index
     bounds = [num * r // accelerator.num_processes for r in (rank, rank + 1)]
     return groups[slice(*bounds)]

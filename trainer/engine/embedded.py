@@ -78,7 +78,7 @@ class TransformersEngine:
             settings: Further arguments of the constructor.
 
         Raises:
-            InputError: As for `load_policy` and `load_tokenizer`.
+            InputError: See `load_policy` and `load_tokenizer`.
         """
         model = load_policy(path, logprob_chunk_tokens=1024).model
         tokenizer = load_tokenizer(path, chat_template, needs_template=False)
@@ -151,7 +151,8 @@ class TransformersEngine:
             shape, current = _shape(loaded, bad), _shape(own, bad)
             got = f"weight {bad} has shape {shape}, but the engine's model has {current}"
             if shape is None or current is None:
-                got = f"weight {bad} is {'missing' if shape is None else 'not in the engine model'}"
+                problem = "missing" if shape is None else "not in the engine's model"
+                got = f"weight {bad} is {problem}"
             raise InputError("model_load", path, got)
         self.model.load_state_dict(loaded)
 

@@ -11,7 +11,7 @@ def open_engine(config: GenerateConfig) -> Engine:
     """Open the engine of a configuration.
 
     Raises:
-        RolloutError: As for the engine's constructor.
+        RolloutError: The engine cannot be created.
         MissingExtra: A package that the engine needs is not installed.
     """
     extra = "train" if config.engine == "transformers" else "generate"

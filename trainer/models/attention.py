@@ -53,7 +53,7 @@ TANGENTS: ContextVar[bool] = ContextVar("tangents", default=False)
 
 
 def _find_varlen() -> Any:
-    """Return PyTorch's attention for packed sequences; None if missing or too limited."""
+    """Return PyTorch's variable-length attention, or None if it lacks options needed here."""
     try:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):

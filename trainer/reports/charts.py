@@ -69,7 +69,7 @@ def title(axis: Any, text: str, detail: str = "") -> None:
 def legend(figure: Any, names: Sequence[str], num_columns: int) -> None:
     """Draw a legend of runs or datasets, with their colors, above the panels.
 
-    Names are shortened as far as they remain distinct; long ones are listed one per line.
+    Names are shortened only as far as they remain distinct; long ones are listed one per line.
     """
     from matplotlib.lines import Line2D
 

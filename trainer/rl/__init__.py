@@ -23,7 +23,7 @@ __all__ = ["RlConfig", "load_rl_config", "run"]
 def run(
     config: RlConfig, *, resume: bool = False, open_engine: OpenEngine | None = None
 ) -> RlResult:
-    """Train a policy on its own samples, or resume such a run: see `trainer.rl.loop.run`.
+    """Train a policy on its own samples, or resume a run: see `trainer.rl.loop.run`.
 
     Raises:
         RolloutError: See `trainer.rl.loop.run`; or torch is not installed.

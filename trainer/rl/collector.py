@@ -31,7 +31,7 @@ DROPPED_IN_A_ROW = 30
 
 @dataclass(kw_only=True, slots=True)
 class BegunGroup:
-    """A group whose trajectories have begun to run.
+    """A group that is being sampled.
 
     Attributes:
         deadline: Last iteration that may train on the group.

@@ -138,7 +138,7 @@ class RlConfig:
         return _record("train", TrainConfig, settings)
 
     def evaluations(self, version: int) -> dict[str, EvaluateConfig]:
-        """Return the evaluation sets of a version of the weights by name ("" for a single set)."""
+        """Return the evaluation sets for a version of the weights, by name ("" for a single set)."""
         if self.evaluate is None:
             return {}
         shared, sets = evaluation_sets(self.evaluate)
@@ -180,9 +180,9 @@ TABLES: dict[str, type[Any]] = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
 }
-_TOP = "write it at the top of the file, before the tables"
+_TOP = "set it at the top of the file, before the tables"
 _MODEL, _OUT = {"model": _TOP}, {"out": _TOP}
-_ENGINE = "write it in [generate], whose engine also runs the evaluations"
+_ENGINE = "set it in [generate], whose engine also runs the evaluations"
 OWN_KEYS: dict[str, dict[str, str]] = {
     "generate": _MODEL
     | _OUT
@@ -196,10 +196,10 @@ OWN_KEYS: dict[str, dict[str, str]] = {
     | {
         "dataset": f"leave it out: the loop trains on OUT/{ROLLOUTS}",
         "seed": _TOP,
-        "group_size": "write it in [generate]",
-        "num_epochs": "write num_iterations at the top of the file",
-        "max_updates": "write num_iterations at the top of the file",
-        "save_every_updates": "write save_every_iterations at the top of the file",
+        "group_size": "set it in [generate]",
+        "num_epochs": "set num_iterations at the top of the file",
+        "max_updates": "set num_iterations at the top of the file",
+        "save_every_updates": "set save_every_iterations at the top of the file",
     },
     "evaluate": _MODEL
     | _OUT
@@ -305,7 +305,7 @@ def _table_values(
 def _by_table(
     overrides: Sequence[str], is_table: Callable[[str], bool]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Split overrides into those of top-level keys and, by table, those of keys in tables."""
+    """Separate overrides of top-level keys from those of keys in tables, grouped by table."""
     plain: list[str] = []
     nested: dict[str, list[str]] = {}
     for override in overrides:
@@ -321,7 +321,7 @@ def _refuse_own_keys(table: str, values: Mapping[str, Any]) -> None:
     kind, _, name = table.partition(".")
     own = OWN_KEYS[kind]
     if name:
-        hint = "write it in [evaluate], because all sets are evaluated together"
+        hint = "set it in [evaluate], because all sets are evaluated together"
         own = own | {"every_iterations": hint}
         if not _SET_NAME.fullmatch(name):
             expected = "a name of letters, digits, _ and -"

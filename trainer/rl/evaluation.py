@@ -52,7 +52,7 @@ async def evaluate(
     shown nor logged.
 
     Raises:
-        RolloutError: As for `pipelines.generation.run.generate`.
+        RolloutError: See `pipelines.generation.run.generate`.
     """
     planned = config.evaluations(version)
     for name, one in planned.items():

@@ -87,7 +87,7 @@ class Groups:
         """Write a finished group that no iteration trains on.
 
         Raises:
-            RolloutError: As for `add`.
+            RolloutError: See `add`.
         """
         _write(self._out / DROPPED, [tables], metadata)
         self.names.add(name)
@@ -96,7 +96,7 @@ class Groups:
         """Store the finished trajectories of incomplete groups, for a later process.
 
         Raises:
-            RolloutError: As for `add`.
+            RolloutError: See `add`.
         """
         before = Location.of(self._out / UNFINISHED).shards()
         if any(groups):
@@ -109,7 +109,9 @@ class Groups:
         found = _names_in(path)
         again = found & self.names
         if len(found) > self.size or again:
-            got = f"{count(len(found), 'group')}, {len(again)} of them in other iterations too"
+            got = (
+                f"{count(len(found), 'group')}, {len(again)} of which are also in other iterations"
+            )
             expected = f"at most {self.size}, each in one iteration"
             hint = "remove this directory: its groups will be sampled again"
             raise InputError("resume_rollouts", str(path), got, expected, hint)

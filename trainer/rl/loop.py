@@ -334,7 +334,7 @@ def _cancelled_by_sigterm(
     """Cancel a task on SIGTERM.
 
     Unlike `add_signal_handler`, this leaves the wakeup file descriptor to the command line, which
-    answers signals while the trainer computes.
+    handles signals while the trainer computes.
     """
     before = signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(task.cancel))
     try:

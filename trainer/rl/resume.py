@@ -36,7 +36,7 @@ def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
     """Return the checkpoint to resume from; None to start from the beginning.
 
     Raises:
-        InputError: There is a run but `resume` is false, or the run's files are invalid.
+        InputError: A run exists but `resume` is false, or the run's files are invalid.
         ConfigError: The run had a different configuration.
     """
     out = Path(config.out)

@@ -30,7 +30,7 @@ class SamplingProgress:
         self._part.close()
 
     def show(self, done: int) -> None:
-        """Show that `done` trajectories have been sampled."""
+        """Update the progress: `done` trajectories have been sampled."""
         self._part.update(done - self._done)
         self._done = done
         if self._bar and not self._bar.is_shown and self._pace.is_due():

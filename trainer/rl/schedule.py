@@ -28,8 +28,8 @@ def place(room: Sequence[int], deadlines: Sequence[int]) -> int:
 
     This is the first iteration with a free slot that no running group needs: every running group
     still gets a slot in its last allowed iteration or earlier. The trainer thus waits for a slow
-    group instead of training on it too late. `num_allowed` guarantees that such an iteration
-    exists, and that it is not too late for the finished group itself.
+    group instead of training on it too late. `num_allowed` guarantees that there is an
+    iteration with such a slot, and that it is not too late for the finished group itself.
 
     Args:
         room: Number of free slots of each iteration.

@@ -113,7 +113,7 @@ class Learning:
         return notes_of_size(config, models)
 
     def open_log(self) -> RunLog:
-        """Return the log of the run, a context manager."""
+        """Return a context manager that opens the run's log."""
         return RunLog(
             self._learner.accelerator,
             self.training,
@@ -246,6 +246,6 @@ def _check_some_worked(plan: Plan, rollouts: pl.LazyFrame, dataset: Path) -> Non
     if not plan.trajectories["failed"].all():
         return
     errors = rollouts.select(pl.col("error").drop_nulls().first()).collect()
-    got = f"every trajectory failed ({len(plan.trajectories)}), the first with {errors.item()}"
+    got = f"every trajectory failed ({len(plan.trajectories)}); first error: {errors.item()}"
     hint = f"fix the cause, remove {dataset}, and run the same command with --resume"
     raise InputError("iteration_failed", str(dataset), got, hint=hint)

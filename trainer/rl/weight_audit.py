@@ -135,6 +135,6 @@ class WeightAudit:
         is_certain = num_faulty >= min(ROWS_TO_STOP, num_rows)
         if self.config.on_mismatch == "stop" and is_certain:
             command = f"rollouts audit {dataset} --weights {self.config.out}"
-            hint = f"{command} checks every row; --set on_mismatch=warn trains on them anyway"
+            hint = f"run `{command}` to check every row, or pass --set on_mismatch=warn to train anyway"
             raise InputError("weights_mismatch", str(dataset), text, hint=hint)
         warn(text)

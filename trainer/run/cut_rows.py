@@ -17,7 +17,7 @@ def truncated(rows: pl.DataFrame, config: TrainConfig) -> str | None:
     """Describe the rows that lose trained tokens to `max_row_tokens`; None if there are none.
 
     Args:
-        rows: As for `without_tokens`.
+        rows: See `without_tokens`.
         config: Configuration of the run.
 
     Example:
@@ -62,7 +62,7 @@ def larger_limits(rows: pl.DataFrame, most: int, limit: int) -> str:
     """Suggest larger values of `max_row_tokens`, which keep tokens to train on in most rows.
 
     Args:
-        rows: As for `without_tokens`; not empty.
+        rows: See `without_tokens`; not empty.
         most: The current value.
         limit: Maximum row length of the model, in tokens.
 
@@ -79,7 +79,7 @@ def larger_limits(rows: pl.DataFrame, most: int, limit: int) -> str:
         if value > most:
             kept[value] = int((at_start < value).sum())
     if not kept:
-        return f"filter out these rows: a row of this model has at most {limit:,} tokens"
+        return f"filter out these rows: this model supports at most {limit:,} tokens per row"
     (first, num), *more = list(kept.items())[:2]
     text = f"max_row_tokens={first} leaves tokens to train on in {num:,} of"
     text += f" {count(len(at_start), 'row')}"

@@ -138,7 +138,7 @@ def plan_of(returns: pl.DataFrame, config: TrainConfig) -> Plan:
     error is `zero_advantages`, whose hint is more useful.
 
     Args:
-        returns: As for `make_plan`.
+        returns: See `make_plan`.
         config: Configuration of the run.
 
     Raises:

@@ -49,8 +49,8 @@ def charge_kl(
     """Subtract coef times the estimated divergence from every trained token's reward.
 
     A trajectory's return decreases by the sum over its trained tokens, and advantages are estimated
-    again within its group. For token-level estimators, each token's reward decreases by the token's
-    own amount.
+    again within its group. For token-level estimators, each token's reward decreases by coef
+    times the token's estimate.
 
     Args:
         batch: A complete batch of T response tokens.

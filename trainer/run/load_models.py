@@ -139,7 +139,7 @@ def check_dataset(
 def make_learners(
     accelerator: Accelerator, config: TrainConfig, models: Models, *, corrects: bool
 ) -> tuple[Learner, CriticLearner | None]:
-    """Make optimizers, and place models and optimizers on the run's processes and devices.
+    """Create the optimizers, and place models and optimizers on the run's processes and devices.
 
     Raises:
         RolloutError: The launch settings are not supported, or an optimizer's package is missing.

@@ -211,7 +211,7 @@ def prepared_updates(
 def make_update(
     run: TrainingRun, step: PreparedUpdate, global_step: int, passes: Passes = UNWATCHED
 ) -> MiniBatchUpdate:
-    """Make the update of a mini-batch: the policy's optimizer step, and the critic's.
+    """Update the policy, and the critic if there is one, on a mini-batch.
 
     Args:
         run: The run that prepared the mini-batch.

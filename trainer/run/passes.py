@@ -82,7 +82,7 @@ class PlannedUpdate:
 
 
 class Passes:
-    """Counts the tokens that the passes of updates forward, and shows the progress.
+    """Counts the tokens forwarded in each pass of an update, and shows the progress.
 
     On a terminal, a row below the run's bar shows the current update. Otherwise, a line is logged
     at most every 30 seconds (see `ticking`), and at the end of each slow pass of the first update.
@@ -236,7 +236,7 @@ class Passes:
             say(f"update {self._number}: {text}")
 
     def _seconds(self, num_tokens: Mapping[str, float]) -> float:
-        """Estimate the time of passes from their speeds, or from the mean speed if unmeasured."""
+        """Estimate the duration of passes; those not measured yet are assumed to have mean speed."""
         work = sum(s.num_tokens * COST.get(name, 1.0) for name, s in self._speeds.items())
         usual = sum(s.seconds for s in self._speeds.values()) / max(work, 1e-9)
         total = 0.0

@@ -164,7 +164,10 @@ def alone_in(out: Path) -> Iterator[None]:
         yield
         return
     if held is None:
-        got, hint = "another process is training in this directory", "wait for it, or stop it"
+        got, hint = (
+            "another process is training in this directory",
+            "wait for it to end, or stop it",
+        )
         raise InputError("run_in_use", str(out), got, hint=hint)
     try:
         yield

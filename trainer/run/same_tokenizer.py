@@ -92,7 +92,7 @@ def _names(model: str, metadata: DatasetMetadata) -> Remark:
 
 
 def _names_of(model: str) -> set[str]:
-    """Return the names of a model: of its directory, and in its configuration."""
+    """Return the names of a model, from its directory and from its configuration."""
     found = [str(Path(model).resolve()), str(Path(model).absolute())]
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())

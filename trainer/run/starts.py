@@ -29,7 +29,7 @@ CHANGING = ("tokens_per_micro_batch", "max_row_tokens")
 
 
 def this_machine(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the number of threads and processes, the device, and versions, as JSON types."""
+    """Describe threads, processes, device and software versions, as JSON types."""
     device = accelerator.device
     if device.type == "cpu":
         name = f"CPU {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

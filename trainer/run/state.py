@@ -1,4 +1,4 @@
-"""State that a checkpoint stores beside the models, from which a run resumes."""
+"""Training state that a checkpoint stores beside the models, to resume from."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def loss_of(
     loss is 0, because the other processes wait for this one's share of the gradient.
 
     Args:
-        learner: Its objective is the loss.
+        learner: Provides the objective.
         batch: The batch.
         slot: [M] int64 targets of complete rows, as indices into the batch's response tokens.
         outputs: [M] log-probabilities and [M] entropies of these targets.

@@ -326,7 +326,7 @@ def test_failed_trajectories_stay_and_an_iteration_of_nothing_else_ends_the_run(
     check_replay(config, result, tmp_path / "again")
     (tmp_path / "b").mkdir()
     with pytest.raises(
-        RolloutError, match=r"every trajectory failed \(6\), the first with env_raised"
+        RolloutError, match=r"every trajectory failed \(6\); first error: env_raised"
     ) as e:
         rl.run(config_of(tmp_path / "b", model, generate=failing))
     assert "remove" in e.value.hint

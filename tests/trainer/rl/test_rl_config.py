@@ -200,7 +200,7 @@ def test_one_engine_has_one_template_for_the_calls_of_agents(tmp_path):
         ("generate.group_siz=1", "`group_siz`", "group_size"),
         ("train.gamma=high", '--set train.gamma=high: found "high"; expected a number', None),
         ("train.gamma=2", r"[train] gamma: found 2.0", None),
-        ("train.group_size=4", "[train]: `group_size` is set by", "write it in [generate]"),
+        ("train.group_size=4", "[train]: `group_size` is set by", "set it in [generate]"),
         ("train.num_epochs=2", "[train]: `num_epochs` is set by", "num_iterations"),
         ("generate.out=x", "[generate]: `out` is set by", "top of the file"),
         ("evaluate.urls=['a']", "[evaluate]: `urls` is set by", "[generate]"),

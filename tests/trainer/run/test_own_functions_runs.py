@@ -227,7 +227,10 @@ def test_a_loss_that_fails_in_a_run_is_named(
     given = ["train", paths["dataset"], "--model", paths["model"], "--out", str(tmp_path / "run")]
     given += ["--set=partial_groups=train", f"--set=policy_loss_type={MINE}:fails"]
     assert main(given) == 1
-    assert f"{MINE}:fails: found a tensor [] of torch.float32" in capfd.readouterr().err
+    assert (
+        f"{MINE}:fails: found a tensor of shape [] and dtype torch.float32"
+        in capfd.readouterr().err
+    )
     with pytest.raises(
         RolloutError, match=f"{MINE}:unlike: it returns the metrics policy_loss/of_"
     ):

@@ -22,7 +22,7 @@ UNBOUNDED: Range = (None, None)
 
 
 class Bounds(NamedTuple):
-    """Masks of the elements above the upper bound, and of those below the lower bound."""
+    """Masks of elements above the upper bound, and of elements below the lower bound."""
 
     over: Tensor
     under: Tensor
