@@ -63,7 +63,7 @@ def load_record(
 
     Raises:
         ConfigError: `config_file`: the file is not TOML; `config_key`: a key is unknown (the hint
-            suggests the closest one) or missing; `config_value`: a value has the wrong type or is
+            suggests the closest key) or missing; `config_value`: a value has the wrong type or is
             out of bounds.
     """
     given = read_toml(toml_path) | given_options(options)
@@ -209,7 +209,7 @@ def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
 
 @lru_cache
 def _literals(kind: Any) -> tuple[tuple[str, tuple[str, ...], str], ...]:
-    """Return (key, values, values in words) for each `Literal` of a record."""
+    """Return (key, values, description of the values) for each `Literal` field of a record."""
     return tuple(
         (key, typing.get_args(part), _expected(part))
         for key, hint in typing.get_type_hints(kind).items()
@@ -220,7 +220,7 @@ def _literals(kind: Any) -> tuple[tuple[str, tuple[str, ...], str], ...]:
 
 @lru_cache
 def _bounds(kind: Any) -> tuple[tuple[str, Meta, str], ...]:
-    """Return (key, bounds, bounds in words) for each bounded number of a record."""
+    """Return (key, bounds, description of the bounds) for each bounded number of a record."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return tuple(
         (key, bound, _bounds_in_words(typing.get_args(part)[0], bound))

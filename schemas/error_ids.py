@@ -248,7 +248,7 @@ no_response: A logged call has no response, or the response is an error from the
     Delete its line, or give its session an `error` in `--rewards`.
 no_samples: The Inspect log contains no samples.
     Run the evaluation again without `--no-log-samples`.
-no_session: The request names no session, or a trajectory that has ended.
+no_session: The request does not name a session, or its trajectory has already ended.
     Use the base URL that was given for the session.
 no_such_path: The server has no such path.
     Use a path that the message lists, and send other requests to the engine directly.
@@ -323,7 +323,7 @@ reward_kind: The rewards of a GeneratorOutput are a number for some rows and a l
     Use one number per row, or one list per row.
 reward_known: The export format needs a reward in every row, but a row has none.
     Convert with `--rewards FILE`, filter out these trajectories, or set their `error`.
-reward_line: A reward record names no trajectory or contradictory ones, has neither reward nor
+reward_line: A reward record does not name exactly one trajectory, has neither a reward nor an
     error, repeats a trajectory, or uses a reserved key.
     Write one record per trajectory, such as `{"session": "shop-1/0", "reward": 1.0}`.
 rollout_logprobs: The loss or the importance weights need the sampler's log-probabilities, which are
@@ -387,7 +387,7 @@ torch_file: The file was not written by `torch.save`, is cut off, or contains ob
     plain data and tensors.
     Save the debug rollout of slime again.
 trajectories: The custom generator returned trajectories that were not requested, or omitted
-    requested ones.
+    trajectories that were.
     Return every requested trajectory once, and a failed one as a placeholder row.
 trajectory_id: A trajectory id of a GeneratorOutput has no string `instance_id`, or no integer
     `repetition_id` below 2147483648.
@@ -418,7 +418,7 @@ view_size: A prefix tree has too many tokens to be shown at once.
 view_table: A Parquet file given to `rollouts view` is neither a dataset nor a table of verdicts or
     shares.
     Pass a table that `rollouts audit` or `rollouts blame` wrote, together with its dataset or run.
-view_token: A request to the viewer has no token, or a wrong one.
+view_token: A request to the viewer has no token or the wrong token.
     Open the address that `rollouts view` printed.
 worker: A worker process died, often because memory ran out.
     Run the same command again to resume, or pass `--workers 1`.
@@ -478,8 +478,8 @@ known_trajectory: The dataset has no trajectory with this id.
 launch: The processes were launched in a way that the trainer does not support.
     Launch the processes with one of the commands in docs/training.md, without the option that the
     message names.
-lora_target_modules: `lora_target_modules` names no linear layer of the decoder, or the model has
-    none that can be adapted.
+lora_target_modules: `lora_target_modules` matches no linear layer of the decoder, or the model has
+    no layer that can be adapted.
     Leave `lora_target_modules` out, or name linear layers of the decoder.
 ray_address: No Ray cluster responds at this address.
     Check the cluster with `ray status`, or unset `RAY_ADDRESS` to start one locally.

@@ -223,8 +223,8 @@ LOOP_METRICS = {
     ),
     "eval/{source}/pass_at_{n}": Metric(
         "fraction",
-        "Chance that at least one of n of a task's trajectories, drawn without replacement, has a"
-        " return above 0; n from 1 to `group_size`; mean over tasks with at least n trajectories"
+        "Probability that at least one of n trajectories of a task, drawn without replacement, has"
+        " a return above 0; n from 1 to `group_size`; mean over tasks with at least n trajectories"
         " that did not fail.",
     ),
     "eval/{name}/..., eval/{name}/{source}/...": Metric(

@@ -133,7 +133,7 @@ def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
 
 
 def known(trajectory_id: str, ids: Sequence[str]) -> str:
-    """Return the id if it is one of `ids`, else raise an error that suggests the closest one."""
+    """Return the id if it is in `ids`; otherwise raise an error that suggests the closest id."""
     if trajectory_id not in ids:
         import difflib
 
@@ -193,7 +193,7 @@ def own_decoder(dataset: str) -> Callable[[Sequence[int]], str] | None:
 
 
 def warn_of_other_tokenizer(dataset: str, tokenizer: str) -> None:
-    """Warn if a tokenizer is not the dataset's, because it would decode the ids to wrong text."""
+    """Warn if a tokenizer differs from the dataset's, because it would decode to wrong text."""
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.local import about_other_tokenizer, is_other_tokenizer
 

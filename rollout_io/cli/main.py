@@ -68,7 +68,7 @@ class Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the verb, or suggest the closest one."""
+        """Find the verb, or suggest a similar name."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:

@@ -137,7 +137,7 @@ def convert_chunk(
         for runs, num_bytes in _batches(chunk.runs):
             for part in reader.parts(runs):
                 table = sound(part, broken, metadata.vocab_size)
-                # Later documents are not compared with the types and names of a rejected one.
+                # Later documents are not compared with the types and names of a rejected document.
                 if settings.adapter.is_table and table.num_rows:
                     try:
                         where = part.runs[0].places[0].where

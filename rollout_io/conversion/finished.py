@@ -42,7 +42,7 @@ def footer_of(record: Record, counts: Summary) -> dict[bytes, bytes]:
 def finished(out: str | os.PathLike[str], identity: Mapping[str, Any]) -> Summary | None:
     """Return the counts of a dataset if a conversion with this identity completed it, else None.
 
-    A dataset that lacks a shard, has an additional one, or is damaged does not count as finished.
+    A dataset with a missing, additional or damaged shard does not count as finished.
     """
     wanted = record_of(identity, None)["identity"]
     location = Location.of(out)

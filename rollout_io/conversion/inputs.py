@@ -56,7 +56,7 @@ def open_inputs(
     (`-`) and pipes are saved to files.
 
     Args:
-        paths: Paths as given by the user.
+        paths: Paths as passed by the user.
         spool: Directory for decompressed and saved files.
         formats_of: Returns the formats that a file or directory matches.
         ignored: Paths and URLs of files and directories to skip when a directory is searched.
@@ -300,7 +300,7 @@ def _unpacked(stream: BufferedReader) -> Iterator[bytes]:
 
 
 def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
-    """Yield each file that has the same content as an earlier one, with a `duplicate_input` error."""
+    """Yield each file whose content repeats an earlier file, with a `duplicate_input` error."""
     by_size: defaultdict[int, list[Input]] = defaultdict(list)
     for given in inputs:
         if given.path.is_file() and (num_bytes := given.path.stat().st_size):

@@ -1,4 +1,4 @@
-"""Copies of remote directories, which are read like local ones and named by their URLs."""
+"""Local copies of remote directories; messages and sources show the original URLs."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Staging:
                 self.clear()
 
     def begin(self, identity: dict[str, Any]) -> None:
-        """Start or resume the conversion with this identity; remove chunks of a different one."""
+        """Start or resume the conversion with this identity; remove chunks of any other."""
         is_same = _read_json(self.folder.join(_PLAN)) == identity
         for path in self.folder.fs.ls(self.folder.path, detail=False):
             name = path.rsplit("/", 1)[-1]

@@ -259,7 +259,7 @@ _COUNTS = {
 
 
 def _num_restarted(table: pa.Table) -> int:
-    """Count trajectories that return to the prompt of their first step after a different one.
+    """Count trajectories that return to the prompt of their first step after a different prompt.
 
     Several samples of one prompt (`n` of a request) are adjacent rows and are not counted.
     """

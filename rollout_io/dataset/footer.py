@@ -137,7 +137,7 @@ def refuse_incomplete(where: str, places: Sequence[Place | None], names: Sequenc
 
     Args:
         where: The directory.
-        places: Place of each shard, ordered by file name; None if it was appended.
+        places: Place of each shard, in the order of the file names; None for appended shards.
         names: File names of the shards.
 
     Raises:

@@ -8,8 +8,9 @@
 
 The events of one attempt at a rollout form a run. Its calls are ordered by time, and all of them
 are kept (the API's `format=triplet` keeps one per prompt). Events of other types are ignored.
-Events name no task, so each rollout forms a separate group. If the log also has rollout records
-(`GET /api/rollouts`: `rollout_id`, `input`, `status`), rollouts with equal inputs form one group.
+Events do not name a task, so each rollout forms a separate group. If the log also has rollout
+records (`GET /api/rollouts`: `rollout_id`, `input`, `status`), rollouts with equal inputs form one
+group.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ from rollout_io.formats.parsing.tokens import (
 from schemas.errors import InputError, InvariantError, RolloutError
 
 _ROLLOUTS = (
-    "inferred: events name no task, so each rollout is a separate group (--group-by prompt groups "
-    "rollouts with the same first prompt)"
+    "inferred: events do not name a task, so each rollout is a separate group (--group-by prompt "
+    "groups rollouts with the same first prompt)"
 )
 _INPUTS = "inferred: rollouts with the same `data_id` or, without it, with equal inputs"
 _BLANK = b" \t\r\n,["
@@ -172,7 +173,7 @@ class _Rollout:
     Attributes:
         attempts: Times and places of the events of each attempt.
         damaged: Errors of damaged records by attempt; key None: damage to the entire rollout.
-        record: Place of the record of the rollout.
+        record: Location of the rollout's own record, or None.
     """
 
     attempts: dict[str, list[tuple[float, Place]]] = field(default_factory=dict)

@@ -7,7 +7,7 @@ is reconstructed from the steps:
                        harness, which was not sent to the model
     source agent       an answer of the model; a step that is copied or made no call
                        (llm_call_count 0) is part of the prompt
-    observation        tool results; a user message if the result names no tool call
+    observation        tool results; a user message if the result has no tool call id
     compaction         keeps the messages before the first answer and drops all others
 """
 

@@ -21,7 +21,7 @@ class Context:
 
     Attributes:
         messages: Messages in order.
-        where: Place of the last message.
+        where: Location of the last message.
         num_given: Number of leading messages that a compaction or rollback kept.
     """
 

@@ -84,7 +84,7 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
     Args:
         request: Request with the input of the run.
         response: Response whose output contains the rest of the run.
-        where: Place of the run.
+        where: Location of the run, for error messages.
 
     Raises:
         InputError: `message`: an item has an unknown type or lacks a field, reasoning is encrypted

@@ -205,7 +205,7 @@ def read_episode(run: Run, options: Options) -> Trajectory:
 
 
 def _names(trajectories: Sequence[_Trajectory]) -> list[str]:
-    """Return a name for each trajectory, numbered if several share one."""
+    """Return the name of each trajectory; repeated names are numbered."""
     names = [trajectory.name or "agent" for trajectory in trajectories]
     return [n if names.count(n) == 1 else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
 
@@ -227,7 +227,7 @@ def _is_object(raw: msgspec.Raw) -> bool:
 
 
 def _output(step: _Step, where: str) -> _Output:
-    """Parse the engine's output; return an empty one if it was not logged as a JSON object."""
+    """Parse the engine's output; return an empty output if it was not logged as a JSON object."""
     if not _is_object(step.model_output):
         return _Output()
     return decode_line(_OUTPUT, bytes(step.model_output), where)

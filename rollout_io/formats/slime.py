@@ -43,7 +43,7 @@ from rollout_io.formats.verifiers_traces import runs
 from schemas.errors import InputError, RolloutError, count
 from schemas.extras import requires_extra
 
-_ALONE = "inferred: a run whose samples name no group is a separate group"
+_ALONE = "inferred: a run whose samples do not name a group is a separate group"
 _PICKLE = "data.pkl"
 _FIELDS = (b"rollout_id", b"samples")
 _SAMPLE_FIELDS = (b"response_length", b"group_index")

@@ -43,7 +43,7 @@ from schemas.errors import InputError, RolloutError, count
 
 _LOGS = {"results.jsonl", "traces.jsonl"}
 _BESIDE = {METADATA, "config.json"}
-_TASKS = "inferred: episodes that name no group are grouped by task (its key)"
+_TASKS = "inferred: episodes that do not name a group are grouped by the key of their task"
 _EXAMPLES = "inferred: rows that name no environment are grouped by file and example"
 
 

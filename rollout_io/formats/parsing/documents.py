@@ -18,9 +18,9 @@ from schemas.errors import RolloutError
 _PACKED = (".gz", ".zst")
 _START_BYTES = 1 << 16
 _BY_FILE = (
-    "inferred: a log that names no instance is named after its file if the directory has the same "
-    "name or the name contains a double underscore (owner__repo-1); any other file is a separate "
-    "instance"
+    "inferred: a log without an instance name is named after its file if the directory has the "
+    "same name or the name contains a double underscore (owner__repo-1); any other file is a "
+    "separate instance"
 )
 
 

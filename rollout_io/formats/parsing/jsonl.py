@@ -40,7 +40,7 @@ class _Unit(NamedTuple):
     """Wording of errors about a line or a document.
 
     Attributes:
-        position: Describes a byte offset in words, such as "at column 4".
+        position: Formats a byte offset, for example as "at column 4".
     """
 
     name: str
@@ -183,8 +183,8 @@ def type_error(error: msgspec.ValidationError, where: str, whole: str | None = N
 
     Args:
         error: Error of the decoder.
-        where: Place of the decoded text.
-        whole: Word for the decoded text ("line"); None if it is part of a record.
+        where: Location of the decoded text.
+        whole: Noun for the decoded text, such as "line"; None if it is part of a record.
     """
     hint = FIELDS_HINT
     match = _MISMATCH.fullmatch(str(error))

@@ -29,7 +29,7 @@ class Call:
     """One call of a model, as a harness logged it.
 
     Attributes:
-        where: Place of the call.
+        where: Location of the call, for error messages.
         prompt: Messages that the model saw.
         reply: Assistant message that the model returned.
         answer: Raw JSON response of the API; None or null if it was not logged.

@@ -1,4 +1,4 @@
-"""Records that are lines, or parts of a document."""
+"""Places of records that are lines of a file or parts of a document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parts_of(
     """Yield the places of a list's elements in a document; each element is a record.
 
     Args:
-        place: Place of the document.
+        place: Location of the document.
         document: Content of the document.
         name: Name of the list.
         parts: Raw elements of the list, in order.

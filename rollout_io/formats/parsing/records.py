@@ -1,4 +1,4 @@
-"""Records of line logs: reading them again, and finding copied or damaged ones."""
+"""Rereading of records in line logs, and detection of copied or damaged records."""
 
 from __future__ import annotations
 

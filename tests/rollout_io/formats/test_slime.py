@@ -91,7 +91,7 @@ def test_a_real_evaluation_has_its_rewards_by_name_and_groups_of_its_own():
     assert set(trajectory.metrics) == {"score", "format"}
     assert trajectory.reward is None
     assert run.instance_id == "rollout_eval_7/0"
-    assert "name no group" in planned(ADAPTER, EVAL).about["groups"]
+    assert "do not name a group" in planned(ADAPTER, EVAL).about["groups"]
 
 
 def test_a_reward_of_several_numbers_can_be_chosen(tmp_path):
