@@ -17,7 +17,7 @@ from schemas.messages import RETOKENIZED, sent_messages
 from schemas.ragged import BoolArray
 
 TEXTS = ("messages", "response_text", "token_source", "segments")
-"""Columns that hold the text of a step; a row without the first two cannot be compared."""
+"""Columns from which the text of a step is read; `messages` and `response_text` are required."""
 
 _LONGEST_HEADER = 16  # at most this many tokens precede the text of the first message
 
@@ -37,8 +37,8 @@ def read_text(
         tokenizer: The tokenizer that produced the ids.
 
     Returns:
-        None if some ids are unknown to the tokenizer, or if the text differs and no special tokens
-        separate its messages.
+        The change and its evidence; None if some ids are unknown to the tokenizer, or if the text
+        differs and no special tokens separate its messages.
     """
     start, whole = _message_start(prompt[:shared], tokenizer)
     sides = before[start:], prompt[start:]
@@ -60,7 +60,8 @@ def read_messages(before: Mapping[str, Any], now: Mapping[str, Any]) -> Reading 
         now: The same columns of the later step.
 
     Returns:
-        None if a text is missing, or either conversation is not a list of messages.
+        The change and its evidence; None if a text is missing, or if a conversation is not a list
+        of messages.
     """
     old, new = _turns_of(before, answered=True), _turns_of(now, answered=False)
     if old is None or new is None:

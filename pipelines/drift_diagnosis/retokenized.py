@@ -49,7 +49,7 @@ class TextReading:
 
     @classmethod
     def of(cls, tables: Iterable[pa.Table], tokenizer: ChatTokenizer) -> TextReading:
-        """Compare the rows of tables with logical columns; text columns may be absent."""
+        """Compare the rows of tables with full prompts; text columns may be absent."""
         reading = cls()
         for table in tables:
             for row in table.to_pylist():

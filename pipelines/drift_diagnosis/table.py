@@ -90,15 +90,22 @@ def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl
             diagnosis uses messages or only token ids.
 
     Returns:
-        trajectory_id, step_index, agent of the step; cause (`HINTS`); continues_lineage: true if
-        the step continues an earlier step other than the previous one, so that no token is lost;
-        from_step_index: the earlier step compared with; token_index: first token of the prompt
-        that differs; num_lost_tokens: tokens of the earlier step from token_index on (0 if the step
-        was not meant to repeat them: `new_agent`, `overlap`, continues_lineage); kept_ids: up to 12
-        ids before token_index; lost_ids, now_ids: up to 48 ids from token_index on, of the earlier
-        step and of the prompt respectively, up to where the two agree again; kept_text, lost_text,
-        now_text: these ids as text, null without a tokenizer; evidence: the observation behind the
-        cause.
+        One row per break, with these columns:
+
+            trajectory_id, step_index, agent   the step
+            cause                              a key of `HINTS`
+            continues_lineage                  true if the step continues an earlier step other than
+                                               the previous one, so that no token is lost
+            from_step_index                    the earlier step that the step is compared with
+            token_index                        the first token of the prompt that differs
+            num_lost_tokens                    number of tokens of the earlier step from token_index
+                                               on; 0 if the step was not meant to repeat them:
+                                               `new_agent`, `overlap` or continues_lineage
+            kept_ids                           up to 12 ids before token_index
+            lost_ids, now_ids                  up to 48 ids from token_index on, in the earlier step
+                                               and in the prompt, until the two agree again
+            kept_text, lost_text, now_text     these ids as text; null without a tokenizer
+            evidence                           the observation that indicates the cause
 
     Example:
         Prompts [69622, 11397] and [69622, 11397, 94224, 198, 12, 41151]; the first response is
@@ -190,7 +197,7 @@ def _parting(found: Break, tree: PrefixTree, steps: Steps) -> Parting:
 
 
 def _left_for(row: int, causes: dict[int, Told], agents: list[str | None]) -> Told:
-    """Explain why the step before a resuming step does not belong to the resumed chain."""
+    """Determine why a step resumes an earlier step, from the steps between the two."""
     first = row - 1
     while first not in causes and first > 0:
         first -= 1

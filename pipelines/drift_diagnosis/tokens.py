@@ -70,9 +70,9 @@ class Steps:
 def changed(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
     """Count the leading tokens of each list that differ before both agree again.
 
-    They agree where the next 8 tokens are equal (if fewer tokens of `lost` remain, all of these).
-    If there are several such places, the one with the fewest changed tokens wins; if there is none,
-    the result is None.
+    The lists agree where their next 8 tokens are equal, or all remaining tokens of `lost` if there
+    are fewer. Of several such places, the one with the fewest changed tokens is used; if there is
+    none, the result is None.
 
     Example:
         >>> changed(np.array([26951, 3834, 198, 12]), np.array([94224, 198, 12, 41151]))

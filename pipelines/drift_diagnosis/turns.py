@@ -54,8 +54,9 @@ def compare(before: Sequence[Turn], now: Sequence[Turn], *, whole: bool) -> Read
     the earlier messages are unchanged, otherwise `messages`.
 
     Args:
-        before: Earlier messages, including the response, from the first one that may differ.
-        now: Later messages from the same position on.
+        before: Messages of the earlier conversation, including the response, starting with the
+            first message that may differ.
+        now: Messages of the later conversation, starting at the same position.
         whole: Whether both start at the first message of the conversation.
 
     Example:

@@ -52,7 +52,7 @@ class GenerateConfig:
     env_config: dict[str, Any] = field(default_factory=dict)
     """Passed to every environment as `env_config`."""
     env_configs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Per environment name: keys that extend or override `env_config`."""
+    """Keys that extend or override `env_config`, by environment name."""
     agent: str | None = None
     """Instead of an environment: an `async def agent(client, task) -> reward`, as
     `module:function`."""
@@ -74,7 +74,7 @@ class GenerateConfig:
     conversation, using the template's generation marks."""
     chat_template: str | None = None
     """Name or file of a chat template that replaces the tokenizer's. With agents and harnesses on
-    vLLM, give the template that the servers were started with."""
+    vLLM, specify the template that the servers were started with."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking = false`."""
     group_size: Count = 1
@@ -115,7 +115,7 @@ class GenerateConfig:
     max_retries: CountOrZero = 0
     """Retries of a failed trajectory; >= 0. Only the last attempt is written."""
     env_timeout_s: Positive = 300.0
-    """Time limit for one environment call, seconds; > 0. The trajectory fails when it expires."""
+    """Time limit for one environment call, in seconds; > 0. The trajectory fails when it expires."""
     agent_timeout_s: Positive = 3600.0
     """Time limit for one run of an agent or harness, or one call of a generator, in seconds; > 0.
     Trajectories fail when it expires."""

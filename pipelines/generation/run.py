@@ -80,7 +80,7 @@ async def generate(config: GenerateConfig, open_engine: OpenEngine) -> GenerateR
     """Generate the trajectories that are not in `config.out` yet.
 
     Args:
-        config: Settings.
+        config: Settings of the generation.
         open_engine: Opens the engine; called only if trajectories are missing.
 
     Raises:

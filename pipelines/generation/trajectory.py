@@ -65,7 +65,7 @@ class GymTrajectory:
         make: Constructs the environment.
         engine: The engine that samples.
         tokenizer: Tokenizer of the engine.
-        config: Settings.
+        config: Settings of the generation.
 
     Attributes:
         steps: Steps so far; kept if the trajectory fails.

@@ -12,7 +12,7 @@ from schemas.errors import EngineError
 
 
 class EngineGone(EngineError):
-    """Error of a call that got no response on any attempt; further calls would fail too."""
+    """Error for a call that got no response on any attempt; further calls would fail too."""
 
 
 class PolicyUpstreams(Upstreams):

@@ -1,4 +1,4 @@
-"""Find the step that each step continues: these chains are merged into sequences.
+"""Find which earlier step each step continues; the resulting chains are merged into sequences.
 
 A step may continue an earlier step of its trajectory if its prompt starts with that step's prompt +
 response, token for token, and both agree in the columns that must not vary within a row (see

@@ -67,8 +67,8 @@ class RecorderClient:
 
         Raises:
             InputError: `recorder`: the recorder does not respond, or rejects the request;
-                `reward_line`: the outcome is not JSON, such as a reward that is NaN. The session
-                then remains open.
+                `reward_line`: the outcome cannot be encoded as JSON (a NaN reward, for example);
+                the session then remains open.
         """
         body = {"instance_id": instance_id, "repetition_id": repetition_id}
         opened = await self._post("/sessions", body)

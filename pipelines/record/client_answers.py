@@ -13,7 +13,7 @@ _EMPTY_DELTA = b"{}"
 
 
 class Unread(ValueError):
-    """Error for a response that is not a completion; it is passed on unchanged."""
+    """Error for a response that is not a completion; the response is forwarded unchanged."""
 
 
 class Answer:

@@ -42,7 +42,7 @@ class Recorder:
     """Records sessions into one dataset; enter its context before the first call.
 
     Args:
-        settings: Settings.
+        settings: Settings of the recorder.
         metadata: Metadata of the dataset.
         tell: Receives warnings for the user; by default, they are logged.
 

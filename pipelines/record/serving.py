@@ -62,9 +62,9 @@ async def serving(
     """Serve inside an `async with` block; on exit, wait for running calls.
 
     Args:
-        settings: Settings.
+        settings: Settings of the recorder.
         host: Address to listen on.
-        port: 0 picks a free one.
+        port: Port; 0 picks a free one.
         metadata: Metadata of the dataset.
         tell: Receives warnings for the user; by default, they are logged.
 
@@ -105,9 +105,9 @@ async def serve(
     """Serve until SIGINT or SIGTERM; after a second signal, do not wait for running calls.
 
     Args:
-        settings: Settings.
+        settings: Settings of the recorder.
         host: Address to listen on.
-        port: 0 picks a free one.
+        port: Port; 0 picks a free one.
         metadata: Metadata of the dataset.
         announce: Receives the root URL once the recorder is ready.
         show: Callback that is called every second while the recorder runs.

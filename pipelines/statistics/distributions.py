@@ -81,7 +81,7 @@ class Rewards:
         num_known: Trajectories with a known return.
         mean: Mean of the known returns; None if there are none.
         solved: Share of known returns that are 1; None unless all are 0 or 1.
-        bars: Pairs of a value (or range) as text and its number of trajectories.
+        bars: Pairs of a label (a value or a range) and the number of trajectories.
         num_varied: Groups with different returns.
         num_equal: Groups of two or more known returns that are all equal.
         num_single: Groups with fewer than two known returns.

@@ -37,8 +37,8 @@ class Node:
         """Add tokens after the first `depth` tokens of this node's path, in linear time.
 
         Args:
-            depth: At most the depth of this node's end.
-            tokens: Any number of tokens; new ones are copied.
+            depth: Number of tokens on the path; at most the depth of this node's end.
+            tokens: Tokens to add; new ones are copied.
 
         Returns:
             The node that contains the last token, and how many leading tokens the trie already had.

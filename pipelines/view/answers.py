@@ -38,8 +38,8 @@ def json_answer(value: Any) -> Answer:
 def arrow_answer(data: pl.DataFrame | pa.Table, **totals: float) -> Answer:
     """Encode a table as an Arrow IPC stream, with `totals` as schema metadata.
 
-    Integers become int32 where a column fits, else float64 where that is exact; other columns of
-    integers are unchanged. Strings are truncated to `texts.MAX_CHARS` characters.
+    Integer columns are cast to int32 if all values fit, else to float64 if that is exact; otherwise
+    they are unchanged. Strings are truncated to `texts.MAX_CHARS` characters.
     """
     table = as_table(data)
     columns = [_plain_column(column) for column in table.columns]

@@ -26,7 +26,7 @@ class Query:
     """Query parameters of a request.
 
     Attributes:
-        where: Path of the request, for messages.
+        where: Path of the request, for error messages.
         values: Parameters by name.
     """
 

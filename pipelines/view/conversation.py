@@ -140,7 +140,7 @@ class _Lane:
         return [(turn.role, turn.text) for turn in turns_of_ids(ids, tokenizer)]
 
     def _continued(self, messages: list[Message]) -> tuple[int, Counter[tuple[str, str]]]:
-        """Count the leading messages that were sent before; count the rest of those sent by text."""
+        """Count the leading messages that were sent before, and count the other sent texts."""
         same = _num_equal(self._sent, messages)
         return same, Counter(map(_said, self._sent[same:]))
 

@@ -63,7 +63,7 @@ def tree(
 ) -> dict[str, Any]:
     """Return the prefix tree of trajectories as a list of nodes, parents first.
 
-    A node is a run of tokens that the same rows share, either all sampled or none.
+    A node is a run of tokens shared by the same rows; either all of them were sampled, or none.
 
     Args:
         dataset: The dataset.

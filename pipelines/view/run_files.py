@@ -239,7 +239,7 @@ class RecordedTasks:
 
 
 def _whole_lines(file: Path) -> list[str]:
-    """Return the complete lines of a file; an unterminated last line is still being written."""
+    """Return the complete lines of a file; an unterminated last line may still be incomplete."""
     if not file.is_file():
         return []
     text = read_input(file).decode("utf-8", "replace")

@@ -46,7 +46,7 @@ async def serving(api: Api, bundle: Bundle, *, port: int = 0) -> AsyncIterator[S
     Args:
         api: Answers requests.
         bundle: The built page.
-        port: 0 picks a free one.
+        port: Port; 0 picks a free one.
 
     Raises:
         ConfigError: `address`: the server cannot listen on the port.
@@ -64,7 +64,7 @@ async def serve(api: Api, bundle: Bundle, *, port: int, announce: Callable[[str]
     Args:
         api: Answers requests.
         bundle: The built page.
-        port: 0 picks a free one.
+        port: Port; 0 picks a free one.
         announce: Receives the address to open once the server is ready.
 
     Raises:

@@ -41,7 +41,7 @@ class Dataset:
     """A dataset that a viewer shows; it is checked and indexed on first use.
 
     Args:
-        number: Its id.
+        number: Id of the dataset in the viewer, such as "d0".
         name: Short name for the page.
         path: Path of the dataset.
         tokenizer: Directory of its tokenizer; None: the tokenizer named in the dataset, or that of
@@ -121,7 +121,7 @@ class Dataset:
 
     @property
     def chat_tokenizer(self) -> ChatTokenizer | None:
-        """The tokenizer, loaded with Transformers; None if either is missing or loading fails."""
+        """Tokenizer that splits ids into messages; None if it is missing or cannot be loaded."""
         return None if self.tokenizer is None else self._tokenizers.chat(self.tokenizer)
 
     def has(self, name: str) -> bool:
@@ -464,7 +464,7 @@ class Sources:
         return None
 
     def _dataset_of(self, found: Findings, named: str, given: Sequence[str]) -> str | None:
-        """Return the id of the one open dataset that has all rows of a table; None if there is none."""
+        """Find the open dataset that has all rows of a table; None unless exactly one has them."""
         exact = [n for n, one in self.datasets.items() if _absolute(one.path) == _absolute(named)]
         tried = exact or [
             number for run in self.runs.values() if (number := run.dataset_of(named)) is not None

@@ -1,4 +1,4 @@
-"""Make texts safe to send: without lone surrogates, and of bounded length."""
+"""Sanitize the texts in responses: replace lone surrogates, and limit the length."""
 
 from __future__ import annotations
 

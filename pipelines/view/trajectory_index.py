@@ -293,7 +293,7 @@ def by_numbers(condition: pl.Expr) -> tuple[pl.Expr, list[str]]:
     """Partition the windows of a condition by numbers instead of ids, which is several times faster.
 
     Returns:
-        The condition, which uses the columns `number of NAME` instead; and the list of NAMEs.
+        The condition on columns `number of NAME` instead of NAME; and the list of these NAMEs.
 
     Example:
         >>> over = pl.sql_expr("max(reward) OVER (PARTITION BY instance_id) > 0")
