@@ -69,7 +69,7 @@ def replay(
 
     Starts from the newest checkpoint before the update, or from the start model, and replays
     the updates in between. Compares the metrics, the recorded tokens, and the weights of a
-    checkpoint saved after the update bit for bit; exit code 1 if anything differs. With changes,
+    checkpoint saved after the update bit for bit; exits with code 1 if anything differs. With changes,
     prints the metrics of the unchanged and the changed update side by side. A row that is left out
     is removed from the loss and its denominators; the advantages of other rows do not change
     (docs/audit.md). RUN is only read, and may still be training.

@@ -234,7 +234,7 @@ def _report(result: TrainResult, settings: TrainConfig) -> str:
     num_failed = result.num_failed
     failed = f", {num_failed} failed trajector{'y' if num_failed == 1 else 'ies'}"
     left_out, constant = settings.drop_zero_variance_groups, ""
-    # Supervised training does not use rewards, but may leave out groups by them.
+    # Supervised training does not learn from rewards, but may leave out groups based on them.
     if result.num_groups_without_variance and (left_out or not settings.is_supervised):
         constant = f", {result.num_groups_without_variance} without variance"
         constant += " left out" if left_out else ""

@@ -59,7 +59,7 @@ class TrainConfig(LossConfig):
     token, from the reward of each step (`reinforce++`, `gae`); or by your own `module:function`:
     see docs/algorithms.md."""
     normalize_by_std: bool = True
-    """GRPO: divide by the group's standard deviation; false uses reward minus group mean."""
+    """GRPO: whether to divide by the group's standard deviation, or only subtract the group's mean."""
     advantage_batch_normalize: bool = False
     """Normalise the advantages of each batch's trained tokens to mean 0 and variance 1."""
     gamma: Fraction = 1.0
@@ -93,7 +93,7 @@ class TrainConfig(LossConfig):
     other (`merge`); or as a tree that forwards each distinct token once, with the same results as
     `step` (`tree`)."""
     merge_rule: Literal["lineage", "consecutive", "keep"] | None = None
-    """merge: which steps to merge: see docs/merging.md. `consecutive` is SkyRL's rule; `keep`
+    """merge: which steps to merge (docs/merging.md). `consecutive` is SkyRL's rule; `keep`
     trains on the dataset's rows unchanged. None: `keep` if the dataset was merged, else
     `lineage`."""
     tree_scope: Literal["trajectory", "group"] = "group"
@@ -128,7 +128,7 @@ class TrainConfig(LossConfig):
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW decay rates of the two moments; in [0, 1)."""
     max_grad_norm: Positive = 1.0
-    """L2 norm to which larger gradients are clipped; > 0."""
+    """Maximum L2 norm of the gradient; larger gradients are scaled down to it; > 0."""
 
     lora_rank: Count | None = None
     """Rank of LoRA adapters, which are then trained instead of the policy's weights; >= 1. None: no

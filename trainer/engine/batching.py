@@ -32,7 +32,7 @@ class Request:
         logprobs: Log-probability of each sampled id, nats.
         routes: [tokens, layers, topk] int16 experts of forwarded tokens, one part per forward pass;
             together, they cover all tokens but the last. Empty without supported routers.
-        stop_reason: Why the response ended; None until then.
+        stop_reason: Reason for the end of the response; None while it is being sampled.
     """
 
     prompt: Sequence[int]
@@ -74,7 +74,7 @@ def continue_batch(
 ) -> None:
     """Sample until every request has a stop reason.
 
-    Prompts are padded on the left; finished rows leave the batch.
+    Prompts are padded on the left; finished rows are removed from the batch.
 
     Args:
         model: A Transformers causal LM.

@@ -30,7 +30,7 @@ def make_optimizer(
     learning_rate: float,
     device: torch.device,
 ) -> torch.optim.Optimizer:
-    """Make the AdamW optimizer named by `settings.optimizer`; torch's is fused on a GPU.
+    """Create the AdamW optimizer that `settings.optimizer` names; torch's is fused on a GPU.
 
     Frozen parameters are ignored.
 

@@ -91,7 +91,7 @@ async def _sample(
 def _tokenizer_of(
     planned: EvaluateConfig, tokenizer: ChatTokenizer, config: RlConfig
 ) -> ChatTokenizer:
-    """Return the loop's tokenizer with a set's chat template and arguments."""
+    """Return the tokenizer with the chat template and template arguments of an evaluation set."""
     if planned.chat_template != config.generation.chat_template:
         tokenizer = load_tokenizer(config.model, planned.chat_template)
     return dataclasses.replace(tokenizer, template_kwargs=planned.chat_template_kwargs)
@@ -100,7 +100,7 @@ def _tokenizer_of(
 def measure(planned: Mapping[str, EvaluateConfig], config: RlConfig) -> dict[str, Any]:
     """Compute the metrics of evaluation datasets: over all of them, and per set.
 
-    Returns use `[train] outcome` if it is set, and otherwise the outcome of the evaluation set.
+    A trajectory's return is defined by `[train] outcome` if set, else by the set's `outcome`.
     """
     metrics, parts = dict[str, Any](), list[pl.DataFrame]()
     for name, one in planned.items():

@@ -46,7 +46,7 @@ class Learning:
 
     Args:
         training: Configuration of the updates; `dataset` is not used.
-        checkpoint: Checkpoint to resume from; None: start with the models.
+        checkpoint: Checkpoint to resume from; None: start from the configured models.
         num_iterations: Number of iterations of the run.
 
     Raises:

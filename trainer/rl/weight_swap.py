@@ -15,7 +15,8 @@ class WeightSwapEngine(WrappedEngine):
 
     Args:
         engine: The engine to wrap.
-        waits: False lets running calls continue with the new weights, if the engine supports it.
+        waits: Whether to wait for running calls. Otherwise, they continue with the new weights, if
+            the engine supports it.
     """
 
     def __init__(self, engine: Engine, *, waits: bool) -> None:

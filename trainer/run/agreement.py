@@ -9,7 +9,7 @@ from trainer.algorithms.losses.ratios import bounded_exp
 
 
 def agreement(difference: Tensor) -> dict[str, float]:
-    """Compute the metrics of a mini-batch's differences; see `schemas.run_metrics`.
+    """Compute metrics of a mini-batch's log-probability differences; see `schemas.run_metrics`.
 
     The effective share is Kish's effective sample size over the number of tokens: with the ratios
     r = exp(difference), (sum of r)^2 / (M x sum of r^2). It is 1 if all ratios are equal and 1/M if

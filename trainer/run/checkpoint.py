@@ -99,7 +99,7 @@ def checkpoint_path(out: Path, global_step: int) -> Path:
 
 
 def latest_checkpoint(out: Path) -> Path | None:
-    """Return the checkpoint that `checkpoints/latest` names; without the file, the newest, or None.
+    """Return the checkpoint that `checkpoints/latest` names; without that file, the newest, if any.
 
     Raises:
         InputError: The checkpoint does not exist, or has no state to resume from.

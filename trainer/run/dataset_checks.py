@@ -178,7 +178,7 @@ def _zero_advantages(plan: Plan, config: TrainConfig) -> InputError:
     best = plan.trajectories.filter("trains").select(pl.col("return").max()).item()
     if best is not None and best > 0:
         hint += f"; or choose the rows (`rollouts filter DS --where 'reward > 0' --out GOOD`) and imitate them ({IMITATE})"
-    else:  # that condition would leave no row
+    else:  # the condition `reward > 0` would leave no rows
         hint += f"; or choose rows to imitate ({IMITATE})"
     if num_lost:
         got += f", except in {count(num_lost, 'group')} with a failed trajectory"

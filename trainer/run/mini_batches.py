@@ -95,7 +95,7 @@ class PreparedBatch:
         known: Model outputs at the start of the batch; see `Position`.
         ref_logprobs: [T] reference log-probabilities for the loss; None if not needed.
         value_targets: [T] target values for the critic; None without a critic.
-        kl_coef: `kl_coef` of the next batch.
+        kl_coef: KL coefficient of the next batch.
         metrics: Metrics of each mini-batch that are known before its update.
         raw_advantages: [T] advantages before `advantage_batch_normalize`.
         origins: Origins of the batch's tokens; None if no tokens are recorded.

@@ -44,7 +44,7 @@ class TokenRecorder:
     Each process adds its share. The values are detached copies on the CPU.
 
     Args:
-        recorded: [T] bool, the targets to record; see `recorded_targets`.
+        recorded: [T] bool, the targets to record; see `recorder_of`.
     """
 
     def __init__(self, recorded: BoolArray) -> None:
@@ -158,7 +158,7 @@ def discard_token_records(out: Path, global_step: int) -> None:
 
 
 def say_size(out: Path) -> None:
-    """Log how many updates are recorded in the run, and the size of the files."""
+    """Log the number of recorded updates, and the size of their files."""
     paths = [token_record_path(out, step) for step in token_record_steps(out)]
     if paths:
         size = sum(path.stat().st_size for path in paths)
