@@ -74,8 +74,8 @@ calls_lost: Calls of a session could not be written to the journal, so its traje
 checkpoint_latest: `checkpoints/latest` names a checkpoint that does not exist.
     Write the name of an existing checkpoint of the run into `checkpoints/latest`.
 checkpoint_state: A checkpoint has no training state, or its state cannot be read.
-    Write the name of an earlier checkpoint into `checkpoints/latest`, or start a new run with
-    `--model CHECKPOINT`.
+    Write the name of an earlier checkpoint into `checkpoints/latest`, start a new run with
+    `--model CHECKPOINT`, or, to replay an update, move the checkpoint out of the run.
 choice_index: The choices of a response do not have the indices 0..n-1.
     Log the response as the engine returned it.
 conflicting_ids: The log contains two copies of the token ids or log-probabilities of a call, and

@@ -9,6 +9,7 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, shown_log
 from schemas.errors import ConfigError, count
+from trainer.cli.options import update_option
 
 EXAMPLES = example(
     "rollouts blame run/ --update 12"
@@ -18,13 +19,7 @@ EXAMPLES = example(
 
 @click.command(epilog=EXAMPLES)
 @click.argument("run", metavar="RUN", type=click.Path())
-@click.option(
-    "--update",
-    type=click.IntRange(min=1),
-    required=True,
-    metavar="N",
-    help="Number of the update: its global_step in RUN/metrics.jsonl.",
-)
+@update_option
 @click.option(
     "--held-out",
     metavar="DS",

@@ -8,3 +8,11 @@ algorithm_option = click.option(
     help="Advantage estimator: grpo, rloo, maxrl, reinforce++, gae, or your module:function "
     "(advantage_estimator).",
 )
+
+update_option = click.option(
+    "--update",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="N",
+    help="Number of the update: its global_step in RUN/metrics.jsonl.",
+)

@@ -11,6 +11,7 @@ import click
 from rollout_io.cli.output import emit, emit_json, example, note, shown_log
 from rollout_io.terminal import columns
 from schemas.errors import count
+from trainer.cli.options import update_option
 
 if TYPE_CHECKING:
     from trainer.replay.compare import Difference
@@ -25,13 +26,7 @@ MOST_SHOWN = 10
 
 @click.command(epilog=EXAMPLES)
 @click.argument("run", metavar="RUN", type=click.Path())
-@click.option(
-    "--update",
-    type=click.IntRange(min=1),
-    required=True,
-    metavar="N",
-    help="Number of the update: its global_step in RUN/metrics.jsonl.",
-)
+@update_option
 @click.option(
     "--without",
     "rows",

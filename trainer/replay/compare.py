@@ -6,6 +6,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +16,11 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipelines.view.run_files import read_tokens
-from schemas.errors import count
+from schemas.errors import InputError, count
 from schemas.run_metrics import LOOP_METRICS
 from trainer.models.critic import VALUE_HEAD, Critic
 from trainer.models.lora import WEIGHTS, adapter_weights
@@ -262,15 +263,35 @@ def _unequal(part: Any, name: str, update: int, then: Any, now: Any) -> Differen
 
 
 def _names(file: Path) -> list[str]:
-    with safe_open(file, "pt") as opened:
+    with _opened(file) as opened:
         return list(opened.keys())
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file one by one, so that a large file need not fit in memory."""
-    with safe_open(file, "pt") as opened:
+    with _opened(file) as opened:
         for name in opened.keys():  # noqa: SIM118
             yield name, opened.get_tensor(name)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a file of weights that the run saved.
+
+    Raises:
+        InputError: `checkpoint_state`, `model_load`: the file is missing or damaged.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        reason = str(error).partition("\n")[0]
+        if file.parent.name == "state":
+            got = f"cannot read the state of the run: {reason}"
+            raise InputError("checkpoint_state", str(file), got) from error
+        got = f"cannot read the weights that the run saved: {reason}"
+        hint = f"restore {file.parent} from a copy, or move it out of the run to replay without it"
+        raise InputError("model_load", str(file), got, hint=hint) from error
 
 
 def _tensor_differences(

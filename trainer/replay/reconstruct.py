@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import InputError, count
-from trainer.replay.recorded import ORIGINAL, RecordedRun, read_recorded, refuse_changed
+from trainer.replay.recorded import (
+    ORIGINAL,
+    RecordedRun,
+    naming_damaged,
+    read_recorded,
+    refuse_changed,
+)
 from trainer.rl.updates import Learning
 from trainer.run.checkpoint import checkpoints
 from trainer.run.loop import count_update, set_rates
@@ -101,11 +107,12 @@ def reconstruct(
     """
     recorded = read_recorded(Path(run), places).at(update)
     target = recorded.index_of(update)
-    checkpoint = recorded.checkpoint_before(update, between_batches=at_batch is not None)
-    follow = _opened_loop(recorded, checkpoint) if recorded.num_iterations else None
-    follow = follow or _opened_run(recorded, checkpoint)
+    with naming_damaged(recorded, update):
+        checkpoint = recorded.checkpoint_before(update, between_batches=at_batch is not None)
+        follow = _opened_loop(recorded, checkpoint) if recorded.num_iterations else None
+        follow = follow or _opened_run(recorded, checkpoint)
+        done = load_progress(checkpoint / "state").global_step if checkpoint else 0
     forwarded: list[Forwarded] = []
-    done = load_progress(checkpoint / "state").global_step if checkpoint else 0
     set_threads(start_of(recorded.path, done + 1))
     progress: Progress | None = None
     while True:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,26 @@ class RecordedRun:
             if not between_batches or not load_progress(state).position.mini_batch:
                 return path
         return None
+
+
+@contextmanager
+def naming_damaged(run: RecordedRun, update: int) -> Iterator[None]:
+    """Let errors about a file of a checkpoint hint at a replay without this checkpoint."""
+    try:
+        yield
+    except InputError as error:
+        for step, path in checkpoints(run.path).items():
+            if not Path(error.where).is_relative_to(path):
+                continue
+            hint = f"restore {path} from a copy, or move it out of the run: replay then"
+            if step < update:
+                earlier = [p for s, p in checkpoints(run.path).items() if s < step]
+                start = next((p for p in reversed(earlier) if (p / "state").is_dir()), None)
+                hint += f" starts from {start or 'the start model'}"
+            else:
+                hint += " does not compare with it"
+            raise error.at(error.where, hint) from error
+        raise
 
 
 def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> RecordedRun:

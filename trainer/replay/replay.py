@@ -34,7 +34,7 @@ from trainer.replay.compare import (
     weight_differences,
 )
 from trainer.replay.reconstruct import Reconstruction, reconstruct
-from trainer.replay.recorded import read_recorded
+from trainer.replay.recorded import naming_damaged, read_recorded
 from trainer.run.checkpoint import checkpoint_path, write_model
 from trainer.run.loop import count_update
 from trainer.run.mini_batches import MiniBatchUpdate, PreparedUpdate, make_update
@@ -125,8 +125,10 @@ def replay(
     recorded = read_recorded(path, places)
     recorded.index_of(update)
     changed_config(recorded.config, settings)
-    batch, start = None, recorded.checkpoint_before(update, between_batches=bool(settings))
-    num_made = load_progress(start / "state").global_step if start else 0
+    batch = None
+    with naming_damaged(recorded, update):
+        start = recorded.checkpoint_before(update, between_batches=bool(settings))
+        num_made = load_progress(start / "state").global_step if start else 0
     with Bar(update, "updates", f"replaying update {update}", done=num_made) as bar:
         passes = Forwarding(bar, num_planned=update, num_made=num_made)
         if settings:
@@ -145,7 +147,8 @@ def replay(
                 changed = _made_changed(after, step, found, passes)
             else:
                 made, changed, after = _made(found.run, found, passes), None, found.run
-    result = _compared(found, made, is_changed=changed is not None)
+    with naming_damaged(recorded, update):
+        result = _compared(found, made, is_changed=changed is not None)
     if out is not None:
         _write(Path(out), after)
     return dataclasses.replace(

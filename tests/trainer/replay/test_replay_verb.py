@@ -118,6 +118,42 @@ def test_the_first_difference_is_named_with_its_size(damage, part, name, largest
     assert f"result     differs: {one['sentence']}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("state/run.json", "checkpoint_state"),
+        ("state/batch.safetensors", "checkpoint_state"),
+        ("state/optimizer.safetensors", "checkpoint_state"),
+        ("adapter/adapter_model.safetensors", "model_load"),
+        ("critic/model.safetensors", "model_load"),
+        ("critic/value_head.safetensors", "model_load"),
+    ],
+)
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_its_hint_works(name, rule, step, copy, capsys):
+    check_damaged(name, rule, step, copy, capsys)
+
+
+def test_damaged_weights_of_the_checkpoint_before_are_named(copy, capsys):
+    check_damaged("adapter/adapter_model.safetensors", "model_load", 2, copy, capsys)
+
+
+def check_damaged(name, rule, step, copy, capsys):
+    """Checkpoint 2 is the start of the replay of update 3; checkpoint 3 is compared with it."""
+    damaged = copy / "checkpoints" / f"global_step_{step}"
+    (damaged / name).write_bytes((damaged / name).read_bytes()[:9])
+    assert command(["replay", str(copy), "--update", "3"]) == 1
+    error = capsys.readouterr().err
+    assert f"[{rule}]" in error
+    then = f"starts from {copy}/checkpoints/global_step_1" if step == 2 else "does not compare"
+    hint = f"Hint: restore {damaged} from a copy, or move it out of the run: replay then {then}"
+    assert hint in error
+    damaged.rename(copy.parent / "moved")
+    code, found = replayed(capsys, str(copy))
+    assert (code, found["num_forwarded"]) == (0, 3 - step if step == 2 else 0)
+
+
 def test_what_differs_about_the_machine_is_said_if_the_result_differs(copy, capsys):
     start = json.loads((copy / "starts.jsonl").read_text())
     (copy / "starts.jsonl").write_text(json.dumps(start | {"torch": "1.0", "num_processes": 2}))
