@@ -228,6 +228,7 @@ def test_new_weights_speak_at_once(vllm_server, tokenizer, policy, smollm2_dir, 
     with torch.no_grad():
         model.model.norm.weight *= 0.7
         model.model.layers[20].mlp.down_proj.weight *= 0.3
+        model.lm_head.weight *= 1 + 0.1 * torch.randn_like(model.lm_head.weight)  # tied
     model.save_pretrained(tmp_path)
     changed = load_policy(str(tmp_path), logprob_chunk_tokens=256)
     prompts = prompt_ids(tokenizer, QUESTIONS[:10])

@@ -95,14 +95,14 @@ def rows_of(run):
 
 
 def check_the_engine_spoke_for_the_policy(run, smollm2_dir):
-    """Not for the model it was started with."""
-    first, *others = updates_of(run)
-    assert first["rollout_logprobs_abs_diff_mean"] < 1e-3
-    rows = rows_of(run)
-    for line in others:
+    """With all its layers, up to the engine's noise; not for the model it was started with."""
+    lines, rows = updates_of(run), rows_of(run)
+    for line in lines:
+        assert line["rollout_logprobs_abs_diff_mean"] < 1e-4
+    for line in lines[1:]:
         of_update = rows.filter(pl.col("policy_version") == line["iteration"])
         at_start = np.abs(differences(of_update.rows(named=True), smollm2_dir)).mean()
-        assert line["rollout_logprobs_abs_diff_mean"] < at_start / 2
+        assert at_start > 1e-3
 
 
 def check_each_once(run, num_trajectories):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -12,12 +14,17 @@ import msgspec
 from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling
 from pipelines.generation.engines.completion_answers import read_sampled
 from pipelines.generation.engines.http_pool import Limits, ServerError, Servers
+from pipelines.generation.engines.output_layers import OutputLayers, lacks_output_layer
 from rollout_io.formats.parsing.jsonl import decode_line
 from schemas.errors import ConfigError, EngineError, InputError, count
 from schemas.metadata import LogprobsMode
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
+_ON_CPU = re.compile(rb"device_config=cpu\b")
 _PROBES = ([1], [2, 3], [10, 20, 30], [5, 4, 3, 2])
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class Model(msgspec.Struct):
@@ -85,6 +92,8 @@ class VllmEngine:
         self._logprobs_mode = logprobs_mode
         self.policy_version = policy_version
         self.context_tokens: int | None = None
+        self._output_layers = OutputLayers()
+        self._uses_cpu: bool | None = None
 
     @property
     def logprobs_mode(self) -> LogprobsMode:
@@ -110,6 +119,7 @@ class VllmEngine:
 
     async def __aexit__(self, *error: object) -> None:
         await self.servers.__aexit__(*error)
+        self._output_layers.close()
 
     async def sample(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, session: str | None = None
@@ -141,12 +151,16 @@ class VllmEngine:
 
         A server that disconnects and comes back loads the weights again, because a restarted server
         has its initial weights. A path that is not a model directory is rejected here, because it
-        would make vLLM exit.
+        would make vLLM exit. On a CPU, the servers load a model with tied embeddings from a copy
+        with an explicit output layer: see `pipelines.generation.engines.output_layers`.
         """
-        if not any(Path(path).glob("*.safetensors")):
+        weights, is_copy = Path(path).absolute(), False
+        if not any(weights.glob("*.safetensors")):
             got = "not a Hugging Face model directory: it has no *.safetensors"
             raise InputError("model_directory", path, got)
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(Path(path).absolute())}}
+        if await asyncio.to_thread(lacks_output_layer, weights) and await self._on_cpu():
+            weights, is_copy = await asyncio.to_thread(self._output_layers.add, weights), True
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
         try:
             await self.servers.call_each("/collective_rpc", body)
         except ServerError as error:
@@ -154,11 +168,35 @@ class VllmEngine:
                 raise
             got = f"vLLM cannot load the weights: {error.got}"
             hint = "use a path that the server can read"
+            if is_copy:
+                got += f", from a copy with an explicit output layer in {weights}"
+                hint = "set TMPDIR to a directory that the server can read"
             raise EngineError("engine_refused", path, got, hint=hint) from None
         # Cached keys and values come from the old weights.
         await self.servers.call_each("/reset_prefix_cache", {})
         self.servers.when_returned = [("/collective_rpc", body), ("/reset_prefix_cache", {})]
         self.policy_version = policy_version
+        if is_copy:
+            self._output_layers.keep_latest()
+        else:
+            self._output_layers.close()
+
+    async def _on_cpu(self) -> bool:
+        """Return whether one of the servers computes on a CPU; the first call may take seconds."""
+        if self._uses_cpu is None:
+            try:
+                answers = await self.servers.call_each("/server_info")
+                self._uses_cpu = any(_ON_CPU.search(answer) for answer in answers)
+            except EngineError as error:
+                if error.rule != "engine_refused":
+                    raise
+                _LOG.warning(
+                    "cannot tell whether vLLM computes on a CPU (%s); there, it would not load the"
+                    " output layer of this model, because its embeddings are tied",
+                    error.got,
+                )
+                self._uses_cpu = False
+        return self._uses_cpu
 
     async def _call(
         self,

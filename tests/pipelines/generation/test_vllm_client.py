@@ -1,9 +1,12 @@
 import asyncio
 import base64
 import io
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from pipelines.generation import Sampling
 from pipelines.generation.engines.http_pool import Limits
@@ -331,6 +334,102 @@ def test_new_weights_go_to_every_server_and_older_keys_are_not_found_again(weigh
             ("/reset_prefix_cache", {}),
         ]
     assert (one.requests + two.requests[2:])[-1][1]["cache_salt"] == "policy_version=3"
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def save_sharded(path, names):
+    """A model of two files with an index; returns its tensors."""
+    path.mkdir()
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(size=(5, 3)).astype(np.float32) for name in names}
+    shards = {name: f"model-{number}.safetensors" for number, name in enumerate(names)}
+    for name, file in shards.items():
+        save_file({name: tensors[name]}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (path / "config.json").write_text("{}")
+    return tensors
+
+
+def load_on(device, paths):
+    """Load models on a server; return the directories it was given, and the tensors in them."""
+    seen = []
+
+    def info(_):
+        return 200, {"vllm_config": f"model='m', device_config={device}, seed=0"}
+
+    def reload(body):
+        folder = Path(body["kwargs"]["weights_path"])
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = {folder / file for file in index["weight_map"].values()}
+        seen.append((folder, {n: t for file in files for n, t in load_file(file).items()}))
+        assert (folder / "config.json").read_text() == "{}"
+        return 200, {}
+
+    async def run(url):
+        async with VllmEngine(url, model="m", limits=FAST, logprobs_mode="raw") as engine:
+            for version, path in enumerate(paths):
+                await engine.load_weights(str(path), policy_version=version)
+
+    script = [reload, completion] * len(paths)
+    with serving(Server([info, *script])) as server:
+        asyncio.run(run(server.url))
+    assert [path for path, _, _ in server.requests][:2] == ["/server_info", "/collective_rpc"]
+    return seen
+
+
+def test_on_a_cpu_tied_embeddings_are_also_loaded_as_the_output_layer(tmp_path):
+    names = [EMBEDDING, "model.norm.weight"]
+    paths = [tmp_path / "one", tmp_path / "two"]
+    saved = [save_sharded(path, names) for path in paths]
+    before = sorted(tmp_path.rglob("*"))
+    found = load_on("cpu", paths)
+    for (folder, tensors), model in zip(found, saved, strict=True):
+        assert tensors.keys() == {*names, HEAD}
+        np.testing.assert_array_equal(tensors[HEAD], model[EMBEDDING])
+        np.testing.assert_array_equal(tensors["model.norm.weight"], model["model.norm.weight"])
+        assert not folder.exists()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_elsewhere_a_model_is_loaded_from_its_own_directory(tmp_path):
+    save_sharded(tmp_path / "m", [EMBEDDING])
+    assert [folder for folder, _ in load_on("cuda", [tmp_path / "m"])] == [tmp_path / "m"]
+
+
+def test_an_output_layer_of_its_own_needs_no_copy(tmp_path):
+    save_sharded(tmp_path / "m", [EMBEDDING, HEAD])
+
+    async def run(url):
+        async with VllmEngine(url, model="m", logprobs_mode="raw") as engine:
+            await engine.load_weights(str(tmp_path / "m"), policy_version=1)
+
+    with serving(Server()) as server:
+        asyncio.run(run(server.url))
+    assert server.requests[0][1]["kwargs"] == {"weights_path": str(tmp_path / "m")}
+
+
+def test_on_a_cpu_embeddings_of_an_unknown_name_are_refused(tmp_path):
+    save_sharded(tmp_path / "m", ["transformer.wte.weight"])
+    with pytest.raises(
+        RolloutError, match=r"m: on a CPU, vLLM needs .*; expected lm_head"
+    ) as error:
+        load_on("cpu", [tmp_path / "m"])
+    assert error.value.rule == "engine_refused"
+
+
+def test_a_server_that_does_not_name_its_device_is_reported(tmp_path, caplog):
+    save_sharded(tmp_path / "m", [EMBEDDING])
+
+    async def run(url):
+        async with VllmEngine(url, model="m", logprobs_mode="raw") as engine:
+            await engine.load_weights(str(tmp_path / "m"), policy_version=1)
+
+    with serving(Server([status(404, "Not Found")])) as server:
+        asyncio.run(run(server.url))
+    assert server.requests[1][1]["kwargs"] == {"weights_path": str(tmp_path / "m")}
+    assert "cannot tell whether vLLM computes on a CPU" in caplog.text
 
 
 def test_a_call_that_is_repeated_is_named_after_the_weights_that_answered():
