@@ -26,8 +26,8 @@ class ErrorId:
 
     Attributes:
         kinds: Error classes that use this id; several if the class depends on where the cause is.
-        cause: One sentence: what is wrong.
-        fix: One sentence: what to do.
+        cause: Cause of the error, as one sentence.
+        fix: How to fix the error, as one sentence.
     """
 
     kinds: tuple[type[RolloutError], ...]

@@ -56,7 +56,7 @@ class Verbs(click.Group):
         return with_common_options(command)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb, and set the context of usage errors that click raises without one."""
+        """Run the verb, and add the context to usage errors that click raises without it."""
         try:
             return super().invoke(ctx)
         except click.UsageError as error:

@@ -29,8 +29,8 @@ class Choices:
         rewards: JSONL file of outcomes, which replace those of the logs.
         group_by: Labels that identify the instance (the group), replacing the format's rule.
         options: Options for reading runs.
-        tokenizer: Local directory of a tokenizer, or Hub id of one in the local Hugging Face cache,
-            to re-tokenize text and to check exact tokens.
+        tokenizer: Tokenizer to re-tokenize text and to check exact tokens: a local directory, or
+            the Hub id of a model in the local Hugging Face cache.
         chat_template: Name or file of the template for re-tokenization; None uses the tokenizer's.
         layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.

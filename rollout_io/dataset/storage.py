@@ -52,7 +52,7 @@ class Location:
             raise InputError("path", "''", "the path is empty", "", hint)
         try:
             fs, inner = fsspec.core.url_to_fs(os.fspath(path))
-        except Exception as error:  # each filesystem raises different ones
+        except Exception as error:  # each filesystem has its own exceptions
             raise _unknown_filesystem(os.fspath(path), error) from None
         return cls(fs, inner)
 
