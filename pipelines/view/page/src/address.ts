@@ -1,4 +1,4 @@
-/** The address of what is shown: the URL's fragment holds everything, so that it can be sent and gone back to. */
+/** The state of the page, kept in the URL's fragment so that links and the back button restore it. */
 
 import { useEffect, useState } from "preact/hooks";
 
@@ -6,9 +6,9 @@ export const VIEWS = ["run", "table", "group", "tree", "conversation", "tokens",
 export type View = (typeof VIEWS)[number];
 
 /**
- * `data`, `where`, `sort`, `descending`: the selection; `task`, `trajectory`, `step`, `at`: what is chosen in it;
- * `run`, `update`: the training joined to it; `color`: the column that colours; `other`: what `data` is compared
- * with; `runs`, `smooth`, `keys`: the charts; `pins`: pinned trajectories, as a JSON list.
+ * `data`, `where`, `sort`, `descending`: the selection; `task`, `trajectory`, `step`, `at`: the current item in it;
+ * `run`, `update`: the joined update of a run; `color`: the column that sets colours; `other`: the dataset to compare
+ * `data` with; `runs`, `smooth`, `keys`: the charts; `pins`: pinned trajectories, as a JSON list.
  */
 export type Name =
   | "data" | "where" | "sort" | "descending" | "task" | "trajectory" | "step" | "at" | "run" | "update"
@@ -30,7 +30,7 @@ export function format({ view, ...rest }: Place): string {
   return text === "" ? `#/${view}` : `#/${view}?${text}`;
 }
 
-/** Whether the fragment named a view, or the page chooses one. */
+/** Whether the fragment names a view; if not, the page chooses one. */
 export const hasView = location.hash.length > 2;
 
 let current = parse(location.hash);
@@ -55,12 +55,12 @@ export function changed(place: Place, change: Change): Place {
   return merged as Place;
 }
 
-/** The address of a link that changes this much. */
+/** The link to the current address with these changes. */
 export function linkTo(change: Change): string {
   return format(changed(current, change));
 }
 
-/** Go there; `replace` leaves no step for the back button (moving a cursor, typing). */
+/** Change the address; `replace` adds no history entry (for moving a cursor or typing). */
 export function go(change: Change, { replace = false } = {}): void {
   const next = changed(current, change);
   const address = format(next);
@@ -83,7 +83,7 @@ export function usePlace(): Place {
   return place;
 }
 
-/** The texts of a JSON list in the address; none if it is damaged. */
+/** Parse a JSON list of strings from the address; an invalid list is empty. */
 export function textsIn(json: string | undefined): string[] {
   try {
     const found: unknown = JSON.parse(json ?? "[]");

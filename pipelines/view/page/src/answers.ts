@@ -117,13 +117,13 @@ export async function post<T>(path: string, body: unknown): Promise<T> {
   return JSON.parse(new TextDecoder().decode(bytes)) as T;
 }
 
-/** A number of the table's metadata. */
+/** A number from the table's metadata. */
 export function total(table: Table, key: string): number {
   const text = table.schema.metadata.get(key);
   return text === undefined ? Number.NaN : Number(text);
 }
 
-/** One value as the page shows it. Integers beyond 2^53 keep their digits as text. */
+/** One displayed value. Integers beyond 2^53 are strings, which keep all their digits. */
 export function valueOf(value: unknown): Value {
   if (value === null || value === undefined) return null;
   if (typeof value === "bigint") {
@@ -159,7 +159,7 @@ export interface Dataset {
   layout: string;
   /** Verdicts of audits about its rows. */
   num_verdicts: number;
-  /** The columns that verdicts and shares add to its table. */
+  /** The columns that verdicts and shares add to the trajectory table. */
   added: string[];
 }
 

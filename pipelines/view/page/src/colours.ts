@@ -1,4 +1,4 @@
-/** Scales that people with colour-blindness tell apart: one hue by lightness, or blue to orange. */
+/** Colour scales that are safe for colour-blind readers: one hue by lightness, or blue to orange. */
 
 import { short } from "./text";
 
@@ -8,11 +8,11 @@ export interface Scale {
   kind: "sequential" | "diverging" | "yes-no";
   /** Null where there is no value. */
   colour(value: number | null): Rgb | null;
-  /** Numbers under the legend, from left to right: a place between 0 and 1, and what to write there. */
+  /** Tick labels of the legend from left to right: a position between 0 and 1, and its label. */
   ticks: { place: number; label: string }[];
-  /** The colour at a place of the legend. */
+  /** The colour at a position of the legend. */
   at(place: number): Rgb;
-  /** The values at its left and right end; values beyond have the colour of the end. */
+  /** The values at the left and right ends; values outside them are clamped. */
   ends?: readonly [number, number];
   note?: string;
 }
@@ -39,14 +39,14 @@ export function css(colour: Rgb): string {
   return `rgb(${colour[0]} ${colour[1]} ${colour[2]})`;
 }
 
-/** Black or white, whichever is easier to read on a colour: a contrast of 4.5 or more on any. */
+/** Black or white, whichever has more contrast with the background; the ratio is always at least 4.5. */
 export function inkOn([red, green, blue]: Rgb): string {
   const linear = (part: number): number => ((part / 255 + 0.055) / 1.055) ** 2.4;
   const light = 0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue);
   return light > 0.179 ? "#000000" : "#ffffff";
 }
 
-/** The value that a share of the values stays below; the values are not sorted. */
+/** A quantile of unsorted values. */
 export function quantile(values: ArrayLike<number>, share: number): number {
   const known = Float64Array.from(values).filter((value) => !Number.isNaN(value)).sort(); // prettier-ignore
   if (known.length === 0) return Number.NaN;
@@ -67,7 +67,7 @@ export function sequential(theme: Theme, low: number, high: number): Scale {
   };
 }
 
-/** Blue below the middle, orange above it. With `ratio`, distances are those of logarithms. */
+/** Blue below the middle, orange above it. With `ratio`, the scale is logarithmic. */
 export function diverging(theme: Theme, middle: number, reach: number, ratio = false): Scale {
   const stops = DIVERGING[theme];
   const at = (place: number): Rgb => mixed(stops, place);
@@ -109,7 +109,7 @@ export function aroundZero(theme: Theme, values: (number | null | undefined)[]):
   return { ...whole, ticks, ends: [0, whole.ends![1]], at: (place) => whole.at(0.5 + place / 2) };
 }
 
-/** Colours of lines: Okabe and Ito's, those with enough contrast on the theme. */
+/** Colours of lines: those of the Okabe-Ito palette that have enough contrast with the theme. */
 export const LINES: Record<Theme, string[]> = {
   light: ["#0072b2", "#d55e00", "#009e73", "#aa4499", "#8a6d00", "#3d3d3d"],
   dark: ["#56b4e9", "#e69f00", "#2fc79b", "#e58fc4", "#f0e442", "#c8c8c8"],

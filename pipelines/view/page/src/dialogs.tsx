@@ -71,7 +71,7 @@ async function copyText(text: string, area: HTMLTextAreaElement | null): Promise
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    // a page from disk has no clipboard: select the text and copy that
+    // pages opened from disk have no clipboard API: select the text and copy the selection
   }
   area?.select();
   return document.execCommand("copy");
@@ -101,7 +101,7 @@ function Snippet({ title, text }: { title: string; text: string }): JSX.Element 
 
 const MOST = 1000;
 
-/** Copies the pinned trajectories; if there are none, those that the filter selects; without a filter, the chosen one. */
+/** Copy the pinned trajectories, otherwise the filtered ones, otherwise the current one. */
 function CopyDialog({ onClose }: { onClose: () => void }): JSX.Element {
   const { dataset, place, selection } = useSession();
   const pins = pinsOf(place);

@@ -1,4 +1,4 @@
-/** What audits found in a row: outlines and margin notes among its tokens, and a list beside them. */
+/** Audit findings of a row: outlines and margin notes in the token view, and a list. */
 
 import type { JSX } from "preact";
 import type { Span } from "./answers";
@@ -19,7 +19,7 @@ export function reasonOf(span: Span): string {
   return span.reason ?? span.meaning ?? "";
 }
 
-/** The faults that a response token belongs to, one a line. */
+/** The faults of a response token, one per line. */
 export function faultsAt(faults: Span[], position: number): string {
   const own = faults.filter((span) => span.start <= position && position < span.end);
   return own.map((span) => `${nameOf(span)}: ${plain(reasonOf(span), 500)}`).join("\n");
@@ -30,7 +30,7 @@ export interface Note {
   isName: boolean;
 }
 
-/** What the margin says on each line of the layout: the name of a fault, then its reason. */
+/** Margin notes by line of the layout: the name of a fault, then its reason. */
 export function marginNotes(faults: Span[], layout: Layout, prompt: number, letters: number): Map<number, Note> {
   const notes = new Map<number, Note>();
   const starts = faults.map((span) => layout.line[prompt + span.start]!);
@@ -59,7 +59,7 @@ function wrapped(text: string, letters: number): string[] {
   return lines[0] === "" ? [] : lines;
 }
 
-/** Outline a span, open where a line continues it; a bar with a triangle marks the token after a swap. */
+/** Outline a span, with open sides at line breaks; a bar with a triangle marks the token after a swap. */
 export function drawFault(
   context: CanvasRenderingContext2D,
   span: Span,
@@ -99,7 +99,7 @@ export function drawFault(
   context.fill();
 }
 
-/** The verdicts as a list: a screen reader reads it, and each leads to its first token. */
+/** The verdicts as a list, for screen readers too; each links to its first token. */
 export function Verdicts({ spans, onOpen }: { spans: Span[]; onOpen: (position: number) => void }): JSX.Element | null {
   if (spans.length === 0) return <p class="note">The audit has no verdict on this row.</p>;
   return (

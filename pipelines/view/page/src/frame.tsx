@@ -35,7 +35,7 @@ function nameOf(view: View): string {
   return view[0]!.toUpperCase() + view.slice(1);
 }
 
-/** What a change of view keeps: a place among tokens is none in a tree, and neither is a colour. */
+/** Change the view and reset the token position and the colour, which differ between views. */
 function toView(view: View): { view: View; at: undefined; color: undefined } {
   return { view, at: undefined, color: undefined };
 }

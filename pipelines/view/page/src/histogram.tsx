@@ -1,4 +1,4 @@
-/** A histogram that brushes: what is dragged over, or clicked, becomes part of the filter. */
+/** A histogram with a brush: dragging or clicking adds a condition to the filter. */
 
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
@@ -105,7 +105,7 @@ function Numbers(props: Props & { counts: Extract<Counts, { edges: number[] }> }
   );
 }
 
-/** The end of a cut text tells it from others that begin alike. */
+/** The tooltip shows the end of a truncated value, because many values share a prefix. */
 function titleOf(value: unknown, counted: string): string {
   return typeof value === "string" && isCut(value) ? `${counted}: ${plain(value, 1000)}` : counted;
 }

@@ -1,4 +1,4 @@
-/** The keyboard: each view adds its keys while it is shown, and the help lists them. */
+/** Keyboard shortcuts: each view registers its own while it is mounted, and the help lists them. */
 
 import { useEffect, useRef } from "preact/hooks";
 
@@ -10,7 +10,7 @@ export interface Key {
 
 const groups = new Map<object, { title: string; keys: Key[] }>();
 
-/** All keys that work now, by title. */
+/** All active shortcuts, by title. */
 export function keysNow(): { title: string; keys: Key[] }[] {
   return [...groups.values()].filter((group) => group.keys.length > 0);
 }
@@ -25,7 +25,7 @@ function isWriting(target: EventTarget | null): boolean {
 window.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target)) return;
   if (document.querySelector("dialog[open]") !== null) return;
-  // A focused button or link keeps its own keys.
+  // Focused buttons and links handle their own keys.
   const onControl = event.target instanceof HTMLElement && event.target.matches("button, a, summary, input");
   if (onControl && (event.key === "Enter" || event.key === " ")) return;
   for (const group of [...groups.values()].reverse()) {
@@ -38,7 +38,7 @@ window.addEventListener("keydown", (event) => {
   }
 });
 
-/** Keys that work while the component is shown. */
+/** Register shortcuts while the component is mounted. */
 export function useKeys(title: string, keys: Key[]): void {
   const own = useRef({});
   groups.set(own.current, { title, keys });

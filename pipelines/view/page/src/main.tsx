@@ -42,7 +42,7 @@ function Page(): JSX.Element {
   );
 }
 
-/** The task of a trajectory that was named without one, as in a link from a search. */
+/** Look up the task of a trajectory whose address has none, as in a search result. */
 function useTask(dataset: string | null, trajectory: string | undefined, task: string | undefined): string | undefined {
   const [found, setFound] = useState<string | undefined>(task);
   useEffect(() => {

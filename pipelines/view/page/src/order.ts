@@ -1,4 +1,4 @@
-/** The order of rows: that of the server, so that a report shows the same. */
+/** Row order, the same as the server's, so that reports and the live page agree. */
 
 import type { Row, Value } from "./answers";
 

@@ -1,4 +1,4 @@
-/** Small pieces that every view uses. */
+/** Small components shared by all views. */
 
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
@@ -9,7 +9,7 @@ import { exact, pieces, short } from "./text";
 
 const FIRST = 20_000;
 
-/** Text of a dataset: only ever text, with invisible characters as marked escapes. */
+/** Text of a dataset, never parsed as HTML; invisible characters are shown as escapes. */
 export function Text({ value }: { value: string }): JSX.Element {
   const [limit, setLimit] = useState(FIRST);
   const shown = value.length > limit ? value.slice(0, limit) : value;
@@ -33,7 +33,7 @@ export function Text({ value }: { value: string }): JSX.Element {
   );
 }
 
-/** A number: four digits to see, all of them in the page. */
+/** A number: shows four digits, with the exact value in a tooltip. */
 export function Num({ value, name }: { value: number | null | undefined; name?: string }): JSX.Element {
   if (value === null || value === undefined) {
     return (
@@ -72,7 +72,7 @@ export type Answer<T> =
   | { state: "here"; value: T }
   | { state: "refused"; error: AnswerError; value?: undefined };
 
-/** Ask when `key` changes; the old answer is shown until the new one is here. Null asks nothing. */
+/** Fetch when `key` changes, keeping the previous answer until the new one arrives. Null fetches nothing. */
 export function useAnswer<T>(key: string | null, ask: () => Promise<T>, keep = false): Answer<T> {
   const [answer, setAnswer] = useState<Answer<T> & { key?: string | null }>({ state: "asked", key: null });
   useEffect(() => {
@@ -122,7 +122,7 @@ export function Empty({ children }: { children: ComponentChildren }): JSX.Elemen
   return <div class="empty">{children}</div>;
 }
 
-/** What an answer looks like until it is here. */
+/** An answer, or a placeholder while it loads or an error message if it failed. */
 export function Awaited<T>(props: { answer: Answer<T>; children: (value: T) => ComponentChildren }): JSX.Element {
   const { answer, children } = props;
   if (answer.state === "refused") return <Failure error={answer.error} />;
@@ -174,7 +174,7 @@ export function useSize(): [{ current: HTMLDivElement | null }, { width: number;
   return [ref, size];
 }
 
-/** A drawing surface of that many CSS pixels, in the sharpness of the screen. */
+/** A canvas of this size in CSS pixels, scaled to the screen's pixel ratio. */
 export function surface(canvas: HTMLCanvasElement, width: number, height: number): CanvasRenderingContext2D {
   const ratio = window.devicePixelRatio || 1;
   const [wide, high] = [Math.round(width * ratio), Math.round(height * ratio)];
@@ -195,7 +195,7 @@ export function cssVariable(name: string): string {
 
 const LEGEND_WIDTH = 200;
 
-/** "≤" or "≥" at an end of the legend that values exceed by more than its rounding. */
+/** "≤" or "≥" at an end of the legend if values lie outside it by more than rounding. */
 function beyond({ ends }: Scale, place: number, values: Float64Array | undefined): string {
   if (ends === undefined || values === undefined || (place !== 0 && place !== 1)) return "";
   const [end, other] = place === 0 ? ends : [ends[1], ends[0]];
@@ -204,7 +204,7 @@ function beyond({ ends }: Scale, place: number, values: Float64Array | undefined
   return values.some((value) => value > end + slack) ? "≥ " : "";
 }
 
-/** What the colours mean, with numbers. */
+/** The legend of a colour scale. */
 export function Legend({ scale, title, values }: { scale: Scale; title: string; values?: Float64Array }): JSX.Element {
   const ref = useRef<HTMLCanvasElement>(null);
   useEffect(() => {

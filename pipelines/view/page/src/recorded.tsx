@@ -1,4 +1,4 @@
-/** Which updates recorded the task or the row that a view shows. */
+/** Links to the updates that recorded the task or row of a view. */
 
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
@@ -11,7 +11,7 @@ import { short } from "./text";
 const SHOWN = 12;
 
 /**
- * "Recorded in updates 2 and 5", with links. Where nobody chose an update, the newest that recorded it is opened.
+ * "Recorded in updates 2 and 5", with links. If no update is chosen, the newest one opens.
  * `what` names the task or the row: "this task", "this row".
  */
 export function RecordedIn({ dataset, of, what }: { dataset: Dataset; of: Record<string, string | number>; what: string }): JSX.Element | null {
@@ -26,7 +26,7 @@ export function RecordedIn({ dataset, of, what }: { dataset: Dataset; of: Record
       go({ update: String(newest) }, { replace: true });
     }
   }, [found, newest, isJoined, place.update]);
-  // An empty line holds the place while the answer is on its way, so that what follows does not move.
+  // An empty line reserves space while the answer loads, so that the content below does not move.
   if (hasRecords && answer.state === "asked") return <p class="note recorded-in" role="status" aria-busy="true" />;
   if (found === undefined) return null;
   const { updates, unreadable } = found;
@@ -39,7 +39,7 @@ export function RecordedIn({ dataset, of, what }: { dataset: Dataset; of: Record
   );
 }
 
-/** The newest ones; of many, the others are a number. */
+/** The newest updates; older ones are only counted. */
 function Links({ updates, chosen }: { updates: number[]; chosen: number | null }): JSX.Element {
   const shown = updates.slice(-SHOWN);
   const others = updates.length - shown.length;

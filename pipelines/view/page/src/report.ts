@@ -1,24 +1,24 @@
-/** The answers that a one-file report carries, as `pipelines/view/packing.py` packs them. */
+/** The answers in a one-file report, in the format of `pipelines/view/packing.py`. */
 
 import { RecordBatch, Schema, Table, tableFromIPC } from "apache-arrow";
 
 export type Parameters = Record<string, string | number | null | undefined>;
 
 interface Index {
-  /** Blob of an answer in JSON, and where it begins and ends there. */
+  /** The blob that contains a JSON answer, and the byte range in it. */
   texts: Record<string, [blob: number, begin: number, end: number]>;
-  /** Ranges of records whose columns make an answer in Arrow, and the metadata of its schema. */
+  /** The record ranges whose columns form an Arrow answer, and the metadata of its schema. */
   tables: Record<string, { parts: [blob: number, begin: number, end: number][]; totals: Record<string, string> }>;
-  /** The numbers that are stored by byte in the stream of a blob. */
+  /** The numbers of a blob that are stored as byte planes. */
   transposed: Record<string, Transposed[]>;
 }
 
 interface Transposed {
   at: number;
   num: number;
-  /** Bytes of a value. */
+  /** Bytes per value. */
   width: number;
-  /** What was subtracted from the values, as unsigned integers. */
+  /** The offset subtracted from the values, as unsigned integers. */
   guess: { kind: "same" | "ratio" | "product"; of: number[] } | null;
 }
 
@@ -30,7 +30,7 @@ interface Known {
 
 export class NotInReport extends Error {}
 
-// What a report was made for does not choose an answer: its rows are those of its filter.
+// A report contains only the rows of its filter, so these parameters do not select an answer.
 const SELECTING = new Set(["where", "sort", "descending", "offset", "limit", "bins"]);
 // Without the columns of an update, tokens and groups are still those of the dataset.
 const ADDING = new Set(["run", "update"]);
@@ -46,7 +46,7 @@ export class Report {
     this.known = this.index.then(byPath);
   }
 
-  /** The bytes of an answer in JSON. */
+  /** The bytes of a JSON answer. */
   async text(path: string, parameters: Parameters): Promise<Uint8Array> {
     const { texts } = await this.index;
     const place = texts[await this.key(path, parameters)];
@@ -55,7 +55,7 @@ export class Report {
     return (await this.content(blob)).subarray(begin, end);
   }
 
-  /** An answer in Arrow: the same columns and metadata as the server's. */
+  /** An Arrow answer with the same columns and metadata as the server's. */
   async table(path: string, parameters: Parameters): Promise<Table> {
     const { tables } = await this.index;
     const answer = tables[await this.key(path, parameters)];
@@ -105,7 +105,7 @@ async function decompressed(blob: string): Promise<Uint8Array> {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-/** Put the bytes of values together, and add what was subtracted, byte by byte with carry. */
+/** Join the byte planes of the values and add the offset, byte by byte with carry. */
 function restore(stream: Uint8Array, numbers: Transposed): void {
   const { at, num, width } = numbers;
   const stored = stream.slice(at, at + num * width);
@@ -121,7 +121,7 @@ function restore(stream: Uint8Array, numbers: Transposed): void {
   }
 }
 
-/** The bytes of the values that `packing.py` guessed: by sums and products of doubles, which round alike everywhere. */
+/** The bytes of values that `packing.py` predicted with sums and products of doubles, which are exact IEEE 754. */
 function guessed(stream: Uint8Array, { num, width, guess }: Transposed): Uint8Array | null {
   if (guess === null) return null;
   const columns = guess.of.map((at) => stream.slice(at, at + num * width));

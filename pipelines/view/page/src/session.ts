@@ -1,4 +1,4 @@
-/** What is chosen: the address, with what it leaves out filled in from the sources. */
+/** The current choices: the address, with defaults from the sources. */
 
 import { createContext } from "preact";
 import { useContext } from "preact/hooks";
@@ -13,7 +13,7 @@ export interface Session {
   /** The update whose columns are joined to tokens and groups; null without one. */
   update: string | null;
   selection: Selection;
-  /** For the answers that join a run's update. */
+  /** Parameters of requests that join an update of a run. */
   joined: { run?: string; update?: string };
 }
 

@@ -82,7 +82,7 @@ function Rows({ shares, rows, of }: { shares: Shares; rows: Row[]; of: number })
   );
 }
 
-/** A link to the row's tokens, coloured by their shares; none if its dataset does not have the row. */
+/** A link to the row's tokens, coloured by share, if the dataset contains the row. */
 function Trajectory({ row, shares }: { row: Row; shares: Shares }): JSX.Element {
   const name = String(row.trajectory_id);
   if (typeof row.dataset !== "string") return <Cell value={name} name="trajectory_id" />;

@@ -1,4 +1,4 @@
-/** SQL of filters, and how a selection is written for other tools. */
+/** SQL of filters, and commands that select the same rows in other tools. */
 
 const SIMPLE = /^[A-Za-z_][A-Za-z0-9_]*$/;
 const RESERVED = new Set(["return", "end", "start", "order", "group", "select", "from", "where", "offset", "limit"]);
@@ -7,14 +7,14 @@ export function identifier(name: string): string {
   return SIMPLE.test(name) && !RESERVED.has(name.toLowerCase()) ? name : `"${name.replaceAll('"', '""')}"`;
 }
 
-/** A label that was typed: a number if it is written as one and fits, else a text ("007", "0x10", spaces). */
+/** Parse a typed label: a number if it is a plain decimal in range, otherwise a string ("007", "0x10", spaces). */
 export function labelOf(text: string): number | string {
   if (!/^-?(?:0|[1-9]\d*)(?:\.\d+)?(?:e[+-]?\d+)?$/i.test(text)) return text;
   const value = Number(text);
   return Number.isSafeInteger(value) || (!Number.isInteger(value) && Number.isFinite(value)) ? value : text;
 }
 
-/** Whether the server cut a text, so that a filter cannot compare with it. */
+/** Whether the server truncated a string; filters cannot compare with truncated strings. */
 export function isCut(value: string): boolean {
   return /\u2026 \[cut: \d+ characters, #\d+\]$/.test(value);
 }
@@ -29,12 +29,12 @@ const COMPUTED = "num_rows|return|prompt_tokens|response_tokens|trained_tokens|l
 const OF_TRAJECTORY = new RegExp(`^(?:${COMPUTED}|instance_id|trajectory_id|repetition_id)$`);
 const OVER = " OVER (PARTITION BY trajectory_id)";
 
-/** Whether a filter uses columns that only the viewer has: those it computes, and those of verdicts and shares. */
+/** Whether a filter uses columns that only the viewer has: computed ones, and those from verdicts and shares. */
 export function usesComputed(where: string, added: string[] = []): boolean {
   return new RegExp(`\\b(?:${[COMPUTED, ...added].join("|")})\\b`).test(where.replace(/'(?:[^']|'')*'/g, ""));
 }
 
-/** The condition that a brush writes, and what finds it again in a filter. */
+/** The condition that a brush writes, and the pattern that finds it in a filter. */
 export interface Condition {
   sql: string;
   column: string;
@@ -42,7 +42,7 @@ export interface Condition {
 
 /**
  * Histograms count a trajectory once: by its last row, its oldest policy version, its first error. A filter keeps a
- * trajectory if any row matches, so a condition on rows becomes one on trajectories, which joins with any other.
+ * trajectory if any row matches, so row conditions become trajectory conditions, which combine with any other.
  */
 function ofTrajectory(column: string, hasOneRow: boolean, on: (name: string) => string): Condition {
   const name = identifier(column);
@@ -52,7 +52,7 @@ function ofTrajectory(column: string, hasOneRow: boolean, on: (name: string) => 
   return { column, sql: `max(${on(name)} AND is_last_step)${OVER}` };
 }
 
-/** The digits of a number; those of a large whole number in full, which no integer column rounds. */
+/** Format a number for SQL; large integers keep all their digits, because integer columns are exact. */
 function digits(value: number): string {
   const isLarge = Number.isInteger(value) && Math.abs(value) >= 2 ** 53 && Math.abs(value) <= 2 ** 64;
   return isLarge ? BigInt(value).toString() : String(value);
@@ -78,7 +78,7 @@ function brushed(column: string): RegExp {
   return new RegExp(`(?:^| AND )(?:${whole}|${one}(?: AND is_last_step)?)(?= AND |$)`, "g");
 }
 
-/** The filter with what is in quotes or brackets blanked: the words that join its parts. */
+/** Blank the quoted and bracketed parts of a filter, which leaves its top level. */
 function joints(where: string): string {
   let text = where.replace(/'(?:[^']|'')*'|"(?:[^"]|"")*"/g, (quoted) => " ".repeat(quoted.length));
   for (let before = ""; before !== text; ) {
@@ -88,7 +88,7 @@ function joints(where: string): string {
   return text;
 }
 
-/** Where a filter holds a condition that a brush of this column wrote, as one of the parts that AND joins. */
+/** The position in a filter of the condition that a brush of this column wrote, if AND joins it to the rest. */
 function placeOf(where: string, column: string): [begin: number, end: number] | null {
   const text = joints(where);
   if (/\bor\b/i.test(text)) return null;
@@ -98,7 +98,7 @@ function placeOf(where: string, column: string): [begin: number, end: number] | 
   return null;
 }
 
-/** Whether the filter holds a condition that a brush of this column wrote. */
+/** Whether the filter contains a condition that a brush of this column wrote. */
 export function hasCondition(where: string, column: string): boolean {
   return placeOf(where, column) !== null;
 }

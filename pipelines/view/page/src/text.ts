@@ -1,4 +1,4 @@
-/** Text from a dataset, made safe to look at: what a reader cannot see is written as an escape. */
+/** Makes text from a dataset safe to display: invisible characters become escapes. */
 
 // Control, format and other invisible characters, and half characters (with the u flag, only unpaired
 // surrogates match the surrogate range). A zero-width joiner inside an emoji is part of a visible character.
@@ -33,7 +33,7 @@ export function pieces(text: string): Piece[] {
   return out;
 }
 
-/** The same as one line of plain text: for canvases, titles and attributes. */
+/** The same text on one line, without markup, for canvases, titles and attributes. */
 export function plain(text: string, limit = 200): string {
   const cut = text.length > limit ? `${text.slice(0, limit)}…` : text;
   return pieces(cut)
@@ -43,7 +43,7 @@ export function plain(text: string, limit = 200): string {
     .replaceAll("\t", "⇥");
 }
 
-/** Length in bytes of the character that starts with this byte; 0 for a byte that starts none. */
+/** Length in bytes of the UTF-8 character that starts with this byte; 0 for an invalid first byte. */
 function characterLength(byte: number): number {
   if (byte < 0x80) return 1;
   if (byte >= 0xc2 && byte < 0xe0) return 2;
@@ -53,7 +53,7 @@ function characterLength(byte: number): number {
 
 const STRICT = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
-/** Decode the bytes of one token. Bytes that are no whole character are escapes such as \xe2. */
+/** Decode the bytes of one token. Incomplete characters become escapes such as \xe2. */
 export function tokenPieces(bytes: Uint8Array): Piece[] {
   try {
     return pieces(STRICT.decode(bytes));
@@ -84,12 +84,12 @@ export function tokenPieces(bytes: Uint8Array): Piece[] {
   return out;
 }
 
-/** The digits that Python reads back as the same number. */
+/** Format a number so that Python parses it to the same value. */
 export function exact(value: number): string {
   return Object.is(value, -0) ? "-0.0" : String(value);
 }
 
-/** A number for people: whole numbers in full, others with four digits. */
+/** Format a number for display: integers in full, others with four significant digits. */
 export function short(value: number): string {
   if (!Number.isFinite(value)) return String(value);
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return minus(value.toLocaleString("en-US"));

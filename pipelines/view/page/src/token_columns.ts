@@ -11,7 +11,7 @@ export interface TokenColumn {
   /** NaN where there is no value; yes is 1, no is 0. */
   values: Float64Array;
   scale: (theme: Theme) => Scale;
-  /** How bad a value is: the next worst token is the one with the next lower badness. */
+  /** How bad a value is: tokens are ranked by decreasing badness. */
   badness: (value: number) => number;
   worst: string;
 }
@@ -105,7 +105,7 @@ function difference(a: Float64Array | null, b: Float64Array | null): Float64Arra
   return a.map((value, at) => value - b[at]!);
 }
 
-/** "share of update 3"; of a second table about it, "share of update 3 (2)". */
+/** "share of update 3", or "share of update 3 (2)" for its second table. */
 export function shareTitle(name: string): string {
   const [update, again] = name.slice(SHARE.length).split("_");
   return `share of update ${update}${again === undefined ? "" : ` (${again})`}`;
@@ -138,7 +138,7 @@ export function tokenColumns(table: Table): TokenColumn[] {
   return found;
 }
 
-/** Log-probabilities of tokens that were not sampled are placeholders (0.0) that nobody reads. */
+/** Tokens that were not sampled have the placeholder 0.0 as their log-probability. */
 function onlySampled(values: Float64Array, table: Table): Float64Array {
   const sampled = numbersOf(table, "sampled");
   return sampled === null ? values : values.map((value, at) => (sampled[at] === 1 ? value : Number.NaN));

@@ -1,4 +1,4 @@
-/** Where each token is drawn: lines of text in a fixed-width font. */
+/** The position of each token in lines of fixed-width text. */
 
 import type { Table } from "apache-arrow";
 import { pieces, tokenPieces } from "./text";
@@ -8,13 +8,13 @@ const GAP = 1;
 
 export interface TokenText {
   shown: string;
-  /** Contains an escape: half a character, or one that nobody could see. */
+  /** Whether the text contains an escape, for a partial or an invisible character. */
   escaped: boolean;
   /** Ends a line. */
   breaks: boolean;
 }
 
-/** What is drawn for each token: its text, or its id where there is no tokenizer. */
+/** The text drawn for each token: its decoded text, or its id if there is no tokenizer. */
 export function tokenTexts(table: Table): TokenText[] {
   const [ids, bytes] = [table.getChild("id"), table.getChild("bytes")];
   const known = new Map<number, TokenText>();
@@ -47,7 +47,7 @@ export interface Layout {
 
 const ASCII = /^[\x20-\x7e]*$/;
 
-/** Flow tokens into lines of that width. */
+/** Wrap tokens into lines of this width. */
 export function layOut(texts: TokenText[], breakBefore: number, width: number, context: CanvasRenderingContext2D): Layout {
   const count = texts.length;
   const layout: Layout = {
@@ -85,7 +85,7 @@ export function layOut(texts: TokenText[], breakBefore: number, width: number, c
   return layout;
 }
 
-/** The token at a point, or the nearest on its line; -1 without tokens. */
+/** The token at a point, or the nearest one on its line; -1 if there are no tokens. */
 export function tokenAt(layout: Layout, x: number, line: number): number {
   const lines = layout.starts.length - 1;
   if (line < 0 || line >= lines) return -1;
@@ -101,7 +101,7 @@ export function hex(bytes: Uint8Array | null): string {
 
 const DECODER = new TextDecoder("utf-8", { fatal: true });
 
-/** The character that a token holds a part of, with the tokens that make it whole; null for whole characters. */
+/** The character that a token encodes part of, and all its tokens; null for complete characters. */
 export function wholeCharacter(table: Table, at: number): { first: number; last: number; text: string } | null {
   const bytes = table.getChild("bytes");
   const of = (index: number): Uint8Array => (bytes?.get(index) as Uint8Array | null) ?? new Uint8Array();

@@ -1,4 +1,4 @@
-/** A table of any number of rows, of which only those in sight are in the page. */
+/** A virtual table: only visible rows are in the DOM. */
 
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";

@@ -1,4 +1,4 @@
-/** View 5: what was said, lane by lane. */
+/** View 5: the messages of a trajectory, in lanes. */
 
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
@@ -148,7 +148,7 @@ function TurnCard({ turn, open }: { turn: Turn; open: boolean }): JSX.Element {
   );
 }
 
-/** Folded at first: thinking, tools, and long system prompts. */
+/** Collapsed by default: thinking, tools, and long system prompts. */
 function isFolded(part: Part, role: string): boolean {
   return part.type !== "text" || (role === "system" && part.text.length > 600);
 }

@@ -1,4 +1,4 @@
-/** View 3: the attempts at one task, and where they part. */
+/** View 3: the attempts at one task, and where they diverge. */
 
 import type { Table } from "apache-arrow";
 import type { JSX } from "preact";
@@ -55,7 +55,7 @@ export function GroupView(): JSX.Element {
   );
 }
 
-/** What to choose from: tasks without any spread of returns, which have no advantage, come first. */
+/** The list of tasks; tasks whose returns are all equal, and so have no advantage, come first. */
 function Tasks({ dataset }: { dataset: string }): JSX.Element {
   const answer = useAnswer(dataset, () => tasks(dataset));
   return (
@@ -240,7 +240,7 @@ interface ExcerptProps {
   name: string;
 }
 
-/** Tokens of a row around one, which is marked. */
+/** The tokens around a marked token. */
 export function Excerpt({ dataset, trajectory, row, token, name }: ExcerptProps): JSX.Element {
   const key = JSON.stringify([dataset, trajectory, row]);
   const answer = useAnswer(key, () => tokens(dataset, trajectory, row, {}));

@@ -12,10 +12,10 @@ import { useSession } from "../session";
 import { count, plain, short } from "../text";
 
 const HEIGHT = 164;
-// What is looked at first, in this order; other metrics follow by name.
+// The metrics shown first, in this order; other metrics follow by name.
 const FIRST = [/^(eval\/|.*\beval)/, /^reward|avg_score|avg_raw_reward/, /pass_at|pass@/, /^num_trained_groups$/, /^loss$|policy_loss/, /kl\b/, /entropy/, /clip_?(ratio|frac)/, /grad_norm/, /effective_share|abs_diff_mean/, /stale/, /clip|ratio|mismatch|diff/, /advantage/];
 
-/** The name of a metric, with its unit; its meaning where the pointer rests. */
+/** The name and unit of a metric, with its description as a tooltip. */
 export function MetricName({ name, about }: { name: string; about: Metrics["about"] }): JSX.Element {
   const known = about[name];
   return (
@@ -170,7 +170,7 @@ function Charts({ loaded, smooth, wanted }: { loaded: Loaded[]; smooth: number; 
   );
 }
 
-/** What the rewards are of, and how many groups had a gradient: what a reward that does not rise may be due to. */
+/** The rewards' source and the number of groups with a gradient, which help explain a flat reward. */
 function Sources({ loaded }: { loaded: Loaded[] }): JSX.Element {
   return (
     <>
@@ -194,7 +194,7 @@ function Sources({ loaded }: { loaded: Loaded[] }): JSX.Element {
   );
 }
 
-/** One point is no curve: its numbers are a table. */
+/** A run with one point is shown as a table, not as a chart. */
 function OneUpdate({ keys, loaded }: { keys: string[]; loaded: Loaded[] }): JSX.Element {
   const first = loaded.find(({ metrics: one }) => one.updates.length > 0);
   const step = first?.metrics.updates[0];
@@ -260,7 +260,7 @@ function LastValues({ keys, loaded, label }: { keys: string[]; loaded: Loaded[];
   );
 }
 
-/** Exponential moving average without the pull to zero at its start; gaps stay gaps. */
+/** Exponential moving average with bias correction; gaps stay gaps. */
 export function smoothed(values: (number | null)[], weight: number): (number | null)[] {
   let [sum, norm] = [0, 0];
   return values.map((value) => {
@@ -370,7 +370,7 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
   );
 }
 
-/** Ticks with as many decimals as their distance needs, so that equal steps look equal. */
+/** Tick labels with enough decimals to show the distance between ticks. */
 function ticksAlike(ticks: number[]): string[] {
   const step = ticks.length > 1 ? Math.abs(ticks[1]! - ticks[0]!) : 0;
   const largest = ticks.reduce((most, tick) => Math.max(most, Math.abs(tick)), 0);
@@ -386,7 +386,7 @@ function ticksAlike(ticks: number[]): string[] {
   return ticks.map((tick) => (tick === 0 ? "0" : tick.toLocaleString("en-US", options).replace("-", "−")));
 }
 
-/** All runs document a metric alike: the first that has it is enough. */
+/** Metrics have the same documentation in all runs, so the first match is enough. */
 function aboutOf(name: string, loaded: Loaded[]): Metrics["about"] {
   return loaded.find(({ metrics: one }) => name in one.about)?.metrics.about ?? {};
 }

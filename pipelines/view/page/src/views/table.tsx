@@ -63,7 +63,7 @@ function ordered(columns: string[], added: string[]): string[] {
   return [...first.filter((name) => columns.includes(name)), ...columns.filter((name) => !first.includes(name))];
 }
 
-/** Windows of the selection, fetched when they come into sight. */
+/** Windows of rows, fetched when they scroll into view. */
 function useWindows(): {
   facts: Omit<Window, "rows"> | null;
   row: (index: number) => Row | null;
@@ -359,7 +359,7 @@ function Chart({ column }: { column: string }): JSX.Element | null {
   const { dataset, selection } = useSession();
   const { where } = selection;
   const key = dataset === null ? null : JSON.stringify([dataset.id, column, where]);
-  // What verdicts and shares add has one value for a trajectory.
+  // The columns of verdicts and shares have one value per trajectory.
   const hasOneRow = dataset !== null && (dataset.num_rows === dataset.num_trajectories || dataset.added.includes(column));
   const answer = useAnswer(key, () => histogram(dataset!.id, column, where), true);
   if (answer.state === "refused") return null;

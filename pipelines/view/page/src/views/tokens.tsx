@@ -72,19 +72,19 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
   const reward = total(table, "return");
   const length = table.numRows;
   const columns = useMemo(() => tokenColumns(table), [table]);
-  // Most estimators give every token of a row the same advantage: one colour shows nothing.
+  // With most estimators, all tokens of a row have the same advantage, so its colour shows nothing.
   const fallback = useMemo(() => {
     const named = FIRST_COLOURS.map((name) => columns.find((one) => one.name === name)).filter((one) => one !== undefined);
     return named.find(varies) ?? named[0] ?? columns[0] ?? null;
   }, [columns]);
   const column = columns.find((one) => one.name === place.color) ?? fallback;
   const scale = useMemo(() => column?.scale(theme) ?? null, [column, theme]);
-  // Counted now, sorted when somebody asks: a long row has tens of thousands of tokens.
+  // Counted now but sorted on demand: long rows have tens of thousands of tokens.
   const numWorst = useMemo(() => (column === null ? 0 : rankable(column)), [column]);
   const order = useRef<{ column: TokenColumn; worst: Int32Array } | null>(null);
   const cursor = positionOf(place.at, prompt, length);
   const [hovered, setHovered] = useState<number | null>(null);
-  // Kept with its column: an effect that forgets the rank could come after the next key.
+  // Stored with its column, because an effect that resets the rank could run after the next key press.
   const [ranking, setRanking] = useState<{ column: TokenColumn; rank: number } | null>(null);
   const rank = ranking?.column === column ? (ranking?.rank ?? null) : null;
   const layout = useRef<Layout | null>(null);

@@ -64,7 +64,7 @@ interface Placed {
   children: Placed[];
 }
 
-/** Leaves have a lane each; a node spans those of its children. */
+/** Each leaf has a lane; a node spans the lanes of its children. */
 function placed(nodes: TreeNode[]): { all: Placed[]; lanes: number } {
   const byId = new Map(nodes.map((node) => [node.id, { node, lane: 0, lanes: 1, children: [] } as Placed]));
   const roots: Placed[] = [];
@@ -102,7 +102,7 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
   const { place } = useSession();
   const { all, lanes } = useMemo(() => placed(nodes), [nodes]);
   const byId = useMemo(() => new Map(all.map((one) => [one.node.id, one])), [all]);
-  // Room beside the last leaf for its name.
+  // Space for the name beside the last leaf.
   const deepest = Math.ceil(1.18 * Math.max(1, ...nodes.map((node) => node.end)));
   const [range, setRange] = useState<[number, number]>([0, deepest]);
   const scale = useMemo(() => aroundZero(theme, nodes.map((node) => node[by])), [nodes, by, theme]);
@@ -181,7 +181,7 @@ function Icicle({ tree: { nodes, num_tokens: distinct }, by }: { tree: Tree; by:
         context.fillText(fitted(context, plain(node.text, 160), left + wide - 5 - start), start, top + Math.min(tall / 2, 60));
         context.restore();
       }
-      // Name the rows that end in a leaf beside it, where there can be no box.
+      // Write the names of the rows that end in a leaf beside it, where no box can be.
       if (one.children.length === 0 && tall > 11 && right < size.width - 40) {
         context.font = "11px system-ui, sans-serif";
         context.fillStyle = muted;

@@ -290,7 +290,7 @@ function weightTicks(reach: number): number[] {
   return [1, ...kept, ...kept.map((ratio) => 1 / ratio)];
 }
 
-/** Round log-probabilities from `low` to 0. */
+/** Round log-probabilities between `low` and 0, to mark on an axis. */
 function logprobTicks(low: number): number[] {
   const power = 10 ** Math.floor(Math.log10(-low / 4));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => -low / one <= 6) ?? power * 10;
