@@ -46,7 +46,7 @@ view: $(BUNDLE)  ## Build the page of the viewer (needs only Python: node comes 
 wheel: $(READY) $(BUNDLE)  ## Build the wheel in dist/, with the page of the viewer
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
-test: $(READY) $(BUNDLE) $(MODEL)/model.safetensors  ## Run the tests of a change (minutes)
+test: $(READY) $(MODEL)/model.safetensors  ## Run the tests of a change (minutes)
 	$(PYTEST) -m "not slow and not nightly and not vllm and not browser"
 
 test-all: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
@@ -56,7 +56,7 @@ test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests of a 
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly and not vllm and not browser"
 
 test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM server
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "vllm and not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "vllm and not nightly" tests/vllm
 
 test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready  ## Run SkyRL's own functions on our outputs
 	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py

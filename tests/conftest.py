@@ -1,4 +1,5 @@
 import copy
+import gc
 import json
 import shutil
 import signal
@@ -20,6 +21,33 @@ SAME_EXAMPLES = settings(derandomize=True, deadline=None, database=None)
 settings.register_profile("same_examples", SAME_EXAMPLES, max_examples=100)
 # `make test` tries a third of them, the first and smallest; CI runs `make test-all`, which tries all.
 settings.register_profile("few_examples", SAME_EXAMPLES, max_examples=33)
+
+
+# What the collected modules import, 800,000 objects with torch and Transformers, lives as long as the
+# process. Otherwise the garbage collector walks through it while it is imported and, every second or so
+# of the tests, again: a twelfth of their CPU time.
+gc.disable()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Import no module of a folder whose marker is left out, unless it is named on the command line."""
+    name = collection_path.name
+    if collection_path.parent == ROOT / "tests" and name in {"browser", "vllm"}:
+        return True if f"not {name}" in config.option.markexpr else None
+    return None
+
+
+def pytest_collection_modifyitems(items):
+    """Keep all tests of a server where `make test-vllm` looks for them."""
+    for item in items:
+        if item.get_closest_marker("vllm") and not item.get_closest_marker("nightly"):
+            assert ROOT / "tests" / "vllm" in item.path.parents, item.nodeid
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config):
