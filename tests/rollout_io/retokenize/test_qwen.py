@@ -1,11 +1,20 @@
+import copy
 import json
+from functools import cache
 from itertools import groupby
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_io.retokenize import encode_messages, encode_response, load_tokenizer, retokenize
+from rollout_io.retokenize import (
+    ChatTokenizer,
+    encode_messages,
+    encode_response,
+    load_tokenizer,
+    retokenize,
+)
+from rollout_io.retokenize.chat_template import find_template
 from rollout_io.retokenize.fixed_base import fixed_base
 from schemas.errors import RolloutError
 from tests.helpers.examples import examples
@@ -89,29 +98,26 @@ def official(folder):
 
 
 @pytest.fixture(scope="module")
-def named(folder, tmp_path_factory):
-    """Loaders of the tokenizer with a template of ours, or of the package `trl`."""
-    loaded = {}
+def named(official):
+    """The tokenizer with a template of ours, or of the package `trl`; it takes a second to load."""
 
+    @cache
     def load(name):
-        if name not in loaded:
-            ours = name.endswith("_thinking")
-            file = tmp_path_factory.mktemp("template") / f"{name}.jinja"
-            if not ours:
-                file.write_text(chat_template_of(name), encoding="utf-8")
-            loaded[name] = load_tokenizer(folder, name if ours else str(file))
-        return loaded[name]
+        backend = copy.copy(official.backend)
+        ours = name.endswith("_thinking")
+        backend.chat_template = find_template(name) if ours else chat_template_of(name)
+        return ChatTokenizer(official.name, backend)
 
     return load
 
 
 def parsed(messages):
     """As Transformers' templates take them: arguments are objects."""
-    copy = json.loads(json.dumps(messages))
-    for message in copy:
+    own = json.loads(json.dumps(messages))
+    for message in own:
         for item in message.get("tool_calls", []):
             item["function"]["arguments"] = json.loads(item["function"]["arguments"])
-    return copy
+    return own
 
 
 def template_ids(tokenizer, messages, **keywords):

@@ -1,3 +1,4 @@
+import copy
 import json
 import subprocess
 import sys
@@ -34,11 +35,11 @@ def smol(smollm2_dir):
 
 
 @pytest.fixture
-def with_template(smollm2_dir, tmp_path):
+def with_template(smol):
     def load(template):
-        file = tmp_path / "template.jinja"
-        file.write_text(template, encoding="utf-8")
-        return load_tokenizer(smollm2_dir, str(file))
+        backend = copy.copy(smol.backend)
+        backend.chat_template = template
+        return ChatTokenizer(smol.name, backend)
 
     return load
 

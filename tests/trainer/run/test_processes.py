@@ -72,7 +72,9 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 Alone = Callable[[str], Path]
-OFTEN = ("token_mean", "gae", "tree")  # the loss and the estimator of the others are tested alone
+OFTEN = (
+    "token_mean",
+)  # sharded parameters train with "gae"; the others are tested with one process
 DEPENDING = {"seconds", "tokens_per_s", "num_micro_batches", "repeated_share"}
 
 
@@ -211,7 +213,7 @@ def test_a_run_with_sharded_parameters_is_that_of_one_process(
     check_same_run(tmp_path / "run", alone("gae"))
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_gradient_of_sharded_parameters_is_that_of_whole_ones(
     server: Server, tmp_path: Path, *, tied: bool
 ) -> None:
@@ -229,6 +231,7 @@ def test_the_gradient_of_sharded_parameters_is_that_of_whole_ones(
     assert norm == pytest.approx(float(expected.norm()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_that_is_killed_goes_on_with_one_and_with_two(
     server: Server, paths: dict[str, str], alone: Alone, tmp_path: Path
 ) -> None:
@@ -260,6 +263,7 @@ def test_an_error_of_the_user_ends_every_process_and_is_said_once(
     assert nothing == ""
 
 
+@pytest.mark.slow
 def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
     server: Server, paths: dict[str, str], tmp_path: Path
 ) -> None:
@@ -279,11 +283,19 @@ def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
             {"ACCELERATE_USE_DEEPSPEED": "true"},
             "found DeepSpeed; expected data parallelism or FSDP2",
         ),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "found gradient_accumulation_steps 4"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "found FSDP version 1"),
-        (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
-            "FSDP does not shard parameters on cpu",
+        *(
+            pytest.param(environment, said, marks=pytest.mark.slow)
+            for environment, said in (
+                (
+                    {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+                    "found gradient_accumulation_steps 4",
+                ),
+                ({"ACCELERATE_USE_FSDP": "true"}, "found FSDP version 1"),
+                (
+                    {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+                    "FSDP does not shard parameters on cpu",
+                ),
+            )
         ),
     ],
 )
