@@ -128,7 +128,7 @@ def start_vllm(smollm2_dir, tmp_path_factory):
     if not python.exists():
         pytest.fail("no .venv-vllm: run `make test-vllm`")
 
-    def make(*arguments):
+    def make(*arguments, **environment):
         usual = ["--served-model-name", "smollm2", "--max-model-len", "2048"]
         usual += ["--dtype", "float32", "--enforce-eager"]
         own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
@@ -138,7 +138,7 @@ def start_vllm(smollm2_dir, tmp_path_factory):
             python=str(python),
             log=tmp_path_factory.mktemp("vllm") / "server.log",
             arguments=[*usual, *arguments],
-            environment=own,
+            environment=own | environment,
         )
 
     return make

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
+
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.engines.http_pool import BROKEN, Limits
-from pipelines.generation.engines.vllm import VllmEngine
+from pipelines.generation.engines.vllm import Model, VllmEngine
 from pipelines.record.upstreams import Answered, Upstreams
 from schemas.errors import EngineError
 
@@ -27,7 +29,14 @@ class PolicyUpstreams(Upstreams):
 
     def __init__(self, urls: Sequence[str], engine: Engine) -> None:
         super().__init__(urls, Limits())
-        self._servers = engine.servers if isinstance(engine, VllmEngine) else None
+        self._vllm = engine if isinstance(engine, VllmEngine) else None
+        self._servers = self._vllm.servers if self._vllm else None
+
+    async def model(self) -> Model:
+        """See `Upstreams.model`; with an adapter, its name selects it."""
+        usual = await super().model()
+        adapter = self._vllm.adapter if self._vllm else None
+        return usual if adapter is None else msgspec.structs.replace(usual, id=adapter)
 
     async def _once(
         self, url: str, method: str, path: str, body: bytes | None, headers: dict[str, str]

@@ -72,8 +72,9 @@ class Call:
 
     async def _run(self) -> None:
         with self.session.calling():
-            await self._check_disk()
+            # Before anything waits: the version at which the request was written.
             began_s, version = time.monotonic(), self.recorder.policy_version
+            await self._check_disk()
             self.about = {
                 "time": self.recorder.now_s(),
                 "agent": self.agent,

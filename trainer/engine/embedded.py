@@ -135,6 +135,10 @@ class TransformersEngine:
         reason = "tool_calls" if called else sampled.stop_reason
         return dataclasses.replace(sampled, message=message, stop_reason=reason)
 
+    async def takes_adapters(self) -> bool:
+        """False: models are loaded whole, from the page cache."""
+        return False
+
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`; a running batch finishes with the old weights."""
         async with self._weights:

@@ -154,10 +154,16 @@ def save_model(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) 
     settings: Any = model.peft_config[NAME]
     scaling = settings.lora_alpha / settings.r
     model.save_pretrained(path, state_dict=merged_weights(state, scaling))
-    (path / "adapter").mkdir()
-    save_file(adapter, path / "adapter" / WEIGHTS, metadata={"format": "pt"})
+    save_adapter(model, path / "adapter", state)
+
+
+def save_adapter(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write only the adapters of a model, in peft's format; `state` is as for `save_model`."""
+    path.mkdir(parents=True)
+    save_file(adapter_weights(state), path / WEIGHTS, metadata={"format": "pt"})
+    settings: Any = model.peft_config[NAME]
     text = json.dumps(settings.to_dict(), indent=2, sort_keys=True, default=sorted)
-    (path / "adapter" / CONFIG).write_text(text + "\n", encoding="utf-8")
+    (path / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def merged_weights(state: Mapping[str, Tensor], scaling: float) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -56,6 +57,12 @@ if TYPE_CHECKING:
     from pipelines.harness.recorded_calls import Calls
 
 T = TypeVar("T")
+
+_WHOLE_MODELS = (
+    "the servers get whole models, because they do not load adapters; to send only the adapters, "
+    "start vLLM with --enable-lora --max-loras 2 --max-lora-rank RANK and "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,6 +199,7 @@ class Loop:
     log: RunLog
     thread: ThreadPoolExecutor
     evaluated: dict[int, float | None]
+    as_adapter: bool = False
     sync_s: float = 0.0
     return_mean: float | None = None
 
@@ -274,14 +282,22 @@ class Loop:
     async def _begin_engine(self) -> None:
         """Load the run's weights into the engine; a server may still have another run's weights."""
         version = self.learning.iteration
+        self.as_adapter = self.learning.has_adapter and await self.engine.takes_adapters()
+        is_served = self.config.generation.engine != "transformers"
+        if is_served and self.learning.has_adapter and not self.as_adapter:
+            say(_WHOLE_MODELS)
+        if is_served and (self.as_adapter or not version):
+            await self.engine.load_weights(self.config.model, policy_version=0)
         if version:
             await self._sync()
-        elif self.config.generation.engine != "transformers":
-            await self.engine.load_weights(self.config.model, policy_version=0)
 
     async def _sync(self) -> None:
         begun = time.perf_counter()
-        path = await self._in_thread(lambda: self.learning.write_weights(self.config.keep_weights))
+        # Engines may read the files of both loaded adapters again, the older of which
+        # `load_weights` replaces.
+        keep = max(self.config.keep_weights, 3) if self.as_adapter else self.config.keep_weights
+        write = functools.partial(self.learning.write_weights, keep, as_adapter=self.as_adapter)
+        path = await self._in_thread(write)
         await self.engine.load_weights(str(path), policy_version=self.learning.iteration)
         self.sync_s = time.perf_counter() - begun
 

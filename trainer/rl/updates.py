@@ -23,6 +23,7 @@ from trainer.batches.plan import Plan, dataset_returns, make_plan
 from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import make_accelerator
+from trainer.models.lora import save_adapter
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
 from trainer.rl.size_notes import Models, notes_of_size
@@ -164,15 +165,26 @@ class Learning:
                 self.save(log)
             raise
 
-    def write_weights(self, keep: int) -> Path:
-        """Write the policy to `weights/version_N/`; delete all versions but the `keep` newest."""
+    @property
+    def has_adapter(self) -> bool:
+        """True if the policy trains LoRA adapters."""
+        return self.training.lora_rank is not None
+
+    def write_weights(self, keep: int, *, as_adapter: bool = False) -> Path:
+        """Write the policy to `weights/version_N/`; delete all versions but the `keep` newest.
+
+        With `as_adapter`, only the adapters are written, instead of a model with merged adapters.
+        """
         folder = Path(self.training.out) / "weights"
         path = folder / f"version_{self.iteration}"
         if path.exists():
             remove_directory(path)
         model = self.policy.model
         with whole(path) as partial:
-            write_model(partial, model, Path(self.training.model))
+            if as_adapter:
+                save_adapter(model, partial, model.state_dict())
+            else:
+                write_model(partial, model, Path(self.training.model))
         kept = [f"version_{self.iteration - back}" for back in range(keep)]
         for other in folder.glob("version_*"):
             if other.name not in kept:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -163,14 +164,23 @@ class Engine(Protocol):
         """
         ...
 
+    async def takes_adapters(self) -> bool:
+        """True if `load_weights` accepts LoRA adapters.
+
+        Raises:
+            EngineError: `engine_down`: the engine does not respond.
+        """
+        ...
+
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """Load new weights, and sample with them from now on.
 
-        Running calls may continue with the new weights, but keep the `policy_version` with which
-        they started.
+        Running calls may continue with the new weights of a model, but keep the `policy_version`
+        with which they started. After an adapter is loaded, they continue with their own weights.
 
         Args:
-            path: A Hugging Face model directory that the engine can read.
+            path: A directory that the engine can read: a Hugging Face model or, if
+                `takes_adapters`, a LoRA adapter of the loaded model in peft's format.
             policy_version: Version of the new weights.
 
         Raises:
@@ -180,3 +190,8 @@ class Engine(Protocol):
                 weights cannot be loaded.
         """
         ...
+
+
+def is_adapter(path: str | Path) -> bool:
+    """True if a directory contains a LoRA adapter in peft's format."""
+    return (Path(path) / "adapter_config.json").is_file()

@@ -7,6 +7,7 @@ import hashlib
 import io
 import itertools
 import json
+import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ with requires_extra("generate", "an engine over HTTP"):
     import aiohttp
 
 Body = Mapping[str, Any] | None
+
+_LOGGER = logging.getLogger(__name__)
 
 _NO_ROOM = ("context length", "max_tokens must be at least 1")
 _EACH_ATTEMPTS = 3
@@ -112,7 +115,7 @@ class Servers:
         self._next_start_s = 0.0
         self._turn = itertools.count()
         self.when_returned: Sequence[tuple[str, Body]] = ()
-        self._lost: set[str] = set()
+        self._lost: dict[str, float] = {}  # and from when on, in monotonic seconds, to try again
         self._returning = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -152,9 +155,37 @@ class Servers:
 
         There are at most three attempts, because these requests have side effects.
         """
+        return list(await asyncio.gather(*(self._call_one(url, path, body) for url in self.urls)))
+
+    async def change_each(self, requests: Sequence[tuple[str, Body]]) -> None:
+        """Send requests to every server, to change its weights.
+
+        A server that fails while another one succeeds gets no calls until it has accepted
+        `when_returned`, so set `when_returned` to these requests afterwards.
+
+        Raises:
+            EngineError: As for `call`; a request was refused, or all servers failed.
+        """
+
+        async def change(url: str) -> ServerError | None:
+            try:
+                for path, body in requests:
+                    await self._call_one(url, path, body)
+            except ServerError as error:
+                return error
+            return None
+
+        found = await asyncio.gather(*(change(url) for url in self.urls))
+        failed = [(url, error) for url, error in zip(self.urls, found, strict=True) if error]
+        if len(failed) == len(self.urls):
+            raise failed[0][1]
+        for url, error in failed:
+            _LOGGER.warning("%s did not load new weights, and gets no calls: %s", url, error.got)
+            self.lose(url)
+
+    async def _call_one(self, url: str, path: str, body: Body) -> bytes:
         attempts = min(self.limits.max_attempts, _EACH_ATTEMPTS)
-        calls = (self._repeat([url], path, body, {}, attempts) for url in self.urls)
-        return list(await asyncio.gather(*calls))
+        return await self._repeat([url], path, body, {}, attempts)
 
     def _order(self, session: str | None) -> list[str]:
         if session is None:
@@ -171,7 +202,8 @@ class Servers:
         attempts: int,
     ) -> bytes:
         for attempt in itertools.count(1):
-            root, asked_s, status = urls[(attempt - 1) % len(urls)], 0.0, None
+            usable = self._usable(urls)
+            root, asked_s, status = usable[(attempt - 1) % len(usable)], 0.0, None
             url = root + path
             try:
                 await self.welcome_back(root)
@@ -198,9 +230,15 @@ class Servers:
         failure.status = status
         raise failure
 
+    def _usable(self, urls: Sequence[str]) -> Sequence[str]:
+        """Leave out lost servers that were tried shortly before, unless all are lost."""
+        now = time.monotonic()
+        return [url for url in urls if self._lost.get(url, now) <= now] or urls
+
     def lose(self, *roots: str) -> None:
         """Mark servers as lost after a connection failed."""
-        self._lost.update(roots)
+        for root in roots:
+            self._lost.setdefault(root, time.monotonic())
 
     async def welcome_back(self, root: str) -> None:
         """Send `when_returned` once to a server that is back, before any other request.
@@ -213,11 +251,12 @@ class Servers:
         async with self._returning:
             if root not in self._lost:
                 return
+            self._lost[root] = time.monotonic() + self.limits.max_backoff_s
             for path, body in self.when_returned:
                 answer = await self._once(root + path, body, {})
                 if not answer.is_success:
                     raise aiohttp.ClientConnectionError(f"status {answer.status} from {path}")
-            self._lost.discard(root)
+            del self._lost[root]
 
     async def _once(
         self, url: str, body: Callable[[], Body] | Body, headers: dict[str, str]

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling
+from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling, is_adapter
 from pipelines.generation.engines.completion_answers import read_sampled
-from pipelines.generation.engines.http_pool import Limits, ServerError, Servers
+from pipelines.generation.engines.http_pool import Body, Limits, ServerError, Servers
 from pipelines.generation.engines.output_layers import OutputLayers, lacks_output_layer
 from rollout_io.formats.parsing.jsonl import decode_line
 from schemas.errors import ConfigError, EngineError, InputError, count
 from schemas.metadata import LogprobsMode
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
+_LOAD_ADAPTER, _UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ON_CPU = re.compile(rb"device_config=cpu\b")
 _PROBES = ([1], [2, 3], [10, 20, 30], [5, 4, 3, 2])
 
@@ -61,7 +64,8 @@ class VllmEngine:
     To train with off-policy corrections at temperatures other than 1 or with truncated sampling,
     start the servers with `--logprobs-mode processed_logprobs`; for tools, with
     `--enable-auto-tool-choice --tool-call-parser NAME`; for `load_weights`, with
-    VLLM_SERVER_DEV_MODE=1 in the environment. Sampling defaults in the model's
+    VLLM_SERVER_DEV_MODE=1 in the environment; to load LoRA adapters, with `--enable-lora
+    --max-loras 2 --max-lora-rank RANK` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True. Sampling defaults in the model's
     generation_config.json have no effect, because all parameters are sent.
 
     Args:
@@ -89,11 +93,18 @@ class VllmEngine:
         urls = [urls] if isinstance(urls, str) else urls
         self.servers = Servers(urls, limits or Limits(), api_key=api_key)
         self._model = model
+        self._adapters: list[dict[str, Any]] = []  # requests that load the newest two, in order
+        self._base_requests: Sequence[tuple[str, Body]] = ()  # load the model below an adapter
         self._logprobs_mode = logprobs_mode
         self.policy_version = policy_version
         self.context_tokens: int | None = None
         self._output_layers = OutputLayers()
         self._uses_cpu: bool | None = None
+
+    @property
+    def adapter(self) -> str | None:
+        """Name by which requests select the current adapter; None: the model without an adapter."""
+        return str(self._adapters[-1]["lora_name"]) if self._adapters else None
 
     @property
     def logprobs_mode(self) -> LogprobsMode:
@@ -146,14 +157,33 @@ class VllmEngine:
             fields["chat_template_kwargs"] = dict(chat_template_kwargs)
         return await self._call(_CHAT, fields, sampling, session)
 
+    async def takes_adapters(self) -> bool:
+        """See `Engine.takes_adapters`; all servers must list the API that loads adapters."""
+        try:
+            listed = await self.servers.call_each("/openapi.json")
+        except EngineError as error:
+            if error.rule == ENGINE_DOWN:
+                raise
+            return False  # started with --disable-fastapi-docs
+        return all(f'"{_LOAD_ADAPTER}"'.encode() in answer for answer in listed)
+
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`; the servers must see the same files under the same path.
 
         A server that disconnects and comes back loads the weights again, because a restarted server
         has its initial weights. A path that is not a model directory is rejected here, because it
         would make vLLM exit. On a CPU, the servers load a model with tied embeddings from a copy
-        with an explicit output layer: see `pipelines.generation.engines.output_layers`.
+        with an explicit output layer: see `pipelines.generation.engines.output_layers`. Of the
+        adapters, the newest two stay loaded: calls of earlier versions must have ended, and files of
+        the newest two must stay where they are.
         """
+        if is_adapter(path):
+            await self._load_adapter(path, policy_version)
+        else:
+            await self._load_model(path)
+        self.policy_version = policy_version
+
+    async def _load_model(self, path: str) -> None:
         weights, is_copy = Path(path).absolute(), False
         if not any(weights.glob("*.safetensors")):
             got = "not a Hugging Face model directory: it has no *.safetensors"
@@ -161,8 +191,11 @@ class VllmEngine:
         if await asyncio.to_thread(lacks_output_layer, weights) and await self._on_cpu():
             weights, is_copy = await asyncio.to_thread(self._output_layers.add, weights), True
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+        # Cached keys and values come from the old weights.
+        requests = [("/collective_rpc", body), ("/reset_prefix_cache", {})]
+        self._base_requests = self.servers.when_returned = requests
         try:
-            await self.servers.call_each("/collective_rpc", body)
+            await self.servers.change_each(requests)
         except ServerError as error:
             if error.status != 500:
                 raise
@@ -172,14 +205,38 @@ class VllmEngine:
                 got += f", from a copy with an explicit output layer in {weights}"
                 hint = "set TMPDIR to a directory that the server can read"
             raise EngineError("engine_refused", path, got, hint=hint) from None
-        # Cached keys and values come from the old weights.
-        await self.servers.call_each("/reset_prefix_cache", {})
-        self.servers.when_returned = [("/collective_rpc", body), ("/reset_prefix_cache", {})]
-        self.policy_version = policy_version
+        self._adapters = []
         if is_copy:
             self._output_layers.keep_latest()
         else:
             self._output_layers.close()
+
+    async def _load_adapter(self, path: str, policy_version: int) -> None:
+        """Load an adapter beside the current one, and unload the one before that."""
+        # The name depends on the contents: vLLM may still cache another run's adapter of the same
+        # version, and prefixes computed with it.
+        name = f"policy_version_{policy_version}_{_digest(path)}"
+        others = [request for request in self._adapters if request["lora_name"] != name]
+        # In place, because a server may have it already: a connection may break after the load.
+        loaded = {"lora_name": name, "lora_path": str(Path(path).absolute()), "load_inplace": True}
+        kept = [*others[-1:], loaded]
+        loads = [(_LOAD_ADAPTER, request) for request in kept]
+        self.servers.when_returned = [*self._base_requests, *loads]
+        try:
+            await self.servers.change_each(loads[-1:])
+        except EngineError as error:
+            if isinstance(error, ServerError) and error.status is None:
+                raise
+            hint = (
+                "start the servers with --enable-lora --max-loras 2 --max-lora-rank RANK, and use"
+            )
+            hint = f"{hint} a path that they can read"
+            got = f"vLLM cannot load the adapter: {error.got}"
+            raise EngineError("engine_refused", path, got, hint=hint) from None
+        for request in others[:-1]:
+            with suppress(EngineError):  # a server that was restarted does not have it
+                await self.servers.call_each(_UNLOAD_ADAPTER, {"lora_name": request["lora_name"]})
+        self._adapters = kept
 
     async def _on_cpu(self) -> bool:
         """Return whether one of the servers computes on a CPU; the first call may take seconds."""
@@ -206,8 +263,8 @@ class VllmEngine:
         session: str | None,
         sent: Sequence[int] | None = None,
     ) -> Sampled:
-        usual = fields | sampling_fields(sampling) | {"model": self._model}
-        clash = sampling.extra.keys() & (usual.keys() | {"cache_salt"})
+        usual = fields | sampling_fields(sampling)
+        clash = sampling.extra.keys() & (usual.keys() | {"model", "cache_salt"})
         if clash:
             got = f"these fields are already set: {', '.join(sorted(clash))}"
             raise ConfigError("sampling", "extra", got)
@@ -217,7 +274,8 @@ class VllmEngine:
             """Build the request of one attempt; its salt avoids cache hits from older weights."""
             nonlocal version
             version = self.policy_version
-            return {**usual, **sampling.extra, "cache_salt": f"policy_version={version}"}
+            current = {"model": self.adapter or self._model}
+            return {**current, **usual, **sampling.extra, "cache_salt": f"policy_version={version}"}
 
         limits = self.servers.limits
         for attempt in range(1, limits.max_attempts + 1):
@@ -270,6 +328,14 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
     return fields
+
+
+def _digest(path: str) -> str:
+    """Return a short fingerprint of an adapter's files."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(path).glob("adapter_*")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _one_model(listed: Sequence[Models]) -> str:

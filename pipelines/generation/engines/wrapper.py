@@ -76,6 +76,10 @@ class WrappedEngine(ABC):
                 session=session,
             )
 
+    async def takes_adapters(self) -> bool:
+        """See `Engine.takes_adapters`."""
+        return await self.engine.takes_adapters()
+
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`."""
         await self.engine.load_weights(path, policy_version=policy_version)

@@ -523,3 +523,161 @@ def test_the_context_is_that_of_the_smallest_server(lengths, expected):
     first, second = (Server(answer=listing(length)) for length in lengths)
     with serving(first), serving(second):
         assert asyncio.run(run([first.url, second.url])) == expected
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """Makes adapters whose contents are the number given."""
+
+    def make(number):
+        path = tmp_path / f"version_{number}"
+        path.mkdir()
+        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_model.safetensors").write_bytes(bytes([number]))
+        return str(path)
+
+    return make
+
+
+def with_adapters(servers, use, **settings):
+    async def run():
+        urls = [server.url for server in servers]
+        usual = {"model": "m", "limits": FAST, "logprobs_mode": "raw"}
+        async with VllmEngine(urls, **usual | settings) as engine:
+            return await use(engine)
+
+    return asyncio.run(run())
+
+
+def loads_of(server):
+    return [body["lora_name"] for path, body, _ in server.requests if "load_lora" in path]
+
+
+def test_an_adapter_is_loaded_by_name_and_the_one_before_the_last_is_freed(adapter):
+    async def use(engine):
+        models = []
+        for version in (1, 2, 3):
+            await engine.load_weights(adapter(version), policy_version=version)
+            assert (await engine.sample([1], SAMPLING)).policy_version == version
+            models.append(engine.adapter)
+        return models
+
+    with serving(Server()) as server:
+        first, second, third = with_adapters([server], use)
+    assert first.startswith("policy_version_1_")
+    bodies = [
+        (path.rpartition("/")[2], body.get("lora_name", body.get("model")))
+        for path, body, _ in server.requests
+    ]
+    assert bodies == [
+        ("load_lora_adapter", first),
+        ("completions", first),
+        ("load_lora_adapter", second),
+        ("completions", second),
+        ("load_lora_adapter", third),
+        ("unload_lora_adapter", first),
+        ("completions", third),
+    ]
+
+
+def test_a_new_model_ends_the_adapters(adapter, weights):
+    async def use(engine):
+        await engine.load_weights(adapter(1), policy_version=1)
+        await engine.load_weights(weights, policy_version=2)
+        await engine.sample([1], SAMPLING)
+
+    with serving(Server()) as server:
+        with_adapters([server], use)
+    assert server.requests[-1][1]["model"] == "m"
+
+
+def test_other_contents_have_another_name_so_that_no_prefix_of_another_run_is_found(
+    tmp_path, adapter
+):
+    async def use(engine):
+        await engine.load_weights(adapter(1), policy_version=1)
+        (tmp_path / "version_1" / "adapter_model.safetensors").write_bytes(b"other")
+        await engine.load_weights(str(tmp_path / "version_1"), policy_version=1)
+
+    with serving(Server()) as server:
+        with_adapters([server], use)
+    assert len(set(loads_of(server))) == 2
+
+
+def test_a_server_that_comes_back_loads_the_model_and_both_adapters_first(adapter, weights):
+    async def use(engine):
+        await engine.load_weights(weights, policy_version=0)
+        for version in (1, 2):
+            await engine.load_weights(adapter(version), policy_version=version)
+        server.script = [RESET]
+        await engine.sample([1], SAMPLING)
+
+    with serving(Server()) as server:
+        with_adapters([server], use)
+    paths = [path.rpartition("/")[2] for path, _, _ in server.requests]
+    model, load, ask_it = (
+        ["collective_rpc", "reset_prefix_cache"],
+        "load_lora_adapter",
+        "completions",
+    )
+    assert paths == [*model, load, load, ask_it, *model, load, load, ask_it]
+    assert loads_of(server)[:2] == loads_of(server)[2:]
+
+
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_a_server_that_did_not_change_gets_no_calls_until_it_has(adapter, weights, kind, caplog):
+    path = adapter(1) if kind == "adapter" else weights
+
+    async def use(engine):
+        await engine.load_weights(path, policy_version=1)
+        before = len(stale.requests)
+        for session in range(20):
+            await engine.sample([1], SAMPLING, session=str(session))
+        return stale.requests[before:]
+
+    with serving(Server()) as good, serving(Server([status(500)] * 100)) as stale:
+        later = with_adapters([good, stale], use)
+    assert f"{stale.url} did not load new weights" in caplog.text
+    assert not [path for path, _, _ in later if "completions" in path]
+    assert len(later) <= 1, "tried again at most once a while"
+
+    async def returns(engine):
+        await use(engine)
+        stale.script = []
+        await asyncio.sleep(2 * FAST.max_backoff_s)
+        for session in range(20):
+            await engine.sample([1], SAMPLING, session=str(session))
+
+    with serving(Server()) as good, serving(Server([status(500)] * 100)) as stale:
+        with_adapters([good, stale], returns)
+    assert stale.requests[-1][0] == "/v1/completions"
+
+
+def test_an_adapter_that_no_server_can_load_is_refused_with_the_options_to_start_with(adapter):
+    async def use(engine):
+        await engine.load_weights(adapter(1), policy_version=1)
+
+    with (
+        serving(Server([status(500, "LoRA is not enabled")] * 3)) as server,
+        pytest.raises(RolloutError, match="LoRA is not enabled") as error,
+    ):
+        with_adapters([server], use)
+    assert error.value.rule == "engine_refused"
+    assert "--enable-lora" in error.value.hint
+
+
+@pytest.mark.parametrize(("listed", "expected"), [(["/v1/load_lora_adapter"], True), ([], False)])
+def test_servers_take_adapters_if_all_list_the_call_that_loads_them(listed, expected):
+    def api(paths):
+        return lambda _: (200, {"paths": {key: {} for key in paths}})
+
+    async def use(engine):
+        return await engine.takes_adapters()
+
+    with (
+        serving(Server([api(["/v1/load_lora_adapter"])])) as one,
+        serving(Server([api(listed)])) as two,
+    ):
+        assert with_adapters([one, two], use) is expected
+    with serving(Server([status(404)])) as hidden:
+        assert with_adapters([hidden], use) is False

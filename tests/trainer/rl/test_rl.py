@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -467,6 +468,51 @@ def test_calls_under_way_end_before_new_weights_if_they_are_waited_for(model, wa
     engine.told = []
     asyncio.run(play(engine))
     assert engine.told == expected
+
+
+def test_an_adapter_waits_only_for_calls_older_than_the_current_one(model, tmp_path):
+    class Slow(Told):
+        """Ends a call when told to."""
+
+        async def sample(self, _, __, *, session=None):
+            self.told.append(f"{session} begins")
+            await self.ends[session].wait()
+            self.told.append(f"{session} ends")
+
+        async def load_weights(self, _, *, policy_version):
+            self.told.append(f"load {policy_version}")
+            self.policy_version = policy_version
+
+    (tmp_path / "adapter_config.json").touch()
+
+    async def play(engine):
+        engine.ends = {name: asyncio.Event() for name in "abc"}
+
+        async def soon():
+            for _ in range(9):
+                await asyncio.sleep(0)
+
+        async with WeightSwapEngine(engine, waits=True) as gate:
+            load = functools.partial(gate.load_weights, str(tmp_path))
+            a = asyncio.create_task(gate.sample([5], Sampling(), session="a"))
+            await soon()
+            await load(policy_version=1)
+            b = asyncio.create_task(gate.sample([5], Sampling(), session="b"))
+            await soon()
+            second = asyncio.create_task(load(policy_version=2))
+            await soon()
+            c = asyncio.create_task(gate.sample([5], Sampling(), session="c"))
+            await soon()
+            for name in "acb":
+                engine.ends[name].set()
+                await soon()
+            await asyncio.gather(a, b, c, second)
+
+    engine = Slow.load(model)
+    engine.told = []
+    asyncio.run(play(engine))
+    begins = ["a begins", "load 1", "b begins", "c begins"]
+    assert engine.told == [*begins, "a ends", "load 2", "c ends", "b ends"]
 
 
 def test_a_run_whose_rows_cannot_fit_the_model_or_the_engine_samples_nothing(tmp_path, model):

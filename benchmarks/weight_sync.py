@@ -1,0 +1,103 @@
+"""Measure the seconds from the end of an update to the first token of the new policy.
+
+    python -m benchmarks.weight_sync [--model DIR] [--python .venv-vllm/bin/python] [--rounds 5]
+
+A LoRA policy goes to the same vLLM server as a whole model and as an adapter, in turn. Each round
+changes the adapter, writes it, loads it, and samples one token. The output is the median of each
+part and the ratio of the sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from pipelines.generation.engines.base import Sampling
+from pipelines.generation.engines.server_process import VllmServer
+from pipelines.generation.engines.vllm import VllmEngine
+from trainer.models.lora import AdapterSettings, add_adapter, save_adapter
+from trainer.models.policy import Policy, load_policy
+from trainer.run.checkpoint import write_model
+
+Times = dict[str, float]
+
+
+def main() -> None:
+    arguments = _arguments()
+    policy = load_policy(arguments.model, logprob_chunk_tokens=256)
+    settings = AdapterSettings(
+        rank=arguments.rank, alpha=arguments.rank, target_modules=None, model=arguments.model
+    )
+    add_adapter(policy, settings)
+    given = ["--max-model-len", "2048", "--dtype", "float32", "--enforce-eager", "--enable-lora"]
+    given += ["--max-loras", "2", "--max-lora-rank", str(arguments.rank)]
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        with VllmServer(
+            arguments.model,
+            python=arguments.python,
+            log=log,
+            arguments=given,
+            environment=variables,
+        ) as server:
+            asyncio.run(compare(server.url, policy, Path(folder), arguments))
+
+
+async def compare(url: str, policy: Policy, folder: Path, arguments: argparse.Namespace) -> None:
+    times: dict[bool, list[Times]] = {True: [], False: []}
+    async with VllmEngine(url) as engine:
+        for number in range(2 * (arguments.rounds + 1)):
+            as_adapter = number % 2 == 1
+            for name, weight in policy.model.named_parameters():
+                if "lora_B" in name:
+                    weight.data += 1e-3
+            path = folder / str(number)
+            times[as_adapter].append(
+                await timed(engine, policy, path, Path(arguments.model), as_adapter=as_adapter)
+            )
+    totals = {}
+    for as_adapter, all_rounds in times.items():
+        rounds = all_rounds[1:]  # the first one warms up
+        parts = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        totals[as_adapter] = statistics.median(sum(one.values()) for one in rounds)
+        shown = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items())
+        kind = "adapter" if as_adapter else "whole model"
+        print(f"{kind}: {totals[as_adapter]:.2f} s ({shown})")
+    print(f"whole model / adapter: {totals[False] / totals[True]:.1f}x")
+
+
+async def timed(
+    engine: VllmEngine, policy: Policy, path: Path, source: Path, *, as_adapter: bool
+) -> Times:
+    """Write and load the policy's weights, and sample a token with them."""
+    marks = [time.perf_counter()]
+    if as_adapter:
+        save_adapter(policy.model, path, policy.model.state_dict())
+    else:
+        write_model(path, policy.model, source)
+    marks.append(time.perf_counter())
+    await engine.load_weights(str(path), policy_version=engine.policy_version + 1)
+    marks.append(time.perf_counter())
+    await engine.sample([1, 2, 3], Sampling(max_tokens=1))
+    marks.append(time.perf_counter())
+    names = ("write", "load", "first token")
+    return {name: marks[i + 1] - marks[i] for i, name in enumerate(names)}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=".cache/smollm2")
+    parser.add_argument("--python", default=".venv-vllm/bin/python")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rank", type=int, default=8)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+import asyncio
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines.generation import Sampling
+from pipelines.generation.engines.vllm import VllmEngine
+from tests.helpers.trainer_helpers import forests_of, make_batch
+from tests.vllm.test_engine import QUESTIONS, prompt_ids
+from tests.vllm.test_rl import (
+    check_each_once,
+    check_the_engine_spoke_for_the_policy,
+    config_of,
+    overrides_of,
+    rows_of,
+    updates_of,
+)
+from trainer import rl
+from trainer.models.lora import AdapterSettings, add_adapter, save_adapter
+from trainer.models.policy import load_policy
+from trainer.rl.weight_swap import WeightSwapEngine
+
+pytestmark = pytest.mark.vllm
+__all__ = ["config_of", "overrides_of"]
+
+
+@pytest.fixture(scope="module")
+def lora_server(start_vllm):
+    """A real server that loads adapters."""
+    arguments = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+    with start_vllm(*arguments, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True") as server:
+        yield server
+
+
+def adapted(smollm2_dir, path=None):
+    policy = load_policy(str(smollm2_dir), logprob_chunk_tokens=256)
+    settings = AdapterSettings(rank=4, alpha=8, target_modules=None, model=str(smollm2_dir))
+    add_adapter(policy, settings, path)
+    return policy
+
+
+def logprobs_of(policy, sampled):
+    rows = [(s.prompt_token_ids, s.response_ids, [True] * len(s.response_ids)) for s in sampled]
+    batch = make_batch(rows, temperatures=[1.0] * len(rows))
+    found = np.zeros(len(batch.trains), np.float32)
+    with torch.no_grad():
+        for forest in forests_of(batch, 1024):
+            slots = forest.target_slot
+            found[slots.numpy()] = policy(forest, batch.temperature[slots])[0].numpy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def adapters(smollm2_dir, tmp_path_factory):
+    """Four versions, each with other random matrices."""
+    folder, policy = tmp_path_factory.mktemp("weights"), adapted(smollm2_dir)
+    for version in range(1, 5):
+        random = torch.Generator().manual_seed(version)
+        for name, weight in policy.model.named_parameters():
+            if "lora_B" in name:
+                weight.data = 0.02 * torch.randn(weight.shape, generator=random)
+        save_adapter(policy.model, folder / f"version_{version}", policy.model.state_dict())
+    return folder
+
+
+def test_a_swap_under_load_serves_no_token_of_another_version(
+    lora_server, smollm2_dir, adapters, tokenizer
+):
+    prompts = prompt_ids(tokenizer, QUESTIONS[:8])
+    swapped = asyncio.Event()
+
+    async def ask(engine, prompt, number):
+        found = []
+        while not swapped.is_set():
+            sampling = Sampling(max_tokens=8 + 4 * number, seed=len(found))
+            found.append(await engine.sample(prompt, sampling, session=str(number)))
+        return found
+
+    async def swap(engine):
+        """Versions change while all are sampling."""
+        for version in range(1, 5):
+            path = str(adapters / f"version_{version}")
+            await engine.load_weights(path, policy_version=version)
+            await asyncio.sleep(3)
+        swapped.set()
+
+    async def use():
+        async with VllmEngine(lora_server.url) as engine:
+            gate = WeightSwapEngine(engine, waits=True)
+            asked = [ask(gate, prompt, number) for number, prompt in enumerate(prompts)]
+            *found, _ = await asyncio.gather(*asked, swap(gate))
+            return [sampled for one in found for sampled in one]
+
+    sampled = asyncio.run(use())
+    by_version = {v: [s for s in sampled if s.policy_version == v] for v in range(5)}
+    assert all(len(of) >= 4 for version, of in by_version.items() if version)
+    for version, of in by_version.items():
+        engine = np.concatenate([s.rollout_logprobs for s in of]) if of else np.zeros(0)
+        names = {v: f"version_{v}" for v in {max(version, 1), max(version - 1, 1)}}
+        for other, name in names.items():
+            ours = logprobs_of(adapted(smollm2_dir, adapters / name), of) if of else engine
+            if other == version:
+                assert np.abs(ours - engine).max() < 1e-3
+            elif version:
+                assert np.abs(ours - engine).mean() > 0.02
+
+
+def test_the_loop_sends_adapters_which_sample_from_then_on(
+    lora_server, config_of, smollm2_dir, tmp_path, capsys
+):
+    settings = {"train__lora_rank": 4, "train__learning_rate": 2e-3, "num_iterations": 3}
+    result = rl.run(config_of(lora_server.url, **settings))
+    assert result.num_iterations == 3
+    run = tmp_path / "run"
+    assert rows_of(run)["policy_version"].to_list() == [0] * 8 + [1] * 8 + [2] * 8
+    check_each_once(run, 24)
+    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    versions = sorted((run / "weights").iterdir())
+    assert [path.name for path in versions] == ["version_1", "version_2", "version_3"]
+    for path in versions:
+        assert sorted(file.name for file in path.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
+    assert "whole models" not in capsys.readouterr().err
+
+
+def test_a_run_after_another_starts_from_its_own_model(lora_server, config_of, tmp_path):
+    """A server may still have the adapters of the run before it."""
+    settings = {"train__lora_rank": 4, "num_iterations": 1}
+    rl.run(config_of(lora_server.url, out=tmp_path / "second", **settings))
+    (line,) = updates_of(tmp_path / "second")
+    assert line["rollout_logprobs_abs_diff_mean"] < 1e-3
+    assert json.loads((tmp_path / "second/config.json").read_text())["train"]["lora_rank"] == 4
