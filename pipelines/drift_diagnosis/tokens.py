@@ -47,11 +47,11 @@ class Steps:
         return cls(Ancestry(tree).holder, begin, tree.prompt, own, responses)
 
     def prompt(self, row: int) -> Tokens:
-        """[tokens] int32: Decode the prompt of a row."""
+        """Decode the prompt of a row into an int32 array."""
         return self._leading(row, int(self.prompt_lengths[row]))
 
     def content(self, row: int) -> Tokens:
-        """[tokens] int32: Decode prompt and response of a row."""
+        """Decode the prompt and response of a row into one int32 array."""
         return np.concatenate([self.prompt(row), self.responses.row(row)]).astype(np.int32)
 
     def _leading(self, row: int, stop: int) -> Tokens:

@@ -154,7 +154,7 @@ def final_rendering(
     num_answers = sum(message["role"] == "assistant" for message in messages)
     if len(runs) != num_answers:
         got = f"the template marks {len(runs)} of {count(num_answers, 'assistant message')}"
-        hint = "use a template that marks each: chat_template = qwen3_without_thinking"
+        hint = "use a template that marks all of them: chat_template = qwen3_without_thinking"
         raise InputError("assistant_masks", where, got, hint=hint)
     return ids, runs[len(runs) - num_turns :]
 

@@ -104,7 +104,7 @@ class Ancestry:
         return np.where(self._length[found] <= num_tokens, found, self.whole[found])
 
     def _adding(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """[K] On each row's path to the root, find the nearest row that shares <= `num_tokens`."""
+        """[K] Find each row's nearest ancestor (or itself) that shares at most `num_tokens`."""
         for up, fewest in reversed(self._levels):
             rows = np.where(fewest[rows] > num_tokens, up[rows], rows)
         return rows
