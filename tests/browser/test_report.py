@@ -69,7 +69,7 @@ def test_a_report_sorts_by_itself_and_says_what_needs_the_server(browser, report
         column = tab.values("tbody [data-name=response_tokens]")
         assert column == sorted(column, key=float, reverse=True)
         assert tab.page.is_disabled("#where")
-        assert "needs" in tab.page.get_attribute("#where", "placeholder")
+        assert "rollouts view" in tab.page.get_attribute("#where", "placeholder")
 
 
 def test_a_report_of_a_filter_says_so(browser, shop, tmp_path):

@@ -264,7 +264,7 @@ def test_the_helper_opens_a_session_and_ends_it_with_its_block(engine, tmp_path)
                 async with recorder.session("a") as session:
                     raise KeyError("gone")
             for reward in (float("nan"), object()):
-                with pytest.raises(RolloutError, match=r"session b/.*is not JSON.*reward_line"):
+                with pytest.raises(RolloutError, match=r"session b/.*as JSON.*reward_line"):
                     async with recorder.session("b") as session:
                         session.reward = reward
             with pytest.raises(RolloutError, match="session_ended"):

@@ -8,7 +8,7 @@ import { type Span, tokens, total, valueOf, verdicts } from "../answers";
 import { css, inkOn, type Scale } from "../colours";
 import { drawFault, faultsAt, GUTTER, marginNotes, Verdicts } from "../faults";
 import { useKeys } from "../keys";
-import { Awaited, Cell, cssVariable, Empty, Failure, Go, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
+import { Awaited, Cell, cssVariable, Empty, Go, Legend, Num, surface, Text, useAnswer, useSize, useTheme } from "../parts";
 import { RecordedIn } from "../recorded";
 import { useSession } from "../session";
 import { count, exact, pieces, short, tokenPieces } from "../text";
@@ -211,7 +211,7 @@ function Tokens({ table, trajectory, step }: Shown): JSX.Element {
         />
         <div class="beside">
           {scale !== null && column !== null && <Legend scale={scale} values={column.values} title={column.unit === "" ? column.title : `${column.title}, ${column.unit}`} />}
-          {audited && (audit.state === "refused" ? <Failure error={audit.error} /> : audit.value !== undefined && <Verdicts spans={spans} onOpen={(position) => moveTo(prompt + position)} />)}
+          {audited && <Awaited answer={audit}>{(found) => <Verdicts spans={found.spans} onOpen={(position) => moveTo(prompt + position)} />}</Awaited>}
           <Details table={table} faults={faults} at={hovered ?? cursor} prompt={prompt} columns={columns} isHovered={hovered !== null && hovered !== cursor} />
         </div>
       </div>

@@ -105,6 +105,7 @@ const FACTS = ["reward/avg_raw_reward", "return_mean", "loss", "policy_kl", "pol
 function Facts({ run, update }: { run: string; update: number }): JSX.Element | null {
   const answer = useAnswer(run, () => metrics(run));
   const at = answer.value?.global_step.indexOf(update) ?? -1;
+  if (answer.state === "asked") return <ul class="tiles" aria-busy="true" />;
   if (answer.value === undefined || at < 0) return null;
   const found = answer.value.metrics;
   const shown = FACTS.filter((name) => typeof found[name]?.[at] === "number" && !(name === "return_mean" && FACTS[0]! in found));
