@@ -19,8 +19,8 @@ ELEMENT = {"prompt_token_ids": [[1, 2]], "completion_token_ids": [[3]], "logprob
 # The ordinary suite judges a change, so it sees the same examples in every run; nightly runs look for new ones.
 SAME_EXAMPLES = settings(derandomize=True, deadline=None, database=None)
 settings.register_profile("same_examples", SAME_EXAMPLES, max_examples=100)
-# `make test` tries a third of them, the first and smallest; CI runs `make test-all`, which tries all.
-settings.register_profile("few_examples", SAME_EXAMPLES, max_examples=33)
+# `make test` tries a quarter of them, the first and smallest; CI runs `make test-all`, which tries all.
+settings.register_profile("few_examples", SAME_EXAMPLES, max_examples=25)
 
 
 # What the collected modules import, 800,000 objects with torch and Transformers, lives as long as the

@@ -58,6 +58,7 @@ def some(num: int = 5) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_updates_of_the_loop_are_made_again_where_the_run_was_moved_to(tmp_path, model):
     config = config_of(tmp_path, model, save_every_iterations=2, train={"epochs_per_batch": 2})
     rl.run(config)

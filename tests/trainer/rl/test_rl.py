@@ -120,7 +120,10 @@ def test_each_iteration_trains_what_its_own_weights_sampled_and_train_replays_th
 
 @pytest.mark.parametrize(
     ("seed", "max_staleness"),
-    [(0, 2), *(pytest.param(s, 1 + s % 3, marks=pytest.mark.nightly) for s in range(1, 9))],
+    [
+        pytest.param(0, 2, marks=pytest.mark.slow),
+        *(pytest.param(s, 1 + s % 3, marks=pytest.mark.nightly) for s in range(1, 9)),
+    ],
 )
 def test_sampling_ahead_keeps_to_its_bound_and_replays_too(
     tmp_path, model, monkeypatch, seed, max_staleness

@@ -65,6 +65,7 @@ def test_a_mismatch_stops_the_run(tmp_path, model):
     assert {line["iteration"] for line in lines_of(config.out)} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("audit_rows", [0, 3])
 def test_rows_sampled_as_labelled_pass(tmp_path, model, capsys, audit_rows):
     config = config_of(tmp_path, model, generate=LONG, train=FAST, audit_rows=audit_rows)
