@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import rollout_io
 from rollout_io.cli.main import run
-from tests.helpers.guide_helpers import check_outputs
+from tests.helpers.guide_helpers import blocks_of, check_outputs
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
@@ -148,3 +148,13 @@ def test_a_generator_output_of_skyrl_trains_with_its_losses(small_smollm2, tmp_p
     config = json.loads((tmp_path / "runs" / "skyrl-model" / "config.json").read_text())
     assert (config["policy_loss_type"], config["outcome"]) == ("dual_clip", "last")
     check_trained("runs/skyrl-model", small_smollm2)
+
+
+@pytest.mark.parametrize("guide", ["../audit.md", *sorted(path.name for path in GUIDES.iterdir())])
+def test_a_guide_says_to_save_each_script_before_it_is_run(guide):
+    saved = set()
+    for language, name, code in blocks_of(guide):
+        saved |= {name}
+        if language == "sh":
+            run_here = re.findall(r"(?:^|\s)(?:python|rollouts rl) (\w+\.(?:py|toml))\b", code)
+            assert set(run_here) <= saved

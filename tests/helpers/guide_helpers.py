@@ -35,7 +35,7 @@ def blocks_of(guide, part=None):
     found = []
     for match in re.finditer(r"```(\w+)\n(.*?)```", page, re.DOTALL):
         above = page[: match.start()].rstrip().rpartition("\n\n")[2]
-        name = re.search(r"Save this as\s+`([\w.]+)`", above)
+        name = re.search(r"[Ss]ave this as\s+`([\w.]+)`", above)
         found.append((match[1], name and name[1], match[2]))
     return found
 
