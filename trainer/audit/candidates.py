@@ -108,11 +108,19 @@ def _of_run(run: Path) -> Iterator[tuple[int, Path]]:
     config = _read_object(run / "config.json")
     yield 0, Path(str(config.get("model", "")))
     for step, version in _versions_by_step(run).items():
-        yield version, checkpoint_path(run, step)
+        path = checkpoint_path(run, step)
+        if not _is_within_iteration(path):
+            yield version, path
+
+
+def _is_within_iteration(checkpoint: Path) -> bool:
+    """True if a checkpoint was saved before all updates of its iteration: it is no version."""
+    file = checkpoint / "state" / "run.json"
+    return file.is_file() and bool(_read_object(file).get("mini_batch"))
 
 
 def _versions_by_step(run: Path) -> dict[int, int]:
-    """Map the last update of each iteration to the version that it completed."""
+    """Map the last recorded update of each iteration to the version that it completed."""
     path, found = run / "metrics.jsonl", dict[int, int]()
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     # The run may be writing an incomplete last line.
@@ -157,7 +165,11 @@ def _read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-_UNSUPPORTED = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
+_UNSUPPORTED = (
+    *("use_rslora", "use_dora", "use_qalora", "rank_pattern", "alpha_pattern", "modules_to_save"),
+    *("exclude_modules", "layers_to_transform", "layer_replication", "target_parameters"),
+    *("trainable_token_indices", "lora_bias", "fan_in_fan_out"),
+)
 """Settings of peft that change what an adapter computes, and that are not applied here."""
 
 
@@ -176,7 +188,9 @@ def _check_adapter(settings: dict[str, Any], path: Path) -> None:
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
         got = f"target_modules is {str(targets)[:60]!r}"
         raise InputError("model_load", str(path), got, "a list of names of layers", hint)
-    if others := [name for name in _UNSUPPORTED if settings.get(name)]:
+    others = [name for name in _UNSUPPORTED if settings.get(name)]
+    others += ["bias"] * (settings.get("bias", "none") not in {None, "none"})
+    if others:
         got = f"the adapter uses {', '.join(others)}, which an audit cannot apply"
         raise InputError("model_load", str(path), got, hint=hint)
 
@@ -187,6 +201,18 @@ def architecture(candidate: Candidate) -> str:
     config = _read_object(path)
     others = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
     return json.dumps({k: v for k, v in config.items() if k not in others}, sort_keys=True)
+
+
+def context_tokens(candidate: Candidate) -> int | None:
+    """Return the number of positions that a candidate's configuration allows; None if unknown.
+
+    It is unknown for the current weights of a run, which have no directory yet.
+    """
+    file = (candidate.base or candidate.path) / "config.json"
+    config = _read_object(file) if file.is_file() else {}
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
 
 
 def _is_model(path: Path) -> bool:
@@ -203,6 +229,8 @@ def _number(path: Path) -> int | None:
     number = int(found[2])
     if found[1] == "version":
         return number
+    if _is_within_iteration(path):
+        return None
     return _versions_by_step(path.resolve().parents[1]).get(number)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from schemas.errors import ConfigError, InputError
+from schemas.errors import ConfigError, InputError, count
 from schemas.extras import requires_extra
 from trainer.batches.forest import Forest
 from trainer.models.policy import Policy
@@ -124,6 +124,9 @@ def _load(model: nn.Module, path: Path) -> None:
         got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         got = f"cannot be loaded as an adapter of this model: {got}"
         raise InputError("model_load", str(path), got) from error
+    if found:
+        got = f"the file has {count(len(found), 'more weight')} than the adapter, such as {min(found)}"
+        raise InputError("model_load", str(path), got, hint="merge the adapter into its model")
 
 
 def _file_name(name: str) -> str:
