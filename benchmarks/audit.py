@@ -201,7 +201,7 @@ def measure(out: Path, arguments: argparse.Namespace) -> None:
         for how, options in list(passes.items())[: 2 if name == "steps" else 1]:
             verdicts = audited(out, name, run, how.replace(" ", "_"), arguments, options)
             own = labels.filter(
-                pl.col("trajectory_id").is_in(verdicts["trajectory_id"]), dataset=name
+                pl.col("trajectory_id").is_in(verdicts["trajectory_id"].to_list()), dataset=name
             )
             joined[how].append(compared(own, verdicts).with_columns(dataset=pl.lit(name)))
     spans = pl.concat(joined["full"])
@@ -211,7 +211,7 @@ def measure(out: Path, arguments: argparse.Namespace) -> None:
     print("\n== steps, merged and adapter (float32, processed)")
     report(spans.filter(pl.col("dataset").is_in(["steps", "merged", "adapter"])))
     if joined["first pass"]:
-        print("\n== first pass over 10% of the tokens: share of faulty rows found")
+        print("\n== first pass that scores 10% of the sampled tokens: share of faulty rows found")
         print(table_text(found_by_fault(pl.concat(joined["first pass"]))))
     wrong = spans.filter(~pl.col("is_right"), pl.col("num_tokens") >= 20)
     wrong.select(*SHOWN).write_csv(out / "wrong.csv")
@@ -251,6 +251,12 @@ def audited(
     forwarded = f"{cost['num_forwarded_tokens']:,} tokens forwarded"
     print(f"{name}, {how}: {forwarded} = {cost['share']:.3f} of candidates x distinct tokens")
     print(f"  estimate: {said[0] if said else 'none'}")
+    first, sampled = cost["num_first_scored_tokens"], cost["num_sampled_tokens"]
+    planned = cost["num_planned_first_tokens"] / max(cost["num_forwarded_tokens"], 1)
+    print(
+        f"  first pass: {first:,} of {sampled:,} sampled tokens scored = {first / sampled:.3f};"
+        f" {cost['num_planned_first_tokens']:,} tokens forwarded with the sample = {planned:.3f} of all"
+    )
     print(f"  {cost['seconds']:.0f} s of forwarding, {wall_s:.0f} s in all", flush=True)
     return pl.read_parquet(path)
 

@@ -56,7 +56,11 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
     Column(name="span", type=pa.int32(), meaning="index of the span in its row, from 0"),
     Column(name="start", type=pa.int32(), meaning="position of the span's first token"),
     Column(name="end", type=pa.int32(), meaning="position after the span's last token"),
-    Column(name="num_tokens", type=pa.int32(), meaning="tokens that were compared"),
+    Column(
+        name="num_tokens",
+        type=pa.int32(),
+        meaning="tokens that were compared: after a first pass, fewer than `end` - `start`",
+    ),
     Column(name="kind", type=pa.string(), meaning="the fault, or `as_labelled`"),
     _optional("labelled_version", pa.int32(), "`policy_version` of the row"),
     _optional("best_version", pa.int32(), "best-fitting version; for a swap, the first one"),
@@ -73,6 +77,7 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
         "log_likelihood_ratio", pa.float64(), "evidence for the verdict against the label, nats"
     ),
     _optional("margin", pa.float64(), "evidence for the best version against the next, nats"),
+    _optional("next_version", pa.int32(), "the version that fits next best"),
     _optional("num_decisive", pa.int32(), "tokens that favour either side by over 0.5 nats"),
     _optional("noise_scale", pa.float64(), "noise of the span relative to that of the dataset"),
     _optional("mean_difference", pa.float64(), "mean absolute difference from the best fit, nats"),

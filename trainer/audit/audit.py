@@ -6,6 +6,7 @@ their label, are also forwarded under all other candidates.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +17,32 @@ import pyarrow as pa
 
 from schemas.errors import InputError, count
 from schemas.metadata import LogprobsMode
-from schemas.ragged import IntArray
+from schemas.ragged import BoolArray, IntArray
 from schemas.verdicts import VERDICT_COLUMNS
-from trainer.audit.candidates import Candidate
+from trainer.audit.candidates import Candidate, context_tokens
 from trainer.audit.causes import describe
 from trainer.audit.explanations import Search
-from trainer.audit.noise import Noise, Residuals, fit_noise, typical_scale
+from trainer.audit.first_tokens import (
+    choose_sample,
+    choose_tokens,
+    num_repeated,
+    portions,
+    with_labels_of_group,
+)
+from trainer.audit.noise import (
+    FLOOR,
+    MIN_TOKENS,
+    NEAR,
+    Noise,
+    Residuals,
+    dependence_of,
+    fit_noise,
+    typical_noise,
+    typical_scale,
+)
 from trainer.audit.prompts import PromptVariants
 from trainer.audit.rescoring import Cost, Scored, Weights, num_distinct_tokens, score_rows
-from trainer.audit.rows import NO_WEIGHTS, AuditRows
+from trainer.audit.rows import NO_WEIGHTS, TOO_LONG, AuditRows
 from trainer.audit.token_scores import INVERSE_TEMPERATURES
 from trainer.audit.verdicts import (
     FAULTS,
@@ -38,10 +56,6 @@ from trainer.models.policy import Policy
 
 CHUNK_TOKENS = 200_000
 """Number of sampled tokens whose scores are in memory at once."""
-SAMPLE_TOKENS, SAMPLE_ROWS = 4_000, 24
-"""Size of the sample from which the noise is estimated: the smaller limit applies."""
-GOLDEN = 0.6180339887
-"""Multiples of it, modulo 1, are spread evenly: an order in which any first few are far apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +64,8 @@ class AuditSettings:
 
     Attributes:
         thorough: Forward all rows under all candidates.
-        first_pass: Share of the tokens of a thorough audit that the first pass may forward; None:
-            it forwards all rows under their labelled weights.
+        first_pass: Share of the sampled tokens that the first pass scores, under their labelled
+            weights; None: all.
         explains: Try other prompts and precisions for spans that no candidate explains.
         trees: Forward shared prefixes once; if false, rows are forwarded separately.
         tokens_per_micro_batch: Maximum number of tokens per forward pass, except for longer rows.
@@ -72,7 +86,8 @@ class Plan:
         num_candidates: Number of candidates.
         num_distinct: Distinct tokens of the rows, which each candidate may have to forward.
         num_first: Tokens that the first pass forwards.
-        num_most: Tokens to forward if every row needs all candidates.
+        num_most: Tokens to forward if every row needs all candidates, without those to explain
+            differences that no candidate does.
     """
 
     num_candidates: int
@@ -91,10 +106,13 @@ class AuditResult:
         noise: Noise of the dataset's engine.
         mode: Kind of the stored log-probabilities.
         mode_is_inferred: True if the dataset's metadata does not contain it.
+        num_mode_tokens: Tokens from which it is inferred; 0 if none shows it.
         plan: Planned cost.
         cost: Actual cost.
         num_rows: Rows audited.
         num_suspicious: Rows forwarded under all candidates because they did not fit their label.
+        num_first_scored: Tokens that the first pass scored, without those of the sample.
+        num_sampled: Sampled tokens of the audited rows.
         clean: Residuals of the spans without faults.
         apart: Mean absolute difference in nats between two candidates, by their numbers.
     """
@@ -108,6 +126,9 @@ class AuditResult:
     cost: Cost
     num_rows: int
     num_suspicious: int
+    num_mode_tokens: int = 0
+    num_first_scored: int = 0
+    num_sampled: int = 0
     clean: list[Residuals] = field(default_factory=list)
     apart: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -167,7 +188,12 @@ def run_audit(
     """
     label = labelled_candidates(rows, weights.candidates)
     rows.refuse(label == MISSING, NO_WEIGHTS)
-    plan, limit = _plan(rows, weights, settings)
+    contexts = [tokens for one in weights.candidates if (tokens := context_tokens(one))]
+    if contexts:
+        lengths = rows.prompts.lengths + rows.responses.lengths
+        rows.refuse(lengths > min(contexts), TOO_LONG)
+    parts = [_Chunk(rows.part(a, b), label[a:b], weights, settings) for a, b in _chunks(rows)]
+    plan = _plan(parts, settings, with_sample=not known)
     cost = Cost()
     cost.on_micro_batch = lambda num_tokens: announce(plan, cost, num_tokens)
     found = AuditResult(
@@ -182,20 +208,21 @@ def run_audit(
         num_suspicious=0,
     )
     tables = []
-    for number, (first, last) in enumerate(_chunks(rows)):
-        chunk = _Chunk(rows.part(first, last), label[first:last], weights, settings, cost, limit)
-        chunk.first_pass(with_sample=number == 0 and not known)
+    for number, chunk in enumerate(parts):
+        chunk.begin(cost)
         if number == 0:
-            found.mode = rows.mode or chunk.likely_mode()
-            found.noise = fit_noise([*known, *chunk.best_residuals()])
-            if not found.noise.num_tokens:  # rows that no label fits, outside of the sample
-                found.noise = fit_noise(chunk.best_residuals(of_sample=True))
-            found.apart = chunk.apart(found.mode)
+            chunk.learn(found, known)
+        chunk.first_pass(found.noise, found.mode)
+        if number == 0:
+            chunk.learn(found, known)
         found.num_suspicious += chunk.second_pass(found.noise, found.mode)
+        found.num_first_scored += chunk.num_first_scored
+        found.num_sampled += chunk.num_sampled
         allowance = round(EXTRA * plan.num_candidates * plan.num_distinct)
         allowance = max(allowance, cost.num_tokens + EXTRA_TOKENS)
         tables.append(chunk.verdicts(found.noise, found.mode, variants, allowance))
         found.clean += chunk.clean_residuals(tables[-1], found.mode)
+        chunk.end()
     named = [table.with_columns(dataset=pl.lit(dataset)) for table in tables]
     found.verdicts = pl.concat([found.verdicts, *named])
     return found
@@ -213,42 +240,27 @@ def _chunks(rows: AuditRows) -> Iterator[tuple[int, int]]:
             first, before = end, float(upto[end - 1])
 
 
-def _plan(rows: AuditRows, weights: Weights, settings: AuditSettings) -> tuple[Plan, int | None]:
-    """Count the tokens to forward, and choose how many response tokens the first pass scores."""
-    num_candidates = len(weights.candidates)
-    parts = [rows.part(first, last) for first, last in _chunks(rows)]
-
-    def tokens(limit: int | None = None) -> int:
-        each = [np.flatnonzero(part.auditable) for part in parts]
-        limits = [None if limit is None else np.full(len(own), limit) for own in each]
-        return sum(map(num_distinct_tokens, parts, each, limits))
-
-    num_distinct = tokens()
-    num_most, num_first, limit = num_candidates * num_distinct, num_distinct, None
-    if settings.thorough:
-        num_first = num_most
-    elif settings.first_pass is not None:
-        budget = settings.first_pass * num_most
-        low, high = SMALLEST_LIMIT, int(rows.responses.lengths.max(initial=1))
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if tokens(middle) <= budget else (low, middle - 1)
-        limit, num_first = low, tokens(low)
-    plan = Plan(
-        num_candidates=num_candidates,
-        num_distinct=num_distinct,
-        num_first=num_first,
-        num_most=num_most if limit is None else num_most + num_first,
+def _plan(parts: Sequence[_Chunk], settings: AuditSettings, *, with_sample: bool) -> Plan:
+    """Count the tokens to forward, and set what each chunk forwards first."""
+    plans = [
+        chunk.plan(with_sample=(number == 0 and with_sample) or settings.thorough)
+        for number, chunk in enumerate(parts)
+    ]
+    return Plan(
+        num_candidates=plans[0].num_candidates if plans else 0,
+        num_distinct=sum(one.num_distinct for one in plans),
+        num_first=sum(one.num_first for one in plans),
+        num_most=sum(one.num_most for one in plans),
     )
-    return plan, limit
 
 
 EXTRA = 1.1
 """Maximum number of tokens to forward, relative to candidates x distinct tokens."""
 EXTRA_TOKENS = 10_000
 """Tokens that may be forwarded in any case to explain differences: a few rows of a small dataset."""
-SMALLEST_LIMIT = 4
-"""Minimum number of response tokens that a limited first pass scores."""
+MIXED, AGAIN = 0.03, 0.05
+"""Maximum number of tokens forwarded a second time, relative to candidates x distinct tokens: because
+rows of a group have different labels, and because a first pass scored only a part of a row."""
 
 
 class _Chunk:
@@ -259,89 +271,144 @@ class _Chunk:
         label: [R] labelled candidates.
         weights: The candidates.
         settings: Settings of the audit.
-        cost: Counts the forwarded tokens.
-        limit: Number of response tokens that the first pass scores; None: all.
+
+    Attributes:
+        num_first_scored: Tokens that the first pass scored under labelled weights.
+        num_sampled: Sampled tokens of the rows that can be audited.
     """
 
     def __init__(
-        self,
-        rows: AuditRows,
-        label: IntArray,
-        weights: Weights,
-        settings: AuditSettings,
-        cost: Cost,
-        limit: int | None,
+        self, rows: AuditRows, label: IntArray, weights: Weights, settings: AuditSettings
     ) -> None:
         self._rows, self._label, self._weights = rows, label, weights
-        self._settings, self._cost, self._limit = settings, cost, limit
+        self._settings = settings
         self._usable = np.flatnonzero(rows.auditable)
-        self._scored: dict[int, Scored] = {}
-        self._complete = np.zeros((len(weights.candidates), rows.num_rows), np.bool_)
         self._sample = np.zeros(0, np.int64)
+        self._first = np.zeros((len(weights.candidates), rows.num_rows), np.bool_)
+        self._among: BoolArray | None = None
+        self._again = 0
+        self._suspicious: set[int] = set()
+        self.num_first_scored = 0
+        self.num_sampled = int(rows.targets(self._usable).sum())
+        self.end()
 
-    def first_pass(self, *, with_sample: bool) -> None:
-        """Score rows under their labelled weights, and a sample of rows under all candidates."""
-        every = range(len(self._weights.candidates))
+    def plan(self, *, with_sample: bool) -> Plan:
+        """Choose the sample, and the rows that each candidate forwards first."""
+        rows, usable, number = self._rows, self._usable, len(self._weights.candidates)
+        num_distinct = num_distinct_tokens(rows, usable)
         if self._settings.thorough:
-            self._sample = self._usable
-        elif with_sample:
-            self._sample = self._sampled()
-        limited = np.setdiff1d(self._usable, self._sample)
-        for number in every:
-            own = limited[self._label[limited] == number]
-            self._score(number, np.union1d(self._sample, own) if self._limit is None else own)
-            if self._limit is not None:
-                self._score(number, self._sample, limited=False)
+            self._sample = usable
+        elif with_sample and number > 0:
+            self._sample = choose_sample(rows, usable)
+        repeated = number * num_repeated(rows, self._sample, usable)
+        rest = np.setdiff1d(usable, self._sample)
+        known = rest[self._label[rest] >= 0]
+        self._first[self._label[known], known] = True
+        mixed = sum(num_repeated(rows, np.flatnonzero(own), rest) for own in self._first)
+        if mixed > MIXED * number * num_distinct:
+            whole = with_labels_of_group(rows, rest, self._label)
+            self._first[: len(whole)] = whole
+            mixed = 0
+        share = self._settings.first_pass
+        if share is not None and share < 1:
+            self._among = choose_tokens(rows, rest, share)
+            self._again = int(AGAIN * number * num_distinct)
+        first = self._num_first(rest, self._among)
+        return Plan(
+            num_candidates=number,
+            num_distinct=num_distinct,
+            num_first=number * num_distinct_tokens(rows, self._sample) + first,
+            num_most=number * num_distinct + repeated + mixed + self._again,
+        )
+
+    def begin(self, cost: Cost) -> None:
+        """Score the sample under all candidates."""
+        self._cost = cost
+        for number in range(len(self._weights.candidates)):
+            self._score(number, self._sample)
+
+    def end(self) -> None:
+        """Drop all scores."""
+        self._scored: dict[int, Scored] = {}
+        self._complete = np.zeros(self._first.shape, np.bool_)
+
+    def learn(self, found: AuditResult, known: Sequence[Residuals]) -> None:
+        """Estimate the noise and the kind of log-probabilities from all scores so far."""
+        found.mode, found.num_mode_tokens = self._rows.mode or "raw", 0
+        if self._rows.mode is None:
+            found.mode, found.num_mode_tokens = self.likely_mode()
+        noise = fit_noise([*known, *self.best_residuals()])
+        if not noise.num_tokens:  # rows that no label fits, outside of the sample
+            noise = fit_noise(self.best_residuals(of_sample=True))
+        found.apart, relative = self.apart(found.mode)
+        noise = dataclasses.replace(noise, apart=relative or noise.apart)
+        dependence = dependence_of(noise, self._agreements(noise, found.mode))
+        found.noise = dataclasses.replace(noise, dependence=dependence)
+
+    def first_pass(self, noise: Noise, mode: LogprobsMode) -> None:
+        """Score rows under their labelled weights: all their tokens, or some.
+
+        A row of which some tokens were scored is forwarded again if it is suspicious. All tokens are
+        scored from where this could exceed `AGAIN`.
+        """
+        rest = np.setdiff1d(self._usable, self._sample)
+        if self._among is None:
+            self._score_first(rest, None)
+            return
+        left, most_labels = self._again, int(self._first[:, rest].sum(0).max(initial=1))
+        for part in portions(self._rows, rest, left // 2 // most_labels):
+            if self._num_first(part) > left:
+                self._score_first(part, None)
+                continue
+            self._score_first(part, self._among)
+            found = self._suspicious_among(part, noise, mode)
+            self._suspicious |= found
+            left -= self._num_first(np.array(sorted(found), np.int64))
+
+    def _num_first(self, part: IntArray, among: BoolArray | None = None) -> int:
+        """Count the tokens that the first pass forwards of some rows, under all their labels."""
+        each = (part[own[part]] for own in self._first)
+        return sum(num_distinct_tokens(self._rows, wanted, among) for wanted in each)
+
+    def _score_first(self, part: IntArray, among: BoolArray | None) -> None:
+        self.num_first_scored += int(self._rows.targets(part, among).sum())
+        for number in range(len(self._first)):
+            self._score(number, part[self._first[number, part]], among)
 
     def second_pass(self, noise: Noise, mode: LogprobsMode) -> int:
         """Score suspicious rows under all candidates; return their number."""
         rest = np.setdiff1d(self._usable, self._sample)
-        spans = np.flatnonzero(np.isin(self._rows.span_row, rest))
-        suspicious = {int(r) for r in rest.tolist() if self._label[r] == UNKNOWN}
-        for number in spans.tolist():
-            row = int(self._rows.span_row[number])
-            if row not in suspicious:
-                span = self._span(number)
-                if span is not None and is_suspicious(span, noise, mode):
-                    suspicious.add(row)
-        wanted = np.array(sorted(suspicious), np.int64)
+        if self._among is not None:  # of the others, some tokens were judged in the first pass
+            rest = rest[self._complete[:, rest].any(0) | (self._label[rest] == UNKNOWN)]
+        self._suspicious |= self._suspicious_among(rest, noise, mode)
+        wanted = np.array(sorted(self._suspicious), np.int64)
         for number in range(len(self._weights.candidates)):
-            self._score(number, wanted[~self._complete[number, wanted]], limited=False)
+            self._score(number, wanted[~self._complete[number, wanted]])
         return len(wanted)
 
-    def _sampled(self) -> IntArray:
-        """Choose groups, spread over the chunk, for the estimate of the noise.
+    def _suspicious_among(self, rows: IntArray, noise: Noise, mode: LogprobsMode) -> set[int]:
+        """Return the rows that their labelled weights do not explain, or that have none."""
+        found = {int(row) for row in rows.tolist() if self._label[row] == UNKNOWN}
+        for number in np.flatnonzero(np.isin(self._rows.span_row, rows)).tolist():
+            row = int(self._rows.span_row[number])
+            if row not in found:
+                span = self._span(number)
+                if span is not None and is_suspicious(span, noise, mode):
+                    found.add(row)
+        return found
 
-        Complete groups, because a later pass would forward their prompts again.
-        """
-        usable = self._usable
-        wanted = min(len(usable), SAMPLE_ROWS, max(len(usable) // 10, 4))
-        lengths = np.bincount(
-            self._rows.span_row, self._rows.span_length, minlength=self._rows.num_rows
-        )
-        group = self._rows.group[usable]
-        names = np.unique(group)
-        order = names[np.argsort(np.arange(len(names)) * GOLDEN % 1)]
-        found: list[int] = []
-        for name in order.tolist():
-            found += usable[group == name].tolist()[: wanted - len(found)]
-            if len(found) >= wanted or lengths[found].sum() >= SAMPLE_TOKENS:
-                break
-        return np.array(sorted(found), np.int64)
-
-    def _score(self, number: int, wanted: IntArray, *, limited: bool = True) -> None:
+    def _score(self, number: int, wanted: IntArray, among: BoolArray | None = None) -> None:
         if not len(wanted):
             return
         length = len(self._rows.responses.values)
         found = self._scored.setdefault(number, Scored(place=np.full(length, -1, np.int64)))
-        is_limited = limited and self._limit is not None
-        limit = np.full(len(wanted), self._limit) if is_limited else None
         budget = self._settings.tokens_per_micro_batch
         policy = self._weights.policy(number)
         self._check_vocabulary(number, policy, wanted)
         trees, cost = self._settings.trees, self._cost
-        score_rows(policy, self._rows, wanted, found, cost, budget=budget, trees=trees, limit=limit)
-        self._complete[number, wanted] = not is_limited
+        score_rows(policy, self._rows, wanted, found, cost, budget=budget, trees=trees, among=among)
+        if among is None:
+            self._complete[number, wanted] = True
 
     def _check_vocabulary(self, number: int, policy: Policy, wanted: IntArray) -> None:
         """Check that a candidate has an embedding for each token of some rows.
@@ -363,25 +430,22 @@ class _Chunk:
         """Collect the scores of a span; None if no candidate has scored it."""
         rows = self._rows
         row, start = int(rows.span_row[number]), int(rows.span_start[number])
-        length = int(rows.span_length[number])
+        slots = np.arange(start, start + int(rows.span_length[number]))
         label = int(self._label[row])
-        complete = np.flatnonzero(self._complete[:, row]).tolist()
-        if not complete:
-            if self._limit is None or label < 0:
-                return None
-            within = self._limit - (start - int(rows.responses.offsets[row]))
-            length, complete = min(length, within), [label]
-            if length <= 0:
-                return None
-        found = {c: self._scored[c].at(start, length) for c in complete}
-        scores = {c: one for c, one in found.items() if one is not None}
+        numbers = np.flatnonzero(self._complete[:, row]).tolist()
+        if not numbers and label in self._scored:
+            numbers, slots = [label], self._scored[label].scored_in(start, len(slots))
+        if not numbers or not len(slots):
+            return None
+        scores = {one: self._scored[one].of(slots) for one in numbers}
         return Span(
-            stored=rows.logprobs[start : start + length],
+            stored=rows.logprobs[slots],
             scores=scores,
             labelled=label if label in scores else None,
             inverse_temperature=float(np.float32(1 / rows.temperature[row])),
             truncation=rows.truncations[row],
             stored_temperature=float(rows.stored_temperature[row]),
+            is_whole=len(slots) == rows.span_length[number],
         )
 
     def _spans(self) -> Iterator[Span]:
@@ -401,41 +465,79 @@ class _Chunk:
             found.append(Residuals(span.stored - predicted, predicted, span.inverse(mode)))
         return found
 
-    def likely_mode(self) -> LogprobsMode:
-        """Return the kind of log-probabilities that fits most rows of the first pass."""
-        balance = 0.0
+    def likely_mode(self) -> tuple[LogprobsMode, int]:
+        """Return the kind of log-probabilities that fits most spans, and the tokens that tell.
+
+        Where the temperature is unknown, processed log-probabilities may have any.
+        """
+        balance, num_tokens = 0.0, 0
         for span in self._spans():
-            if span.modes_differ:
-                raw, processed = (
-                    min(typical_scale(r) for r in _residuals(span, mode, plain=True))
-                    for mode in ("raw", "processed")
-                )
-                balance += np.sign(raw - processed) * len(span.stored)
-        return "processed" if balance > 0 else "raw"
+            unknown = bool(np.isnan(span.stored_temperature))
+            if not span.modes_differ and not unknown:
+                continue
+            raw, processed = (
+                min(typical_scale(r) for r in _residuals(span, mode, temperatures=unknown))
+                for mode in MODES
+            )
+            if min(raw, processed) < CLEARLY * max(raw, processed):
+                balance += float(np.sign(raw - processed)) * len(span.stored)
+                num_tokens += len(span.stored)
+        return "processed" if balance > 0 else "raw", num_tokens
 
     def best_residuals(self, *, of_sample: bool = False) -> list[Residuals]:
         """Return the residuals of the best simple fit of each span, or of each of the sample."""
-        every: list[LogprobsMode] = ["raw", "processed"]
         return [
-            min((r for mode in every for r in _residuals(span, mode)), key=typical_scale)
+            min(
+                (r for mode in MODES for r in _residuals(span, mode, offsets=True)),
+                key=typical_scale,
+            )
             for span in self._spans()
             if not of_sample or len(span.scores) == len(self._weights.candidates)
         ]
 
-    def apart(self, mode: LogprobsMode) -> dict[tuple[int, int], float]:
-        """Compute the mean absolute difference between candidates on the sample."""
+    def _agreements(self, noise: Noise, mode: LogprobsMode) -> list[list[float]]:
+        """Return for spans of the sample how far their errors agree with each other candidate.
+
+        The errors are those of the best candidate, which need not be the labelled one. Spans that fit
+        none are left out.
+        """
+        found = []
+        for number in np.flatnonzero(np.isin(self._rows.span_row, self._sample)).tolist():
+            span = self._span(number)
+            if span is None or len(span.scores) < 2 or len(span.stored) < MIN_TOKENS:
+                continue
+            inverse = span.inverse(mode)
+            predicted = [span.predicted(one, mode) for one in span.scores]
+            residuals = [Residuals(span.stored - own, own, inverse) for own in predicted]
+            best = max(residuals, key=lambda one: _likelihood(one, noise))
+            if typical_scale(best) <= NEAR * typical_noise(noise):
+                changes = (own - best.predicted for own in predicted if own is not best.predicted)
+                found.append([noise.agreement(best, change) for change in changes])
+        return found
+
+    def apart(self, mode: LogprobsMode) -> tuple[dict[tuple[int, int], float], float | None]:
+        """Compute the mean absolute difference between candidates on the sample.
+
+        Returns:
+            Nats by pair, and the smallest relative to the mean sensitivity; None without a pair.
+        """
         found: dict[tuple[int, int], list[float]] = {}
+        sensitivity: dict[tuple[int, int], float] = {}
         for number in np.flatnonzero(np.isin(self._rows.span_row, self._sample)).tolist():
             span = self._span(number)
             if span is None:
                 continue
             predicted = {c: span.predicted(c, mode) for c in span.scores}
             for a in predicted:
+                own = Residuals(predicted[a], predicted[a], span.inverse(mode)).sensitivity
                 for b in predicted:
                     if a < b:
                         distance = np.abs(predicted[a] - predicted[b])
                         found.setdefault((a, b), []).extend(distance.tolist())
-        return {pair: float(np.mean(values)) for pair, values in found.items()}
+                        sensitivity[a, b] = sensitivity.get((a, b), 0.0) + float(own.sum())
+        relative = [sum(found[pair]) / max(sensitivity[pair], FLOOR) for pair in found]
+        nats = {pair: float(np.mean(values)) for pair, values in found.items()}
+        return nats, min(relative, default=None)
 
     def verdicts(
         self,
@@ -461,11 +563,11 @@ class _Chunk:
             start = int(rows.span_start[number] - rows.responses.offsets[row])
             line = self._line(row) | {"span": index, "start": start}
             if span is None or verdict is None:
-                length, reason = int(rows.span_length[number]), rows.reasons[row] or NOT_REACHED
-                line |= {"end": start + length, "num_tokens": 0}
-                out.append(line | {"kind": "not_checked", "reason": reason})
+                line |= {"end": start + int(rows.span_length[number]), "num_tokens": 0}
+                out.append(line | {"kind": "not_checked", "reason": rows.reasons[row]})
                 continue
-            line |= {"end": start + len(span.stored), "num_tokens": len(span.stored)}
+            end = start + int(rows.span_length[number])
+            line |= {"end": end, "num_tokens": len(span.stored)}
             line |= self._values(verdict, start)
             in_words = describe(line) if verdict.kind in FAULTS else None
             out.append(line | {"reason": in_words})
@@ -526,6 +628,7 @@ class _Chunk:
             "offset": one.offset,
             "log_likelihood_ratio": found.log_likelihood_ratio,
             "margin": found.margin,
+            "next_version": None if found.rival is None else candidates[found.rival].version,
             "num_decisive": found.num_decisive,
             "noise_scale": found.scale,
             "mean_difference": found.mean_difference,
@@ -533,23 +636,30 @@ class _Chunk:
         }
 
 
-NOT_REACHED = "after the tokens that the first pass scores"
+def _likelihood(residuals: Residuals, noise: Noise) -> float:
+    sigma = noise.sigma(residuals.predicted, residuals.inverse_temperature)
+    return float(noise.log_density(residuals.difference, sigma).sum())
 
 
-def _residuals(span: Span, mode: LogprobsMode, *, plain: bool = False) -> Iterator[Residuals]:
+MODES: tuple[LogprobsMode, ...] = ("raw", "processed")
+CLEARLY = 0.5
+"""Ratio of the differences below which a span shows the kind of its log-probabilities."""
+
+
+def _residuals(
+    span: Span, mode: LogprobsMode, *, offsets: bool = False, temperatures: bool = True
+) -> Iterator[Residuals]:
     """Yield the residuals of each simple hypothesis."""
     inverse = span.inverse(mode)
     for number, scores in span.scores.items():
         predicted = span.predicted(number, mode)
         yield Residuals(span.stored - predicted, predicted, inverse)
-        if plain:
-            continue
-        for offset in OFFSETS:
+        for offset in OFFSETS if offsets and span.is_whole else ():
             n = len(predicted) - abs(offset)
             if n > 0:
                 shifted = predicted[max(offset, 0) :][:n]
                 yield Residuals(span.stored[max(-offset, 0) :][:n] - shifted, shifted, inverse)
-        if mode == "processed":
+        if mode == "processed" and temperatures:
             for b in INVERSE_TEMPERATURES:
                 predicted = scores.at(b)
                 yield Residuals(span.stored - predicted, predicted, b)

@@ -10,6 +10,7 @@ import polars as pl
 
 from schemas.errors import count
 from trainer.audit.candidates import Candidate
+from trainer.audit.verdicts import DECIDED
 
 MOST = 0.95
 """Share of faulty rows above which a fault is reported as affecting all rows."""
@@ -223,6 +224,8 @@ def describe(one: dict[str, Any]) -> str:
     if kind == "version":
         best = one["best_version"]
         named = one["best_weights"] if best is None else f"version {best}"
+        if one.get("next_version") not in {None, labelled} and one["margin"] < DECIDED:
+            named = f"{named} or {one['next_version']}, which fit equally well"
         return f"sampled by {named}, labelled {labelled}"
     if kind == "swap":
         return (

@@ -32,6 +32,17 @@ DEGREES = {2.0: 0.816, 3.0: 0.765, 4.0: 0.741, 6.0: 0.718, 12.0: 0.695}
 """Degrees of freedom to choose from, each with the median of the absolute value."""
 ASSUMED_KAPPA, SMALLEST_KAPPA, LARGEST_KAPPA = 0.08, 2e-3, 0.35
 """Kappa if none can be estimated (bfloat16), and the limits of an estimate."""
+ASSUMED_APART = 0.05
+"""Difference from other weights, relative to the sensitivity, if none is known."""
+MOST_DEPENDENT = 4.0
+"""Largest `Noise.dependence`."""
+ASSUMED_DEPENDENCE, ASSUMED_SPANS = 2.5, 8
+"""`Noise.dependence` of engines with reduced precision before any span is compared, and its weight in
+the estimate, in spans; 2.7 was measured for vLLM with SmolLM2 in bfloat16."""
+EXACT_NOISE = 0.01
+"""`typical_noise` below which an engine computes in float32 and has no rounded weights."""
+CHI_SQUARED_MEDIAN = 0.455
+"""Median of the square of a standard normal variable."""
 SCALES = tuple(float(x) for x in 2.0 ** np.arange(-1, 1.01, 0.25))
 """Factors of sigma that the spans of an engine may have."""
 LARGER_SCALES = tuple(float(x) for x in 2.0 ** np.arange(0.75, 9.01, 0.25))
@@ -40,8 +51,14 @@ LARGEST_MEAN = 0.5
 """Mean absolute difference, relative to the mean of (1 - p) / temperature, above which spans fit no
 candidate, although most of their tokens may."""
 SPREAD_BOUNDS = (0.12, 0.4)
+LEAST_SENSITIVE = 0.02
+"""Added to the sensitivity of a token, so that a certain one does not decide."""
+FEWEST_USUAL = 3
+"""Minimum number of spans for `Noise.usual`."""
 PRIOR_TOKENS = 30
 """Weight of the common kappa in the estimate of a range, in tokens."""
+NEAR = 2.5
+"""Ratio of a span's typical scale to that of others up to which the span has the same noise."""
 MIN_TOKENS = 8
 """Spans with fewer tokens are not used for the estimate, unless all are shorter."""
 
@@ -75,6 +92,11 @@ class Noise:
         spread: Standard deviation of the log of a span's scale.
         mean_difference: Mean absolute difference, in nats, of the spans used for the estimate.
         num_tokens: Number of tokens used for the estimate; 0 if the noise is assumed.
+        apart: Mean difference of the closest two candidates, relative to the mean sensitivity.
+        dependence: Variance of how far the errors of a span agree with the difference to other
+            weights, relative to that of independent errors: rounded weights are such a difference,
+            so that ratios between weights are larger by chance.
+        usual: Median of the `relative_mean` of these spans; infinite if there are too few.
     """
 
     kappa: tuple[float, ...] = (ASSUMED_KAPPA,) * (len(EDGES) + 1)
@@ -82,6 +104,9 @@ class Noise:
     spread: float = 0.25
     mean_difference: float = float("nan")
     num_tokens: int = 0
+    apart: float = ASSUMED_APART
+    dependence: float = 1.0
+    usual: float = float("inf")
 
     def sigma(self, predicted: Array, inverse_temperature: Array | float) -> Array:
         """Return the scale of the noise at predicted log-probabilities, in nats."""
@@ -96,6 +121,18 @@ class Noise:
         usual = constant - np.log(sigma) - (n + 1) / 2 * np.log1p((difference / sigma) ** 2 / n)
         found: Array = np.logaddexp(usual, outlier_density(difference))
         return found
+
+    def agreement(self, residuals: Residuals, change: Array) -> float:
+        """Return how far errors agree with a change of the prediction, in standard deviations.
+
+        It is the derivative of the log-likelihood along the change, relative to its standard
+        deviation if the errors are independent.
+        """
+        n, sigma = self.degrees, self.sigma(residuals.predicted, residuals.inverse_temperature)
+        z, direction = residuals.difference / sigma, change / sigma
+        information = (n + 1) / (n + 3) * float((direction**2).sum())
+        score = float(((n + 1) * z / (n + z**2) * direction).sum())
+        return float(score / max(information, 1e-12) ** 0.5)
 
     def prior(self, scales: Array) -> Array:
         """Return the log-prior of the factor by which a span's sigma differs, relative to 1."""
@@ -116,6 +153,27 @@ def typical_scale(residuals: Residuals) -> float:
     return float(np.median(np.abs(residuals.difference) / sensitivity))
 
 
+def relative_mean(residuals: Residuals) -> float:
+    """Return the mean absolute difference, relative to the mean sensitivity of the tokens."""
+    sensitivity = residuals.sensitivity + LEAST_SENSITIVE
+    return float(np.abs(residuals.difference).sum() / sensitivity.sum())
+
+
+def typical_noise(noise: Noise) -> float:
+    """Return the `typical_scale` of spans with a dataset's noise."""
+    return DEGREES[noise.degrees] * float(np.median(noise.kappa))
+
+
+def dependence_of(noise: Noise, agreements: Sequence[Sequence[float]]) -> float:
+    """Estimate `Noise.dependence` from the `Noise.agreement` of each span with other candidates."""
+    assumed = 1.0 if typical_noise(noise) < EXACT_NOISE else ASSUMED_DEPENDENCE
+    squares = np.square([one for own in agreements for one in own])
+    found = float(np.median(squares)) / CHI_SQUARED_MEDIAN if len(squares) else assumed
+    found = float(np.clip(found, 1.0, MOST_DEPENDENT))
+    weight = len(agreements) / (len(agreements) + ASSUMED_SPANS)
+    return float(found**weight * assumed ** (1 - weight))
+
+
 def fit_noise(spans: Sequence[Residuals]) -> Noise:
     """Estimate the noise from the best fit of each of several spans.
 
@@ -128,7 +186,7 @@ def fit_noise(spans: Sequence[Residuals]) -> Noise:
     reference = max(float(np.quantile(typical, 0.2)), SMALLEST_KAPPA)
     noise = Noise()
     for _ in range(3):
-        near = typical <= 2.5 * reference
+        near = typical <= NEAR * reference
         chosen = [one for one, is_near in zip(usable, near.tolist(), strict=True) if is_near]
         noise = _fitted(chosen)
         reference = float(np.median(typical[near]))
@@ -173,6 +231,9 @@ def _fitted(spans: Sequence[Residuals]) -> Noise:
         spread=_spread(spans, found),
         mean_difference=float(distance.mean()),
         num_tokens=len(distance),
+        usual=float(np.median([relative_mean(one) for one in spans]))
+        if len(spans) >= FEWEST_USUAL
+        else float("inf"),
     )
 
 

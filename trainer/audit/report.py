@@ -23,13 +23,14 @@ from trainer.audit.rescoring import Cost
 from trainer.audit.verdicts import FAULTS
 
 _WIDTH = 100
+ASSUMED_RAW = " (assumed: no row shows the kind)"
 TOO_CLOSE = 0.25
 """Distance between candidates, relative to the engine's noise, below which the screen says that
 they are not told apart."""
 
 
 def estimate(plan: Plan, cost: Cost) -> str:
-    """Describe the cost of an audit, from the speed of its first micro-batch.
+    """Describe the cost of an audit, from its speed so far.
 
     Example:
         >>> plan = Plan(num_candidates=3, num_distinct=1000, num_first=1400, num_most=3000)
@@ -37,14 +38,13 @@ def estimate(plan: Plan, cost: Cost) -> str:
         '3 candidates, 1,000 distinct tokens: 1,400 to 3,000 tokens to forward, 5.6 s to 12 s at \
 250 tokens/s'
     """
-    speed = cost.num_tokens / max(cost.seconds, 1e-9)
-    tokens, times = f"{plan.num_first:,}", duration(plan.num_first / speed)
+    tokens, times = f"{plan.num_first:,}", duration(plan.num_first / cost.speed)
     if plan.num_most > plan.num_first:
         tokens += f" to {plan.num_most:,}"
-        times += f" to {duration(plan.num_most / speed)}"
+        times += f" to {duration(plan.num_most / cost.speed)}"
     return (
         f"{count(plan.num_candidates, 'candidate')}, {plan.num_distinct:,} distinct tokens:"
-        f" {tokens} tokens to forward, {times} at {speed:,.0f} tokens/s"
+        f" {tokens} tokens to forward, {times} at {cost.speed:,.0f} tokens/s"
     )
 
 
@@ -70,9 +70,11 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
         ],
         "logprobs_mode": result.mode,
         "logprobs_mode_is_inferred": result.mode_is_inferred,
+        "num_logprobs_mode_tokens": result.num_mode_tokens,
         "noise": {
             "mean_difference": result.noise.mean_difference,
             "kappa": list(result.noise.kappa),
+            "dependence": result.noise.dependence,
             "degrees": result.noise.degrees,
             "spread": result.noise.spread,
             "num_tokens": result.noise.num_tokens,
@@ -83,6 +85,9 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
             "share": cost.num_tokens / max(plan.num_candidates * plan.num_distinct, 1),
             "seconds": cost.seconds,
             "num_suspicious_rows": result.num_suspicious,
+            "num_first_scored_tokens": result.num_first_scored,
+            "num_sampled_tokens": result.num_sampled,
+            "num_planned_first_tokens": plan.num_first,
         },
         "worst": worst(result, limit).to_dicts(),
     }
@@ -130,7 +135,10 @@ def screen(path: str, result: AuditResult, limit: int) -> str:
 
 def _facts(result: AuditResult) -> list[str]:
     noise, cost = result.noise, result.cost
-    inferred = " (inferred)" if result.mode_is_inferred else ""
+    inferred = ""
+    if result.mode_is_inferred:
+        tokens = count(result.num_mode_tokens, "token")
+        inferred = f" (inferred from {tokens})" if result.num_mode_tokens else ASSUMED_RAW
     if noise.num_tokens:
         text = f"{noise.mean_difference:.2g} nats on average, from {noise.num_tokens:,} tokens"
     else:
@@ -149,7 +157,20 @@ def _facts(result: AuditResult) -> list[str]:
         f"forwarded           {cost.num_tokens:,} tokens in {duration(cost.seconds)} ({share:.0%} of"
         " candidates x distinct tokens)"
     )
+    compared, sampled = compared_tokens(result)
+    if compared < sampled:
+        lines.append(
+            f"compared            {compared:,} of {sampled:,} sampled tokens ({compared / sampled:.0%}):"
+            " the first pass scores a few of each span"
+        )
     return lines
+
+
+def compared_tokens(result: AuditResult) -> tuple[int, int]:
+    """Return how many tokens the verdicts rest on, and how many the spans have."""
+    checked = result.verdicts.filter(pl.col("kind") != "not_checked")
+    lengths = checked.select(pl.col("end") - pl.col("start")).to_series()
+    return int(checked["num_tokens"].sum()), int(lengths.sum())
 
 
 def _section(title: str, body: RenderableType) -> list[RenderableType]:

@@ -89,12 +89,30 @@ class Cost:
     Attributes:
         num_tokens: Forwarded tokens.
         seconds: Time spent on them, without loading weights.
+        first: Tokens and seconds of the first micro-batch, which is slower than the others.
         on_micro_batch: Called after each micro-batch with its number of tokens.
     """
 
     num_tokens: int = 0
     seconds: float = 0.0
+    first: tuple[int, float] | None = None
     on_micro_batch: Callable[[int], None] = lambda _: None
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Count a micro-batch."""
+        self.num_tokens += num_tokens
+        self.seconds += seconds
+        if self.first is None:
+            self.first = num_tokens, seconds
+        self.on_micro_batch(num_tokens)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, without the first micro-batch unless it is the only one."""
+        tokens, seconds = self.first or (0, 0.0)
+        if tokens == self.num_tokens:
+            tokens, seconds = 0, 0.0
+        return (self.num_tokens - tokens) / max(self.seconds - seconds, 1e-9)
 
 
 @dataclass(kw_only=True)
@@ -119,12 +137,20 @@ class Scored:
 
     def at(self, start: int, length: int) -> TokenScores | None:
         """Return the scores of a range of tokens; None unless all have one."""
-        place = self.place[start : start + length]
-        if (place < 0).any():
+        if len(self.scored_in(start, length)) < length:
             return None
+        return self.of(np.arange(start, start + length))
+
+    def scored_in(self, start: int, length: int) -> IntArray:
+        """Return the flat positions in a range that have a score."""
+        found: IntArray = start + np.flatnonzero(self.place[start : start + length] >= 0)
+        return found
+
+    def of(self, slots: IntArray) -> TokenScores:
+        """Return the scores of tokens that have one, by flat position."""
         if len(self.parts) > 1:
             self.parts = [concatenate(self.parts)]
-        return self.parts[0].part(place)
+        return self.parts[0].part(self.place[slots])
 
 
 def score_rows(
@@ -136,7 +162,7 @@ def score_rows(
     *,
     budget: int,
     trees: bool = True,
-    limit: IntArray | None = None,
+    among: BoolArray | None = None,
 ) -> None:
     """Forward rows under one candidate, and add the scores of their sampled tokens to `found`.
 
@@ -148,9 +174,10 @@ def score_rows(
         cost: Counts the forwarded tokens.
         budget: Maximum number of tokens per forward pass, except for longer rows.
         trees: Forward shared prefixes once.
-        limit: [len(wanted)] number of leading response tokens to score; None: all.
+        among: [T] true at the tokens to score; None: all sampled tokens. Each row is forwarded up to
+            the last one.
     """
-    is_target = rows.targets(wanted, limit)
+    is_target = rows.targets(wanted, among)
     truncations, tokens = rows.mode != "raw", (rows.prompts, rows.responses)
     if trees:
         trie = trie_of(rows, is_target)
@@ -161,9 +188,7 @@ def score_rows(
         began = time.perf_counter()
         scores = score_forest(policy, forest, rows, truncations=truncations)
         found.add(forest.target_slot.numpy(), scores)
-        cost.num_tokens += forest.num_tokens
-        cost.seconds += time.perf_counter() - began
-        cost.on_micro_batch(forest.num_tokens)
+        cost.add(forest.num_tokens, time.perf_counter() - began)
 
 
 def trie_of(rows: AuditRows, is_target: BoolArray) -> Trie:
@@ -173,7 +198,7 @@ def trie_of(rows: AuditRows, is_target: BoolArray) -> Trie:
     return make_trie(rows.prompts, rows.responses, lengths, rows.group, every, rows.routes)
 
 
-def num_distinct_tokens(rows: AuditRows, wanted: IntArray, limit: IntArray | None = None) -> int:
+def num_distinct_tokens(rows: AuditRows, wanted: IntArray, among: BoolArray | None = None) -> int:
     """Count the tokens that one candidate forwards to score some rows."""
-    is_target = rows.targets(wanted, limit)
+    is_target = rows.targets(wanted, among)
     return trie_of(rows, is_target).num_tokens if is_target.any() else 0

@@ -85,21 +85,18 @@ class AuditRows:
         found = np.array([not reason for reason in self.reasons], np.bool_)
         return found & (np.bincount(self.span_row, minlength=self.num_rows) > 0)
 
-    def targets(self, rows: IntArray, limit: IntArray | None = None) -> BoolArray:
+    def targets(self, rows: IntArray, among: BoolArray | None = None) -> BoolArray:
         """[T] true at the sampled tokens of some rows.
 
         Args:
             rows: Row indices.
-            limit: [len(rows)] number of leading response tokens to consider; None: all.
+            among: [T] true at the tokens to consider; None: all.
         """
         is_target = np.zeros(len(self.responses.values), np.bool_)
         wanted = np.isin(self.span_row, rows)
         is_target[ranges(self.span_start[wanted], self.span_length[wanted])] = True
-        if limit is not None:
-            within = np.zeros_like(is_target)
-            upto = np.minimum(limit, self.responses.lengths[rows])
-            within[ranges(self.responses.offsets[rows], upto)] = True
-            is_target &= within
+        if among is not None:
+            is_target &= among
         return is_target
 
     def refuse(self, rows: BoolArray, reason: str) -> None:

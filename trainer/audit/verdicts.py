@@ -19,13 +19,14 @@ import numpy.typing as npt
 
 from schemas.metadata import LogprobsMode
 from trainer.audit.noise import (
-    DEGREES,
     LARGER_SCALES,
     SCALES,
     Array,
     Noise,
     Residuals,
     outlier_density,
+    relative_mean,
+    typical_noise,
     typical_scale,
 )
 from trainer.audit.token_scores import (
@@ -63,6 +64,11 @@ DOUBT = 2.0
 COLDEST = INVERSE_TEMPERATURES[-1]
 """Largest inverse temperature of the grid."""
 OFFSETS = (-2, -1, 1, 2)
+SMALLEST_SQUARE = 0.25
+"""Mean square of the differences, relative to the noise, below which a common sign means nothing."""
+UNUSUAL = 6.0
+"""Mean difference of a span or of its end, relative to `Noise.usual`, that is suspicious. The model of
+the noise has a smallest scale, which is far above the differences of a float32 engine."""
 SMALLEST_NOISE = 1.6
 """Factor of the noise below which it is not reported as a fault."""
 SIMILAR_NOISE = 1.5
@@ -88,6 +94,7 @@ class Span:
         inverse_temperature: Inverse of the labelled temperature.
         truncation: Labelled truncation.
         stored_temperature: The label as stored: 0 for greedy sampling, NaN if it is unknown.
+        is_whole: False if the tokens are only some of the span's, so that they have no neighbours.
     """
 
     stored: npt.NDArray[np.float32]
@@ -96,6 +103,7 @@ class Span:
     inverse_temperature: float
     truncation: Truncation
     stored_temperature: float = 1.0
+    is_whole: bool = True
 
     def predicted(self, candidate: int, mode: LogprobsMode | None) -> Array:
         """[n] log-probabilities of a candidate at the labelled settings."""
@@ -195,6 +203,7 @@ class Verdict:
             there is no label, the best candidate against the second.
         margin: Log-likelihood of the best version minus that of the next one, in nats; NaN with a
             single candidate.
+        rival: Candidate of the next best version; None with a single candidate.
         num_decisive: Number of tokens that favour either side by more than 0.5 nats.
         total: Log-likelihood of the best hypothesis, in nats.
         scale: Scale of the differences relative to the dataset's noise.
@@ -206,6 +215,7 @@ class Verdict:
     hypothesis: Hypothesis
     log_likelihood_ratio: float
     margin: float
+    rival: int | None = None
     num_decisive: int
     total: float
     scale: float
@@ -221,7 +231,8 @@ def judge(span: Span, noise: Noise, mode: LogprobsMode | None) -> Verdict:
         noise: Noise of the dataset's engine.
         mode: Kind of log-probabilities that the dataset contains.
     """
-    fits = {number: _fit(span, _plain(span, number, mode), noise, mode) for number in span.scores}
+    plain = (_plain(span, number, mode, noise.dependence) for number in span.scores)
+    fits = {one.candidate: _fit(span, one, noise, mode) for one in plain}
     versions = sorted(fits.values(), key=lambda fit: -fit.log_likelihood)
     first = versions[0]
     label = first if span.labelled is None else fits[span.labelled]
@@ -260,6 +271,7 @@ def is_suspicious(span: Span, noise: Noise, mode: LogprobsMode | None) -> bool:
         inverse_temperature=span.inverse_temperature,
         truncation=span.truncation,
         stored_temperature=span.stored_temperature,
+        is_whole=span.is_whole,
     )
     label = _fit(own, _plain(own, span.labelled, mode), noise, mode)
     others = [_fit(own, one, noise, mode) for one in _settings(own, label, label, noise, mode)]
@@ -275,10 +287,19 @@ def is_suspicious(span: Span, noise: Noise, mode: LogprobsMode | None) -> bool:
         if float((gain - lowest).max()) > DOUBT + log(len(gain)):
             return True
     z = np.clip(difference / sigma, -3, 3)
-    return bool(abs(z.sum()) > 3.0 * float((z**2).sum()) ** 0.5)
+    # Differences far below the noise may have a common sign: rounding in float32 is not random.
+    squares = max(float((z**2).sum()), SMALLEST_SQUARE * len(z))
+    if abs(z.sum()) > 3.0 * squares**0.5:
+        return True
+    third = -(-len(difference) // 3)
+    every = Residuals(difference, label.predicted, label.hypothesis.inverse_temperature)
+    last = every._replace(difference=difference[-third:], predicted=label.predicted[-third:])
+    return max(relative_mean(every), relative_mean(last)) > UNUSUAL * noise.usual
 
 
-def _plain(span: Span, candidate: int, mode: LogprobsMode | None) -> Hypothesis:
+def _plain(
+    span: Span, candidate: int, mode: LogprobsMode | None, dependence: float = 1.0
+) -> Hypothesis:
     is_label = candidate == span.labelled or span.labelled is None
     return Hypothesis(
         kind="as_labelled" if is_label else "version",
@@ -286,7 +307,7 @@ def _plain(span: Span, candidate: int, mode: LogprobsMode | None) -> Hypothesis:
         inverse_temperature=span.inverse(mode),
         sampled_inverse=span.sampled_inverse,
         truncation=NO_TRUNCATION if mode == "raw" else span.truncation,
-        penalty=0.0 if is_label else PENALTY + log(max(len(span.scores) - 1, 1)),
+        penalty=0.0 if is_label else dependence * (PENALTY + log(max(len(span.scores) - 1, 1))),
     )
 
 
@@ -295,10 +316,10 @@ def _settings(
 ) -> Iterator[Hypothesis]:
     """Yield hypotheses about settings: for the labelled weights, and the best-fitting ones."""
     for number in dict.fromkeys([label.hypothesis.candidate, first.hypothesis.candidate]):
-        extra = 0.0 if number == label.hypothesis.candidate else PENALTY
+        extra = 0.0 if number == label.hypothesis.candidate else noise.dependence * PENALTY
         usual = _plain(span, number, mode)
         for offset in OFFSETS:
-            if abs(offset) < len(span.stored):
+            if span.is_whole and abs(offset) < len(span.stored):
                 yield _changed(usual, "offset", extra + log(len(OFFSETS)), offset=offset)
         tokens = span.under_label(number)
         if span.modes_differ:
@@ -442,7 +463,7 @@ def _swaps(span: Span, noise: Noise, mode: LogprobsMode | None) -> list[Fit]:
     gain = upto[:, None, :-1] + total[None, :, None] - upto[None, :, :-1]
     gain[np.eye(len(numbers), dtype=np.bool_)] = -np.inf
     i, j, at = (int(index) for index in np.unravel_index(int(np.argmax(gain)), gain.shape))
-    penalty = PENALTY + log(n) + log(len(numbers) * (len(numbers) - 1))
+    penalty = noise.dependence * (PENALTY + log(n) + log(len(numbers) * (len(numbers) - 1)))
     one = Hypothesis(
         kind="swap",
         candidate=numbers[i],
@@ -487,6 +508,42 @@ def better_explained(
     )
 
 
+class Rounding(NamedTuple):
+    """What rounding the weights changes for a span.
+
+    Attributes:
+        gain: Change of the log-likelihood, both with the best larger noise, in nats.
+        residual: Typical scale of the differences from the unrounded weights.
+        change: Typical scale of the difference that rounding makes.
+    """
+
+    gain: float
+    residual: float
+    change: float
+
+
+def rounding_of(span: Span, other: Span, noise: Noise, mode: LogprobsMode | None) -> Rounding:
+    """Compare a span under some weights with the same span under the rounded weights.
+
+    Args:
+        span: The span, with scores of these weights.
+        other: The span with the scores of the rounded weights only.
+        noise: Noise of the dataset's engine.
+        mode: Kind of log-probabilities.
+    """
+    (number,) = other.scores
+    plain, rounded = (
+        _noisy(_fit(one, _plain(one, number, mode), noise, mode), one, noise)
+        for one in (span, other)
+    )
+    inverse = span.inverse(mode)
+    differences = (span.stored - plain.predicted, rounded.predicted - plain.predicted)
+    residual, change = (
+        typical_scale(Residuals(one, plain.predicted, inverse)) for one in differences
+    )
+    return Rounding(rounded.log_likelihood - plain.log_likelihood, residual, change)
+
+
 def _rests_on_several(best: Fit, label: Fit) -> bool:
     """True if a fault is supported even without the token that supports it most."""
     gains = best.per_token - label.per_token
@@ -494,34 +551,48 @@ def _rests_on_several(best: Fit, label: Fit) -> bool:
     return bool(total - max(float(gains.max()), 0.0) > PENALTY / 2)
 
 
+def _evidence(span: Span, fit: Fit, noise: Noise) -> float:
+    """Log-likelihood ratio of a fit against other weights, as far apart as the candidates are."""
+    inverse, difference = fit.hypothesis.inverse_temperature, span.stored - fit.predicted
+    sigma = noise.sigma(fit.predicted, inverse) * fit.scale
+    other = noise.apart * Residuals(difference, fit.predicted, inverse).sensitivity
+    ratios = noise.log_density(difference, sigma) - noise.log_density(
+        difference, np.hypot(sigma, other)
+    )
+    return float(ratios.sum())
+
+
 def _verdict(span: Span, best: Fit, label: Fit, versions: list[Fit], noise: Noise) -> Verdict:
     one = best.hypothesis
     is_label = best is label
-    margin = float("nan")
+    margin, rival = float("nan"), None
     if len(versions) > 1:
-        rival = versions[1] if best is versions[0] else versions[0]
-        margin = best.log_likelihood - rival.log_likelihood
+        next_best = versions[1] if best is versions[0] else versions[0]
+        margin = best.log_likelihood - next_best.log_likelihood
+        rival = next_best.hypothesis.candidate
     reference = next((fit for fit in versions if fit is not best), best) if is_label else label
     gains = np.abs(best.per_token - reference.per_token)
     known = ~np.isnan(best.predicted)
     kind = one.kind
     if kind == "noise":
         residuals = Residuals(span.stored - best.predicted, best.predicted, one.inverse_temperature)
-        own = UNRELATED_FACTOR * DEGREES[noise.degrees] * float(np.median(noise.kappa))
+        own = UNRELATED_FACTOR * typical_noise(noise)
         is_unrelated = typical_scale(residuals) > max(UNRELATED_SCALE, own)
         kind = "unknown_model" if is_unrelated else "noise"
     elif kind == "temperature" and isnan(span.stored_temperature):  # no label to contradict
         is_label = one.candidate == label.hypothesis.candidate
         kind = "as_labelled" if is_label else "version"
     can_be_undecided = span.labelled is None or len(span.stored) < SHORT_TOKENS
-    if is_label and can_be_undecided and abs(margin) < DECIDED:
-        kind = "too_short"
+    if is_label and can_be_undecided:
+        evidence = _evidence(span, best, noise) if isnan(margin) else abs(margin)
+        kind = "too_short" if evidence < DECIDED * noise.dependence else kind
     ratio = best.log_likelihood + one.bonus - label.log_likelihood
     return Verdict(
         kind=kind,
         hypothesis=one,
         log_likelihood_ratio=0.0 if is_label else ratio,
         margin=margin,
+        rival=rival,
         num_decisive=int((gains > 0.5).sum()),
         total=best.log_likelihood,
         scale=best.scale,

@@ -45,8 +45,8 @@ EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer
     "--first-pass",
     type=click.FloatRange(0, 1, min_open=True),
     metavar="SHARE",
-    help="Score only the first tokens of each response under its labelled weights, using"
-    " this share of the tokens of a thorough audit; then rescore only suspicious rows.",
+    help="Score only this share of the sampled tokens under their labelled weights, from the start to"
+    " the end of each response; then rescore only suspicious rows.",
 )
 @click.option("--thorough", is_flag=True, help="Forward every row under every candidate.")
 @click.option(
@@ -112,10 +112,13 @@ def audit(
 
     def announce(plan: Plan, cost: Cost, num_tokens: int) -> None:
         nonlocal bar
-        if bar is None:
+        is_first = cost.first is not None and cost.num_tokens == cost.first[0]
+        if bar is None and (not is_first or cost.num_tokens >= plan.num_first):
             note(estimate(plan, cost))
             bar = Bar(plan.num_most, "tokens", "forwarding")
-        bar.update(num_tokens)
+            num_tokens = cost.num_tokens
+        if bar is not None:
+            bar.update(num_tokens)
 
     try:
         with shown_log():

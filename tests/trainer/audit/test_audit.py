@@ -108,18 +108,6 @@ def test_faults_are_named(faulty, settings):
         assert result.cost.num_tokens <= 1.1 * result.plan.num_candidates * result.plan.num_distinct
 
 
-def test_first_pass_finds_most_faults(faulty):
-    dataset, weights, truth = faulty
-    result = audited(dataset, weights, first_pass=0.2)
-    plan = result.plan
-    assert plan.num_first <= 0.2 * plan.num_candidates * plan.num_distinct
-    found = result.verdicts.join(truth, on="trajectory_id")
-    early = found.filter((pl.col("truth") != "swap") | (pl.col("position") < 15))
-    same = early.filter(pl.col("kind") == pl.col("truth"))
-    assert len(same) >= 0.95 * len(early), early.filter(pl.col("kind") != pl.col("truth"))
-    assert (found.filter(pl.col("truth") == "as_labelled")["kind"] == "as_labelled").all()
-
-
 def test_without_labels_the_version_is_found(faulty, tmp_path):
     dataset, weights, truth = faulty
     rows = rollout_io.scan(dataset).with_columns(policy_version=pl.lit(None, pl.Int32)).collect()
@@ -255,6 +243,8 @@ ADAPTER = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     ("{}", "model_load"),
     (json.dumps(ADAPTER | {"target_modules": "all-linear"}), "model_load"),
     (json.dumps(ADAPTER | {"use_rslora": True}), "model_load"),
+    (json.dumps(ADAPTER | {"layers_to_transform": [1]}), "model_load"),
+    (json.dumps(ADAPTER | {"bias": "all"}), "model_load"),
 ])  # fmt: skip
 def test_adapters_that_cannot_be_applied_are_refused(tmp_path, text, rule):
     (tmp_path / "adapter_config.json").write_text(text)

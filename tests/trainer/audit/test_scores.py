@@ -1,5 +1,7 @@
 """Scores from one forward pass equal those that plain forward passes and the sampler give."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,20 @@ from schemas.errors import RolloutError
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, tiny_models
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
 from trainer.audit.candidates import Candidate, find_candidates, load_candidate
-from trainer.audit.noise import FLOOR, Residuals, fit_noise
+from trainer.audit.noise import (
+    ASSUMED_DEPENDENCE,
+    EDGES,
+    FLOOR,
+    MOST_DEPENDENT,
+    Noise,
+    Residuals,
+    dependence_of,
+    fit_noise,
+)
 from trainer.audit.rescoring import Cost, Scored, num_distinct_tokens, score_rows
 from trainer.audit.rows import to_audit_rows
-from trainer.audit.token_scores import TRUNCATIONS, Labels, score_tokens
+from trainer.audit.token_scores import TRUNCATIONS, Labels, Truncation, score_tokens
+from trainer.audit.verdicts import Span, is_suspicious, judge
 from trainer.engine.token_sampling import sampled_distribution
 from trainer.models.lora import AdapterSettings, add_adapter, save_model
 from trainer.models.policy import Policy, load_policy
@@ -203,27 +215,96 @@ def test_versions_of_a_run_are_those_of_its_checkpoints(tmp_path):
     assert [one.version for one in alone] == [3]
 
 
-def test_an_adapter_is_a_candidate(tmp_path):
+def trained_adapter(path, *, alpha=8, targets=None):
+    """A tiny model with an adapter that changes it, saved as `rollouts rl` saves checkpoints."""
     base = tiny_llama()
-    base.save_pretrained(tmp_path / "base")
-    policy = load_policy(str(tmp_path / "base"), logprob_chunk_tokens=64)
-    settings = AdapterSettings(rank=4, alpha=8, target_modules=None, model=str(tmp_path / "base"))
+    base.save_pretrained(path / "base")
+    policy = load_policy(str(path / "base"), logprob_chunk_tokens=64)
+    settings = AdapterSettings(
+        rank=4, alpha=alpha, target_modules=targets, model=str(path / "base")
+    )
     add_adapter(policy, settings)
     torch.manual_seed(0)
     for name, weights in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weights, std=0.2)
-    save_model(policy.model, tmp_path / "merged", policy.model.state_dict())
-    adapter = tmp_path / "merged" / "adapter"
-    found = find_candidates([f"0={tmp_path}/base", f"1={adapter}"])
-    assert found[1] == Candidate(version=1, path=adapter, base=tmp_path / "base")
-    loaded = load_candidate(found[1], chunk_tokens=64, device=CPU, trees=True, checks=True)
-    ids = torch.tensor([prompt_of(np.random.default_rng(0), 12)])
+    save_model(policy.model, path / "merged", policy.model.state_dict())
+    return base, path / "merged"
+
+
+def logits_of(candidate, ids):
+    loaded = load_candidate(candidate, chunk_tokens=64, device=CPU, trees=True, checks=True)
     with torch.no_grad():
-        merged = load_policy(str(tmp_path / "merged"), logprob_chunk_tokens=64)
-        expected, got = (one.model(ids).logits for one in (merged, loaded))
+        return loaded.model(ids).logits, loaded
+
+
+@pytest.mark.parametrize(("alpha", "targets"), [(8, None), (3, ("q_proj", "down_proj"))])
+def test_an_adapter_is_a_candidate(tmp_path, alpha, targets):
+    """With its own scale and layers."""
+    base, merged = trained_adapter(tmp_path, alpha=alpha, targets=targets)
+    found = find_candidates([f"0={tmp_path}/base", f"1={merged}/adapter"])
+    assert found[1] == Candidate(version=1, path=merged / "adapter", base=tmp_path / "base")
+    ids = torch.tensor([prompt_of(np.random.default_rng(0), 12)])
+    got, loaded = logits_of(found[1], ids)
+    expected, _ = logits_of(Candidate(version=1, path=merged), ids)
+    with torch.no_grad():
         usual = base(ids).logits
     assert (got - expected).abs().max() < 1e-4 < (got - usual).abs().max()
+    adapted = {name.split(".")[-4] for name, _ in loaded.named_parameters() if "lora_A" in name}
+    assert adapted == set(targets or adapted)
+
+
+def test_an_adapter_with_more_weights_than_its_settings_say_is_refused(tmp_path):
+    _, merged = trained_adapter(tmp_path)
+    config = merged / "adapter" / "adapter_config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"target_modules": ["q_proj"]}))
+    (found,) = find_candidates([f"1={merged}/adapter"])
+    with pytest.raises(RolloutError, match=r"24 more weights than the adapter"):
+        logits_of(found, torch.zeros(1, 3, dtype=torch.int64))
+
+
+def test_a_run_with_adapters_gives_its_merged_models(tmp_path):
+    """`rollouts rl` with LoRA writes the merged model, and the adapter inside of its directory."""
+    _, merged = trained_adapter(tmp_path)
+    run = tmp_path / "run"
+    (run / "weights").mkdir(parents=True)
+    shutil.copytree(merged, run / "weights" / "version_2")
+    shutil.copytree(merged, run / "checkpoints" / "global_step_4")
+    (run / "config.json").write_text(json.dumps({"model": f"{tmp_path}/base"}))
+    lines = [{"iteration": i, "global_step": 2 * i + 2, "loss": 0.1} for i in range(3)]
+    metrics = "".join(f"{json.dumps(line)}\n" for line in lines[:2])
+    (run / "metrics.jsonl").write_text(metrics)
+    found = find_candidates([str(run)])
+    assert [(one.version, one.path.name, one.base) for one in found] == [
+        (0, "base", None),
+        (2, "version_2", None),
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    shutil.copytree(merged, run / "checkpoints" / "global_step_6")
+    *_, last = find_candidates([str(run)])
+    assert (last.version, last.path.name, last.base) == (3, "global_step_6", None)
+    ids = torch.tensor([prompt_of(np.random.default_rng(0), 12)])
+    expected, _ = logits_of(Candidate(version=None, path=merged), ids)
+    assert torch.equal(logits_of(last, ids)[0], expected)
+
+
+def test_a_checkpoint_within_an_iteration_is_no_version(tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    for step, mini_batch in ((2, 0), (3, 1)):
+        path = tmp_path / "run" / "checkpoints" / f"global_step_{step}"
+        tiny_llama().save_pretrained(path)
+        (path / "state").mkdir()
+        (path / "state" / "run.json").write_text(json.dumps({"mini_batch": mini_batch}))
+    lines = [(0, 1), (0, 2), (1, 3)]
+    text = [f'{{"iteration": {i}, "global_step": {step}, "loss": 0.1}}\n' for i, step in lines]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(text))
+    (tmp_path / "run" / "config.json").write_text(f'{{"model": "{tmp_path}/model"}}')
+    found = find_candidates([str(tmp_path / "run")])
+    assert [(one.version, one.path.name) for one in found] == [(0, "model"), (1, "global_step_2")]
+    within = tmp_path / "run" / "checkpoints" / "global_step_3"
+    assert [one.version for one in find_candidates([str(within)])] == [None]
+    assert [one.version for one in find_candidates([f"2={within}"])] == [2]
 
 
 def test_the_helper_samples_what_it_says():
@@ -237,3 +318,65 @@ def test_the_helper_samples_what_it_says():
     ]
     assert np.abs(exact[1] - found[1]).max() < 1e-4 < 0.1 < np.abs(exact[0] - found[1]).mean()
     assert max(found[0]) < VOCAB
+
+
+def scores_of_versions(number, apart=0.0, length=60, seed=0):
+    """Scores of a span that version 0 sampled, under versions whose logits are some way apart."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, one = 2 * torch.randn(length, 50, generator=generator), torch.ones(length)
+    labels = Labels(inverse_temperature=one, top_p=one, top_k=0 * one.long(), min_p=0 * one)
+    token = logits.softmax(-1).multinomial(1, generator=generator)[:, 0]
+    found = [score_tokens(logits, token, labels, truncations=True)]
+    for _ in range(1, number):
+        logits = logits + apart * torch.randn(logits.shape, generator=generator)
+        found.append(score_tokens(logits, token, labels, truncations=True))
+    return found
+
+
+def span_of(stored, *scores):
+    return Span(
+        stored=stored,
+        scores=dict(enumerate(scores)),
+        labelled=0,
+        inverse_temperature=1.0,
+        truncation=Truncation(),
+        stored_temperature=1.0,
+    )
+
+
+@pytest.mark.parametrize(("bias", "expected"), [(1e-5, False), (6e-3, True)])
+def test_a_common_sign_far_below_the_noise_is_not_suspicious(bias, expected):
+    """In float32, nearly all differences of an engine may have the same sign."""
+    (scores,) = scores_of_versions(1)
+    span = span_of(scores.at_one - np.float32(bias), scores)
+    noise = Noise(kappa=(2e-3,) * (len(EDGES) + 1), num_tokens=1000)
+    assert is_suspicious(span, noise, "processed") == expected
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_errors_that_resemble_other_weights_are_recognized(share):
+    """Rounding the weights moves all log-probabilities some way towards other weights."""
+    noise = Noise(kappa=(0.05,) * (len(EDGES) + 1), num_tokens=1000)
+    rng, found = np.random.default_rng(0), []
+    for seed in range(60):
+        own, other = (one.at_one for one in scores_of_versions(2, apart=0.05, seed=seed))
+        sign = rng.choice([-1, 1])
+        error = noise.sigma(own, 1.0) * rng.standard_t(noise.degrees, len(own))
+        difference = error + sign * share * 10 * (other - own)
+        found.append([noise.agreement(Residuals(difference, own, 1.0), other - own)])
+    estimate = dependence_of(noise, found)
+    assert (estimate < 1.6) if not share else (estimate == pytest.approx(MOST_DEPENDENT, rel=0.1))
+    assert dependence_of(noise, []) == ASSUMED_DEPENDENCE
+    assert dependence_of(Noise(kappa=(2e-3,) * len(noise.kappa)), found[:0]) == 1.0
+
+
+def test_dependent_errors_need_more_evidence_for_another_version():
+    """Rounding leads half of the way to the next version, and the other half is noise."""
+    own, other = scores_of_versions(2, apart=0.03)
+    stored = (other.at_one + 0.2 * (own.at_one - other.at_one)).astype(np.float32)
+    span = span_of(stored, own, other)
+    kappa = (0.05,) * (len(EDGES) + 1)
+    kinds = [
+        judge(span, Noise(kappa=kappa, dependence=one), "processed").kind for one in (1.0, 4.0)
+    ]
+    assert kinds == ["version", "as_labelled"]

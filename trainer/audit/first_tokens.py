@@ -1,0 +1,121 @@
+"""Choose the rows and tokens that an audit forwards first, so that no token is forwarded in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from schemas.ragged import BoolArray, IntArray
+from trainer.audit.rescoring import num_distinct_tokens
+from trainer.audit.rows import AuditRows
+from trainer.audit.token_scores import FloatArray
+
+SAMPLE_TOKENS, SAMPLE_ROWS = 4_000, 24
+"""Size of the sample from which the noise is estimated: the smaller limit applies."""
+MOST_REPEATED = 0.01
+"""Tokens of a sample's part of a group that other rows share, relative to all distinct tokens, above
+which the whole group is in the sample."""
+GOLDEN = 0.6180339887
+"""Multiples of it, modulo 1, are spread evenly: an order in which any first few are far apart."""
+FEWEST = 4
+"""Minimum number of tokens of a span that a first pass scores, if it has as many."""
+LAST_TOKENS = 12
+"""The last tokens of a span, from which half of its scored tokens are chosen."""
+
+
+def choose_sample(rows: AuditRows, usable: IntArray) -> IntArray:
+    """Choose rows, spread over the groups, for the estimate of the noise.
+
+    They form complete groups, because a later pass would forward the prompt of an incomplete group
+    again. Only of a large group whose rows share little, a part may be chosen.
+    """
+    wanted = min(len(usable), SAMPLE_ROWS, max(len(usable) // 10, 4))
+    lengths = np.bincount(rows.span_row, rows.span_length, minlength=rows.num_rows)
+    group = rows.group[usable]
+    names = np.unique(group)
+    order = names[np.argsort(np.arange(len(names)) * GOLDEN % 1)]
+    found: list[int] = []
+    for name in order.tolist():
+        members = usable[group == name]
+        part = members[: wanted - len(found)]
+        if len(members) > SAMPLE_ROWS and repeats_little(rows, part, members, usable):
+            members = part
+        found += members.tolist()
+        if len(found) >= wanted or lengths[found].sum() >= SAMPLE_TOKENS:
+            break
+    return np.array(sorted(found), np.int64)
+
+
+def repeats_little(rows: AuditRows, part: IntArray, members: IntArray, usable: IntArray) -> bool:
+    """True if forwarding a part of a group apart from the rest repeats few tokens."""
+    return num_repeated(rows, part, members) <= MOST_REPEATED * num_distinct_tokens(rows, usable)
+
+
+def num_repeated(rows: AuditRows, part: IntArray, members: IntArray) -> int:
+    """Count the tokens forwarded twice if a part of some rows is forwarded apart from the rest."""
+    each = (part, np.setdiff1d(members, part))
+    return sum(num_distinct_tokens(rows, one) for one in each) - num_distinct_tokens(rows, members)
+
+
+def with_labels_of_group(rows: AuditRows, usable: IntArray, label: IntArray) -> BoolArray:
+    """[N, R] true where candidate N is the label of some usable row of a row's group."""
+    found = np.zeros((int(label.max(initial=-1)) + 1, rows.num_rows), np.bool_)
+    group, labelled = rows.group, usable[label[usable] >= 0]
+    of_group = np.zeros((len(found), int(group.max(initial=-1)) + 1), np.bool_)
+    of_group[label[labelled], group[labelled]] = True
+    found[:, usable] = of_group[:, group[usable]]
+    return found
+
+
+def choose_tokens(rows: AuditRows, usable: IntArray, share: float) -> BoolArray:
+    """[T] true at the tokens that a first pass scores: about a share of the sampled tokens.
+
+    Every span has the same number of them, at least `FEWEST`, because a label is as hard to check in
+    a short span as in a long one. Half are among the last tokens, which weights swapped in
+    mid-response have sampled; the others are spread over the rest. In each part, the least likely
+    token is chosen, because the log-probability of a certain one is the same under all
+    weights.
+    """
+    spans = np.flatnonzero(np.isin(rows.span_row, usable))
+    lengths = rows.span_length[spans]
+    low, high = FEWEST, int(lengths.max(initial=FEWEST))
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = np.minimum(lengths, middle).sum() <= share * lengths.sum()
+        low, high = (middle, high) if fits else (low, middle - 1)
+    found = np.zeros(len(rows.responses.values), np.bool_)
+    for start, length in zip(rows.span_start[spans].tolist(), lengths.tolist(), strict=True):
+        stored = np.nan_to_num(rows.logprobs[start : start + length])
+        found[start + np.array(_of_span(stored, low), np.int64)] = True
+    return found
+
+
+def _of_span(stored: FloatArray, number: int) -> list[int]:
+    """Choose tokens of a span by their stored log-probabilities."""
+    length = len(stored)
+    if length <= number:
+        return list(range(length))
+    at_end = (number + 1) // 2
+    last = min(max(length // 2, at_end), max(LAST_TOKENS, at_end))
+    edges = [
+        *np.linspace(0, length - last, number - at_end + 1).astype(np.int64).tolist(),
+        *np.linspace(length - last, length, at_end + 1).astype(np.int64).tolist()[1:],
+    ]
+    return [first + int(np.argmin(stored[first:after])) for first, after in pairwise(edges)]
+
+
+def portions(rows: AuditRows, among: IntArray, most: int) -> Iterator[IntArray]:
+    """Yield rows of consecutive groups with at most `most` distinct tokens, or of one group."""
+    tokens = num_distinct_tokens(rows, among) if len(among) else 0
+    group = rows.group[among]
+    first = np.flatnonzero(np.append([True], np.diff(group) != 0))
+    number = min(-(-tokens // max(most, 1)), len(first))
+    if tokens and number <= 1:
+        yield among
+    elif tokens:
+        starts = first[np.linspace(0, len(first), number, endpoint=False).astype(np.int64)]
+        ends = [*starts.tolist(), len(among)]
+        for begin, end in pairwise(ends):
+            yield from portions(rows, among[begin:end], most)
