@@ -31,7 +31,7 @@ MOST_CHANGED = (
     (
         "learning_rate",
         "`--lr`",
-        "the loss rises or does not change; for LoRA, use about ten times the rate",
+        "`policy_kl` grows quickly (lower it) or stays near 0 (raise it); for LoRA, use about ten times the rate",
     ),
     (
         "max_updates",
@@ -71,12 +71,12 @@ def table_page() -> str:
 This page describes the columns of a rollout dataset, and the invariants that apply to every dataset. Check a dataset with
 `rollouts validate DS`.
 
-Each row is one sequence; freshly converted data has one row per step. Your own columns are kept. Nullable columns may be
+Each row is one sequence; freshly converted data with exact ids has one row per step. Your own columns are kept. Nullable columns may be
 absent.
 
 {documentation_table()}
 In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`; [Open a
-dataset with other tools](other_tools.md) rebuilds it with Polars or DuckDB alone:
+dataset with other tools](other_tools.md) shows how to rebuild it with only Polars or DuckDB:
 
 | column | type |
 |---|---|
@@ -99,8 +99,7 @@ integers without leading zeros, and strings otherwise; a column of the table abo
 itself must have the directory's value in all rows. Only directories below the path that you pass become columns; a glob
 pattern adds none. Trajectories must be unique across the directories, and the directories must agree on
 `tokenizer_fingerprint`, `vocab_size`, `logprobs_mode` and `outcome` where these are known. All files must be in such
-directories, with the same columns everywhere; nothing is appended to a partitioned dataset except inside one of its
-directories.
+directories, with the same columns everywhere. To append to a partitioned dataset, write to one of its directories.
 
 Every verb checks all shards of its input against the invariants below before it trains or publishes anything. The check
 cannot be skipped.
@@ -113,7 +112,7 @@ cannot be skipped.
 
 `response_in_prompt` compares tokens. The last {HEADER_TOKENS} tokens of a prompt identify the header of the answer. The prompt's
 last assistant message starts after the last earlier occurrence of these tokens. A row breaks the rule if its first sampled range
-is trained on, has at least {MIN_ANSWER_TOKENS} tokens, and begins that message. It is exempt if an earlier row of its trajectory
+is trained on, has at least {MIN_ANSWER_TOKENS} tokens, and is how that message begins. It is exempt if an earlier row of its trajectory
 sampled the same tokens, because then the model repeated itself. Shorter answers are not compared.
 """
 
@@ -165,7 +164,7 @@ All other keys are in the [table of all keys](#configuration). Set keys without 
 
 ## How it trains
 
-Train a policy on a rollout dataset. DS may be local or any fsspec URL (`s3://...`); RUN is a local directory.
+`rollouts train` trains a policy on a rollout dataset. DS may be local or any fsspec URL (`s3://...`); RUN is a local directory.
 
 **Batches.** Groups are used in the order of their first appearance. `groups_per_batch` groups share one pass for the old
 log-probabilities; `groups_per_mini_batch` groups form one optimizer step, however many turns they have. Memory holds the
@@ -174,7 +173,8 @@ current batch and the next one, which is read in the background.
 **Defaults.** Advantages are GRPO's: computed from the trajectory's return and applied to all its rows. The loss is PPO's
 clipped loss, averaged over the trained tokens of the mini-batch, with truncated importance weights if the sampler's
 log-probabilities are known. Neither the layout (`step`, `merge` or `tree`, [Prefix trees](tree.md)) nor the micro-batch size
-changes the gradient. [Algorithms](algorithms.md) has all algorithms with their equations.
+changes the gradient. [Algorithms](algorithms.md) has the equations of all algorithms, and says with which reductions and
+corrections the layout does change the loss.
 
 **Output.** RUN contains `config.json` (the resolved configuration), `metrics.jsonl` (one line per update),
 `checkpoints/global_step_N/` (model directories that Transformers can load) and `tokens/` ([what each token
@@ -215,8 +215,9 @@ tokens.
 `rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machine-readable output)
 and writes nothing. For one epoch and each layout, it prints the number of sequences, the number of tokens to forward, the
 length of the longest row, the number of micro-batches per update, and the share of tokens repeated by cutting trees. Masked
-trajectories, and the last trained token of a row and all tokens after it, are not forwarded. A dry run loads like training,
-reads the dataset once per layout, and forwards 192 tokens to measure activations; a note names the seconds of each part.
+trajectories, and the last trained token of a row and all tokens after it, are not forwarded. A dry run loads the models as
+training does, reads the dataset once per layout, and forwards 192 tokens to measure activations; a note reports how long each
+part took.
 
 It also estimates the peak memory of one process, in bytes, for P weights of which T are trained:
 
@@ -225,7 +226,7 @@ It also estimates the peak memory of one process, in bytes, for P weights of whi
 | weights | 4 P for policy and critic; with bfloat16, 2 P more for the policy |
 | gradients | 4 T |
 | optimizer | 8 T; adamw_8bit: 2 T |
-| reference | 4 P |
+| reference | 4 P; nothing with LoRA unless `reference_model` is set |
 | activations | tensors that autograd keeps for the largest micro-batch: a quadratic fit of measurements with 32, 64 and 96 tokens |
 | logits | 4 x `logprob_chunk_tokens` x vocabulary |
 
@@ -236,8 +237,8 @@ second update took 3.68 GiB.
 ## Curves: `rollouts plot`
 
 `rollouts plot RUN [RUN2 ...] [--out FILE] [--metric NAME]...` plots `metrics.jsonl` over `global_step`, with one panel
-per metric and one color per run. Without `--metric`, it plots the most important metrics. Up to 40 updates are drawn as
-marked points, more as faint points behind a curve. The curve is smoothed by local linear regression in a centred window, so
+per metric and one color per run. Without `--metric`, it plots the most important metrics. Runs of up to 40 updates are
+drawn as marked points, longer runs as faint points behind a smoothed curve. The curve is smoothed by local linear regression in a centred window, so
 it does not lag behind trends or jumps. The image format follows from the file extension. It needs
 `pip install "rollout-io[plot]"`, but not torch. `rollouts plot DS` draws a dataset ([Pictures](metrics.md#pictures)).
 
@@ -249,8 +250,9 @@ it does not lag behind trends or jumps. The image format follows from the file e
 Use the second command for several processes on a CPU. The number of processes is not part of the configuration and does not
 change results: groups are distributed for reading and micro-batches for forwarding, and values are exchanged, so that
 advantages, denominators, metrics and the gradient equal those of one process up to rounding (tested to a relative difference
-of 1e-4). Only `num_micro_batches` may increase: micro-batches are split if a process would have none, and balanced so that
-each round has similar cost. All processes run the same number of forward passes; a process without a micro-batch forwards a
+of 1e-4). Only `num_micro_batches` may increase: micro-batches are split until each process has equally many, and
+balanced so that each round has similar cost. The exceptions are reductions that depend on micro-batches: `token_mean_legacy`, and
+functions of your own that use `micro_batch`. All processes run the same number of forward passes; a process without a micro-batch forwards a
 single token without a target, which contributes no gradient. Checkpoints do not depend on the number of processes, so you can
 resume with a different number.
 

@@ -122,8 +122,8 @@ COLUMNS: tuple[Column, ...] = (
         nullable=True,
         meaning=(
             "the ranges of `response_ids` that were sampled, in order, with the original step "
-            "index; a segment that a merge created (`joined`) is one step and keeps its per-step "
-            "values; null: the entire response is one step"
+            "index; in a merged row, each segment with `joined` is one original step and "
+            "stores the values of that step; null: the entire response is one step"
         ),
     ),
     Column(

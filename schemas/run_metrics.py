@@ -75,7 +75,8 @@ METRICS = {
     "is_ratio_max": Metric("1", "Largest of these ratios."),
     "is_ratio_min": Metric("1", "Smallest of these ratios."),
     "tis_token_clip_high_ratio": Metric(
-        "fraction", "Fraction of the trained tokens kept so far whose weight is capped."
+        "fraction",
+        "Fraction of trained tokens whose weight is capped, among those that the masks kept.",
     ),
     "tis_seq_clip_high_ratio": Metric(
         "fraction",
