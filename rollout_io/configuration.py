@@ -117,7 +117,7 @@ def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
-    """Split a dotted key into its names if the first name is the key of a table."""
+    """Split a dotted key at its dots if its first name is the key of a table."""
     if typing.get_origin(types.get(dotted.partition(".")[0])) is not dict:
         return [dotted]
     try:

@@ -60,7 +60,7 @@ def plugins(group: str) -> list[Plugin]:
 
 
 def _are_directories() -> bool:
-    """True unless a package may be in an archive or egg, or be found by an import hook."""
+    """True if all packages are in plain directories: no archives, eggs or import hooks."""
     finders = (finder for finder in sys.meta_path if finder is not PathFinder)
     if any(hasattr(finder, "find_distributions") for finder in finders):
         return False
@@ -68,7 +68,7 @@ def _are_directories() -> bool:
 
 
 def _distributions() -> Iterator[Path]:
-    """Yield the metadata directory of each package, from the first path that has one."""
+    """Yield the metadata directory of each package; the first one on `sys.path` wins."""
     seen = set()
     for folder in sys.path:
         try:

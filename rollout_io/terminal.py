@@ -22,7 +22,7 @@ def silence() -> None:
 
 
 def is_quiet() -> bool:
-    """True after `silence`."""
+    """True if `silence` was called in the current context."""
     return _is_quiet.get()
 
 

@@ -66,7 +66,7 @@ def _position(draw: Draw, values: list[Any]) -> int:
 
 
 def _duplicate(draw: Draw, rows: list[Row]) -> None:
-    """Repeat the first trajectory at the end, or give it an id that does not match its columns."""
+    """Repeat the first trajectory at the end, or change its id to contradict its columns."""
     first = [dict(r) for r in rows if r["trajectory_id"] == rows[0]["trajectory_id"]]
     if draw(st.booleans()):
         rows.extend(first)

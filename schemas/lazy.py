@@ -8,7 +8,7 @@ from typing import Any
 
 
 def exports(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return a module `__getattr__` (PEP 562); `names[module]` lists the names in `module`."""
+    """Return a `__getattr__` (PEP 562) that imports `names[module]` from `module` on first use."""
     module_of = {name: module for module, defined in names.items() for name in defined}
 
     def load(name: str) -> Any:

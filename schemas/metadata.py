@@ -108,7 +108,7 @@ def common(found: Mapping[str, DatasetMetadata], refused: Collection[str]) -> Da
 
     Args:
         found: Metadata by path; at least one.
-        refused: Fields that must not have different known values.
+        refused: Fields that raise an error if their known values differ.
 
     Raises:
         InputError: `file_metadata`: two datasets differ in a field of `refused`.

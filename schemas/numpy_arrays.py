@@ -17,7 +17,7 @@ import pyarrow as pa
 
 
 def to_numpy(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
-    """Convert a column of numbers or booleans like `column.to_numpy()`.
+    """Convert a column of numbers or booleans to NumPy, like `column.to_numpy()`.
 
     Nulls become NaN, or None in a boolean column. A single chunk of numbers without nulls is not
     copied.

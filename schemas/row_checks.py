@@ -134,7 +134,7 @@ def _reward_sums(view: View, column: Ragged, scalar: npt.NDArray[np.float64]) ->
 
 
 def _differ(sums: npt.NDArray[Any], rewards: npt.NDArray[Any]) -> BoolArray:
-    """True where both are finite and differ by more than a rounding error."""
+    """True where the two values are finite and differ by more than a rounding error."""
     tolerance = REWARD_TOLERANCE * np.maximum(1.0, np.abs(rewards))
     is_known = np.isfinite(sums) & np.isfinite(rewards)
     with np.errstate(invalid="ignore"):

@@ -219,7 +219,7 @@ def _nullable_value(draw: Draw, name: str) -> Any:
 
 
 def _carry_outcome(rows: list[Row]) -> None:
-    """Zero the inner rewards where the last row has none, as outcome_on_last_step requires."""
+    """If the last row has no reward, set earlier rewards to 0, as outcome_on_last_step requires."""
     last = rows[-1]
     if any(row.get("reward") for row in rows[:-1]) and not last["reward"] and not last["error"]:
         for row in rows[:-1]:

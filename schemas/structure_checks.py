@@ -188,7 +188,7 @@ def check_whole(view: View) -> pl.DataFrame:
 
 
 def first_rows(view: View) -> IntArray:
-    """Return the index of the first row of each row's trajectory (a run of equal ids), [N]."""
+    """For each row, return the index of its trajectory's first row (a run of equal ids), [N]."""
     changed = changes(view.strings("trajectory_id"))
     first: IntArray = np.flatnonzero(changed)[np.cumsum(changed) - 1]
     return first

@@ -12,7 +12,7 @@ def keep_pandas_out_of_arrow() -> None:
 
     pyarrow imports pandas once, if it is installed, to recognise pandas objects. We pass none, so
     the import is blocked during a first call; afterwards pandas can be imported as usual. Only the
-    command line may call this: a library must not decide it for the programs that use it.
+    command line may call this: a library must not block imports of the program that uses it.
     """
     if "pandas" in sys.modules:
         return

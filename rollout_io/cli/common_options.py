@@ -15,7 +15,7 @@ _QUIET = "Hide notes and progress; warnings and errors are still printed."
 
 
 def with_common_options(command: click.Command) -> click.Command:
-    """Add the common options to a verb; a verb that already has them is unchanged."""
+    """Add the common options to a command, unless it already has them."""
     known = {name for param in command.params for name in param.opts}
     for param in command.params:
         if "--out" in param.opts and "-o" not in known:

@@ -99,7 +99,7 @@ def inspect(
 
 
 def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
-    """Return the ids of trajectories with a row that satisfies the condition, in order.
+    """Return, in order, the ids of the trajectories in which any row satisfies the condition.
 
     Raises:
         ConfigError: `condition`, `known_column`: the condition is not SQL, has a type error, or
@@ -152,7 +152,7 @@ def rows_of(frame: pl.LazyFrame, ids: Sequence[str]) -> pl.DataFrame:
 
 
 def problem_of(rows: pl.DataFrame, where: str) -> ValidationError | None:
-    """Return the error for the invariants that the rows break; None if all rows are valid."""
+    """Return an error that describes the broken invariants, or None if all rows are valid."""
     from schemas.checker import ValidationError, validate
 
     try:
@@ -163,7 +163,7 @@ def problem_of(rows: pl.DataFrame, where: str) -> ValidationError | None:
 
 
 def sound_rows(rows: pl.DataFrame, problem: ValidationError) -> pl.DataFrame:
-    """Return the rows of trajectories without errors; none if the table itself has an error."""
+    """Return only the rows of valid trajectories; no rows if an error affects the entire table."""
     import polars as pl
 
     broken = problem.breaches["trajectory_id"]
@@ -184,7 +184,7 @@ def view_all(
 
 
 def own_decoder(dataset: str) -> Callable[[Sequence[int]], str] | None:
-    """Load a decoder for the dataset's tokenizer; None if it is not found locally or has changed."""
+    """Load the decoder of the dataset's tokenizer, or return None if it is missing or changed."""
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.local import remembered_tokenizer
 
@@ -193,7 +193,7 @@ def own_decoder(dataset: str) -> Callable[[Sequence[int]], str] | None:
 
 
 def warn_of_other_tokenizer(dataset: str, tokenizer: str) -> None:
-    """Warn if a tokenizer differs from the dataset's, because it would decode to wrong text."""
+    """Warn if a tokenizer differs from the dataset's, because the decoded text would be wrong."""
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.local import about_other_tokenizer, is_other_tokenizer
 

@@ -36,7 +36,7 @@ ORDER = (
 
 
 class Verbs(click.Group):
-    """The verbs of all installed packages, ordered by data flow."""
+    """The verbs of all installed packages, in the order of a typical workflow."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the verbs."""
@@ -56,7 +56,7 @@ class Verbs(click.Group):
         return with_common_options(command)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb, and add the context to usage errors that click raises without it."""
+        """Run the verb; add its context to any usage error that click raises without one."""
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
@@ -78,7 +78,7 @@ class Verbs(click.Group):
 
 
 def _registered(ctx: click.Context) -> dict[str, Plugin]:
-    """Return the verbs by name; the installed packages are searched only once per run."""
+    """Return all verbs by name; search the installed packages only on the first call."""
     if GROUP not in ctx.meta:
         ctx.meta[GROUP] = {entry.name: entry for entry in plugins(GROUP)}
     verbs: dict[str, Plugin] = ctx.meta[GROUP]
@@ -183,7 +183,7 @@ def _unexpected(error: Exception) -> int:
 
 
 def _close_stdout() -> int:
-    """Redirect stdout to /dev/null: its reader is gone, and the interpreter flushes it at exit."""
+    """Redirect stdout to /dev/null, because its reader is gone and Python flushes it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 

@@ -16,7 +16,7 @@ from rollout_io.terminal import Bar, is_quiet
 
 
 def example(command: str) -> str:
-    """Return the epilog of a verb's help, which shows an example command."""
+    """Return the epilog of a verb's help: an example command."""
     return f"\b\nExample:\n  {command}"
 
 
@@ -87,7 +87,7 @@ def next_command(command: str) -> None:
 
 @contextmanager
 def going_on(how: Callable[[], str], waits_for: str | None = None) -> Iterator[None]:
-    """Print how to resume if an interrupt or SIGTERM ends the verb.
+    """Print how to resume the verb if an interrupt or SIGTERM stops it.
 
     Args:
         how: Returns a sentence that explains how to resume.

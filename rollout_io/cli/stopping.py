@@ -63,7 +63,7 @@ def _answer(reading: int, waits_for: str, over: threading.Event) -> None:
 
 
 def _end(number: int) -> None:
-    """End the process without cleaning up, except for the cursor that a progress bar hides."""
+    """End the process without cleaning up; only restore the cursor that a progress bar hides."""
     if sys.__stderr__ is not None and sys.__stderr__.isatty():
         os.write(sys.__stderr__.fileno(), SHOW_CURSOR)
     os._exit(128 + number)

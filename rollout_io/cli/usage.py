@@ -54,7 +54,7 @@ def explained_usage(error: click.ClickException) -> ConfigError:
 
 
 def _found(error: click.ClickException) -> str:
-    """Describe the error, without click's initial capital letter."""
+    """Describe the error as a clause that begins in lower case."""
     if isinstance(error, click.NoSuchOption):
         return f"unknown option {error.option_name}"
     if isinstance(error, click.MissingParameter) and error.param is not None:

@@ -44,7 +44,7 @@ def workers_options(command: F) -> F:
 
 
 def workers_of(num: int | None, engine: Engine, dataset: str) -> Workers:
-    """Return the workers for a dataset; their default number depends on its size."""
+    """Return the workers for a dataset; by default, their number depends on its size."""
     from rollout_io.dataset.parallel import Workers
     from rollout_io.dataset.storage import find_shards
 
@@ -58,7 +58,7 @@ def workers_of(num: int | None, engine: Engine, dataset: str) -> Workers:
 
 
 def num_for(num_bytes: int) -> int:
-    """Return the default number of processes for an amount of data."""
+    """Return the default number of processes for data of this size."""
     from rollout_io.dataset.parallel import num_cores
 
     return min(num_cores(), 1 + num_bytes // _BYTES_PER_PROCESS)

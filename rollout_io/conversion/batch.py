@@ -52,7 +52,7 @@ class Settings:
 
 
 class Part(NamedTuple):
-    """Runs, and the table of their rows."""
+    """Runs and a table with their rows."""
 
     runs: Sequence[Run]
     table: pa.Table
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Reader:
-    """Reader of the runs of a log.
+    """Read runs from a log and convert them to tables.
 
     Attributes:
         settings: Settings of the conversion.
@@ -77,7 +77,7 @@ class Reader:
     compared: set[str] = field(default_factory=set)
 
     def parts(self, runs: Sequence[Run]) -> Iterator[Part]:
-        """Yield the runs in order with their rows, which are not checked yet (see `sound`)."""
+        """Yield the runs and their rows in order; the rows are checked later, by `sound`."""
         is_table, batch = self.settings.adapter.is_table, []
         if not is_table:
             batch = self.settle(runs)
@@ -134,7 +134,7 @@ class Reader:
 def other_routing(
     where: str, shape: tuple[int, ...], known: tuple[int, ...] | None
 ) -> InvariantError:
-    """Return the error for routing whose shape differs from that of earlier calls."""
+    """Return the error for routing that has a different shape than in earlier calls."""
     got, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, known or shape))
     message = f"{where}: the routing has {got}, but earlier calls have {before}"
     hint = "convert the logs of each model to a separate dataset"
@@ -178,7 +178,7 @@ def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
 
 
 def sound(part: Part, rejected: list[Rejected], vocab_size: int | None) -> pa.Table:
-    """Return the rows without the trajectories that break a named invariant.
+    """Remove the trajectories that break a named invariant, and return the remaining rows.
 
     Args:
         part: Runs and their rows.
@@ -232,7 +232,7 @@ def _breach(breach: dict[str, Any], where: str) -> RolloutError:
 
 
 def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
-    """Reject all records of a run: the faulty one with its error, the rest as incomplete."""
+    """Reject all records of a run: the faulty record with `error`, the others as incomplete."""
     guilty = {place for place in run.places if _is_at(error.where, place)}
     for place in run.places:
         if guilty and place not in guilty:

@@ -125,7 +125,7 @@ def settings_of(
 def _with_template(
     log: Log, about: Mapping[str, Any], retokenizer: Retokenizer | None
 ) -> Mapping[str, Any]:
-    """Add the fact of `about_template`, except for tables and text that was decoded without roles."""
+    """Add the result of `about_template`, unless the log is a table or has text without roles."""
     if log.adapter.is_table or "text" in about:
         return about
     return {**about, **about_template(retokenizer)}

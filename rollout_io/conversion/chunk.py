@@ -51,9 +51,9 @@ class Report:
     """Result of a chunk.
 
     Attributes:
-        trajectory_ids: For table formats, the document of each trajectory id (their plan does not
-            list the trajectories of a document).
-        routing: (layers, experts per token), if there is routing.
+        trajectory_ids: For table formats, the document that contains each trajectory id, because
+            the plan does not list the trajectories of a document.
+        routing: (layers, experts per token); None if there is no routing.
     """
 
     summary: Summary = field(default_factory=Summary)

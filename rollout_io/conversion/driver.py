@@ -230,7 +230,7 @@ def _reports_before(staging: Staging, num_chunks: int, spool: Path) -> dict[int,
 
 
 def _located(rejected: Rejected, spool: Path) -> Rejected:
-    """Point to this run's copy of an input if the interrupted run's copy no longer exists."""
+    """Replace the path of the interrupted run's copy of an input if only this run's copy exists."""
     place, copy = rejected.place, spool / rejected.place.path.name
     if place.path.exists() or not copy.exists():
         return rejected
@@ -243,7 +243,7 @@ def _chunks(
     metadata: DatasetMetadata,
     staging: Staging,
 ) -> Iterator[Chunk]:
-    """Yield the chunks of a conversion, each with its directory and its part of the dataset."""
+    """Yield the chunks of a conversion, with output directories and positions in the dataset."""
     every = (run for _, runs in parts for run in runs)
     facts = [[run.instance_id, run.repetition_id, run.num_bytes] for run in every]
     whole = Part.of([metadata.made_by, facts], num_parts=len(parts))

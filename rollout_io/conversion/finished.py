@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 
 
 def record_of(identity: Mapping[str, Any], planned: Summary | None) -> Record:
-    """Return the record of a chunk that is about to be written.
+    """Return the record that identifies the conversion in the footer of a chunk.
 
     Args:
         identity: Identity of the conversion, as JSON.
@@ -35,7 +35,7 @@ def record_of(identity: Mapping[str, Any], planned: Summary | None) -> Record:
 
 
 def footer_of(record: Record, counts: Summary) -> dict[bytes, bytes]:
-    """Return the record of a chunk, with its counts, as a key-value pair of a footer."""
+    """Return the key-value pair for a footer, with a chunk's record and counts."""
     return {CONVERSION: json.dumps({**record, "counts": _encoded(counts)}).encode()}
 
 

@@ -163,7 +163,7 @@ class _Directories:
     unread: list[Path] = field(default_factory=list)
 
     def logs_in(self, directory: Path) -> list[Path]:
-        """Return a directory's files; if it is itself a log, return it and the other logs in it."""
+        """Return the files and logs in a directory; if it is a log, only it and other logs inside."""
         if self._is_ignored(_real(directory)):
             return []
         formats = set(self.formats_of(directory))
@@ -196,7 +196,7 @@ class _Directories:
         return [path for path in shown if _real(path) not in self.ignored]
 
     def _others_in(self, directory: Path, formats: AbstractSet[str]) -> Iterator[Path]:
-        """Yield logs of different formats inside a directory that is a log.
+        """Yield the logs in other formats inside a directory that is itself a log.
 
         If the directory is a single run, all files inside it belong to that run. A directory of
         several runs may also contain files of other tools.
@@ -210,7 +210,7 @@ class _Directories:
                 yield from self._strays_in(path)
 
     def _strays_in(self, path: Path) -> Iterator[Path]:
-        """Yield the logs among the files of a directory that is not itself a log."""
+        """Yield the logs below a path that is not itself a log."""
         if path.is_file():
             yield from [path] if path.suffix in _PACKED and _is_text(path.stem) else []
         elif path.is_symlink() or not path.is_dir():
@@ -300,7 +300,7 @@ def _unpacked(stream: BufferedReader) -> Iterator[bytes]:
 
 
 def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
-    """Yield each file whose content repeats an earlier file, with a `duplicate_input` error."""
+    """Yield each file whose content duplicates an earlier file, with a `duplicate_input` error."""
     by_size: defaultdict[int, list[Input]] = defaultdict(list)
     for given in inputs:
         if given.path.is_file() and (num_bytes := given.path.stat().st_size):

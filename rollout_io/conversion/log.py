@@ -29,14 +29,14 @@ AUTO = "auto"
 
 
 class Log(NamedTuple):
-    """The inputs of one format."""
+    """All inputs in one format."""
 
     format: str
     adapter: Adapter
     inputs: list[Input]
 
     def find(self, progress: Progress, spool: Path) -> Iterator[Found]:
-        """Yield the findings of the adapter; paths of copies in `spool` are replaced by URLs."""
+        """Yield the adapter's findings, with paths of copies in `spool` replaced by their URLs."""
         for item in named_found(self.adapter.find(self.inputs, progress), spool):
             if isinstance(item, Rejected):
                 yield item._replace(error=pointed(item.error, self.format))
@@ -61,13 +61,13 @@ class Opened(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """Noun for a run in the logs; "run" if it differs between formats."""
+        """Noun for a run, such as "session"; "run" if the formats use different nouns."""
         nouns = {log.adapter.noun for log in self.logs}
         return nouns.pop() if len(nouns) == 1 else "run"
 
     @property
     def inputs(self) -> list[Input]:
-        """All inputs, log by log."""
+        """The inputs of all logs, in order."""
         return [given for log in self.logs for given in log.inputs]
 
 

@@ -139,7 +139,7 @@ def by_run(
 
 
 def _short_names(keys: Iterable[Key]) -> dict[str, list[Key]]:
-    """Return the runs by instance id and by trajectory id."""
+    """Map each instance id to its runs, and each trajectory id to its run."""
     found: defaultdict[str, list[Key]] = defaultdict(list)
     for key in keys:
         found[key[0]].append(key)

@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def num_runs(self) -> int:
-        """Number of runs in the log, without runs that only the rewards file contains."""
+        """Number of runs in the log, not counting runs that only the rewards file mentions."""
         return sum(bool(run.places) for run in self.runs)
 
     @property
@@ -166,7 +166,7 @@ def _number(runs: Sequence[Run]) -> None:
 
 
 def _unique(runs: Iterable[Run], first: dict[str, Run], rejected: list[Rejected]) -> Iterator[Run]:
-    """Yield the runs whose names are new, and add them to `first`; reject the others."""
+    """Yield the runs whose names are not in `first`, and add them; reject the others."""
     for run in runs:
         name = f"{run.instance_id}_{run.repetition_id}"
         other = first.setdefault(name, run)

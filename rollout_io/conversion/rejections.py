@@ -88,7 +88,7 @@ def fail(
 
 
 def _counted(found: Sequence[RolloutError], rewards: str | None) -> str:
-    """Describe how many records follow the first: "2 more records and 48 rewards"."""
+    """Count the rejected records after the first, as text: "2 more records and 48 rewards"."""
     first, *others = [rewards is not None and e.where.startswith(f"{rewards}:") for e in found]
     words = []
     for is_reward, noun in ((False, "record"), (True, "reward")):
@@ -98,7 +98,7 @@ def _counted(found: Sequence[RolloutError], rewards: str | None) -> str:
 
 
 def pointed(error: RolloutError, format_name: str) -> RolloutError:
-    """Point a hint that refers to docs/formats.md to the section of the format."""
+    """If the hint refers to docs/formats.md, make it refer to the format's section."""
     if error.hint != FIELDS_HINT or not (_OUR_FORMATS / f"{format_name}.py").exists():
         return error
     hint = FIELDS_HINT.replace("formats.md", f"formats.md#{format_name}")
@@ -106,7 +106,7 @@ def pointed(error: RolloutError, format_name: str) -> RolloutError:
 
 
 def reasons(rejected: Iterable[Rejected]) -> list[Reason]:
-    """Return the broken rules and their hints, each with its number of records and first error.
+    """Return each broken rule with its hint, its number of records and its first error.
 
     The most frequent reasons come first, and errors caused by other errors last. `first` is the
     error at the first file and line.
@@ -122,7 +122,7 @@ def reasons(rejected: Iterable[Rejected]) -> list[Reason]:
 
 
 def merged(ours: Iterable[Reason], theirs: Iterable[Reason]) -> list[Reason]:
-    """Return the reasons of two parts of the logs, the most frequent first."""
+    """Combine the reasons from two parts of the logs, the most frequent first."""
     found: dict[tuple[str, str | None], Reason] = {}
     for reason in (*ours, *theirs):
         key = reason["rule"], reason["hint"]

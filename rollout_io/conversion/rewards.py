@@ -53,7 +53,7 @@ Key = tuple[str, int]
 
 
 def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcome]:
-    """Read outcomes by the names of their sessions, in file order.
+    """Read a rewards file; return its outcomes by session name, in file order.
 
     A line has `session` or `instance_id` and `repetition_id`, and `reward` (a number, or null if
     unknown) or `error` (a string) or both. Other numbers and booleans become metrics; other strings

@@ -60,7 +60,7 @@ class _Rows:
         return cls(batch, steps, lengths, _ids([s.response_ids for s in steps], kind))
 
     def repeated(self, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-        """Return a column from one value per trajectory."""
+        """Return a column that repeats each trajectory's value for all its rows."""
         index = np.repeat(np.arange(len(self.lengths)), self.lengths)
         return pa.array(values, kind).take(pa.array(index))
 

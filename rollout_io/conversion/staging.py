@@ -73,7 +73,7 @@ class Staging:
 
     @contextmanager
     def resumable(self) -> Iterator[None]:
-        """Lock the directory; keep finished chunks if interrupted, but not if the input is invalid."""
+        """Lock the directory; keep finished chunks on an interrupt, but not on invalid input."""
         guarded = False
         try:
             with self.locked():
@@ -100,7 +100,7 @@ class Staging:
                 self.clear()
 
     def begin(self, identity: dict[str, Any]) -> None:
-        """Start or resume the conversion with this identity; remove chunks of any other."""
+        """Start or resume the conversion with this identity; remove chunks of other conversions."""
         is_same = _read_json(self.folder.join(_PLAN)) == identity
         for path in self.folder.fs.ls(self.folder.path, detail=False):
             name = path.rsplit("/", 1)[-1]
@@ -162,7 +162,7 @@ class Staging:
 
     @property
     def rejected(self) -> Location:
-        """File of the rejected records."""
+        """Location of the file of rejected records."""
         return Location(self.out.fs, self.out.path.rstrip("/") + REJECTED)
 
     def is_publishing(self, identity: dict[str, Any] | None = None) -> bool:

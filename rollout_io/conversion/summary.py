@@ -98,7 +98,7 @@ class Summary:
 
     @property
     def reward_mean(self) -> float | None:
-        """Mean outcome of the trajectories with a known outcome; None if there is none."""
+        """Mean of the known outcomes; None if no outcome is known."""
         count = self.num_trajectories - self.num_failed - self.num_without_reward
         return self.reward_sum / count if count else None
 
@@ -180,7 +180,7 @@ class Summary:
         return "\n".join(lines)
 
     def tokenizer_text(self, out: str, tokenizer: str | None) -> str | None:
-        """Report exact ids that were not compared with logged text; None if all were compared.
+        """Return a note about token ids that were not compared with logged text, or None.
 
         Args:
             out: Directory of the dataset.
@@ -259,7 +259,7 @@ _COUNTS = {
 
 
 def _num_restarted(table: pa.Table) -> int:
-    """Count trajectories that return to the prompt of their first step after a different prompt.
+    """Count trajectories in which the first prompt occurs again after a different prompt.
 
     Several samples of one prompt (`n` of a request) are adjacent rows and are not counted.
     """

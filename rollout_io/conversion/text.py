@@ -127,7 +127,7 @@ def _loaded(directory: str, chat_template: str | None, _: tuple[int, ...]) -> Ch
 def retokenizer_of(
     tokenizer: str | None, chat_template: str | None, *, is_needed: bool
 ) -> tuple[Retokenizer | None, DatasetMetadata]:
-    """Return the re-tokenizer, and dataset metadata about the tokenizer.
+    """Return the re-tokenizer, and the metadata fields that describe its tokenizer.
 
     Args:
         tokenizer: Directory, or Hub id in the local cache.
@@ -190,7 +190,7 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
 
 
 def text_alone(step: Conversation | Completion) -> InputError:
-    """Return the error for text without token ids if there is no re-tokenizer."""
+    """Return the error for a log without token ids, to raise if there is no re-tokenizer."""
     why = step.tokenless if isinstance(step, Conversation) else None
     if why is None:
         got = "the log has text but no token ids"
@@ -199,12 +199,12 @@ def text_alone(step: Conversation | Completion) -> InputError:
 
 
 def is_text_alone(error: RolloutError) -> bool:
-    """True for an error of `text_alone`, which `--tokenizer` fixes."""
+    """True if the error is from `text_alone`; passing `--tokenizer` fixes it."""
     return error.rule == NO_TOKENS and (error.hint or "").startswith(_NEEDS_TOKENIZER)
 
 
 def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | None) -> bool:
-    """True if the error is that the tokenizer itself cannot be used, whatever the text."""
+    """True if the error means that the tokenizer cannot be used for any text."""
     return retokenizer is not None and (error.rule, error.where) == (
         "tokenizer",
         retokenizer.directory,

@@ -86,7 +86,7 @@ def checker_of(path: PathLike) -> Checker:
 
 
 def checked(checker: Checker, piece: PathLike, *, decode: bool = True) -> Iterator[pa.Table]:
-    """Yield the tables of one piece of a dataset (see `pieces`), each checked first.
+    """Check each table of one piece of a dataset (see `pieces`), then yield it.
 
     Invariants that span several pieces are checked by `refuse_split`.
 

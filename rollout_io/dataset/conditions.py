@@ -111,7 +111,7 @@ def types_in(condition: pl.Expr, schema: Mapping[str, pl.DataType]) -> str:
 
 
 def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: str) -> None:
-    """Check that a table has the columns of a condition.
+    """Check that a table has every column that a condition uses.
 
     Args:
         used: Columns that the condition reads.
@@ -137,7 +137,7 @@ def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: s
 
 
 def _check_words(text: str, where: str) -> None:
-    """Reject tokens that could form anything but an expression over columns."""
+    """Reject SQL that could be anything but an expression over columns."""
     position, before, num_operators = 0, "", 0
     while position < len(text):
         token = _TOKEN.match(text, position)
@@ -171,7 +171,10 @@ def _as_json(expression: pl.Expr) -> Any:
 
 
 def _first(tree: Any, kinds: dict[str, str]) -> str | None:
-    """Find a node of the given kinds in a syntax tree, outside of windows and list operations."""
+    """Find a node of one of these kinds in a syntax tree; return its description, or None.
+
+    For `_ACROSS_ROWS`, nodes inside windows and list operations are ignored.
+    """
     nodes, bounded = [tree], kinds is _ACROSS_ROWS
     while nodes:
         node = nodes.pop()
@@ -189,7 +192,7 @@ def _first(tree: Any, kinds: dict[str, str]) -> str | None:
 
 
 def _is_bounded(key: str, value: Any) -> bool:
-    """True if a node is limited to the rows of a group, or to the items of one row's list."""
+    """True if a node is evaluated within one group of rows (a window) or within one row's list."""
     if key in _WINDOWS:
         return _first(value.get("partition_by"), {"Column": "a column"}) is not None
     return key == _LIST_SCOPE

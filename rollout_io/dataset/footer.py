@@ -30,7 +30,7 @@ class Part:
     """One writer's part of a dataset.
 
     Attributes:
-        writing: Digest that identifies the write; the same for all its parts.
+        writing: Digest that identifies the write; the same for all parts of a dataset.
         index: Index of the part, from 0.
         num_parts: Number of parts of the write.
     """
@@ -101,7 +101,7 @@ class Places:
 
     @classmethod
     def of_whole(cls, metadata: Mapping[bytes, bytes], table: pa.Table) -> Places:
-        """Return the places for a single writer; metadata and first rows identify the write."""
+        """Return places for a dataset with one writer, identified by metadata and first rows."""
         facts = {key.decode(): value.decode() for key, value in metadata.items()}
         first = cls(Part(writing=""))
         first.add(table)

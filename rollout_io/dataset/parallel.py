@@ -126,7 +126,7 @@ def _cluster(num: int) -> Iterator[Any]:
 
 
 def _refuse_silent(address: str) -> None:
-    """Check that a cluster responds: Ray waits for minutes if none does."""
+    """Check that the cluster responds, because Ray would otherwise wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():  # "auto", "local"
         return

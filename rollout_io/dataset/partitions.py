@@ -80,7 +80,7 @@ def _holds_only(column: pa.ChunkedArray, value: pa.Scalar) -> bool:
 
 
 def _texts(shard: Location) -> dict[str, str | None]:
-    """Return the keys and values in the path of a shard below its root."""
+    """Parse the `COLUMN=VALUE` directories in a shard's path below the dataset's root."""
     folders = [] if shard.root is None else shard.path.removeprefix(shard.root).split("/")[1:-1]
     pairs = [tuple(_decoded(shard, text) for text in folder.split("=", 1)) for folder in folders]
     texts = {name: None if text == _NULL else text for name, text in pairs}

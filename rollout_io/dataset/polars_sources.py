@@ -21,7 +21,7 @@ _SETTLES_S = 0.02  # lets Polars' threads finish with the last frame
 
 
 class _Work:
-    """Counts the running sources, and stops them at exit."""
+    """Count the running sources, and stop them at exit."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -30,7 +30,7 @@ class _Work:
 
     @contextmanager
     def step(self) -> Iterator[bool]:
-        """Enclose one step of a source; yield false if the source must stop."""
+        """Count a source as running during one step; yield False if the source must stop."""
         with self._changed:
             continues = not self._ends
             self._num_running += 1
@@ -56,7 +56,7 @@ atexit.register(_work.end)
 
 
 def lazy_frame(pieces: Pieces, schema: pl.Schema) -> pl.LazyFrame:
-    """Return a LazyFrame over the frames of a generator function.
+    """Return a LazyFrame over the frames that a generator function yields.
 
     Args:
         pieces: Generator function, called with the columns that a query uses and its predicate (or

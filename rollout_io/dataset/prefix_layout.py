@@ -84,7 +84,7 @@ def is_encoded(table: pa.Table) -> bool:
 
 
 def trajectory_starts(table: pa.Table) -> IntArray:
-    """Return the index of the first row of each trajectory of a valid table, [T]."""
+    """Return the index of each trajectory's first row in a valid table, [T]."""
     return np.flatnonzero(changes(table.column("trajectory_id").cast(pa.large_string())))
 
 
@@ -194,7 +194,7 @@ class _Tree:
 
 
 def _num_held(run: bytes, tokens: bytes, at: int) -> int:
-    """Return the number of leading bytes that a run shares with the tokens at a position."""
+    """Return the length in bytes of the common prefix of a run and `tokens[at:]`."""
     if tokens.startswith(run, at):
         return len(run)
     rest = np.frombuffer(tokens, np.int32, offset=at)

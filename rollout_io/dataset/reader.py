@@ -88,9 +88,9 @@ def iter_tables(
 
 
 def pieces(path: PathLike) -> list[str]:
-    """Return paths that can be read separately, in order.
+    """Return the paths of the pieces of a dataset that can be read separately, in order.
 
-    These are the shards, or the entire dataset if trajectories span shards.
+    The pieces are the shards, or the entire dataset if trajectories span shards.
 
     Example:
         >>> [table for piece in pieces("rollouts/") for table in iter_tables(piece)]

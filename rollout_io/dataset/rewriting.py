@@ -113,7 +113,10 @@ def rewrite(
 
 @contextmanager
 def _named_by_the_whole(dataset: str) -> Iterator[None]:
-    """After an error, check the entire dataset: one shard may contain only part of a trajectory."""
+    """If a piece is invalid, check the entire dataset and report its first error instead.
+
+    A piece may contain only part of a trajectory, so its first error can be misleading.
+    """
     try:
         yield
     except ValidationError:

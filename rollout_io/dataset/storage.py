@@ -182,7 +182,7 @@ def occupied(where: str, num_shards: int) -> InputError:
 
 
 def refuse_inside(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> None:
-    """Check that `out` is not inside `dataset`, where readers would mistake its files for shards.
+    """Check that `out` is not inside `dataset`: its files would be read as shards of `dataset`.
 
     Raises:
         InputError: `out_is_free`: `out` is inside `dataset`.

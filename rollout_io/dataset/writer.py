@@ -344,7 +344,7 @@ def _leaves(path: str, kind: pa.DataType) -> list[str]:
 
 
 def _concat(tables: list[pa.Table]) -> pa.Table:
-    """Concatenate tables; columns that a table lacks are filled with nulls."""
+    """Concatenate tables, filling missing columns with nulls."""
     try:
         return pa.concat_tables(tables, promote_options="permissive").replace_schema_metadata(None)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:

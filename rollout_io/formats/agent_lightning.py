@@ -171,9 +171,9 @@ class _Rollout:
     """The records of a rollout.
 
     Attributes:
-        attempts: Times and places of the events of each attempt.
+        attempts: Time and location of each event, by attempt.
         damaged: Errors of damaged records by attempt; key None: damage to the entire rollout.
-        record: Location of the rollout's own record, or None.
+        record: Location of the record about the rollout itself, or None.
     """
 
     attempts: dict[str, list[tuple[float, Place]]] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class _Rollout:
 
 
 def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield attempts, rollout by rollout; a rollout's record is part of its last attempt.
+    """Yield attempts, rollout by rollout; the last attempt includes the rollout's record.
 
     An attempt with a damaged event is rejected if the event still names the attempt. If the record
     of a rollout is damaged, all attempts at the rollout are rejected.

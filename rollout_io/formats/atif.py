@@ -40,7 +40,7 @@ _ASK = "set collect_rollout_details: true for the agent (terminus-2 with vLLM)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Scope:
-    """A document of the run: its place, agent, lineage and enclosing document."""
+    """A document of the run, with its location, agent, lineage and enclosing document."""
 
     document: Document
     path: Path
@@ -91,7 +91,7 @@ class LoggedRun:
 
 @dataclass(slots=True)
 class _Walk:
-    """All documents of a run, and their steps in order.
+    """The state of a walk through all documents of a run, with the steps found so far.
 
     Attributes:
         unnamed: Errors for references to sub-agents that are neither embedded nor in a named file.
@@ -273,7 +273,7 @@ def _referred(document: Document) -> Iterator[str | None]:
 
 
 def _enter(walk: _Walk, scope: _Scope, ref: Ref, where: str) -> None:
-    """Walk the sub-agent of a step: embedded in this or an outer document, or a separate file."""
+    """Walk a sub-agent's document: embedded in this or an outer document, or a separate file."""
     holder: _Scope | None = scope
     while holder is not None and ref.trajectory_id is not None:
         for index, child in enumerate(holder.embedded):
@@ -343,7 +343,7 @@ def _dangling(name: str, where: str) -> InputError:
 
 
 def _calls(step: StepRecord, scope: _Scope, where: str) -> list[Step]:
-    """Return the call of an agent step as a list, which is empty if the step made no call."""
+    """Return a list with the call of an agent step; empty if the step made no call."""
     metrics = step.metrics or Metrics()
     if step.llm_call_count == 0:
         if metrics.completion_token_ids:

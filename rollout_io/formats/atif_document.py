@@ -64,7 +64,7 @@ class StepRecord(msgspec.Struct, gc=False):
 
     @property
     def is_call(self) -> bool:
-        """True if the step is a model call that is recorded here."""
+        """True if the step is a model call that is not copied from another trajectory."""
         return self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
 
     @property

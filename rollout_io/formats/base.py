@@ -57,7 +57,7 @@ class Run:
         instance_id: Task of the run; the runs of one instance form a group.
         repetition_id: Index of the attempt; None lets the conversion number the attempts, in the
             order of the log.
-        places: Places of its records, in order.
+        places: Locations of the run's records, in order.
         labels: Other identifiers of the run, for `--group-by`.
         index: Index of the run within its document.
         failed: True if the rewards file reports a failure; the run may then lack tokens.

@@ -70,7 +70,7 @@ class _Shape(msgspec.Struct, gc=False):
 
 
 class _Entry(msgspec.Struct, gc=False):
-    """A call with its place and text."""
+    """A call with its location and its line of the log."""
 
     place: Place
     content: bytes
@@ -116,7 +116,7 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 def _session(content: bytes, where: str) -> bytes:
-    """Return the session name of a line that is damaged or does not begin with its session."""
+    """Return the session name in a line that may be damaged, or may not begin with the name."""
     try:
         refuse_not_utf8(content, where)
         return decode_line(_HEAD_DECODER, content, where).session.encode()

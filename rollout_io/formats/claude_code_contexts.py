@@ -57,7 +57,7 @@ _MESSAGE_DECODER = msgspec.json.Decoder(Message)
 
 
 class Line(NamedTuple):
-    """A line with its place and its message."""
+    """A line with its location and its message."""
 
     where: str
     logged: LoggedLine
@@ -126,7 +126,7 @@ class _Thread:
             self.contexts.append(_Context())
 
     def add(self, line: Line, parent: Line | None) -> None:
-        """Continue the context, or branch off at an earlier parent."""
+        """Add a line; a prompt that continues an earlier line goes back to that line first."""
         lines = self.contexts[-1].lines
         if parent is not None and line.is_prompt and lines[-1:] != [parent]:
             found = next((c.lines for c in reversed(self.contexts) if parent in c.lines), None)
@@ -135,7 +135,7 @@ class _Thread:
         self.contexts[-1].lines.append(line)
 
     def _go_back(self, found: list[Line], at: int) -> None:
-        """Branch off after a line, unless only the results of its tool calls follow it."""
+        """Go back to an earlier line, unless only the results of its tool calls follow it."""
         context, later = self.contexts[-1], found[at + 1 :]
         if found is not context.lines or any(line.is_answer for line in later):
             if found is not context.lines or _goes_on(found[at], later):
@@ -158,8 +158,8 @@ def _goes_on(line: Line, later: Sequence[Line]) -> bool:
 def conversations(lines: Iterable[Line]) -> list[Conversation]:
     """Return the contexts that have an answer, ordered by their last lines.
 
-    The main agent's last context comes last. The `source` of a context is the place of its last
-    line.
+    The main agent's last context comes last. The `source` of a context is the location of its
+    last line.
 
     Raises:
         InputError: `message`: a block of an answer is neither text, a thought nor a tool call.

@@ -129,7 +129,7 @@ def _labels(meta: _Meta) -> dict[str, str]:
 
 
 def read_session(run: Run, _: Options) -> Trajectory:
-    """Read the contexts of a session as text; the `source` of each is the place of its last item.
+    """Read the contexts of a session as text; each `source` is the location of the last item.
 
     Raises:
         InputError: `record_type`: a line is damaged; `message`: an item has an unknown type;

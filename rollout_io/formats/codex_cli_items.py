@@ -103,7 +103,7 @@ class Thread:
             context.num_given = min(context.num_given, start)
 
     def _reply(self) -> Message:
-        """Return the assistant message to extend; begin one if none is open."""
+        """Return the assistant message that is being extended; begin one if there is none."""
         if not self.is_open:
             self.messages.append({"role": "assistant", "content": ""})
             self.is_open = True

@@ -86,7 +86,7 @@ def find_trials(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 
 
 def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool, dict[Path, InputError]]:
-    """Find the trajectory files that are not runs of their own, and runs without token ids.
+    """Find the files that belong to the run of another file, or to a run that cannot be read.
 
     Returns:
         The files that belong to the run of another file; true if any run is read as text; and an

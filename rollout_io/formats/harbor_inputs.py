@@ -159,7 +159,7 @@ def _expand_directory(path: Path, errors: list[RolloutError]) -> list[Source]:
 
 
 def _is_bare(source: Source) -> bool:
-    """True for the trajectory in a trial directory without a result."""
+    """True if the source is the trajectory in a trial directory that has no result."""
     file = source.path
     return source.directory is None and (file.parent.name, file.name) == (
         "agent",

@@ -184,7 +184,7 @@ def _reward(rewards: dict[str, float], where: str, key: str | None = None) -> fl
 def read_steps(trial: Trial, result: Path, directory: Path | None) -> Sequence[Step | Conversation]:
     """Return all calls of a trial, in order, with each step's reward in a multi-step trial.
 
-    If neither record has token ids, return the contexts of the trajectory as conversations.
+    If neither `result.json` nor the trajectory has token ids, return conversations.
 
     Args:
         trial: Content of `result`.
@@ -193,7 +193,8 @@ def read_steps(trial: Trial, result: Path, directory: Path | None) -> Sequence[S
 
     Raises:
         RolloutError: `no_token_ids`: ids are missing (the error names the field);
-            `tokens_disagree`: the two records of a call differ. Also the errors for invalid tokens.
+            `tokens_disagree`: `result.json` and the trajectory differ. Also the errors for invalid
+            tokens.
     """
     steps: list[Step | Conversation] = []
     if not trial.step_results:
@@ -295,7 +296,7 @@ def _element(detail: _Detail, index: int, place: str) -> list[Step]:
 
 
 def _agreed(elements: Sequence[Sequence[Step]], run: LoggedRun, place: str) -> list[Step]:
-    """Merge both records of the calls: tokens from the first, order and text from the second."""
+    """Merge calls: tokens from `result.json` (`elements`), order and text from the trajectory."""
     lineages: list[list[Step]] = [[] for _ in range(run.num_subagents + 1)]
     for step, lineage in zip(run.steps, run.lineages, strict=True):
         lineages[lineage].append(step)
@@ -337,7 +338,7 @@ def _disagree(where: str, got: str) -> InputError:
 
 
 def _reason(trial: Trial, part: _Part) -> str:
-    """Explain why a part has no rollout details."""
+    """Explain why a trial, or a step of it, has no rollout details."""
     if part.agent_result is None:
         return "there is no agent result"
     asked = (trial.config.agent.kwargs or {}).get("collect_rollout_details") is True

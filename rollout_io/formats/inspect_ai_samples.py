@@ -233,7 +233,7 @@ def _message(raw: msgspec.Raw, sample: Sample, where: str) -> Message:
 
 
 def _resolved(raw: msgspec.Raw, sample: Sample, where: str) -> msgspec.Raw:
-    """Put the texts that Inspect moved to attachments back into the JSON."""
+    """Insert into the JSON the texts that Inspect moved to attachments."""
     if b"attachment://" not in bytes(raw):
         return raw
 
@@ -270,7 +270,7 @@ def outcome_of(sample: Sample, where: str, options: Options) -> Trajectory:
 
 
 def _numbers(scores: Mapping[str, _Score], where: str) -> dict[str, float]:
-    """Return all numbers in scores: "scorer.key" in a dictionary, "scorer[0]" in a list."""
+    """Return all numbers in scores, named "scorer.key" in a dictionary, "scorer[0]" in a list."""
     found: dict[str, float | None] = {}
     for name, score in scores.items():
         text, here = bytes(score.value), f"{where}.{name}"

@@ -145,7 +145,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 def _part_tasks(runs: Sequence[Run]) -> bool:
-    """Rename tasks that share an index but not their input; return true if there are any."""
+    """Rename tasks that have the same index but different inputs; return True if there are any."""
     inputs: dict[str, set[str]] = {}
     for run in runs:
         inputs.setdefault(run.instance_id, set()).add(run.labels.get("input", ""))

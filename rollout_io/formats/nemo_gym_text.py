@@ -122,7 +122,7 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
 
 
 class _Chat:
-    """Messages in order, the last of which may still be extended by an item of the model."""
+    """Messages in order; further items of the model may extend the last message."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []

@@ -160,7 +160,7 @@ def _step(message: _Message, ids: Sequence[list[int]], where: str) -> Step:
 
 
 def recognizes(path: Path) -> bool:
-    """True if a file is a document of message logs, or of two renderings of a prompt."""
+    """True if a file is a JSON document with message logs, or with two renderings of a prompt."""
     is_runs = is_document(path, _RUNS_SHAPE_DECODER, _MARKS)
     return is_runs or is_document(path, _PAIR_SHAPE_DECODER, _MARKS)
 

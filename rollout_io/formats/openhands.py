@@ -223,7 +223,7 @@ def _metrics(row: _Row, where: str) -> dict[str, float]:
 
 
 def _numbers(name: str, raw: msgspec.Raw, where: str, depth: int = 0) -> dict[str, float]:
-    """Return numbers in an object and in nested objects: "test_result.report.resolved"."""
+    """Return the numbers in an object, at any depth, by path: "test_result.report.resolved"."""
     if bytes(raw).startswith(b"{") and depth < _MAX_DEPTH:
         fields = decode_line(_OBJECT_DECODER, bytes(raw), f"{where}, {name}").items()
         parts = [_numbers(f"{name}.{key}", value, where, depth + 1) for key, value in fields]

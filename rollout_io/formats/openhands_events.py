@@ -91,7 +91,7 @@ class _Event(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class _Agent:
-    """The view of an agent: the messages of each event, by event id."""
+    """The messages that an agent sees, with the id of the event that each comes from."""
 
     name: str | None = None
     view: list[tuple[int, list[Message]]] = field(default_factory=list)
@@ -197,7 +197,7 @@ def _act(agent: _Agent, event: _Event, args: _Args, identity: int, where: str) -
 
 
 def _text_of(event: _Event, args: _Args) -> str | None:
-    """Return the text that an older agent wrote for an action; None if it wrote none."""
+    """Return the text with which an older version of the agent expressed an action, or None."""
     if event.action == "message":
         return args.content or ""
     thought = args.thought or ""
@@ -229,7 +229,7 @@ def _delegate(args: _Args, identity: int) -> _Agent:
 
 
 def _condense(agent: _Agent, args: _Args, identity: int) -> None:
-    """Replace the forgotten events with the summary."""
+    """Remove the events that a condensation forgets, and insert its summary, if any."""
     first, last = args.forgotten_events_start_id, args.forgotten_events_end_id
     forgotten = set(args.forgotten_event_ids or ())
     kept = [

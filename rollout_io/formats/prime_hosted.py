@@ -114,7 +114,7 @@ _METRICS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(slots=True)
 class _Group:
-    """Rows with the same baseline, which is None if their advantage is unknown."""
+    """Rows with the same baseline (reward - advantage); None if it is unknown."""
 
     name: str
     baseline: float | None
@@ -123,14 +123,14 @@ class _Group:
 
 @dataclass(slots=True)
 class _Groups:
-    """The groups found so far, keyed by the fields that their rows share besides the baseline."""
+    """The groups found so far, keyed by problem and prompt."""
 
     by_key: dict[tuple[str, ...], list[_Group]] = field(default_factory=dict)
     num_of_problem: dict[str, int] = field(default_factory=dict)
     first: dict[tuple[str, int, int], Place] = field(default_factory=dict)
 
     def refuse_repeated(self, row: _Row, place: Place) -> None:
-        """Raise an error for a sample that occurred before.
+        """Raise an error for a sample that an earlier row contains.
 
         Raises:
             InputError: `duplicate_record`: the samples are identical.
@@ -146,7 +146,7 @@ class _Groups:
             raise InvariantError("unique_trajectory", place.where, got, hint=hint)
 
     def of(self, row: _Row, size: int | None) -> str:
-        """Return the name of a row's group; a group of `size` rows is full."""
+        """Add a row to its group, which has at most `size` rows; return the group's name."""
         problem = f"{row.run_id}/step-{row.step}/problem-{row.problem_id}"
         groups = self.by_key.setdefault((problem, row.prompt), [])
         baseline = _baseline(row)
@@ -194,7 +194,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 class _Log(NamedTuple):
-    """A log: the file with its rows, the page with their total, and the run of `metadata.json`."""
+    """A log: its file of rows, the page that has their total, and the run in `metadata.json`."""
 
     rows: Input
     page: Path | None
@@ -226,7 +226,7 @@ def _count(page: Path) -> _Count | None:
 
 
 def _places(file: Input, progress: Progress) -> Iterator[Place | Rejected]:
-    """Yield the places of a file's rows."""
+    """Yield the location of each row in a file."""
     if not _is_page(file.path):
         yield from (place for place, _ in lines_of([file], progress))
         return

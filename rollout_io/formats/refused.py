@@ -42,7 +42,7 @@ def _refused(
 ) -> Adapter:
     """Return an adapter that rejects every record of its logs.
 
-    A log is a document with one record, or with a list `results` of records.
+    A log is a document that is one record, or that has a list `results` of records.
 
     Args:
         summary: One-line description of the format.

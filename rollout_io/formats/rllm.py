@@ -205,7 +205,7 @@ def read_episode(run: Run, options: Options) -> Trajectory:
 
 
 def _names(trajectories: Sequence[_Trajectory]) -> list[str]:
-    """Return the name of each trajectory; repeated names are numbered."""
+    """Return the name of each trajectory; numbers are appended to repeated names."""
     names = [trajectory.name or "agent" for trajectory in trajectories]
     return [n if names.count(n) == 1 else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
 

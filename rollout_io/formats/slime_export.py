@@ -136,7 +136,7 @@ def _plain(metadata: dict[str, Any]) -> Any:
 
 
 def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> None:
-    """Give removed samples the same fields as the others: slime inspects only the first sample."""
+    """Add missing fields to removed samples, because slime inspects only the first sample."""
     shape = next((_shape(s) for s in samples if s["rollout_routed_experts"]), ())
     for sample in samples:
         num = sample["response_length"]

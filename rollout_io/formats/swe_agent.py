@@ -114,7 +114,7 @@ def _find(place: Place, content: bytes) -> Iterator[Run]:
 
 
 def _problem(config: msgspec.Raw) -> str | None:
-    """Return the problem's id from a replay configuration, an object or its JSON in a string."""
+    """Return the problem's id in a replay configuration, which is an object or JSON text."""
     try:
         found = _REPLAY_DECODER.decode(config)
         replay = _REPLAY_TEXT_DECODER.decode(found) if isinstance(found, str) else found
@@ -181,10 +181,10 @@ def _end_of_prompt(call: Call) -> int | None:
 
 
 def _match(response: str, replies: list[tuple[str | None, Message]]) -> tuple[str | None, Message]:
-    """Return the next reply in the history with a step's text, including its tool calls.
+    """Find the next reply in the history whose text is `response`; return its agent and message.
 
-    If the response is not in the history (SWE-agent queried the model again), the result has only
-    its text.
+    If the response is not in the history (SWE-agent queried the model again), the message
+    has only the text.
     """
     for index, (agent, reply) in enumerate(replies):
         if reply["content"] == response:
@@ -203,7 +203,7 @@ def _replies(logged: _TrajectoryFile, where: str) -> list[tuple[str | None, Mess
 
 
 def _calls_of_history(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
-    """Yield calls with each agent's messages as one context; demonstrations are not calls."""
+    """Yield the calls of all agents, one context per agent; demonstrations are not calls."""
     seen: dict[str | None, list[Message]] = {}
     for here, marks, message in _history(logged, where):
         before = seen.setdefault(marks.agent, [])

@@ -73,7 +73,7 @@ def find_rows(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 
 
 def _heads(path: Path) -> list[dict[str, Any]]:
-    """Return the columns that identify each row."""
+    """Return, for each row, the columns that identify it."""
     with pq.ParquetFile(path) as file:
         missing = sorted(_REQUIRED - set(file.schema_arrow.names))
         if missing:

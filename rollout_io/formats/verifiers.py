@@ -328,7 +328,7 @@ def _policy(episode: _Named) -> _Policy:
 
 
 def _prefixes(traces: Sequence[Trace]) -> list[tuple[str, Trace]]:
-    """Return the metric prefix of each trace: its agent's name, but empty for the last trace."""
+    """Return each trace with a prefix for its metrics: its agent's name, or empty for the last."""
     names = [trace.agent.name for trace in traces]
     shared = [n if names.count(n) == 1 else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
     return [

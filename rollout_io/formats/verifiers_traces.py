@@ -160,7 +160,10 @@ class Graph:
                 yield self._conversation(path[: last + 1], said[: last + 1], first)
 
     def _branches(self) -> list[tuple[list[int], int]]:
-        """Return the path to each leaf, and how many of its first nodes are in earlier paths."""
+        """Return the path to each leaf, and the number of its leading nodes that are not new.
+
+        A node is new in the first path that contains it; paths that are trained on come first.
+        """
         known: set[int] = set()
         found = []
         for leaf in sorted(self.leaves, key=lambda leaf: leaf not in self.trained):
@@ -299,7 +302,7 @@ def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def metrics_of(traces: Sequence[tuple[str, Trace]]) -> dict[str, float]:
-    """Return the rewards, the weights other than 1 and the metrics of traces, by prefixed name."""
+    """Return the metrics and rewards of traces, and weights other than 1, by prefixed name."""
     found: dict[str, float] = {}
     for prefix, trace in traces:
         for name, reward in (trace.rewards or {}).items():

@@ -178,7 +178,10 @@ def _fixed_base(tokenizer: ChatTokenizer, tools_json: str) -> FixedBase:
 
 
 def _check_headless(tokenizer: ChatTokenizer, text: str, tools: Tools | None, where: str) -> None:
-    """Reject assistant headers without a generation prompt, because they would be trained on."""
+    """Reject a template that begins assistant messages with a header but has no generation prompt.
+
+    Such a header would be trained on.
+    """
     answer = {"role": "assistant", "content": "answer"}
     shown = _after(text, tokenizer.render([*BASE, answer], tools, where=where), where)
     if not shown.lstrip().startswith("answer"):

@@ -61,7 +61,7 @@ def refuse_dropped(
 def refuse_dropped_texts(
     messages: Messages, text: str, tokenizer: ChatTokenizer, where: str
 ) -> None:
-    """Check that a prompt contains the content of each of its messages.
+    """Check that a prompt's text contains the content of every message.
 
     Reasoning may be missing: some templates drop it from earlier answers, and the engine used the
     same template.

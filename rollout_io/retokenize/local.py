@@ -42,7 +42,7 @@ def find_tokenizer(name: str | None) -> str | None:
 
 
 def remembered_tokenizer(metadata: DatasetMetadata) -> str | None:
-    """Return the local directory of a dataset's tokenizer; None if it is missing or has changed."""
+    """Return the local directory of a dataset's tokenizer, or None if it is missing or changed."""
     directory = find_tokenizer(metadata.tokenizer) if metadata.tokenizer_fingerprint else None
     if directory is None or metadata.tokenizer_fingerprint is None:
         return None

@@ -72,7 +72,7 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Convert a call that names its tool in OpenAI's `function`, or directly."""
+    """Convert a tool call whose name and arguments are in `function`, or in the call itself."""
     nested = call.get("function")
     function = nested if isinstance(nested, Mapping) else call
     if not isinstance(function.get("name"), str):

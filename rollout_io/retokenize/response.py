@@ -55,7 +55,7 @@ class Retokenized(ResponseTokens):
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An assistant message, or the consecutive other messages between two of them."""
+    """An assistant message, or the run of other messages between two assistant messages."""
 
     is_assistant: bool
     messages: list[dict[str, Any]]

@@ -25,7 +25,7 @@ _SPACE = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """The bytes of the tokens 0..V-1, concatenated.
+    """The bytes of all tokens (ids 0..V-1), concatenated.
 
     Attributes:
         name: File from which the vocabulary was read.
@@ -103,7 +103,7 @@ def load_token_bytes(path: str) -> TokenBytes:
 
 
 def _converted(directory: str) -> str:
-    """Return a `tokenizer.json`, which Transformers creates from other tokenizer files."""
+    """Return the `tokenizer.json` text that Transformers creates from other tokenizer files."""
     from rollout_io.retokenize.tokenizer import load_tokenizer
 
     with requires_extra("text", "--tokenizer"):

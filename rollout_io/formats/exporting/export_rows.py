@@ -124,7 +124,7 @@ class Groups:
     _numbers: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def add(self, table: pa.Table) -> tuple[list[int], list[int]]:
-        """Count rows; return the numbers of each row's instance and trajectory."""
+        """Count rows; return the instance number of each row, and its trajectory number."""
         instances = self._add(table, "instance_id", self.num_rows_of_instance)
         return instances, self._add(table, "trajectory_id", self.num_rows_of_trajectory)
 
@@ -136,7 +136,7 @@ class Groups:
         return found
 
     def remarks(self, peer: str, size: str) -> Iterator[str]:
-        """Yield remarks for a trainer that treats every row as a sample.
+        """Yield remarks for users of a trainer that treats every row as a sample.
 
         Args:
             peer: Name of the trainer.

@@ -60,14 +60,14 @@ class Logprobs(msgspec.Struct, gc=False):
 
 
 class Function(msgspec.Struct, gc=False):
-    """Function of a tool call, or a piece of it."""
+    """The function of a tool call, or a streamed piece of it."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolCall(msgspec.Struct, gc=False):
-    """A piece of a tool call."""
+    """A tool call, or a streamed piece of it."""
 
     index: int = 0
     id: str | None = None
@@ -84,7 +84,7 @@ class Message(msgspec.Struct, gc=False):
 
 
 class Delta(msgspec.Struct, gc=False):
-    """A piece of a message."""
+    """A streamed piece of a message."""
 
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -99,7 +99,7 @@ class Provider(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, gc=False):
-    """One of the n choices of a response, or a piece of one."""
+    """One of the n choices of a response, or a streamed piece of a choice."""
 
     index: int = 0
     message: Message | None = None

@@ -84,9 +84,9 @@ def _prompt_of(choice: Choice, response: Response, where: str) -> bytes:
 def _take_usage(usage: Usage, steps: Sequence[Step], where: str) -> None:
     """Store or check the token counts that the engine reported.
 
-    With one choice, its step stores both counts. With several, the response count must equal the
-    total over all choices, and the first step stores the prompt count if all choices have the same
-    prompt: the engine counts each prompt of a text completion once.
+    If there is one choice, its step stores both counts. If there are several, the response count
+    must equal the total over all choices, and the first step stores the prompt count if all choices
+    have the same prompt: the engine counts each prompt of a text completion once.
     """
     counted = (usage.prompt_tokens or None, usage.completion_tokens or None)
     if len(steps) == 1:

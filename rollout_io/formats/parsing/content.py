@@ -46,7 +46,7 @@ Parts = str | Sequence[str | Part] | None
 
 
 def parts_in(content: Parts) -> list[Part]:
-    """Return the parts of a message's content: one for a string, none for None."""
+    """Return the parts of a message's content; a string is one part, None has no parts."""
     if content is None or isinstance(content, str):
         return [Part(text=content)] if content else []
     return [Part(text=part) if isinstance(part, str) else part for part in content]

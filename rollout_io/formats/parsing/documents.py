@@ -72,7 +72,7 @@ def is_document(path: Path, decoder: msgspec.json.Decoder[Any], marks: Iterable[
 
 
 def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Run:
-    """Return the run of a document, named after its content or its file (see `with_group_rule`).
+    """Return the run in a document, named by the document or after its file.
 
     Args:
         place: The document; `where` is the name of the file.
@@ -96,7 +96,7 @@ def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Ru
 def with_group_rule(
     found: Iterable[Found], rule: str = _BY_FILE, label: str = "instance_id"
 ) -> Iterator[Found]:
-    """Yield all items; if a run lacks the label, also yield how its group was inferred."""
+    """Yield everything in `found`, and the rule for inferring groups if a run lacks the label."""
     is_inferred = False
     for item in found:
         is_inferred |= isinstance(item, Run) and label not in item.labels

@@ -17,7 +17,7 @@ T = TypeVar("T")
 def parts_of(
     place: Place, document: bytes, name: str, parts: Sequence[msgspec.Raw]
 ) -> Iterator[Place]:
-    """Yield the places of a list's elements in a document; each element is a record.
+    """Yield the location of each element of a list in a document; each element is a record.
 
     Args:
         place: Location of the document.

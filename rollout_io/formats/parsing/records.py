@@ -33,7 +33,7 @@ _TEXT_DECODER = msgspec.json.Decoder(str)
 
 
 class Record(NamedTuple):
-    """A line with its place."""
+    """A line of a log, with its location."""
 
     place: Place
     content: bytes
@@ -73,7 +73,7 @@ def _descriptor(path: Path) -> _Descriptor:
 
 
 def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Place, bytes]]:
-    """Yield the non-blank lines of all inputs, each with its place.
+    """Yield the non-blank lines of all inputs, each with its location.
 
     Raises:
         InputError: `input_file`: a file is unreadable; `lfs_pointer`: a file is a Git LFS pointer.
@@ -120,8 +120,8 @@ def refuse_repeated(content: bytes, where: str, first: dict[bytes, str]) -> None
 
     Args:
         content: Content of the record.
-        where: Place of the record.
-        first: Places of earlier records by digest; updated with this one.
+        where: Location of the record.
+        first: Locations of earlier records by digest; this record is added.
 
     Raises:
         InputError: `duplicate_record`: the record is a copy.
@@ -142,7 +142,7 @@ def named_in(content: bytes, key: str) -> str | None:
 
 
 def incomplete(places: Iterable[Place], damage: RolloutError) -> Iterator[Rejected]:
-    """Reject the other records of a run with a damaged record: runs are never used partially."""
+    """Reject the intact records of a run with a damaged record: partial runs are never used."""
     got = f"another record of the same run is damaged ({damage.rule}: {damage.where})"
     hint = "delete the damaged record if the run is complete without it"
     for place in places:

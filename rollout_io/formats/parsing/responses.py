@@ -106,7 +106,7 @@ def read_steps(
     Args:
         response: Response whose output contains the complete run.
         sent: Messages before the output; None if unknown.
-        where: Prefix of places within the response, such as `a.jsonl:3, response.`.
+        where: Prefix of locations in the response, such as `a.jsonl:3, response.`.
         failed: If true, calls without tokens are left out, even if no call remains.
 
     Raises:
@@ -146,7 +146,7 @@ def read_steps(
 
 
 def _calls(items: Sequence[_Item], where: str) -> Iterator[range]:
-    """Yield the items of each model call: up to the item with tokens, or up to a reply."""
+    """Yield the range of each model call's items, up to an item with tokens or up to a reply."""
     start = 0
     for i, item in enumerate(items):
         if item.is_answer and item.has_tokens:
@@ -230,7 +230,7 @@ def _without_tokens(raw: msgspec.Raw) -> RawItem:
 
 
 def _said(raw_item: RawItem, place: str) -> list[str]:
-    """Return the texts of a message or of reasoning; other items have none."""
+    """Return the texts of a message or reasoning item; an empty list for other items."""
     item = decode_line(_ANY_ITEM_DECODER, msgspec.json.encode(raw_item), place)
     if item.get("type", "message") not in {"message", "reasoning"}:
         return []

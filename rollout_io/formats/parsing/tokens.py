@@ -102,7 +102,7 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
 def _with_shared(
     found: npt.NDArray[np.int64], ends: IntArray, extends: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int32], IntArray]:
-    """Rebuild the lists, some of which extend the previous one, from their new numbers and ends."""
+    """Rebuild the lists: one that `extends` the previous list has only new numbers in `found`."""
     new = found[found <= INT32_MAX].astype(np.int32)
     stops = ends - np.arange(len(ends))
     starts = np.maximum.accumulate(np.where(extends, 0, np.append(0, stops[:-1])))
@@ -167,7 +167,7 @@ def same_ids(ids: bytes, others: bytes, what: str, where: str) -> None:
 
 
 def usage_differs(what: str, num_tokens: int, counted: int, where: str) -> InputError:
-    """Return the error for a token count of the engine that differs from the number of ids."""
+    """Return the error for an engine's token count that differs from the number of ids."""
     got = f"`usage` reports {count(counted, f'{what} token')}, but the call has {count(num_tokens, f'{what} id')}"
     hint = "record the call again: ids are missing or belong to a different call"
     return InputError("usage_counts", where, got, hint=hint)
