@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """A shard's place in its dataset.
+    """A shard's position in its dataset.
 
     Attributes:
         writing: See `Part`.
@@ -88,7 +88,7 @@ class Place:
 
 @dataclass(slots=True)
 class Places:
-    """Assigns places to the shards of one part, in order.
+    """Assigns each shard of a part its position in the dataset, in order.
 
     Attributes:
         part: The part being written.
@@ -115,7 +115,7 @@ class Places:
                 self._rows.update(list_lengths(table.column(name)).tobytes())
 
     def next(self, *, is_last: bool) -> Place:
-        """Return the place of the next shard, after `add` has seen its rows."""
+        """Return the position of the next shard; call `add` with all of its rows first."""
         place = Place(
             writing=self.part.writing,
             part=self.part.index,
@@ -130,7 +130,7 @@ class Places:
 
 
 def refuse_incomplete(where: str, places: Sequence[Place | None], names: Sequence[str]) -> None:
-    """Raise an error if a shard of a dataset is missing from a directory, or in the wrong place.
+    """Raise an error if a shard of a dataset is missing from a directory, or in the wrong order.
 
     A directory may contain several complete datasets. Shards that were appended one by one have no
     place and are not checked.

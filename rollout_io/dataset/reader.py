@@ -498,7 +498,7 @@ def _tables(
 
 
 def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]:
-    """Re-cut the tables of files from other programs so that no trajectory spans two tables."""
+    """Regroup the tables of other programs' files so that no trajectory spans two tables."""
     keyed = list(dict.fromkeys([*names, "trajectory_id"]))
     for shard in shards:
         if "trajectory_id" not in shard.names:

@@ -70,7 +70,7 @@ class _Chat(msgspec.Struct, gc=False):
 
     @property
     def thought(self) -> str | None:
-        """Reasoning from the fields other than `content`."""
+        """Reasoning text, if it is in a field other than `content`."""
         named = (self.reasoning, self.thinking, self.thinking_blocks)
         texts = (self.reasoning_content, *map(all_text, named))
         return next((text for text in texts if text), None)
