@@ -157,7 +157,11 @@ def alone(work: Callable[..., Any], *arguments: Any, **named: Any) -> None:
 def planned(
     run: Path, lora_run: Path, model: str, arguments: argparse.Namespace
 ) -> tuple[Plan, Plan, list[list[Case]]]:
-    """Plan all cases: those of the run, those of the adapters, and swaps in flight."""
+    """Plan the cases of the selected datasets.
+
+    Returns the plan of the run, the plan of the run with adapters, and the rounds of responses
+    during which the weights are swapped.
+    """
     wanted = set(arguments.datasets)
     plan = Plan(arguments.seed, [int(v) for v in versions_of(run, model)], arguments.scale)
     kinds = {"steps": plan_steps, "merged": plan_merged, "raw": plan_raw, "bfloat16": plan_bfloat16}
@@ -172,7 +176,10 @@ def planned(
 
 
 def weights_of(run: Path, lora_run: Path, model: str, folder: Path) -> dict[str, str]:
-    """Return the model directory of each key; models with rounded weights go to `folder`."""
+    """Return the model directory for each value of `Call.weights`.
+
+    Models with rounded weights are written to `folder`.
+    """
     weights = versions_of(run, model)
     for version in quantised_versions([int(v) for v in weights]):
         for kind in ("bf16", "int8"):
@@ -192,7 +199,7 @@ def counted(labels: pl.DataFrame) -> pl.DataFrame:
 
 
 def measure(out: Path, arguments: argparse.Namespace) -> None:
-    """Audit every dataset, and print how the verdicts compare with the labels."""
+    """Audit every dataset, and print how often the verdicts agree with the labels."""
     labels = pl.read_parquet(out / "labels.parquet")
     joined: dict[str, list[pl.DataFrame]] = {"full": [], "first pass": []}
     for name in [name for name in arguments.datasets if (out / "data" / name).exists()]:
@@ -262,7 +269,7 @@ def audited(
 
 
 def subset(source: Path, target: Path, number: int) -> Path:
-    """Write the first trajectories of a dataset, whose order is random."""
+    """Write the first `number` trajectories of a dataset; trajectories are in random order."""
     if not target.exists():
         table = rollout_io.read(source)
         names = table.column("trajectory_id").unique().slice(0, number)
@@ -273,7 +280,11 @@ def subset(source: Path, target: Path, number: int) -> Path:
 
 
 def compared(labels: pl.DataFrame, verdicts: pl.DataFrame) -> pl.DataFrame:
-    """Join verdicts with labels, and add the columns `is_right`, `is_placed` (of swaps) and `is_found`."""
+    """Join verdicts with labels, and add columns that grade each verdict.
+
+    `is_right`: the verdict names the planted fault and its parameters; `is_placed`: a swap is
+    located within two tokens; `is_found`: any fault is reported.
+    """
     names = [name for name in verdicts.columns if name not in labels.columns]
     keys = ["trajectory_id", "step_index"]
     found = labels.join(verdicts.select(*keys, *names), on=keys, how="left")
@@ -319,7 +330,7 @@ LENGTHS = [5, 10, 20, 40, 80]
 
 
 def report(spans: pl.DataFrame) -> None:
-    """Print the figures of one dataset."""
+    """Print how well the audit detects the faults in one dataset."""
     clean, faulty = spans.filter(fault="clean"), spans.filter(pl.col("fault") != "clean")
     alarms = int((~clean["is_right"]).sum())
     rate = 1000 * alarms / max(len(clean), 1)

@@ -85,14 +85,15 @@ class Call:
     """One request to the server.
 
     Attributes:
-        weights: Key of the weights that answer: a version, or "3-int8", "foreign", "adapter-2".
+        weights: Key of the weights that answer the call: a version such as "3", or a name such as
+            "3-int8", "foreign" or "adapter-2".
         text: The user's message; None to continue the response of the previous call.
         sampling: Fields of `Sampling`, including `max_tokens`.
         label: `policy_version` of the row.
         fault: Name of the planted fault; "clean" if there is none.
-        says: Columns of the row to overwrite with false values.
+        says: False values to write to columns of the row, by column.
         shift: Number of positions by which to shift the stored log-probabilities.
-        variant: Different rendering of the prompt, seen by the engine or stored in the row.
+        variant: Name of a different rendering of the prompt; None: only the chat template's.
         engine_has_variant: True if the engine saw the variant; false if the row stores it.
     """
 
@@ -109,7 +110,7 @@ class Call:
 
 @dataclass(kw_only=True)
 class Case:
-    """One trajectory of a dataset."""
+    """One trajectory of a dataset: its planned calls, and the answers to them."""
 
     name: str
     dataset: str
@@ -120,12 +121,12 @@ class Case:
 
 
 class Plan:
-    """Draws cases at random.
+    """Draws the cases of the datasets at random.
 
     Args:
         seed: Seed of all random draws.
-        versions: Versions of the run, in order.
-        scale: Factor of the number of cases.
+        versions: Policy versions of the run, in order.
+        scale: Factor by which to multiply the numbers of cases.
     """
 
     def __init__(self, seed: int, versions: Sequence[int], scale: float) -> None:
@@ -134,7 +135,7 @@ class Plan:
         self._names = count()
 
     def repeat(self, number: int) -> range:
-        """Return a range over a scaled number of cases."""
+        """Return a range for drawing `number` cases, multiplied by the scale."""
         return range(max(1, round(number * self.scale)))
 
     def length(self) -> int:
@@ -145,7 +146,7 @@ class Plan:
         return self.random.randint(low, high)
 
     def text(self) -> str:
-        """Draw a question."""
+        """Draw the text of a user message."""
         return self.random.choice(QUESTIONS).format(self.random.choice(TOPICS))
 
     def settings(self) -> dict[str, Any]:
@@ -153,29 +154,29 @@ class Plan:
         return ALL | self.random.choice(SETTINGS)
 
     def call(self, weights: object, label: int, **changes: Any) -> Call:
-        """Draw a call; `changes` are fields of `Call`, or of its sampling."""
+        """Draw a call; `changes` overrides fields of `Call` and sampling settings."""
         sampling = self.settings() | {"max_tokens": self.length()}
         sampling |= {k: changes.pop(k) for k in list(changes) if k in sampling}
         text = changes.pop("text", self.text())
         return Call(weights=str(weights), text=text, sampling=sampling, label=label, **changes)
 
     def add(self, dataset: str, server: str, *calls: Call) -> None:
-        """Add a case."""
+        """Add a case, which consists of the given calls."""
         name = f"t{next(self._names):05d}"
         self.cases.append(Case(name=name, dataset=dataset, server=server, calls=list(calls)))
 
     def version(self, first: int = 0) -> int:
-        """Draw a version, except the `first` oldest ones."""
+        """Draw a version, but none of the `first` oldest ones."""
         return self.random.choice(self.versions[first:])
 
     def older(self) -> tuple[int, int]:
-        """Draw a version, and another that is one or two versions older."""
+        """Draw a version and an older one; they are at most two versions apart."""
         new = self.version(first=1)
         return new, max(self.versions[0], new - self.random.choice([1, 1, 2]))
 
 
 def plan_steps(p: Plan) -> None:
-    """Plan rows of one step each, with processed log-probabilities: all faults except adapters."""
+    """Plan single-step rows with processed log-probabilities: all faults except old adapters."""
     for _ in p.repeat(1000):
         v = p.version()
         p.add("steps", "processed", p.call(v, v))
@@ -226,7 +227,7 @@ def plan_steps(p: Plan) -> None:
 
 
 def quantised_versions(versions: Sequence[int]) -> tuple[int, int]:
-    """Return the two versions that also exist with rounded weights."""
+    """Choose the two versions of which copies with rounded weights are made."""
     return versions[len(versions) // 2], versions[-1]
 
 
@@ -313,7 +314,7 @@ def plan_adapters(p: Plan, server: str) -> None:
 
 
 def plan_in_flight(p: Plan) -> list[list[Case]]:
-    """Plan rows whose weights change while the server samples them; each round has one swap."""
+    """Plan responses during which the server swaps its weights; each round has one swap."""
     rounds = []
     for new in (p.versions[-3], p.versions[-1]):
         before = len(p.cases)
@@ -329,7 +330,7 @@ def plan_in_flight(p: Plan) -> list[list[Case]]:
 
 
 async def agent(client: Any, task: Any) -> float:
-    """Make the one call that the task describes."""
+    """Make the only call of a task, with the prompt ids of the task if it has any."""
     given = task.extras
     if given["ids"] is not None:
         await client.sample(given["ids"], **given["sampling"])
@@ -339,7 +340,7 @@ async def agent(client: Any, task: Any) -> float:
 
 
 class Sampler:
-    """Runs the calls of cases on a server.
+    """Sends the calls of cases to a server, and builds rows and labels from the answers.
 
     Args:
         folder: Folder for intermediate datasets.
@@ -353,12 +354,13 @@ class Sampler:
         self._parts = count()
 
     def run(self, cases: Sequence[Case], url: str, weights: Mapping[str, str]) -> None:
-        """Answer all calls.
+        """Make all calls of the given cases, and store the answers in the cases.
 
         Args:
             cases: Cases of one server.
-            url: The server.
-            weights: Model directory by key; or, with the prefix "name:", a served name.
+            url: URL of the server.
+            weights: For each key of weights, the model directory to load; or, with the prefix
+                "name:", a model name that the server already serves.
         """
         for number in range(max((len(case.calls) for case in cases), default=0)):
             here = [c for c in cases if len(c.calls) > number and c.is_complete]
@@ -404,7 +406,7 @@ class Sampler:
     def run_across_a_swap(
         self, cases: Sequence[Case], url: str, weights: Mapping[str, str]
     ) -> None:
-        """Answer calls with the old weights, and load new ones when the first response is complete.
+        """Start calls with the old weights, and load new ones when the first response is complete.
 
         The server keeps the keys and values that the old weights computed, as in `rollouts rl`
         with `weight_sync = "now"`. `settle_swaps` finds where each response changed.
@@ -427,7 +429,11 @@ class Sampler:
             case.answers.append(rows[case.name])
 
     def settle_swaps(self, cases: Sequence[Case], scorer: Scorer) -> None:
-        """Find the first token that the new weights sampled, by exact scores of the old ones."""
+        """Find the first token of each response that the new weights sampled.
+
+        It is the first token whose log-probability differs from that under the old weights.
+        Cases where it is too close to an end of the response are marked incomplete.
+        """
         for case in sorted(cases, key=lambda case: case.calls[0].weights):
             row = case.answers[0]
             exact = scorer.logprobs(case.calls[0].weights, row).numpy()
@@ -469,7 +475,7 @@ class Sampler:
         return self.tokenizer.encode([text], ["call"])[0]
 
     def rendered(self, call: Call, variant: str) -> list[int]:
-        """Render the prompt of a first call differently from the chat template."""
+        """Render the prompt of a case's first call in a way that differs from the chat template."""
         text = self.tokenizer.render([_user(call.text)], generation_prompt=True)
         system = text[: text.index("<|im_start|>user")]
         changed = {
@@ -484,7 +490,7 @@ class Sampler:
         return self._encoded(changed)
 
     def rows(self, case: Case) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the row and the label of each step."""
+        """Yield the row and the label of each step of a case."""
         steps: list[tuple[Call, dict[str, Any], dict[str, Any]]] = []
         said: list[dict[str, str]] = []
         for call, answer in zip(case.calls, case.answers, strict=True):
@@ -597,7 +603,7 @@ def write(cases: Sequence[Case], sampler: Sampler, out: Path) -> pl.DataFrame:
 def train(
     out: Path, url: str, model: str, *, seed: int, iterations: int, rate: float, rank: int | None
 ) -> Path:
-    """Train a run on one-digit additions, and keep every version of its weights."""
+    """Train a policy on one-digit additions with `rollouts rl`, and keep every version."""
     tasks = out.parent / "tasks"
     write_tasks(tasks)
     lora = [] if rank is None else [f"train.lora_rank={rank}"]
@@ -643,7 +649,7 @@ def untied(source: Path, target: Path) -> str:
 
 
 def round_weights(source: Path, target: Path, kind: str) -> str:
-    """Write a model whose matrices are rounded to bfloat16, or to 8-bit integers by row."""
+    """Copy a model with its matrices rounded to bfloat16, or to 8-bit integers scaled per row."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("adapter"))
     for file in target.glob("*.safetensors"):
         tensors = load_file(file)
@@ -690,7 +696,7 @@ def versions_of(run: Path, model: str) -> dict[str, str]:
 
 
 class Scorer:
-    """Log-probabilities under several models, computed by Transformers, independently of the audit."""
+    """Computes log-probabilities with Transformers, independently of the audit."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
         self.paths = paths
@@ -709,7 +715,11 @@ class Scorer:
 
 
 def distances(table: pl.DataFrame, labels: pl.DataFrame, scorer: Scorer) -> dict[str, Any]:
-    """Measure how far consecutive versions, and the engine, are from the true version, in nats."""
+    """Measure by how many nats log-probabilities differ from those of the version that sampled.
+
+    Compares the log-probabilities that the engine reported, and those under the previous and next
+    version, on clean rows.
+    """
     clean = labels.filter(
         pl.col("fault") == "clean",
         pl.col("dataset") == "steps",

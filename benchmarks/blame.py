@@ -115,7 +115,7 @@ def _texts() -> tuple[list[list[int]], list[int]]:
 def _without_unused_tokens(
     policy: Policy, texts: Sequence[Sequence[int]], foreign: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """Cut the vocabulary to the tokens of both texts, and return the texts with their new ids."""
+    """Reduce the model's vocabulary to the tokens that occur; return the texts with new ids."""
     used = sorted({token for text in (*texts, foreign) for token in text})
     number = {token: index for index, token in enumerate(used)}
     model = policy.model
@@ -132,7 +132,7 @@ def _without_unused_tokens(
 
 
 def _tune(policy: Policy, texts: Sequence[Sequence[int]], arguments: argparse.Namespace) -> None:
-    """Adapt a cut model to the recorded calls, so that it predicts text again."""
+    """Fine-tune the reduced model on the recorded calls, so that it predicts text again."""
     rng = np.random.default_rng(arguments.seed)
     settings = {"policy_loss_type": "cross_entropy", "learning_rate": 1e-3}
     learner = _learner(policy, torch.optim.AdamW(policy.parameters(), lr=1e-3), **settings)
@@ -156,7 +156,7 @@ def _pool(
     foreign: Sequence[int],
     arguments: argparse.Namespace,
 ) -> Pool:
-    """Sample responses from the policy to random parts of recorded calls."""
+    """Sample responses from the policy; prompts are random parts of recorded calls."""
     rng = np.random.default_rng((arguments.seed, 1))
     prompts, responses = [], []
     for number in rng.integers(len(texts), size=arguments.pool):
@@ -178,7 +178,7 @@ def _pool(
 def _poisoned(
     policy: Policy, pool: Pool, kind: str, rng: np.random.Generator, num_rows: int
 ) -> tuple[Batch, int]:
-    """Make a batch with one poisoned row; return the batch and the index of that row."""
+    """Build a batch with one poisoned row, and return it with the index of that row."""
     num_groups = num_rows // GROUP
     rows: list[dict[str, Any]] = []
     for number in rng.choice(len(pool.prompts), num_groups, replace=num_groups > len(pool.prompts)):
@@ -207,7 +207,7 @@ def _poisoned(
 
 
 def _all_updates(policy: Policy, pool: Pool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Blame updates of 64 to 512 rows, each with one poisoned row."""
+    """Rank the rows of simulated updates, to see where the poisoned row of each is ranked."""
     found = []
     for number in range(arguments.updates):
         rng = np.random.default_rng((arguments.seed, 2, number))
@@ -304,7 +304,7 @@ def _learner(
 def _show_cost(
     policy: Policy, texts: Sequence[Sequence[int]], arguments: argparse.Namespace
 ) -> None:
-    """Measure CPU seconds of blame and of a plain update, alternately; print the medians."""
+    """Measure the CPU seconds of blame and of a plain update in turn, and print the medians."""
     rng = np.random.default_rng(arguments.seed)
     rows = []
     for number in rng.integers(len(texts), size=arguments.rows):

@@ -82,7 +82,7 @@ class _Call(msgspec.Struct, gc=False):
 
 
 def repeated(path: Path, num_bytes: int) -> Path:
-    """Write the shop log repeatedly, with different session names each time."""
+    """Write copies of the shop log to a file, with different session names in each copy."""
     lines = SHOP.read_bytes().splitlines(keepends=True)
     written = copy = 0
     with path.open("wb") as file:
@@ -119,7 +119,7 @@ def typed_parse(log: Path) -> None:
 
 
 def glue(log: Path, out: Path) -> None:
-    """Convert like a first glue script: write all fields to Parquet with `datasets`."""
+    """Convert a log like a simple script: write all fields to Parquet with `datasets`."""
     import datasets  # imported here, because worker processes import this module too
 
     with log.open(encoding="utf-8") as file:
@@ -128,7 +128,7 @@ def glue(log: Path, out: Path) -> None:
 
 
 def lean_glue(log: Path, out: Path) -> None:
-    """Convert like `glue`, with only the fields that a rollout table keeps."""
+    """Convert a log like `glue`, but write only the fields that a rollout table keeps."""
     import datasets
 
     with log.open(encoding="utf-8") as file:
@@ -153,14 +153,14 @@ def _row(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Measure the wall time of one call."""
+    """Call `work`, and return the wall time in seconds."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def peak_megabytes(log: Path, folder: Path) -> float:
-    """Measure the peak memory of a separate process that converts a log."""
+    """Convert a log in a separate process, and return the peak memory of the process."""
     out = folder / "peak"
     command = [sys.executable, "-c", PEAK, str(log), str(out)]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -169,7 +169,7 @@ def peak_megabytes(log: Path, folder: Path) -> float:
 
 
 def compare(name: str, log: Path, folder: Path) -> None:
-    """Print speeds and ratios."""
+    """Time the conversion of a log and its alternatives, and print speeds and ratios."""
     out, num_mb = folder / "ours", log.stat().st_size / 1e6
 
     def ours(workers: int = 1) -> None:

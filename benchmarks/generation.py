@@ -76,7 +76,7 @@ def compare(url: str, folder: Path, arguments: argparse.Namespace) -> None:
 def generated(
     url: str, folder: Path, arguments: argparse.Namespace
 ) -> tuple[float, list[list[int]]]:
-    """Measure the generator's tokens per second; also return the prompts that it sent."""
+    """Run the generator; return its tokens per second, and the prompts that it sent."""
     folder.mkdir()
     lines = [json.dumps({"prompt": f"Tell me about {i}."}) for i in range(arguments.tasks)]
     (folder / "tasks.jsonl").write_text("\n".join(lines))

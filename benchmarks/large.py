@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def write(dataset: Path, gigabytes: float) -> None:
-    """Write the same trajectories repeatedly, with different ids each time."""
+    """Write copies of the same trajectories to a dataset, with different ids in each copy."""
     table = growing_trajectories(num_trajectories=600, num_turns=10, tokens_per_turn=640)
     written = 0
     with RolloutWriter(dataset, checked=True) as writer:

@@ -68,7 +68,7 @@ def _read(path: Path) -> Curve:
 
 
 def naive_curve(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Run the plain loop; print and yield an entry after each update."""
+    """Run `NaiveLoop`; print and yield an entry of its learning curve after each update."""
     loop = NaiveLoop(model=arguments.model, seed=SEED)
     tasks, held_out = (_tasks(folder / f"tasks/{name}.jsonl") for name in ("train", "held_out"))
     order: list[tuple[str, int]] = []
@@ -90,7 +90,7 @@ def naive_curve(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[st
 
 
 def our_curve(folder: Path, url: str, staleness: int, arguments: argparse.Namespace) -> Curve:
-    """Run `rollouts rl` with the configuration in examples/."""
+    """Run `rollouts rl` with a configuration in examples/, and return its learning curve."""
     run = folder / f"run{staleness}"
     config = rl.load_rl_config(
         f"examples/{arguments.task}.toml",
@@ -113,7 +113,7 @@ def our_curve(folder: Path, url: str, staleness: int, arguments: argparse.Namesp
 
 
 def curve_of(lines: list[dict[str, Any]]) -> Curve:
-    """Extract the curve from a run's `metrics.jsonl`, with one update per iteration.
+    """Extract the learning curve from a run's `metrics.jsonl`, with one update per iteration.
 
     Example:
         >>> times = {"wait_seconds": 2.0, "seconds": 1.0, "sync_seconds": 0.5}
@@ -141,7 +141,7 @@ def curve_of(lines: list[dict[str, Any]]) -> Curve:
 
 
 def table(curves: dict[str, Curve]) -> str:
-    """Format, for each run, the held-out rewards and when it reached a reward of 0.9."""
+    """Format each run's held-out rewards, and when they reached 0.9."""
     lines = []
     for name, curve in curves.items():
         evaluated = [entry for entry in curve if "held_out" in entry]

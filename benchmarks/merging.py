@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measured(table: pa.Table) -> tuple[pa.Table, dict[str, float]]:
-    """Measure the seconds of each of our operations; also return the merged table."""
+    """Time each operation of this library on a table; return the merged table and the seconds."""
     stored = encode_prefixes(table)
     full_s, merged = best_of(5, lambda: merge_table(table, "consecutive"))
     prefix_s, same = best_of(5, lambda: merge_table(stored, "consecutive"))
@@ -66,7 +66,7 @@ def measured(table: pa.Table) -> tuple[pa.Table, dict[str, float]]:
 
 
 def of_skyrl(python: str, table: pa.Table, merged: pa.Table) -> dict[str, float]:
-    """Measure SkyRL's seconds on the same rows, with the interpreter `python`."""
+    """Time SkyRL's merge and validation on the same rows, with the interpreter `python`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.parquet"
         pq.write_table(table, path)
@@ -84,7 +84,7 @@ def of_skyrl(python: str, table: pa.Table, merged: pa.Table) -> dict[str, float]
 
 
 def of_lists(table: pa.Table, merged: pa.Table) -> dict[str, float]:
-    """Measure the seconds of the merge on Python lists."""
+    """Time a merge of the same rows as Python lists, including conversion from and to Arrow."""
     from_s, rows = best_of(1, lambda: table.select(COLUMNS).to_pylist())
     merge_s, by_lists = best_of(3, lambda: merge_lists(rows))
     to_s, _ = best_of(1, lambda: pa.Table.from_pylist(by_lists))
@@ -108,7 +108,7 @@ def show(ours: dict[str, float], against: dict[str, float]) -> None:
 
 
 def scaling() -> None:
-    """Measure merge time for three sizes: time per distinct token should be constant."""
+    """Print the merge time for three sizes; the time per distinct token should be constant."""
     print(f"{'trajectories':>13}{'step tokens':>14}{'distinct':>12}{'ms':>9}{'ns / distinct':>15}")
     for num in (300, 600, 1200):
         stored = encode_prefixes(growing_trajectories(num, num_turns=10, tokens_per_turn=640))
@@ -119,7 +119,7 @@ def scaling() -> None:
 
 
 def merge_lists(rows: list[Row]) -> list[Row]:
-    """Merge each row into the previous one if it continues it; the input is unchanged."""
+    """Merge each row that continues the previous row into it, without changing the input."""
     merged: list[Row] = []
     for row in rows:
         if merged and extends(merged[-1], row):

@@ -90,7 +90,10 @@ class NaiveLoop:
     def sample(
         self, model: Any, tokenizer: Any, prompts: Sequence[str]
     ) -> tuple[list[str], torch.Tensor, int]:
-        """Sample `group_size` texts per prompt; return texts, sequences, padded prompt length."""
+        """Sample `group_size` texts per prompt.
+
+        Returns the texts, the padded token ids of prompts and texts, and the padded prompt length.
+        """
         chats = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
@@ -114,5 +117,5 @@ class NaiveLoop:
 
 
 def _ends(padded: torch.Tensor) -> torch.Tensor:
-    """Find the first pad token of each row; if it is also the EOS token, it was sampled."""
+    """Mark the first pad token of each row, which was sampled if EOS is used as the pad token."""
     return padded & (padded.cumsum(-1) == 1)

@@ -16,7 +16,7 @@ CLIP = 0.2
 
 
 def micro_batches(batch: Batch, budget: int) -> Iterator[IntArray]:
-    """Sort rows by length, and yield as many at a time as fit when padded to the longest."""
+    """Sort rows by length, and yield groups whose size when padded is within the budget."""
     lengths = batch.prompts.lengths + batch.responses.lengths
     rows: list[int] = []
     for row in np.argsort(-lengths, kind="stable"):

@@ -75,7 +75,10 @@ def compare(engine: str, recorder: str, arguments: argparse.Namespace) -> None:
 
 
 async def round_of(root: str, name: str, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Measure the median seconds to the first token, and tokens per second."""
+    """Make calls in concurrent sessions.
+
+    Returns the median seconds to the first token of a call, and the total tokens per second.
+    """
     began = time.monotonic()
     pause_s = arguments.gap_ms / 1000 * arguments.tokens / arguments.sessions
 
@@ -116,7 +119,10 @@ async def send(writer: asyncio.StreamWriter, path: str, body: bytes) -> None:
 
 
 async def many(recorder: str, num_trajectories: int, num_sessions: int) -> None:
-    """Record sessions of one call, `num_sessions` at a time; `count` checks the dataset later."""
+    """Record sessions with one call each, `num_sessions` of them at a time.
+
+    `count` checks the dataset later.
+    """
     waiting = iter(range(num_trajectories))
 
     async def worker() -> None:

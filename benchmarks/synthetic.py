@@ -70,7 +70,7 @@ def _ragged(rows: list) -> Ragged:
 
 
 def best_of(runs: int, action: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the shortest of several run times in seconds, and the last result."""
+    """Run an action several times; return its shortest time in seconds, and its last result."""
     times = []
     for _ in range(runs):
         start = time.perf_counter()

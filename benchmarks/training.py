@@ -172,7 +172,7 @@ def _ours(
 
 
 class _Kept(torch.optim.SGD):
-    """An optimizer that leaves weights and gradients unchanged."""
+    """An optimizer whose `step` and `zero_grad` do nothing, so that gradients can be read later."""
 
     def step(self, closure: Any = None) -> None:
         pass
@@ -199,7 +199,7 @@ def _sizes(forests: list[Forest]) -> Figures:
 
 
 def _measured(policy: Policy, step: Callable[[], Any], *, num_warm: int) -> Figures:
-    """Measure seconds and peak bytes of a step, with gradients already allocated."""
+    """Measure the seconds and peak memory of a training step, with gradients already allocated."""
     tokens = torch.arange(8, device=policy.model.device)[None]
     policy.model(
         input_ids=tokens, use_cache=False
@@ -216,7 +216,7 @@ def _measured(policy: Policy, step: Callable[[], Any], *, num_warm: int) -> Figu
 
 
 def _bytes(*, reset: bool) -> int:
-    """Reset the peak and return the memory in use, or return the peak since the last reset.
+    """Return the peak memory in bytes since the last reset; with `reset`, reset it first.
 
     On a CPU, this is the memory of the process.
     """
@@ -233,7 +233,7 @@ def _bytes(*, reset: bool) -> int:
 
 
 def _utilisation(figures: Figures, arguments: argparse.Namespace) -> Figures:
-    """Compute our step's share of the GPU's peak arithmetic; recomputation does not count."""
+    """Compute the utilisation of the GPU's peak FLOPS; recomputed activations do not count."""
     if not torch.cuda.is_available() or "num_targets" not in figures:
         return {}
     shape, config = read_model_shape(arguments.model), read_config(arguments.model)

@@ -124,14 +124,17 @@ def _recorded(arguments: argparse.Namespace, dataset: str) -> dict[str, Batch | 
 
 
 def _alternating(batch: Batch) -> Batch:
-    """Set alternating advantages of 1 and -1: groups with equal rewards have no gradient."""
+    """Set advantages to 1 and -1 in turn, because equal rewards would give no gradient."""
     row = np.repeat(np.arange(len(batch.names)), batch.responses.lengths)
     advantages = torch.from_numpy(1.0 - 2.0 * (batch.trajectory[row] % 2)).float()
     return dataclasses.replace(batch, advantages=advantages)
 
 
 def _made_up(arguments: argparse.Namespace) -> dict[str, Batch | None]:
-    """Generate one group; each prompt keeps a fifth of the last response and adds tool output."""
+    """Generate one group of random trajectories, as batches by layout.
+
+    Each prompt keeps a fifth of the previous response, without its reasoning, and adds tool output.
+    """
     rng = np.random.default_rng(0)
     per_turn = arguments.context // (arguments.turns + 1)
     vocab_size = training.read_config(arguments.model)["vocab_size"]
@@ -172,7 +175,7 @@ def _made_up(arguments: argparse.Namespace) -> dict[str, Batch | None]:
 def one_step(
     policy: Policy, accelerator: Accelerator, batch: Batch | None, side: str, arguments: Any
 ) -> Figures:
-    """Measure seconds, memory and tokens of one step; its gradient is kept in the policy."""
+    """Measure the seconds, memory and tokens of one step, and leave its gradient in the policy."""
     assert batch is not None
     config = _config(arguments, "-", **SIDES[side])
     learner = Learner(
@@ -196,7 +199,7 @@ def one_step(
 
 
 def _packed(batch: Batch, config: TrainConfig) -> tuple[MiniBatch, float]:
-    """Build the batch's only mini-batch five times; return it with the shortest time."""
+    """Build the only mini-batch of a batch five times; return it, and the shortest time."""
     seconds = []
     for _ in range(5):
         start = time.perf_counter()

@@ -142,7 +142,7 @@ def measure_browser(many: Path, long: Path) -> None:
 
 
 def filtered_s(page: Any, condition: str) -> float:
-    """Return the seconds from Enter to the counts of the filter."""
+    """Apply a filter, and return the seconds from pressing Enter until its counts are shown."""
     page.fill("#where", condition)
     counts = ".counts data:first-of-type"
     all_ = page.get_attribute(counts, "value")
@@ -158,7 +158,7 @@ def filtered_s(page: Any, condition: str) -> float:
 
 
 def drawn_s(page: Any, task: int, attempt: int) -> float:
-    """Return the seconds from opening a long row, not cached anywhere, until it is drawn."""
+    """Open a long row that is not cached, and return the seconds until it is drawn."""
     of = urlencode({"data": "d1", "trajectory": f"task-{task}_{attempt}", "task": f"task-{task}"})
     since = page.evaluate(
         "hash => { const now = performance.now(); location.hash = hash; return now }",
@@ -170,7 +170,7 @@ def drawn_s(page: Any, task: int, attempt: int) -> float:
 
 
 def scrolled(page: Any) -> list[float]:
-    """Return the milliseconds between frames during two seconds of scrolling."""
+    """Scroll for two seconds, and return the milliseconds between frames."""
     page.mouse.move(500, 600)
     page.evaluate(f"() => {{ window.frames_ = ({FRAMES})(2000) }}")  # not awaited
     end = time.perf_counter() + 2
@@ -192,7 +192,7 @@ def show_limit(name: str, values: list[float], unit: str, limit: float) -> None:
 
 
 def measure_many(path: Path) -> None:
-    """Print the time to open a dataset, the time of each answer and the memory."""
+    """Print the time to open a dataset with many rows, the time of each query, and the memory."""
     api, opened_s = opened(path)
     print(f"{path.name}: checked and indexed in {opened_s:.1f} s, {resident_mb():,.0f} MB")
     for name, (view, parameters) in QUESTIONS.items():
@@ -201,7 +201,7 @@ def measure_many(path: Path) -> None:
 
 
 def measure_long(path: Path) -> None:
-    """Print the time to read long rows, each for the first time."""
+    """Print the time to read long rows that have not been read before."""
     api, _ = opened(path)
     seconds = []
     for number in range(0, NUM_LONG, 8):

@@ -75,7 +75,7 @@ async def compare(url: str, policy: Policy, folder: Path, arguments: argparse.Na
 async def timed(
     engine: VllmEngine, policy: Policy, path: Path, source: Path, *, as_adapter: bool
 ) -> Times:
-    """Write and load the policy's weights, and sample a token with them."""
+    """Time three stages: write the policy's weights, load them, and sample a token with them."""
     marks = [time.perf_counter()]
     if as_adapter:
         save_adapter(policy.model, path, policy.model.state_dict())

@@ -18,7 +18,7 @@ NUM_HELD_OUT = 20
 
 
 class Addition:
-    """A single turn; the reward is 1 if the last number of the answer is the sum."""
+    """A task with a single turn; the reward is 1 if the last number in the answer is the sum."""
 
     def __init__(self, env_config: Any, extras: dict[str, Any]) -> None:
         del env_config
@@ -34,7 +34,7 @@ class Addition:
 
 
 def is_right(answer: str, number: int) -> float:
-    """Return 1 if the last number of the answer is the expected one, else 0."""
+    """Return 1 if the last number in the answer is `number`, else 0."""
     return float(re.findall(r"\d+", answer)[-1:] == [str(number)])
 
 

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def trained_groups(frame: pl.LazyFrame, run: str) -> list[str]:
-    """Return the groups that were trained on: those with reward variance, in the order of the dataset."""
+    """Return the groups that a run trained on: those with varying rewards, in dataset order."""
     lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
     num_groups = sum(json.loads(line)["num_groups"] for line in lines)
     returns = pipelines.trajectory_returns(frame).group_by("instance_id", maintain_order=True)
@@ -45,7 +45,10 @@ def trained_groups(frame: pl.LazyFrame, run: str) -> list[str]:
 
 
 def compare(frame: pl.LazyFrame, before: str, after: str, groups: list[str]) -> pl.DataFrame:
-    """Compute the change in mean log-probability of rewarded and unrewarded trajectories, per group."""
+    """Compute, for each group, how the mean log-probability of its trajectories changed.
+
+    The change is averaged separately over rewarded and unrewarded trajectories.
+    """
     rows = frame.filter(pl.col("instance_id").is_in(groups)).collect()
     returns = pipelines.trajectory_returns(rows.lazy()).collect()
     change = mean_logprobs(rows, after) - mean_logprobs(rows, before)

@@ -18,7 +18,7 @@ NUM_TRAIN, NUM_HELD_OUT = 200, 20
 
 
 class RunningSum:
-    """Two turns; each earns half a point if the last number of the answer is correct.
+    """A task with two turns; each earns half a point if the last number in the answer is correct.
 
     After the first turn, the environment states the correct sum.
     """

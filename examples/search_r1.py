@@ -78,7 +78,10 @@ def search_r1(out: Path, port: int, overrides: Sequence[str]) -> int:
 
 
 def write_data(out: Path) -> None:
-    """Write two documents and a question per person; tasks have SkyRL's columns."""
+    """Write the corpus (two documents per person) and the tasks (a question per person).
+
+    The tasks have SkyRL's columns.
+    """
     chosen = random.Random(0)
     homes = {name: chosen.choice(CITIES) for name in NAMES}
     documents = []
@@ -146,7 +149,7 @@ def sets(*overrides: str) -> list[str]:
 
 
 def train_again(out: Path, layout: str) -> int:
-    """Repeat the loop's updates from its dataset, in this layout."""
+    """Repeat the RL run's updates with `rollouts train` on its dataset, in the given layout."""
     loop = json.loads((out / "rl/config.json").read_text(encoding="utf-8"))["train"]
     own = {"dataset", "model", "out", "sequence_layout"}
     kept = {k: v for k, v in loop.items() if v is not None and k not in own}
@@ -158,7 +161,7 @@ def train_again(out: Path, layout: str) -> int:
 
 
 def compare(out: Path) -> int:
-    """Print each layout's updates side by side; return 1 if they differ, else 0."""
+    """Print the updates of both layouts side by side; return 1 if they differ, else 0."""
     step, merge = (read_metrics(out / layout) for layout in LAYOUTS)
     for number, (a, b) in enumerate(zip(step, merge, strict=True), 1):
         print(

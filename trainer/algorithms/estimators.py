@@ -65,7 +65,10 @@ def advantages_of_rewards(
 
 
 def _numbered(index: IntArray) -> IntArray:
-    """Renumber indices from 0, without gaps for trajectories or groups without trained tokens."""
+    """Map indices to 0, 1, 2, ... in order, so that there are no gaps.
+
+    Gaps arise from trajectories or groups without trained tokens.
+    """
     return np.asarray(np.unique(index, return_inverse=True)[1], np.int64)
 
 

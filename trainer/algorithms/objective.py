@@ -49,14 +49,14 @@ class Objective:
     """The loss of a mini-batch, as `trainer.run.update` computes it.
 
     Attributes:
-        policy_loss: The policy loss.
-        reduction: The reduction.
+        policy_loss: Function named by `policy_loss_type`.
+        reduction: Function named by `loss_reduction`.
         needs_old_logprobs: Whether the loss depends on `old_logprobs`.
         selection: Settings of clip_cov's selection of targets, or the fraction of targets that
             kl_cov selects; None for other losses.
         correction: Corrections for sampler mismatch; None: no correction.
-        kl_estimator: Estimator of the divergence from the reference.
-        kl_coef: Weight of that divergence.
+        kl_estimator: Estimator of the KL divergence from the reference.
+        kl_coef: Weight of the KL divergence.
         entropy_coef: Weight of the entropy bonus.
     """
 

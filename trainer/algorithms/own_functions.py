@@ -16,10 +16,10 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def call_own(function: Function, given: Mapping[str, Any]) -> Any:
-    """Call a function with keyword arguments; arrays are copied, because it may modify them.
+    """Call a user's function with keyword arguments; arrays are copied in case it modifies them.
 
     Raises:
-        InputError: `{key}_raised`: the function raises (the message has the location).
+        InputError: `{key}_raised`: the function raised an exception (the message has the location).
     """
     given = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in given.items()}
     try:
@@ -38,7 +38,7 @@ def call_own(function: Function, given: Mapping[str, Any]) -> Any:
 def refused(
     function: Function, got: str, expected: str, hint: str | None = None, *, part: str = ""
 ) -> InputError:
-    """Build the error for an invalid result, or an invalid part of it."""
+    """Build the error for an invalid result of a user's function, or for `part` of the result."""
     where = f"{function.name}, {part}" if part else function.name
     return InputError(function.kind.key, where, got, expected, hint)
 
@@ -50,7 +50,7 @@ def finite_array(function: Function, found: Any, num: int, what: str) -> FloatAr
         function: The function.
         found: The function's result: a NumPy array, a CPU tensor or a list of numbers.
         num: Required number of elements.
-        what: Meaning of an element, for messages.
+        what: Description of an element, for messages.
 
     Raises:
         InputError: The result is not numeric, has the wrong shape, or is not finite.

@@ -37,7 +37,7 @@ class PolicyLoss(Protocol):
         advantages: [M] float32 from the estimator, not scaled for the reduction. A loss without
             them is supervised: it needs no rewards, and is not corrected for sampler mismatch.
         row: [M] int64: row of each target, from 0. Rows depend on the layout.
-        **keys: All other parameters are keys.
+        **keys: All other parameters are configuration keys.
 
     Returns:
         [M] losses with gradient, in the dtype of `logprobs`, finite; or a `TokenLoss`, which also
@@ -57,8 +57,7 @@ class AdvantageEstimator(Protocol):
     with `kl_reward_coef`, again with the groups of each batch, so an advantage may depend only on
     its group. The advantage applies to every trained token of the trajectory. An estimator that
     takes `rewards` is called for each batch (`groups_per_batch` groups) with its N trained tokens,
-    in the order of their trajectories' steps, whatever rows they are in; these arrays are the same
-    in every layout.
+    ordered by trajectory and step; these arrays are the same in every layout.
 
     Args:
         returns: [n] float64, finite: return of each trajectory (`outcome`).
@@ -70,7 +69,7 @@ class AdvantageEstimator(Protocol):
             Only with `rewards`.
         values: [N] float64: the critic's value of the context before each token. Only with
             `rewards`; an estimator with this parameter needs a critic, which the run trains.
-        **keys: All other parameters are keys.
+        **keys: All other parameters are configuration keys.
 
     Returns:
         [n] or [N] finite numbers (a NumPy array, a CPU tensor or a list); with `values`, a
@@ -101,7 +100,7 @@ class LossReduction(Protocol):
         micro_batch: [M] int64: micro-batch of each target, from 0 without gaps.
         num_micro_batches: Micro-batches of the mini-batch. The result of a reduction that
             takes this or `micro_batch` depends on `tokens_per_micro_batch`.
-        **keys: All other parameters are keys.
+        **keys: All other parameters are configuration keys.
 
     Returns:
         [M] finite weights (a NumPy array, a CPU tensor or a list).

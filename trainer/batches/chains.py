@@ -20,8 +20,8 @@ FloatArray = npt.NDArray[np.float64]
 class Chains:
     """N trained tokens in temporal order, trajectory by trajectory, for recursions over time.
 
-    Within a trajectory, tokens are in the order of its steps. Untrained tokens, including
-    observations, are not part of the chain: they are not discounted and need no value.
+    Untrained tokens, including observations, are not part of the chain: they cause no discounting
+    and need no value.
 
     Attributes:
         slots: [N] int64 index of each token in the batch's concatenated response tokens.
@@ -35,7 +35,7 @@ class Chains:
 
 
 def make_chains(rows: pa.Table, trains: BoolArray) -> Chains:
-    """Chain the trained tokens of complete trajectories.
+    """List the trained tokens of complete trajectories in temporal order, with their rewards.
 
     In a row with `rewards`, each token has a reward. In any other row, the `reward` of a step goes
     to its last token; a merged row stores one reward per step. Steps, merged rows and mixtures of
@@ -117,10 +117,10 @@ def credit(
 def ranked_steps(
     rows: pa.Table, starts: IntArray, row_trajectory: IntArray
 ) -> tuple[Steps, IntArray]:
-    """List the steps of the rows, and rank them in the order in which they were sampled.
+    """List the steps in the given rows, and the rank of each in the order of sampling.
 
-    Rows are ordered by their last steps. If merging interleaved the steps of a trajectory, all rows
-    of that trajectory contain step indices.
+    Within a trajectory, rows must be ordered by their last step. If merging interleaved the steps
+    of a trajectory, all its rows contain step indices.
     """
     split = is_joined(rows)
     number = np.arange(rows.num_rows)

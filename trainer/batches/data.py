@@ -43,13 +43,13 @@ class Batch:
         trajectory: [R] trajectory of each row, 0..num_trajectories-1.
         mini_batch: [R] optimizer step, within the batch, that each row belongs to.
         trains: [T] bool: the loss mask, but false in failed or masked trajectories, in greedy rows
-            and beyond `max_row_tokens`.
+            and for tokens beyond `max_row_tokens`.
         greedy: [R] bool: rows excluded from training only because they were sampled at temperature
             0, where a token has probability 1 and thus no gradient.
         truncated: [R] bool: rows with tokens excluded from training only due to `max_row_tokens`.
         advantages: [T] float32; initially the advantage of the token's trajectory; see
             `trainer.run.batch_advantages`.
-        chains: The trained tokens in the order of their trajectories' steps.
+        chains: The trained tokens in temporal order, with their rewards.
         temperature: [T] float32.
         rollout_logprobs: [T] float32 nats; NaN in rows without log-probabilities.
         routes: Recorded experts to replay in the R rows; None if there are none.
@@ -75,9 +75,10 @@ class Batch:
 def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
     """Collect the lengths, token range and sampling settings of every row in one streaming pass.
 
-    `num_forwarded_tokens` is the cost of forwarding the row as a chain: the tokens of prompt and
-    response before the last trained token (before the last token if none is trained).
-    `num_untrained_at_start` counts those before the first trained token (undefined without one).
+    `num_forwarded_tokens` is the cost of forwarding the row as a chain: the number of prompt and
+    response tokens before the last trained token (or before the last token if none is trained).
+    `num_untrained_at_start` is the number of tokens before the first trained one (undefined if none
+    is trained).
     """
     rollouts = _with_optional_columns(rollouts)
     greedy = _is_greedy()
@@ -119,12 +120,15 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
 
 
 def _is_greedy() -> pl.Expr:
-    """Select rows sampled at temperature 0; rows with different temperatures are never merged."""
+    """Build the condition that a row was sampled at temperature 0.
+
+    A merged row has a single temperature, because steps with different ones are never merged.
+    """
     return (pl.col("temperature") == 0).fill_null(value=False)
 
 
 def _holds(name: str, condition: pl.Expr) -> pl.Expr:
-    """True if all elements match; true for a null list."""
+    """Build an expression: true if all elements of a list column match, or if the list is null."""
     every = pl.col(name).list.eval(condition.fill_null(value=False)).list.all()
     return every.fill_null(value=True)
 
@@ -137,7 +141,7 @@ def load_batch(
     *,
     replay_routing: bool = True,
 ) -> Batch:
-    """Load the rows of the given groups in the layout `sequence_layout`."""
+    """Load the rows of the given groups as a batch, in the layout `sequence_layout`."""
     rows = read_rows(rollouts, plan, groups, sequence_layout, replay_routing=replay_routing)
     return to_batch(rows)
 
@@ -151,11 +155,11 @@ def read_rows(
     merge_rule: Literal["lineage", "consecutive", "keep"] | None = None,
     replay_routing: bool = True,
 ) -> pl.DataFrame:
-    """Read the input of `to_batch`: rows of groups, merged if configured, joined to the plan.
+    """Read the rows of the given groups for `to_batch`: merged if configured, joined to the plan.
 
-    Rows are in the order of `groups`, so concatenating the tables of several lists of groups gives
-    the same table as reading all groups at once. Routes are dropped unless they are replayed. If
-    they are, steps that were routed differently are not merged, so that each is forwarded with the
+    Rows are in the order of `groups`, so reading several lists of groups and concatenating the
+    tables gives the same result as reading all groups at once. Without `replay_routing`, routes are
+    dropped. With it, steps whose routes differ are not merged, so that each is forwarded with the
     experts that sampled it.
     """
     names = UNUSED_COLUMNS if replay_routing else (*UNUSED_COLUMNS, ROUTING)
@@ -195,7 +199,7 @@ def read_rows(
 
 
 def to_batch(table: pl.DataFrame, max_row_tokens: int | None = None) -> Batch:
-    """Convert a table of rows with the columns trains, advantage and mini_batch to a batch.
+    """Convert the table that `read_rows` returns to a batch.
 
     Tokens beyond the first `max_row_tokens` of a row are excluded from training.
     """

@@ -35,7 +35,7 @@ class Forest:
         target_slot: [M] int64 index of each target in the batch's concatenated response tokens, for
             gathering values per target.
         routes: [N, layers, topk] int16 experts of each token, -1 where the model's own router
-            decides; None: it decides for all tokens.
+            decides; None: the router decides for all tokens.
     """
 
     token_ids: Tensor
@@ -77,7 +77,7 @@ def attention_mask(subtree_end: Tensor) -> Tensor:
 
 
 def chain_lengths(prompts: Ragged, responses: Ragged, is_target: BoolArray) -> IntArray:
-    """Count the tokens to forward in each row ([R]): those up to the parent of its last target.
+    """Count the tokens to forward in each row ([R]): all tokens before its last target.
 
     Later tokens predict no target. A row with p prompt tokens and its last target at response
     position t thus has p + t tokens to forward, and a row without targets has none.
@@ -142,7 +142,7 @@ def chain_forest(
 
 
 def forest_of(arrays: Mapping[str, IntArray], routes: Routes | None, row: IntArray) -> Forest:
-    """Build a forest from its arrays and from the routes of each token's row."""
+    """Build a forest from its arrays; `row` ([N]) is each token's row, to look up its routes."""
     tensors = {name: torch.from_numpy(v.astype(np.int64)) for name, v in arrays.items()}
     if routes is not None:
         tensors["routes"] = torch.from_numpy(routes.at(row, arrays["position_ids"]))
@@ -150,7 +150,7 @@ def forest_of(arrays: Mapping[str, IntArray], routes: Routes | None, row: IntArr
 
 
 def _lengths(column: Ragged, rows: IntArray) -> IntArray:
-    """Return the lengths of the given rows, in time linear in their number."""
+    """Return the lengths of the given rows, in time linear in the number of given rows."""
     return column.offsets[rows + 1] - column.offsets[rows]
 
 
@@ -226,7 +226,7 @@ class RowLimit:
 
     Attributes:
         num_tokens: Maximum number of tokens in a row.
-        reason: Source of the limit, for the message.
+        reason: Where the limit comes from, for the error message.
         hint: Hint for the error raised if a row is longer.
     """
 

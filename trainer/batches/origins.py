@@ -15,7 +15,7 @@ from trainer.batches.chains import ranked_steps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRows:
-    """Rows of the batch's groups as the dataset stores them, without their tokens.
+    """Rows of a batch's groups as the dataset stores them, without their tokens.
 
     Attributes:
         rows: [D] instance_id, trajectory_id, step_index (int32), num_tokens and token_sum (int64:
@@ -35,8 +35,8 @@ class Origins:
         stored: The stored rows of the batch's groups.
         begin: [S] ascending index, in the batch's concatenated response tokens, of the first token
             of each step.
-        row: [S] row of the step in `stored`.
-        position: [S] position of its first token in that row's response.
+        row: [S] index of the row of `stored` that contains the step.
+        position: [S] position of the step's first token in that row's response.
     """
 
     stored: StoredRows
@@ -51,7 +51,7 @@ class Origins:
 
 
 def stored_rows(rows: pl.DataFrame) -> StoredRows:
-    """Index rows of a dataset.
+    """Index rows of a dataset, so that `find_origins` can look up the tokens of a batch.
 
     Args:
         rows: instance_id, trajectory_id, step_index, response_ids, and optionally segments, of
@@ -70,9 +70,9 @@ def stored_rows(rows: pl.DataFrame) -> StoredRows:
 
 
 def find_origins(rows: pl.DataFrame, stored: StoredRows) -> Origins:
-    """Find where the tokens of a batch are stored.
+    """Find the dataset row and the position at which each token of a batch is stored.
 
-    Steps are matched by their number within the trajectory, which merging does not change.
+    Steps are matched by their index within the trajectory, which merging does not change.
 
     Args:
         rows: Rows of a batch, merged or split in any way, in the batch's order.
@@ -94,7 +94,7 @@ def find_origins(rows: pl.DataFrame, stored: StoredRows) -> Origins:
 
 
 def _place_steps(rows: pl.DataFrame) -> pl.DataFrame:
-    """Locate every step within the given rows.
+    """Find the row and the position of every step in the given rows.
 
     Returns:
         [S] trajectory_id; number (0..n-1 over the steps of the trajectory, in the order in which

@@ -19,7 +19,7 @@ class MiniBatch:
     Attributes:
         forests: Micro-batches, which together contain every target once; all targets of a row are
             in the same micro-batch.
-        num_distinct_tokens: Tokens in the trees before they are cut; None if rows are chains.
+        num_distinct_tokens: Tokens in all trees before trees are cut; None if rows are chains.
     """
 
     forests: list[Forest]

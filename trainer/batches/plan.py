@@ -19,7 +19,7 @@ from trainer.config.function_keys import BoundFunction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Plan of one pass over the dataset.
+    """Plan of one pass over the dataset: its trajectories, advantages and batches.
 
     Attributes:
         trajectories: One row per trajectory of the planned groups: instance_id, trajectory_id,
@@ -134,7 +134,10 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
 
 
 def num_planned_updates(plan: Plan, passes: Passes) -> int:
-    """Compute the maximum number of optimizer steps; mini-batches without gradient are skipped."""
+    """Compute the maximum number of optimizer steps of a run.
+
+    The run may make fewer, because it skips mini-batches without a gradient.
+    """
     per_epoch = sum(math.ceil(len(b) / passes.groups_per_mini_batch) for b in plan.batches)
     planned = per_epoch * passes.epochs_per_batch * passes.num_epochs
     return min(planned, passes.max_updates or planned)

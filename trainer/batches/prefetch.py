@@ -32,7 +32,7 @@ def one_ahead(read: Callable[[Key], Value], keys: Iterable[Key]) -> Iterator[Val
 
 
 class _Reading(Thread, Generic[Key, Value]):
-    """A read that runs in a separate thread."""
+    """A thread that calls `read(key)` once and keeps its result or error."""
 
     def __init__(self, read: Callable[[Key], Value], key: Key) -> None:
         super().__init__(daemon=True, name="read-ahead")

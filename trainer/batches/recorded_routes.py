@@ -18,7 +18,7 @@ ExpertArray = npt.NDArray[np.int16]
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Experts of the leading tokens of prompt + response, for R rows.
+    """Recorded experts of the first tokens of R rows, each a prompt followed by a response.
 
     Attributes:
         tokens: R rows of [tokens, layers * topk] int16; a row may be empty.
@@ -32,12 +32,12 @@ class Routes:
 
     @classmethod
     def from_arrow(cls, column: pa.ChunkedArray) -> Routes:
-        """Wrap a `rollout_expert_indices` column."""
+        """Wrap an Arrow column `rollout_expert_indices`."""
         found = Routing.of(column)
         return cls(found.tokens, *found.shape)
 
     def at(self, row: IntArray, depth: IntArray) -> ExpertArray:
-        """Look up the experts of the tokens at `depth` of `row` ([N, layers, topk]; -1 if unknown).
+        """Look up the experts of N tokens by row and position ([N, layers, topk]; -1 if unknown).
 
         Example:
             >>> values = np.array([[0, 3], [1, 2]], np.int16)  # two tokens of one row, one layer
@@ -52,11 +52,14 @@ class Routes:
         return found.reshape(-1, self.num_layers, self.topk)
 
     def numbered(self, rows: IntArray, lengths: IntArray) -> list[IntArray]:
-        """Number the routes of leading tokens: equal numbers mean equal experts in every layer.
+        """Map each token's experts to an integer that is unique to that choice of experts.
+
+        Two tokens get the same integer if they have the same experts in every layer; tokens without
+        recorded experts get 0.
 
         Args:
             rows: [K] rows.
-            lengths: [K] number of leading tokens of each row.
+            lengths: [K] number of tokens to map in each row, from its first token on.
 
         Returns:
             K arrays, [length] int64 each.

@@ -33,7 +33,7 @@ class Trie:
     Attributes:
         rows: [R] row index in the batch.
         tokens: R arrays of the tokens to forward: int32 ids, or int64 with the id in the lower half
-            and the number of the token's routing in the upper half.
+            and the integer of the token's experts (see `Routes.numbered`) in the upper half.
         lengths: [R] number of tokens, at least one.
         shared: [R] number of leading tokens shared with the previous row; 0 starts a new tree.
     """
@@ -49,7 +49,7 @@ class Trie:
         return int((self.lengths - self.shared).sum())
 
     def part(self, index: IntArray) -> Trie:
-        """Select rows by their indices, at least one and in ascending order."""
+        """Return the trie of the rows at the given indices (ascending, at least one)."""
         shared = np.zeros(len(index), dtype=np.int64)
         if len(index) > 1:
             upto = self.shared[: index[-1] + 1]
@@ -105,7 +105,7 @@ def make_trie(
 
 
 def _keys(prompts: Ragged, responses: Ragged, lengths: IntArray, rows: IntArray) -> list[bytes]:
-    """Collect each row's tokens to forward, as int32 bytes."""
+    """Return the ids of each row's tokens to forward as bytes (int32)."""
     prompt, response = (
         part.values.astype(np.int32, copy=False).view(np.uint8).data
         for part in (prompts, responses)
@@ -117,7 +117,7 @@ def _keys(prompts: Ragged, responses: Ragged, lengths: IntArray, rows: IntArray)
 
 
 def _routed(keys: list[bytes], numbers: list[IntArray]) -> list[bytes]:
-    """Add routing numbers to keys, so that tokens routed differently are distinct."""
+    """Combine token ids with `Routes.numbered`, so that tokens with different experts differ."""
     return [
         (np.frombuffer(key, dtype=np.int32) | number << TOKEN_BITS).tobytes()
         for key, number in zip(keys, numbers, strict=True)
@@ -133,8 +133,8 @@ def trie_forest(
 ) -> Forest:
     """Build the forest of a trie: a shared token is forwarded once, but is a target in each row.
 
-    The other arguments describe the complete batch. Parents of targets (`is_target`,
-    [T] bool) must all be in the trie.
+    All arguments except `trie` describe the complete batch. The trie must contain the parent of
+    every target (`is_target`, [T] bool).
     """
     new = trie.lengths - trie.shared
     begin = np.cumsum(new) - new
@@ -164,7 +164,7 @@ def trie_forest(
 
 
 def _branches(trie: Trie, begin: IntArray) -> tuple[IntArray, IntArray]:
-    """Compute `subtree_end` of the tokens ([N]), and the row that each row extends ([R]).
+    """Compute each token's `subtree_end` ([N]), and for each row the earlier row it extends ([R]).
 
     A stack holds the path from the root to the end of the current row. Each entry is a run of
     tokens on that path: the row that added them, and their depth range. The next row ends the runs,
@@ -245,7 +245,7 @@ def cut(trie: Trie, budget: int) -> list[IntArray]:
 
 
 def _cheapest_cuts(lengths: list[int], shared: list[int], budget: int) -> list[int]:
-    """Find the bounds of a tree's runs by dynamic programming over its rows."""
+    """Find where to cut a tree into runs of rows, by dynamic programming over the rows."""
     upto = np.cumsum(np.array(lengths) - np.array(shared)).tolist()
     if upto[-1] <= budget:
         return [0, len(lengths)]
@@ -276,7 +276,10 @@ def _size(lengths: list[int], upto: list[int], first: int, last: int) -> int:
 
 
 def _spread(trie: Trie, bins: list[IntArray], num_ranks: int) -> list[IntArray]:
-    """Halve the largest bins until the number of bins is a multiple of `num_ranks`, if possible."""
+    """Split the largest bins in two until the number of bins is a multiple of `num_ranks`.
+
+    If there are too few rows, the number may not be a multiple.
+    """
     found = sorted((np.sort(rows) for rows in bins), key=lambda rows: int(rows[0]))
     while len(found) % num_ranks and any(len(rows) > 1 for rows in found):
         sizes = [trie.part(rows).num_tokens if len(rows) > 1 else 0 for rows in found]

@@ -85,7 +85,7 @@ def replay(
 
 
 def as_json_value(found: Replay) -> dict[str, Any]:
-    """Convert the result to JSON types, with the metrics side by side."""
+    """Convert the result to JSON types, with the recorded and replayed values of each metric."""
     columns_ = {"recorded": found.recorded, "replayed": found.replayed}
     if found.changed is not None:
         columns_["changed"] = found.changed
@@ -117,7 +117,7 @@ def _difference(one: Difference) -> dict[str, Any]:
 
 
 def screen(found: Replay) -> str:
-    """Format the result for the terminal."""
+    """Format the result as text for the terminal."""
     where = "" if found.iteration is None else f" (iteration {found.iteration})"
     start = found.checkpoint or "the start model"
     if found.num_forwarded:
@@ -146,7 +146,7 @@ def _verdict(found: Replay) -> str:
 
 
 def _table(found: Replay) -> list[list[str]]:
-    """Return the numeric metrics side by side."""
+    """Build a table with the recorded, replayed and changed value of each numeric metric."""
     changed = found.changed or {}
     names = dict.fromkeys((*found.recorded, *found.replayed, *changed))
     table = [["metric", "recorded", "replayed", "changed", "difference"]]

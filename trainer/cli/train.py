@@ -188,7 +188,7 @@ def plot(
 
 
 def _curves_of(paths: tuple[str, ...]) -> str:
-    """Return the path of the default image: inside the run, or in the working directory for several runs."""
+    """Return the default image path: in the run, or in the working directory for several runs."""
     if len(paths) > 1:
         return "curves.png"
     run = Path(paths[0])
@@ -196,7 +196,10 @@ def _curves_of(paths: tuple[str, ...]) -> str:
 
 
 def _is_run(path: str) -> bool:
-    """True for a run, and for a local path that contains neither a run nor a dataset."""
+    """Return whether a path is to be plotted as a run.
+
+    True for a run, and also for a local path that contains neither a run nor a dataset.
+    """
     from rollout_io.dataset.storage import find_shards
     from schemas.errors import InputError
 

@@ -20,7 +20,7 @@ class BoundFunction:
 
     Attributes:
         function: The function.
-        keys: Values, by name, of the parameters that are not inputs.
+        keys: Values, by parameter name, of all parameters that are configuration keys.
     """
 
     function: Function
@@ -28,7 +28,7 @@ class BoundFunction:
 
 
 def bind(kind: Kind, config: LossConfig) -> BoundFunction:
-    """Bind the function that a configuration names to the values of its keys.
+    """Find the function that a configuration names, and bind it to the configured values.
 
     Raises:
         RolloutError: See `trainer.config.functions.find`.
@@ -81,7 +81,7 @@ def check_functions(config: LossConfig) -> None:
 
 
 def is_plain(value: Any) -> bool:
-    """True if a value survives JSON unchanged."""
+    """True if writing a value as JSON and reading it back leaves it unchanged."""
     if isinstance(value, list):
         return all(map(is_plain, value))
     if isinstance(value, dict):

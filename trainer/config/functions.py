@@ -103,7 +103,7 @@ class Function:
         name: Name in the configuration.
         is_own: Whether this is a user function, `module:function`.
         inputs: Parameters that receive arrays or tensors.
-        keys: All other parameters.
+        keys: All other parameters: configuration keys.
         takes_all_keys: Whether the function accepts arbitrary keys (`**keys`).
         call: The function.
     """
@@ -201,7 +201,7 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
 
 
 def nearest_inputs(function: Function) -> str | None:
-    """Suggest similar inputs for parameters without a value."""
+    """Suggest the input that a parameter without a value was probably meant to be."""
     for name in function.keys:
         if near := difflib.get_close_matches(name, function.kind.inputs, n=1, cutoff=0.7):
             return f"`{name}`: did you mean `{near[0]}`?"
@@ -209,5 +209,5 @@ def nearest_inputs(function: Function) -> str | None:
 
 
 def known_inputs(kind: Kind) -> str:
-    """List the inputs that a kind of function may take."""
+    """List the inputs that a kind of function may take, for a hint."""
     return f"inputs of {kind.key}: {', '.join(kind.inputs)}"

@@ -16,7 +16,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """Policy loss, reduction, correction for sampler mismatch, KL and entropy."""
+    """Settings of the policy loss, reduction, correction for sampler mismatch, KL and entropy."""
 
     policy_loss_type: str = "regular"
     """Loss of a trained token: `regular` (PPO's clipped loss), `dual_clip`, `gspo`, `cispo`,
@@ -138,7 +138,7 @@ class LossConfig:
 
     @property
     def is_anchored_on_sampler(self) -> bool:
-        """True if the policy loss itself uses `rollout_logprobs`."""
+        """True if `rollout_logprobs` are an input of the policy loss."""
         return "rollout_logprobs" in self.loss_inputs
 
     @property

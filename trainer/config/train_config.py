@@ -28,7 +28,7 @@ from trainer.config.loss_config import LossConfig, loss_breaches
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig(LossConfig):
-    """All settings of a training run. The resolved record is saved as `OUT/config.json`.
+    """All settings of a training run; saved in `OUT/config.json` with defaults resolved.
 
     Raises:
         ConfigError: A value is out of range, or two values contradict each other.

@@ -13,7 +13,7 @@ from trainer.config.train_config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """A function used in a run, with the values of its keys.
+    """A function that a run uses, with the values of its keys.
 
     Attributes:
         name: Name in the configuration.
@@ -32,7 +32,10 @@ class Use:
 
 
 def uses(config: TrainConfig) -> dict[str, Use]:
-    """Return the loss, estimator (unless the loss takes no advantages) and reduction, by key."""
+    """Return the policy loss, advantage estimator and reduction that a run uses, by key.
+
+    There is no estimator if the loss takes no advantages.
+    """
     found = {}
     for kind in KINDS:
         if kind is ADVANTAGE_ESTIMATOR and config.is_supervised:

@@ -19,7 +19,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt to continue.
+    """A prompt to continue, and the response sampled so far.
 
     Attributes:
         prompt: [P >= 1] ids.
@@ -30,9 +30,9 @@ class Request:
         is_wanted: Function that returns whether the caller is still waiting.
         response: Ids sampled so far.
         logprobs: Log-probability of each sampled id, nats.
-        routes: [tokens, layers, topk] int16 experts of forwarded tokens, one part per forward pass;
-            together, they cover all tokens but the last. Empty without supported routers.
-        stop_reason: Reason for the end of the response; None while it is being sampled.
+        routes: Experts of the forwarded tokens (all but the last): for each forward pass, an array
+            [tokens, layers, topk] int16. Empty without supported routers.
+        stop_reason: Why the response ended; None while it is being sampled.
     """
 
     prompt: Sequence[int]
@@ -46,7 +46,7 @@ class Request:
     stop_reason: str | None = None
 
     def take(self, logits: Tensor, ends: Collection[int], decode: Decode) -> None:
-        """Sample the next token from [V] logits, and check whether it ends the response."""
+        """Sample the next token from its logits ([V]), and check whether the response ends."""
         token, logprob = sample_token(logits, self.sampling, self.generator)
         self.response.append(token)
         self.logprobs.append(logprob)
@@ -72,7 +72,7 @@ def continue_batch(
     decode: Decode,
     finished: Callable[[Request], None],
 ) -> None:
-    """Sample until every request has a stop reason.
+    """Sample the responses of a batch of requests until every request has a stop reason.
 
     Prompts are padded on the left; finished rows are removed from the batch.
 
@@ -116,7 +116,7 @@ def continue_batch(
 
 
 def _keep_routes(rows: Sequence[Request], routes: Tensor | None, is_real: Tensor) -> None:
-    """Store the routes of each row's real (not padded) tokens after a forward pass.
+    """Store the routes of each row's tokens, except padding, after a forward pass.
 
     Args:
         rows: N rows.

@@ -24,7 +24,9 @@ _GATHERING_S = 0.005
 
 
 class TransformersEngine:
-    """An `Engine` whose log-probabilities are exactly those of the sampled distribution.
+    """An `Engine` that samples from a Transformers model in this process.
+
+    Its log-probabilities are exactly those of the distribution that it samples from.
 
     Concurrent calls are batched; later calls wait until the batch ends. The samples of a call
     with a seed do not depend on the batch, up to rounding.
@@ -136,7 +138,7 @@ class TransformersEngine:
         return dataclasses.replace(sampled, message=message, stop_reason=reason)
 
     async def takes_adapters(self) -> bool:
-        """False: models are loaded whole, from the page cache."""
+        """Return False: `load_weights` reads a complete model, usually from the page cache."""
         return False
 
     async def load_weights(self, path: str, *, policy_version: int) -> None:
@@ -178,7 +180,7 @@ class TransformersEngine:
         return request, future
 
     async def _run(self) -> None:
-        """Run batches until no call is waiting."""
+        """Sample one batch after another until no call is waiting."""
         try:
             while self._waiting:
                 await asyncio.sleep(_GATHERING_S)
@@ -262,6 +264,6 @@ def _check(prompt: Sequence[int], sampling: Sampling, config: Any) -> None:
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
-    """Cut text after its first stop string."""
+    """Cut text after the first stop string, which is kept."""
     ends = [text.find(s) + len(s) for s in stop if s in text]
     return text[: min(ends)] if ends else text

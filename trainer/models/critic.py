@@ -47,7 +47,7 @@ class Critic(nn.Module):
 
     @property
     def _no_split_modules(self) -> Any:
-        """Layer classes to shard one by one; Accelerate reads this attribute."""
+        """Classes of layers that FSDP shards one by one; Accelerate reads this attribute."""
         return self.model._no_split_modules
 
     def forward(self, forest: Forest) -> Tensor:

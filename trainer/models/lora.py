@@ -79,7 +79,10 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
 
 
 def linear_layers(model: Any) -> list[str]:
-    """List name suffixes of linear layers except the head; with experts, of attention layers only.
+    """List the name suffixes of the linear layers that get adapters by default.
+
+    These are all linear layers except the head; in a mixture-of-experts model, only those of
+    attention layers.
 
     In Transformers, experts and routers are not `nn.Linear` modules, but peft would match those
     whose names end like the name of a linear layer.
@@ -140,7 +143,7 @@ def _file_name(name: str) -> str:
 
 
 def adapter_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Select the adapter weights from a model's weights, keyed by their names in peft's files."""
+    """Select the adapter weights from a model's weights; keys are their names in peft's files."""
     return {_file_name(name): tensor for name, tensor in state.items() if ".lora_" in name}
 
 
@@ -170,7 +173,7 @@ def save_adapter(model: PreTrainedModel, path: Path, state: Mapping[str, Tensor]
 
 
 def merged_weights(state: Mapping[str, Tensor], scaling: float) -> dict[str, Tensor]:
-    """Merge adapters into the weights, without changing the model's outputs.
+    """Merge adapters into the weights that they adapt; the model's outputs stay the same.
 
     Example:
         >>> import torch
@@ -199,7 +202,7 @@ def merged_weights(state: Mapping[str, Tensor], scaling: float) -> dict[str, Ten
 
 
 class WithoutAdapter(nn.Module):
-    """A policy with its adapters disabled, as a reference without separate weights."""
+    """The reference of a policy with adapters: the same model with its adapters disabled."""
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()

@@ -30,9 +30,9 @@ def make_optimizer(
     learning_rate: float,
     device: torch.device,
 ) -> torch.optim.Optimizer:
-    """Create the AdamW optimizer that `settings.optimizer` names; torch's is fused on a GPU.
+    """Create the AdamW optimizer that `settings.optimizer` names, without the frozen parameters.
 
-    Frozen parameters are ignored.
+    On a GPU, torch's AdamW uses its fused implementation.
 
     Raises:
         MissingExtra: The optimizer is adamw_8bit and bitsandbytes is not installed.

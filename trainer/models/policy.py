@@ -65,7 +65,7 @@ class Policy(nn.Module):
 
     @property
     def _no_split_modules(self) -> Any:
-        """Layer classes to shard one by one; Accelerate reads this attribute."""
+        """Classes of layers that FSDP shards one by one; Accelerate reads this attribute."""
         return self.model._no_split_modules
 
     def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ def load_policy(
 
 
 def align(model: nn.Module) -> None:
-    """Copy trained parameters whose memory is not aligned to 64 bytes, torch's own alignment.
+    """Move trained parameters to memory aligned to 64 bytes, like tensors that torch allocates.
 
     Loaded weights keep their offset in the file, which depends on the length of its header, and the
     last bits of a matrix-vector product depend on the alignment. A run resumed from a checkpoint,

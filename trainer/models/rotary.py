@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def fix_frequencies(model: Any) -> None:
-    """Make a model's rotary modules use fixed frequencies: those of its longest possible row.
+    """Fix the frequencies of a model's rotary modules to those of its longest possible row.
 
     - LongRoPE: the long factors if `max_position_embeddings` (vLLM's default `max_model_len`) is
       above `original_max_position_embeddings`, else the short ones.
@@ -52,7 +52,7 @@ def _stretch(kind: Mapping[str, Any]) -> float | None:
 
 
 def _see_position(module: nn.Module, position: int) -> None:
-    """Append a far position to the inputs of a rotary module, and drop it from the outputs."""
+    """Hook a rotary module: append `position` to its inputs, and drop the extra output."""
     signature = inspect.signature(module.forward)
 
     def more(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -114,7 +114,7 @@ def replayed(routes: Tensor | None) -> Iterator[None]:
 
     Args:
         routes: [N, layers, topk] experts of the N forwarded tokens, -1 where the model's own router
-            decides; None: it decides for all tokens.
+            decides; None: the router decides for all tokens.
     """
     token = _REPLAYED.set(routes)
     try:
@@ -134,7 +134,10 @@ def same_routes() -> tuple[AbstractContextManager[None], AbstractContextManager[
 def _replay(
     layer: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace a router's weights and experts in a forward hook; its logits are kept."""
+    """Forward hook that replaces the experts that a router chose, and their weights.
+
+    The router's logits are kept.
+    """
     routes = _REPLAYED.get()
     if routes is None:
         return output

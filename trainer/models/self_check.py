@@ -85,7 +85,7 @@ def _small_windows(model: Any) -> Iterator[None]:
 
 
 def _tokens(model: Any) -> Tensor:
-    """Map the numbers in `ROWS` to token ids that have an input and an output embedding."""
+    """Return a token id for each number in `ROWS`; all have an input and an output embedding."""
     ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     numbers = torch.arange(1, 2 + max(map(max, ROWS)), device=ends[0].device)
     return numbers * 7919 % min(map(len, ends))
@@ -110,9 +110,9 @@ def _plain_forward(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
 def _forests(
     model: Any, tokens: Tensor, routes: Sequence[Tensor], *, trees: bool
 ) -> dict[str, Forest]:
-    """Build a forest for each way in which a policy may forward the rows.
+    """Build the forests to check, by name: for example packed rows, replayed routes or a tree.
 
-    The targets of the first row come first.
+    In each forest, the targets of the first row come first.
     """
     ends = [sum(map(len, ROWS[:n])) for n in range(len(ROWS) + 1)]
     chains = [range(start, end) for start, end in pairwise(ends)]
@@ -130,7 +130,10 @@ def _forests(
 
 
 def _forest(tokens: Tensor, rows: Sequence[Sequence[int]]) -> Forest:
-    """Build a forest of the tokens numbered in `rows`; all but a row's first token are targets."""
+    """Build a forest from rows of indices into `tokens`; rows may share indices.
+
+    All tokens of a row except the first are targets.
+    """
     size = 1 + max(map(max, rows))
     depth, end = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
     for row in rows:
@@ -149,7 +152,7 @@ def _forest(tokens: Tensor, rows: Sequence[Sequence[int]]) -> Forest:
 
 
 def _with_position(forest: Forest, position: int) -> Forest:
-    """Append a token at a position that only a long row reaches."""
+    """Append a token at the given position, as if the forest had another, long row."""
     last, end = torch.tensor([position]), torch.tensor([forest.num_tokens + 1])
     return dataclasses.replace(
         forest,

@@ -35,7 +35,7 @@ def tree_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
 ) -> Tensor:
-    """Attend from every token to its ancestors and itself.
+    """Compute attention in a forest: every token attends to itself and its ancestors.
 
     Args:
         module: The attention layer.
@@ -44,7 +44,8 @@ def tree_attention(
         value: Same shape as `key`.
         tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token; pass the same object in
             every layer, because derived masks are cached per object.
-        window: Number of tokens that a token sees towards the root, including itself; None: all.
+        window: Number of tokens that a token attends to towards the root, including itself; None:
+            all.
         dropout: Probability.
         scaling: Factor of the scores; None: 1 / sqrt(size).
 
@@ -87,7 +88,7 @@ class Piece:
     Attributes:
         size: Number of tokens.
         depth: Depth of the first token.
-        above: Number of the piece that ends with the first token's parent; None at a root.
+        above: Index of the piece that ends with the parent of the first token; None at a root.
     """
 
     size: int
@@ -154,7 +155,7 @@ def _causal(num_queries: int, num_keys: int, window: int | None, device: torch.d
 
 @lru_cache(maxsize=8)
 def block_mask(tree: Tensor, window: int | None) -> BlockMask:
-    """Build FlexAttention's mask of a forest from (N / 128)^2 blocks, not from tokens x tokens.
+    """Build FlexAttention's mask of a forest by comparing blocks of 128 tokens, not single tokens.
 
     A block of keys is visible to a block of queries if the subtree of any key reaches into the
     query block; the mask is evaluated per token unless all queries see all keys.
@@ -184,6 +185,9 @@ def block_mask(tree: Tensor, window: int | None) -> BlockMask:
 
 
 def _numbered(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the wanted key blocks ([1, 1, Q]), and list all block indices, wanted ones first."""
+    """Count the wanted key blocks of each query block, and list all key blocks, wanted ones first.
+
+    Both results are in the format of `BlockMask.from_kv_blocks`.
+    """
     order = wanted.int().argsort(dim=1, descending=True, stable=True)
     return wanted.sum(1)[None, None].int(), order[None, None].int()

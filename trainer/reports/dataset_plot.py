@@ -48,7 +48,7 @@ class Picture:
         name: Name of the dataset.
         summary: Statistics of the dataset.
         num_following: Number of steps that follow another step, by step_index.
-        breaks: Number of these that do not continue the previous step, by step_index and cause.
+        breaks: Number of steps that do not continue the previous step, by step_index and cause.
         costs: Cost of each layout.
     """
 
@@ -60,7 +60,7 @@ class Picture:
 
     @classmethod
     def of(cls, path: str, name: str, workers: Workers) -> Picture:
-        """Read a valid dataset; drift is diagnosed without a tokenizer."""
+        """Compute the statistics of a valid dataset; drift is diagnosed without a tokenizer."""
         summary = dataset_summary(path, workers=workers)
         report = Report.of(diagnose_dataset(path, workers=workers), limit=0)
         breaks = {

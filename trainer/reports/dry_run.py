@@ -37,7 +37,8 @@ class Layout:
     Attributes:
         num_sequences: Rows with trained tokens.
         num_tokens: Tokens to forward: in each row, those before its last trained token.
-        repeated_share: Tokens to forward over distinct tokens, minus 1; None if rows are chains.
+        repeated_share: Ratio of tokens to forward to distinct tokens, minus 1; None if rows are
+            chains.
         longest_tokens: Tokens of the longest row.
         micro_batches: Number of micro-batches with trained tokens, for each update.
         largest_micro_batch_tokens: Tokens of the largest micro-batch.
@@ -59,7 +60,8 @@ class DryRun:
         num_groups: Groups in the plan.
         num_trajectories: Trajectories in the plan.
         num_failed: Failed trajectories.
-        num_masked: Trajectories excluded from training because they failed or are masked.
+        num_masked: Trajectories excluded from training, because they failed or their group is
+            masked.
         num_groups_without_variance: As in `Plan`.
         num_partial_groups: As in `Plan`.
         num_batches: Batches in one pass over the dataset.
@@ -68,7 +70,7 @@ class DryRun:
         num_updates: Maximum number of optimizer steps of the run.
         num_updates_made: Optimizer steps taken before resuming.
         num_trained_tokens: Response tokens in the loss in one pass over the dataset.
-        record_tokens: Tokens that the run records, as configured.
+        record_tokens: Configured value of `record_tokens`.
         trained_layout: Key in `layouts` of the layout with which the run trains.
         layouts: Counts for one pass over the dataset, by layout.
         max_row_tokens: Maximum row length: the configured one, or the model's if that is smaller.
@@ -104,7 +106,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
     """Plan, check and load a run as `train` does, and count the tokens to forward; write nothing.
 
     Counting reads the dataset once per layout, batch by batch. To measure activations, three short
-    chains are forwarded (`estimate_memory`). The duration of each part is logged.
+    chains are forwarded (`estimate_memory`). The duration of each stage is logged.
 
     Raises:
         RolloutError: All errors that `train` raises before its first update.

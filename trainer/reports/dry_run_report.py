@@ -20,7 +20,7 @@ RECORDED = {
 
 
 def plan_numbers(plan: DryRun) -> dict[str, Any]:
-    """Return the complete report as JSON types; memory is in bytes."""
+    """Convert the complete report to JSON types; memory is in bytes."""
     numbers = dataclasses.asdict(plan)
     memory = {f"{name}_bytes": size for name, size in numbers["memory"].items()}
     return numbers | {"memory": memory | {"total_bytes": plan.memory.total}}

@@ -25,7 +25,9 @@ PROBE_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes on one process's device, excluding libraries, the CUDA context and fragmentation.
+    """Memory that one process needs on its device, in bytes, by purpose.
+
+    Libraries, the CUDA context and fragmentation are not included.
 
     Attributes:
         weights: Policy and critic, and the copies in `dtype` that a forward pass makes.
@@ -45,18 +47,18 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum of all parts; an upper bound, because gradients grow while activations are freed."""
+        """Sum of all fields: an upper bound, because gradients grow while activations are freed."""
         parts = (self.weights, self.gradients, self.optimizer, self.reference)
         return sum(parts) + self.activations + self.logits
 
     @property
     def still_needed(self) -> int:
-        """Sum of the parts that are allocated after the models have been loaded."""
+        """Sum of the fields that are allocated after the models have been loaded."""
         return self.total - self.weights - self.reference
 
 
 class Loaded(Protocol):
-    """Attributes of a run that the estimate reads; a `TrainingRun` has them."""
+    """Attributes of a run that the memory estimate uses; a `TrainingRun` has all of them."""
 
     @property
     def config(self) -> TrainConfig:
@@ -76,7 +78,7 @@ class Loaded(Protocol):
 
 
 class State(NamedTuple):
-    """The parts of `Memory` that do not depend on the forwarded tokens, in bytes."""
+    """The fields of `Memory` that do not depend on the forwarded tokens, in bytes."""
 
     weights: int
     gradients: int
@@ -143,9 +145,10 @@ def _activations(run: Loaded, num_tokens: int) -> int:
 
 
 def _kept_by_a_forward(run: Loaded, num_tokens: int) -> int:
-    """Measure the bytes that autograd saves for a chain whose tokens after the first are targets.
+    """Measure the bytes that autograd saves for a chain of `num_tokens` tokens.
 
-    Logits are not counted: only one chunk of them exists at a time, however long the chain is.
+    Parameters and logits are not counted: only one chunk of logits is in memory at a time, however
+    long the chain is.
     """
     policy = run.learner.policy
     own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
@@ -176,7 +179,7 @@ def seconds_per_token(run: Loaded) -> float:
 
 
 def _forward_chain(run: Loaded, num_tokens: int) -> None:
-    """Forward a chain whose tokens after the first are targets."""
+    """Forward a chain of `num_tokens` tokens, all of which except the first are targets."""
     device = run.learner.accelerator.device
     position = torch.arange(num_tokens, device=device)
     forest = Forest(

@@ -66,7 +66,7 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
 
 
 def runs_figure(runs: Records, metrics: Sequence[str]) -> Any:
-    """Draw metrics of runs; `runs` maps names to the lines of `metrics.jsonl`."""
+    """Draw metrics of runs; `runs` maps the name of a run to the lines of its `metrics.jsonl`."""
     from matplotlib.ticker import MaxNLocator
 
     num_columns = 1 if len(metrics) == 1 else 2 if len(metrics) <= 6 else 3
@@ -121,7 +121,10 @@ def _record(line: str, where: str) -> dict[str, Any]:
 
 
 def curve(records: Sequence[Mapping[str, Any]], metric: str) -> Curve:
-    """Extract steps and values where the metric is a number; the last line of a step wins."""
+    """Extract the steps at which the metric is a number, and its values.
+
+    Skipped updates are omitted. If several lines have the same step, the last one is used.
+    """
     found = {
         record["global_step"]: float(record[metric])
         for record in records

@@ -18,7 +18,7 @@ _OVERRIDE = re.compile(r"(--set '?)(\w+)(?=[.=])")
 
 
 def in_train_table(text: str) -> str:
-    """Rewrite advice of `rollouts train` for `rollouts rl`, where its keys are in `[train]`.
+    """Add "train." to the keys in advice for `rollouts train`, so that it fits `rollouts rl`.
 
     Example:
         >>> in_train_table("pass --set failed=trajectory, or --set generate.seed=1")
@@ -29,7 +29,7 @@ def in_train_table(text: str) -> str:
 
 
 def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict[str, str]:
-    """Return warnings to show before the first update, by subject.
+    """Return the warnings to show before the first update, keyed by subject.
 
     `rows` are the rows to train on, as stored in the dataset.
     """
@@ -74,7 +74,7 @@ def differs_from_sampler(metrics: Mapping[str, Any]) -> bool:
 def warnings_about(
     metrics: Mapping[str, Any], config: TrainConfig, cause: str | None = None
 ) -> dict[str, str]:
-    """Return warnings about an update, by subject; a run prints each subject once.
+    """Return warnings about an update, keyed by subject; a run prints each subject once.
 
     `cause` is the result of `trainer.run.mismatch_causes.likely_cause`, if available.
 

@@ -19,7 +19,8 @@ class Estimates:
     """Result of `estimate` for a batch of T response tokens; all float32.
 
     Attributes:
-        advantages: [T] advantages to train with, 0 at untrained tokens; all 1 if the loss uses none.
+        advantages: [T] advantages to train with, 0 at untrained tokens; all 1 if the loss uses no
+            advantages.
         raw: [T] advantages before `advantage_batch_normalize`.
         value_targets: [T] target values for the critic, NaN at untrained tokens; None if there is
             no critic.

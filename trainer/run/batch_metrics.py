@@ -17,7 +17,7 @@ from trainer.run.batch_advantages import Estimates
 
 
 def generated_rows(rollouts: pl.LazyFrame, groups: Sequence[str]) -> pl.DataFrame:
-    """Read the columns that `sequence_metrics` uses; rows are in the order of the dataset."""
+    """Read the rows of the given groups for `sequence_metrics`, in the order of the dataset."""
     chosen = rollouts.filter(pl.col("instance_id").is_in(list(groups)))
     used = [name for name in USED if name in rollouts.collect_schema()]
     return chosen.select(used).collect()
@@ -72,7 +72,7 @@ def batch_metrics(
 
 
 def _passed(trajectories: pl.DataFrame) -> pl.DataFrame:
-    """Compute, for each mini-batch, the share of groups with a return above 0."""
+    """Compute the share of groups with a return above 0 in each mini-batch."""
     known = trajectories.filter(~pl.col("failed"))
     groups = known.group_by("mini_batch", "instance_id").agg(passed=(pl.col("return") > 0).any())
     share = pl.col("passed").mean().alias("reward/avg_pass_at_n")

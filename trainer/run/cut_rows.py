@@ -59,11 +59,11 @@ def without_tokens(rows: pl.DataFrame, config: TrainConfig) -> str | None:
 
 
 def larger_limits(rows: pl.DataFrame, most: int, limit: int) -> str:
-    """Suggest larger values of `max_row_tokens`, which keep tokens to train on in most rows.
+    """Suggest larger values of `max_row_tokens` that leave most rows some tokens to train on.
 
     Args:
         rows: See `without_tokens`; not empty.
-        most: The current value.
+        most: The current value of `max_row_tokens`.
         limit: Maximum row length of the model, in tokens.
 
     Example:

@@ -68,7 +68,7 @@ def num_greedy_rows(index: pl.DataFrame, plan: Plan) -> int:
 
 
 def _check_order(rows: pl.DataFrame) -> None:
-    """Check the order of rows, on which token-level estimators rely."""
+    """Check that rows are in the order that token-level estimators require."""
     number = pl.col("step_index")
     begins = (pl.col("trajectory_id") != pl.col("trajectory_id").shift()).fill_null(value=True)
     rows = rows.with_columns(
@@ -92,7 +92,7 @@ def _check_lists(rows: pl.DataFrame) -> None:
 
 
 def _check_step_rewards(rows: pl.DataFrame, estimator: str) -> None:
-    """Check the rewards of steps, which token-level estimators sum."""
+    """Check that steps have valid rewards, because token-level estimators sum them."""
     rows = rows.filter("trains")
     got = f"reward and rewards are null, but {estimator} needs the reward of every step"
     hint = "use pipelines.place_outcomes to give a trajectory's reward to its last step, and 0 to the others"
@@ -134,8 +134,8 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
 def plan_of(returns: pl.DataFrame, config: TrainConfig) -> Plan:
     """Plan a run with `make_plan`.
 
-    If `partial_groups` is `refuse`, but no other value would give any group a gradient either, the
-    error is `zero_advantages`, whose hint is more useful.
+    If there are partial groups, `partial_groups` is `refuse`, and all advantages would be 0 even
+    with `train`, the error is `zero_advantages` instead, whose hint is more useful.
 
     Args:
         returns: See `make_plan`.
@@ -236,7 +236,7 @@ def corrects_for_sampler(
 
 
 def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, off: str) -> None:
-    """Reject log-probabilities that are not those of the sampled distribution."""
+    """Reject log-probabilities of a distribution other than the one that was sampled from."""
     got = "its rollout_logprobs belong to re-tokenized text, not to the engine's tokens"
     is_retokenized = pl.col("token_source") == "retokenized"
     _refuse(rows, is_retokenized, "rollout_logprobs", got, hint=off)

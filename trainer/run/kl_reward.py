@@ -21,7 +21,7 @@ from trainer.config.loss_config import KLEstimator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KlReward:
-    """Settings for subtracting the divergence from rewards.
+    """Settings for subtracting the KL divergence from rewards.
 
     Attributes:
         kl_estimator: Estimator of the divergence.

@@ -119,7 +119,10 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
 
 
 def _open(run: TrainingRun, held: ExitStack) -> None:
-    """Lock the run's directory, and remove everything after the point to resume from."""
+    """Lock the run's directory, and delete output of updates after the checkpoint to resume from.
+
+    Also write the configuration and record the start.
+    """
     out = run.checkpoints.out
     out.mkdir(parents=True, exist_ok=True)
     held.enter_context(alone_in(out))
@@ -133,7 +136,7 @@ def _open(run: TrainingRun, held: ExitStack) -> None:
 
 
 def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
-    """Run `work` in the main process (pass None in others); a full disk stops all processes."""
+    """Run `work` in the main process (other processes pass None); a full disk stops all."""
 
     def write() -> None:
         with stops_when_full(out):
@@ -146,7 +149,7 @@ def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | Non
 def count_update(
     run: TrainingRun, progress: Progress, update: MiniBatchUpdate
 ) -> tuple[Progress, dict[str, Any]]:
-    """Count an update, and set the learning rates of the next one.
+    """Add an update to the progress, and set the learning rates of the next update.
 
     Returns:
         The progress after the update, and its metrics including these counts.

@@ -48,7 +48,7 @@ class Share(NamedTuple):
 
     Attributes:
         rows: Rows of the process's groups; None if it has no groups.
-        generated: In the main process, metrics of the batch as generated.
+        generated: In the main process, `sequence_metrics` of the batch.
         stored: In the main process, the batch's rows in the dataset; None if no tokens are recorded.
     """
 
@@ -74,7 +74,7 @@ class MiniBatchUpdate:
         moving: Groups of the mini-batch that have a gradient.
         position: Position of the run after the update.
         metrics: Metrics of the update.
-        cause: Likely cause of a mismatch with the sampler's log-probabilities, if there is one.
+        cause: Likely cause of a mismatch with the sampler's log-probabilities; None if unknown.
         tokens: Token records of the update, in the main process, if the run records any.
     """
 
@@ -92,7 +92,7 @@ class PreparedBatch:
     Attributes:
         batch: The batch, with its advantages.
         mini_batches: Micro-batches of each optimizer step.
-        known: Model outputs at the start of the batch; see `Position`.
+        known: Model outputs at the start of the batch; see `Position.known`.
         ref_logprobs: [T] reference log-probabilities for the loss; None if not needed.
         value_targets: [T] target values for the critic; None without a critic.
         kl_coef: KL coefficient of the next batch.
@@ -122,7 +122,7 @@ class PreparedUpdate:
         number: Index of the mini-batch in `prepared.mini_batches`.
         num_left: Mini-batches of the batch that are not trained yet, including this one, over all
             epochs of the batch.
-        before: Position of the run before the update.
+        before: Position of the run before the update (see `trainer.run.state`).
         after: Position of the run after the update.
         moving: Groups of the mini-batch that have a gradient.
         metrics: Metrics that are known before the update.
@@ -152,8 +152,8 @@ def mini_batch_updates(
 ) -> Iterator[MiniBatchUpdate]:
     """Train on the mini-batches from a position onwards, and yield their results.
 
-    If `explains`, look once for the cause of a mismatch with the sampler. `passes` counts the
-    forwarded micro-batches.
+    With `explains`, the first mismatch with the sampler's log-probabilities is analysed to find its
+    cause. `passes` counts the forwarded micro-batches.
     """
     global_step, cause = run.progress.global_step, None
     start = time.perf_counter()
@@ -253,7 +253,7 @@ def prepare_batch(
     loaded: LoadedBatch,
     passes: Passes = UNWATCHED,
 ) -> PreparedBatch:
-    """Evaluate the models, subtract the divergence from rewards, and estimate advantages."""
+    """Compute model outputs, subtract the KL divergence from rewards, and estimate advantages."""
     settings, (batch, mini_batches) = run.settings.kl_reward, loaded[:2]
     known = position.known or _known(run, batch, mini_batches, passes)
     old_logprobs, ref_logprobs = known.get("old_logprobs"), known.get("ref_logprobs")
@@ -290,7 +290,7 @@ def prepare_batch(
 
 
 def _needed(run: TrainingRun, num_mini_batches: int) -> list[str]:
-    """List the passes that a batch needs before its first update."""
+    """List the forward passes that a batch needs before its first update."""
     learner, settings = run.learner, run.settings
     # With a single update, old log-probabilities are the policy's current ones, which saves a pass.
     several = num_mini_batches * settings.passes.epochs_per_batch > 1
@@ -305,7 +305,7 @@ def _needed(run: TrainingRun, num_mini_batches: int) -> list[str]:
 def _known(
     run: TrainingRun, batch: Batch, mini_batches: Sequence[MiniBatch], passes: Passes
 ) -> dict[str, Tensor]:
-    """Compute the model outputs that the updates of a batch need: see `Position`."""
+    """Compute the model outputs that the updates of a batch need: see `Position.known`."""
     learner, known = run.learner, dict[str, Tensor]()
     forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
     for name in _needed(run, len(mini_batches)):
@@ -355,7 +355,7 @@ def _records(
 
 
 def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
-    """Read this process's share of a batch."""
+    """Read the part of a batch that is assigned to this process."""
     accelerator, packing = run.learner.accelerator, run.settings.packing
     own = own_groups(accelerator, groups)
     read = partial(read_rows, merge_rule=packing.merge_rule, replay_routing=packing.replay_routing)
@@ -377,7 +377,7 @@ def load_groups(run: TrainingRun, groups: Sequence[str]) -> LoadedBatch:
 
 
 def _load(run: TrainingRun, shares: Iterator[Share]) -> LoadedBatch:
-    """Load the next batch."""
+    """Load the next batch, from the shares that all processes read."""
     accelerator, packing = run.learner.accelerator, run.settings.packing
     own, generated, stored = agreed(accelerator, lambda: next(shares))
     rows = exchange_rows(accelerator, own)

@@ -19,11 +19,11 @@ TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
 
 
 def likely_cause(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> str:
-    """Name the likely cause of a mismatch in a mini-batch.
+    """Name the likely cause of a mismatch between the policy's and the sampler's log-probabilities.
 
-    Recomputes the log-probabilities of one of its micro-batches at other temperatures, and tries a
-    shift of `rollout_logprobs` by one token. A cause is named if undoing it leaves at most a third
-    of the difference. The batch must have `rollout_logprobs` at the targets.
+    Recomputes the log-probabilities of one micro-batch of `forests` at other temperatures, and
+    tries a shift of `rollout_logprobs` by one token. A cause is named if undoing it leaves at most
+    a third of the difference. The batch must have `rollout_logprobs` at the targets.
     """
     now = policy_logprobs(learner, batch, forests[:1])
     before = _distance(now, batch.rollout_logprobs)
@@ -39,7 +39,7 @@ def likely_cause(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> s
 
 
 def _misplaced(now: Tensor, batch: Batch) -> dict[str, float]:
-    """Compute the remaining difference if log-probabilities are shifted by one token."""
+    """Compute the difference that remains after a shift by one token, in each direction."""
     row = torch.from_numpy(batch.responses.row_of(np.arange(len(now))))
     apart = torch.where(row[1:] == row[:-1], 0.0, torch.nan)
     theirs = batch.rollout_logprobs
@@ -63,7 +63,7 @@ def _at_temperatures(learner: Learner, batch: Batch, forest: Forest) -> Iterator
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """Compute the mean absolute difference where both are known; infinity if none are."""
+    """Compute the mean absolute difference over tokens where both are known; infinity if none."""
     distance = (ours - theirs).abs()
     known = distance[~distance.isnan()]
     return float(known.mean()) if len(known) else float("inf")

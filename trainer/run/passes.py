@@ -36,14 +36,14 @@ TICK_S = 1.0
 
 @dataclass(slots=True)
 class Speed:
-    """Number of tokens that a kind of pass has forwarded so far, and the time that it took."""
+    """Tokens that a kind of pass has forwarded so far, and the time taken."""
 
     num_tokens: float = 0.0
     seconds: float = 0.0
 
     @property
     def text(self) -> str:
-        """Speed with its unit, for display."""
+        """The speed with its unit, for display."""
         return f"{self.num_tokens / max(self.seconds, 1e-9):,.0f} tokens/s"
 
 
@@ -93,7 +93,8 @@ class Passes:
         bar: The bar of the run.
         num_planned: Maximum number of updates.
         num_made: Number of updates before this process started.
-        spans_run: Whether the run consists only of updates, so that its time left can be estimated.
+        spans_run: Whether the run consists only of updates, so that its remaining time can be
+            estimated.
         clock: Function that returns the time in seconds.
     """
 
@@ -225,7 +226,7 @@ class Passes:
         return f"{self._num_made + 1} of {self._num_planned}"
 
     def _end_pass(self, name: str, seconds: float) -> None:
-        """Log the end of a slow pass in the first update, except that of the last pass."""
+        """Log the end of a slow pass of the first update, unless it is the update's last pass."""
         update = self._updates[0]
         is_last = name == list(update.passes)[-1]
         shows = self._bar is not None and not self._bar.is_shown
@@ -236,7 +237,7 @@ class Passes:
             say(f"update {self._number}: {text}")
 
     def _seconds(self, num_tokens: Mapping[str, float]) -> float:
-        """Estimate the duration of passes; those not measured yet are assumed to have mean speed."""
+        """Estimate the duration of passes; unmeasured ones are assumed to have the mean speed."""
         work = sum(s.num_tokens * COST.get(name, 1.0) for name, s in self._speeds.items())
         usual = sum(s.seconds for s in self._speeds.values()) / max(work, 1e-9)
         total = 0.0
@@ -247,7 +248,7 @@ class Passes:
         return total
 
     def _run_left_s(self) -> float | None:
-        """Estimate the run's time left, assuming that later batches are like this one."""
+        """Estimate the run's remaining time, assuming that later batches are like this one."""
         if not self._spans_run:
             return None
         num_after = max(self._num_planned - self._num_made - len(self._updates), 0)
@@ -257,7 +258,7 @@ class Passes:
 
 @contextmanager
 def ticking(passes: Passes) -> Iterator[None]:
-    """Call `tick` from a thread: on a CPU, one micro-batch can take minutes."""
+    """Call `Passes.tick` regularly from a thread: on a CPU, one micro-batch can take minutes."""
     over = threading.Event()
 
     def tick() -> None:

@@ -38,7 +38,10 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 def fixed_keys(config: TrainConfig) -> set[str]:
-    """Return the keys of `MAY_CHANGE` that affect past updates under this configuration."""
+    """Return the keys of `MAY_CHANGE` that must not change under this configuration.
+
+    These keys affect past updates, for example through the learning-rate schedule.
+    """
     fixed = {"max_updates", "num_epochs"} if config.learning_rate_schedule != "constant" else set()
     by_micro_batch = "micro_batch" in config.reduction_inputs
     return fixed | ({"tokens_per_micro_batch"} if by_micro_batch else set())

@@ -65,7 +65,11 @@ def _fitting(path: str, model: Any, shape: tuple[int, ...]) -> Routers:
 
 
 def _facts(rollouts: pl.LazyFrame, layers: list[int]) -> pl.DataFrame:
-    """Summarise each row's routes in router layers: number of tokens, largest id, repeats."""
+    """Summarise the recorded experts of each row in the layers that have a router.
+
+    Returns the number of tokens with recorded experts, the largest expert id, and whether any token
+    has the same expert twice.
+    """
 
     def look(column: pl.Series) -> pl.Series:
         routes = Routes.from_arrow(pa.chunked_array([column.to_arrow()]))

@@ -58,7 +58,7 @@ def check_tokenizers(
 
 
 def _other_template(path: str, fingerprint: str | None) -> Remark:
-    """Warn about a different chat template; the hint shows how to serve with the dataset's."""
+    """Warn that the model's chat template differs from the dataset's, with a hint for serving."""
     name = next(
         (n for n in TEMPLATES if template_fingerprint(find_template(n)) == fingerprint), None
     )
@@ -73,7 +73,7 @@ def _other_template(path: str, fingerprint: str | None) -> Remark:
 
 
 def _names(model: str, metadata: DatasetMetadata) -> Remark:
-    """Compare the names of the dataset's models with this model's."""
+    """Compare the names of this model with the names of the models that made the dataset."""
     names = metadata.models or tuple(name for name in (metadata.tokenizer,) if name)
     advice = "convert with --tokenizer DIR to record a fingerprint"
     if not names:

@@ -40,7 +40,7 @@ class BatchSettings:
 
 
 def batch_settings(config: TrainConfig) -> BatchSettings:
-    """Extract the settings of batches; `outcome` and `merge_rule` must be resolved."""
+    """Extract the settings of batches; `outcome` and `merge_rule` must not be None."""
     return BatchSettings(
         outcome=config.outcome or "last",
         passes=Passes(
@@ -92,7 +92,7 @@ def estimation_of(config: TrainConfig) -> Estimation:
 
 
 def kl_reward_of(config: TrainConfig) -> KlReward:
-    """Extract the settings for subtracting the divergence from rewards."""
+    """Extract the settings for subtracting the KL divergence from rewards."""
     return KlReward(
         kl_estimator=config.kl_estimator_type,
         estimator=_trajectory_estimator(config),
@@ -154,7 +154,7 @@ def objective_of(config: LossConfig, *, corrects: bool) -> Objective:
 
 
 def correction_of(config: LossConfig) -> CorrectionSettings:
-    """Extract the corrections for sampler mismatch."""
+    """Extract the settings of the corrections for sampler mismatch."""
     by_token = config.importance_weights == "token"
     caps = config.token_tis_ratio_clip_high, config.sequence_tis_ratio_clip_high
     rows = {

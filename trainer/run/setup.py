@@ -72,7 +72,7 @@ class TrainingRun:
 
 
 def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
-    """Plan, check and load a run, or the rest of a resumed one, without writing anything.
+    """Plan, check and load a new or resumed run, without writing anything.
 
     Raises:
         RolloutError: See `train`.
@@ -98,7 +98,7 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
 
 
 def set_up_at(config: TrainConfig, checkpoint: Path | None) -> TrainingRun:
-    """Plan, check and load a run as it was at a checkpoint; None: before its first update.
+    """Plan, check and load a run as it was at a checkpoint, or before its first update if None.
 
     The run may be complete or still training: nothing is written or locked.
 

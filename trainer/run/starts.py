@@ -29,7 +29,7 @@ CHANGING = ("tokens_per_micro_batch", "max_row_tokens")
 
 
 def this_machine(accelerator: Accelerator) -> dict[str, Any]:
-    """Describe threads, processes, device and software versions, as JSON types."""
+    """Return the number of threads and processes, the device and software versions, for JSON."""
     device = accelerator.device
     if device.type == "cpu":
         name = f"CPU {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
@@ -48,7 +48,10 @@ def this_machine(accelerator: Accelerator) -> dict[str, Any]:
 def record_start(
     out: Path, accelerator: Accelerator, config: TrainConfig, global_step: int
 ) -> None:
-    """Write the line of a start after `global_step` updates, replacing those of later starts."""
+    """Add a line to `starts.jsonl` for a run that starts or resumes after `global_step` updates.
+
+    Existing lines with the same or a larger `global_step` are removed.
+    """
     kept = [line for line in starts_of(out) if line["global_step"] < global_step]
     settings = {key: getattr(config, key) for key in CHANGING}
     kept.append({"global_step": global_step} | this_machine(accelerator) | settings)
@@ -56,7 +59,7 @@ def record_start(
 
 
 def starts_of(out: Path) -> list[dict[str, Any]]:
-    """Read the lines of a run, ordered by `global_step`; empty if they cannot be read."""
+    """Read a run's `starts.jsonl`, ordered by `global_step`; empty if the file cannot be read."""
     file = out / FILE
     try:
         found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -66,13 +69,13 @@ def starts_of(out: Path) -> list[dict[str, Any]]:
 
 
 def start_of(out: Path, update: int) -> dict[str, Any]:
-    """Return the line of the start during which an update was made; empty if unknown."""
+    """Return the line of `starts.jsonl` for the process that made an update; empty if unknown."""
     before = [line for line in starts_of(out) if line["global_step"] < update]
     return before[-1] if before else {}
 
 
 def set_threads(start: Mapping[str, Any]) -> None:
-    """Set this process's number of threads to the recorded one, if there is one."""
+    """Set this process's number of threads to the number in a line of `starts.jsonl`, if any."""
     wanted = start.get("num_threads")
     if isinstance(wanted, int) and wanted > 0 and wanted != torch.get_num_threads():
         torch.set_num_threads(wanted)

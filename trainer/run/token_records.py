@@ -39,9 +39,9 @@ MB = 1_000_000
 
 
 class TokenRecorder:
-    """Collects the values that enter the loss of one update, at the targets to record.
+    """Collects the values that enter the loss of one update, for the targets to record.
 
-    Each process adds its share. The values are detached copies on the CPU.
+    Each process adds the values of its micro-batches. Values are detached copies on the CPU.
 
     Args:
         recorded: [T] bool, the targets to record; see `recorder_of`.
@@ -52,7 +52,12 @@ class TokenRecorder:
         self._parts: list[dict[str, Tensor]] = []
 
     def add(self, slots: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Add values ([M] each, by column) of the targets `slots` ([M]) of a micro-batch."""
+        """Add the values of a micro-batch's M targets.
+
+        Args:
+            slots: [M] targets, as indices into the batch's response tokens.
+            values: [M] values by column.
+        """
         picked = self.recorded[slots].nonzero()[:, 0]
         if not len(picked):
             return

@@ -68,7 +68,8 @@ class LossInputs:
     """Inputs of a mini-batch's loss except the policy's outputs, per response token; on the CPU.
 
     Attributes:
-        old_logprobs: [T] nats under the policy at the start of the batch; None: use current ones.
+        old_logprobs: [T] nats under the policy at the start of the batch; None: use those of the
+            current policy.
         ref_logprobs: [T] nats under the reference policy; None without one.
         weights: [T] float32 weights that reduce the losses of the mini-batch's targets.
         selected: [T] bool, targets that clip_cov leaves out or kl_cov penalises; None for other
@@ -91,8 +92,9 @@ def policy_logprobs(
 ) -> Tensor:
     """Compute log-probabilities of the targets of `forests`, without gradient.
 
-    Each process forwards its share of the micro-batches. The policy is the learner's, unless a
-    different one is given, such as its reference. `watch` iterates over the micro-batches.
+    Each process forwards its share of the micro-batches. `policy` is the learner's policy by
+    default; pass another model such as the reference. `watch` wraps the iteration over
+    micro-batches, to show progress.
 
     Returns:
         [T] float32 on the CPU; NaN at response tokens that are not targets.
@@ -288,7 +290,7 @@ def loss_of(
 
 
 def _known(targets: Targets, inputs: LossInputs, objective: Objective) -> dict[str, Tensor]:
-    """Return the inputs of the loss that the trainer computes, for the token records."""
+    """Return the values that the trainer computes for the loss, for the token records."""
     known = {"logprobs": targets.logprobs.detach()}
     if "advantages" in objective.policy_loss.function.inputs:
         known["advantages"] = targets.advantages
@@ -320,7 +322,7 @@ def _raise_any(failures: Sequence[RolloutError]) -> None:
 
 
 def _metrics(parts: Sequence[Mapping[str, Tensor]], loss_name: str) -> dict[str, float]:
-    """Sum the loss terms, and average everything else over the mini-batch."""
+    """Combine the metrics of micro-batches: sum the loss terms, and average all other metrics."""
     names = parts[0] if parts else NO_SHARE
     for part in parts:
         if part.keys() != parts[0].keys():

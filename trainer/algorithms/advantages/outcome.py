@@ -96,7 +96,10 @@ def maxrl(returns: FloatArray, group_index: IntArray) -> FloatArray:
 
 
 def _centred(returns: FloatArray, group_index: IntArray) -> tuple[FloatArray, IntArray]:
-    """Compute returns minus their group's mean (exactly 0 if all are equal), and [n] group sizes."""
+    """Subtract the group's mean from each return; also return the [n] sizes of the groups.
+
+    The difference is exactly 0 where all returns of the group are equal.
+    """
     assert returns.shape == group_index.shape
     counts = np.bincount(group_index)[group_index]
     mean = np.bincount(group_index, returns)[group_index] / counts

@@ -21,7 +21,7 @@ VARIANCE_EPSILON = 1e-8
 
 
 class CriticAdvantages(NamedTuple):
-    """Result of an estimator with a critic for N trained tokens.
+    """Advantages and value targets of N trained tokens, from an estimator that uses a critic.
 
     Attributes:
         advantages: [N] float64.

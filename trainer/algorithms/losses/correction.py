@@ -22,25 +22,25 @@ UNBOUNDED: Range = (None, None)
 
 
 class Bounds(NamedTuple):
-    """Masks of elements above the upper bound, and of elements below the lower bound."""
+    """Boolean masks: elements above the upper bound, and elements below the lower bound."""
 
     over: Tensor
     under: Tensor
 
     @property
     def inside(self) -> Tensor:
-        """Elements within both bounds."""
+        """Boolean mask of the elements within both bounds."""
         return ~(self.over | self.under)
 
 
 class Correction(NamedTuple):
-    """Weights that correct the losses of M targets in R rows for sampler mismatch, and metrics.
+    """Weights that correct the losses of M targets (in R rows) for sampler mismatch, with metrics.
 
     Attributes:
-        weights: [M] factor of each target's loss; 0 for targets left out.
-        per_target: Per metric, one number for each target that earlier corrections kept; the mean
-            over the mini-batch is reported.
-        per_row: Per metric, [R] numbers, reported in the same way.
+        weights: [M] factor of each target's loss; 0 for targets that are left out.
+        per_target: For each metric, one number per target that the earlier corrections kept; the
+            run reports the mean over the mini-batch.
+        per_row: For each metric, [R] numbers; the run reports their mean over the mini-batch.
     """
 
     weights: Tensor
@@ -49,7 +49,7 @@ class Correction(NamedTuple):
 
 
 def bounds(values: Tensor, low: float | None, high: float | None) -> Bounds:
-    """Compare values with two inclusive bounds, either of which may be None."""
+    """Find the values outside two inclusive bounds; a bound of None is not checked."""
     nothing = torch.zeros_like(values, dtype=torch.bool)
     over = nothing if high is None else values > high
     return Bounds(over, nothing if low is None else values < low)
@@ -98,8 +98,8 @@ class CorrectionSettings:
     """Settings of the corrections for sampler mismatch.
 
     Attributes:
-        weights: Importance weights per token, or per row; None: all weights are 1.
-        max_weight: Maximum weight.
+        weights: Use importance weights per token, or per row; None: all weights are 1.
+        max_weight: Larger weights are truncated to this value.
         outliers: Leave out rows with a token whose ratio is outside this range.
         tokens: Leave out tokens whose ratio is outside this range.
         row_metric: Leave out rows based on the product or the geometric mean of their ratios; None:

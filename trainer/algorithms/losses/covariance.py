@@ -32,7 +32,7 @@ def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
         cov = (A - mean A) (l - mean l)          means over the M targets
 
     Args:
-        advantages: [M] as estimated.
+        advantages: [M] advantages from the estimator.
         logprobs: [M] nats.
 
     Returns:
@@ -44,7 +44,7 @@ def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
 def clip_cov_selection(
     covariance: Tensor, clipped: Tensor, *, ratio: float, low: float, high: float
 ) -> Tensor:
-    """Select the targets that Clip-Cov leaves out.
+    """Select the targets that Clip-Cov leaves out of the loss.
 
     Draws max(int(ratio M), 1) of the targets with low < cov < high that PPO does not clip (or all,
     if there are fewer), with torch's generator on the CPU.
@@ -83,7 +83,7 @@ def kl_cov_selection(covariance: Tensor, *, fraction: float) -> Tensor:
 def selected_by_clip_cov(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, settings: ClipCovSettings
 ) -> Tensor:
-    """Select the targets of a mini-batch that Clip-Cov leaves out ([M] bool)."""
+    """Select the targets of a mini-batch that Clip-Cov leaves out of the loss ([M] bool)."""
     clipped = regular(
         logprobs,
         old_logprobs,
@@ -109,7 +109,10 @@ def clip_cov(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> TokenLoss:
-    """Compute Clip-Cov: 0 at selected targets (reported as `clipped`), `regular` elsewhere."""
+    """Compute the Clip-Cov loss: 0 for selected targets, `regular` for all others.
+
+    Selected targets are reported as `clipped`.
+    """
     losses, _, _ = regular(
         logprobs,
         old_logprobs,
@@ -128,12 +131,12 @@ def kl_cov(
     *,
     ppo_kl_coef: float,
 ) -> TokenLoss:
-    """Compute KL-Cov: the unclipped surrogate, plus a penalty at selected targets.
+    """Compute the KL-Cov loss: the unclipped surrogate, plus a penalty for selected targets.
 
         loss = -r A + ppo_kl_coef |l - l_old| where selected
 
-    No targets are `clipped`. The penalty has no gradient at l = l_old, so it has no effect on the
-    first update of a batch.
+    No target is reported as `clipped`. The penalty has no gradient at l = l_old, so it has no
+    effect on the first update of a batch.
     """
     ratio = probability_ratio(logprobs, old_logprobs)
     penalty = torch.where(selected, ppo_kl_coef * (logprobs - old_logprobs).abs(), 0.0)

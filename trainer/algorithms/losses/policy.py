@@ -36,7 +36,7 @@ class TokenLoss(NamedTuple):
 
 
 def ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
-    """Compute PPO's clipped surrogate for any ratio; targets without gradient are `clipped`.
+    """Compute PPO's clipped surrogate for any ratio; report targets without gradient as clipped.
 
     loss = -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
     """
@@ -69,11 +69,11 @@ def dual_clip(
     eps_clip_high: float,
     clip_ratio_c: float,
 ) -> TokenLoss:
-    """Compute `regular` with an upper bound on the loss where A < 0 (arXiv:1912.09729).
+    """Compute the `regular` loss, capped where A < 0 (arXiv:1912.09729).
 
         loss = min(regular, -clip_ratio_c A)  where A < 0;  regular elsewhere
 
-    Targets whose gradient is 0 because of either bound are `clipped`.
+    Targets whose gradient is 0 because of the clipping or the cap are reported as `clipped`.
     """
     losses, clipped, _ = regular(
         logprobs,
@@ -101,9 +101,10 @@ def gspo(
         s    = exp(min(l - sg[l] + sg[mean over the row of (l - l_old)], 10))
         loss = -min(s A, clip(s, 1 - eps_clip_low, 1 + eps_clip_high) A)
 
-    The value of s is the geometric mean of the row's ratios; its gradient flows only through the
-    token's l. A row is one forwarded sequence: with the layout `step`, each turn has its own ratio.
-    The paper averages over rows (loss_reduction sequence_mean); its bounds are around 3e-4.
+    sg is the stop-gradient operator: the value of s is the geometric mean of the row's ratios, but
+    its gradient flows only through the token's l. A row is one forwarded sequence: with the layout
+    `step`, each turn has its own ratio. The paper averages over rows (loss_reduction
+    sequence_mean); its bounds are around 3e-4.
 
     Args:
         logprobs: [M].
@@ -135,8 +136,9 @@ def cispo(
 
         loss = -sg[clip(exp(l - anchor), 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)] A l
 
-    Every target keeps a gradient; those whose weight is at a bound are `clipped`. The anchor is
-    l_old, or l_roll to correct for sampler mismatch as well.
+    sg is the stop-gradient operator, so every target keeps a gradient; targets whose weight is
+    clipped are reported as `clipped`. The anchor is l_old, or l_roll to correct for sampler
+    mismatch as well.
     """
     anchor = rollout_logprobs if cispo_anchor == "rollout" else old_logprobs
     ratio = probability_ratio(logprobs, anchor).detach()
@@ -153,12 +155,13 @@ def rollout_is(
     eps_clip_low: float,
     eps_clip_high: float,
 ) -> TokenLoss:
-    """Compute the policy gradient, weighted by the ratio to the sampler (0 if out of bounds).
+    """Compute the policy-gradient loss, weighted by the ratio to the sampler (or 0 out of bounds).
 
         r    = exp(l - l_roll)
         loss = -sg[r if 1 - eps_clip_low < r < 1 + eps_clip_high else 0] A l
 
-    A calibrated form of IcePop (arXiv:2510.18855). Targets with weight 0 are `clipped`.
+    sg is the stop-gradient operator. This is a calibrated form of IcePop (arXiv:2510.18855).
+    Targets with weight 0 are reported as `clipped`.
     """
     ratio = probability_ratio(logprobs, rollout_logprobs).detach()
     kept = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
@@ -174,7 +177,7 @@ def dppo(
     dppo_delta_low: float,
     dppo_delta_high: float,
 ) -> TokenLoss:
-    """Compute DPPO: targets masked by the divergence from the sampler.
+    """Compute the DPPO loss: targets that diverge too far from the sampler are masked.
 
     Source: arXiv:2602.04879, eqs. 13 and 14.
 
@@ -185,7 +188,8 @@ def dppo(
                          or    A < 0, p < q, D > dppo_delta_low
         loss = -(p/q) A  elsewhere
 
-    Masked targets are `clipped`. Targets that move back towards the sampler are never masked.
+    Masked targets are reported as `clipped`. Targets that move back towards the sampler are never
+    masked.
     """
     ratio = probability_ratio(logprobs, rollout_logprobs)
     p, q = logprobs.detach().exp(), rollout_logprobs.exp()
@@ -212,8 +216,8 @@ def sapo(
         tau  = sapo_tau_pos where A > 0, else sapo_tau_neg
         loss = -(4 / tau) sigmoid(tau (r - 1)) A
 
-    At r = 1, its gradient is the policy gradient. No targets are `clipped`. The paper averages over
-    rows (loss_reduction sequence_mean).
+    At r = 1, the gradient of the loss is the policy gradient. No target is reported as `clipped`.
+    The paper averages over rows (loss_reduction sequence_mean).
     """
     ratio = probability_ratio(logprobs, old_logprobs)
     tau = torch.full_like(advantages, sapo_tau_neg).masked_fill(advantages > 0, sapo_tau_pos)

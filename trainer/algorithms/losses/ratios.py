@@ -26,7 +26,7 @@ def row_sums(values: Tensor, row: Tensor) -> Tensor:
         row: [M] int64 row of each target, 0..R-1.
 
     Returns:
-        [R], where R - 1 is the largest row; rows without targets sum to 0.
+        [R], where R - 1 is the largest row index; rows without targets sum to 0.
 
     Example:
         >>> row_sums(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 1, 0])).tolist()

@@ -16,11 +16,12 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """Row, trajectory, group and micro-batch of a mini-batch's M targets, across all processes.
+    """Row, trajectory, group and micro-batch of each target of a mini-batch, over all processes.
 
     Attributes:
         row: [M] int64 row of each target, from 0.
-        num_rows: Number of rows in the mini-batch. All totals include units without a target.
+        num_rows: Number of rows in the mini-batch. This and the other totals include rows,
+            trajectories and groups without a target.
         trajectory: [M] trajectory of each target, from 0.
         num_trajectories: Number of trajectories in the mini-batch.
         group: [M] group of each target, from 0.
@@ -78,32 +79,32 @@ def reduction_weights(units: Units, reduction: BoundFunction) -> FloatArray:
 
 
 def token_mean(num_targets: int) -> FloatArray:
-    """Compute weights of 1 / M."""
+    """Give each of M targets the weight 1 / M."""
     return np.full(num_targets, 1 / max(num_targets, 1))
 
 
 def sequence_mean(row: IntArray, num_rows: int) -> FloatArray:
-    """Compute weights of 1 / (num_rows * targets of the row) (arXiv:2402.03300)."""
+    """Give each target the weight 1 / (num_rows * targets of its row) (arXiv:2402.03300)."""
     return _mean_of_means(row, num_rows)
 
 
 def seq_mean_token_sum_norm(row: IntArray, num_rows: int, *, max_seq_len: int) -> FloatArray:
-    """Compute weights of 1 / (num_rows * max_seq_len) (arXiv:2503.20783)."""
+    """Give each target the weight 1 / (num_rows * max_seq_len) (arXiv:2503.20783)."""
     return np.full(len(row), 1 / (num_rows * max_seq_len)) if len(row) else np.zeros(0)
 
 
 def prompt_mean(group: IntArray, num_groups: int) -> FloatArray:
-    """Compute weights of 1 / (num_groups * targets of the group)."""
+    """Give each target the weight 1 / (num_groups * targets of its group)."""
     return _mean_of_means(group, num_groups)
 
 
 def trajectory_mean(trajectory: IntArray, num_trajectories: int) -> FloatArray:
-    """Compute weights of 1 / (num_trajectories * targets of the trajectory)."""
+    """Give each target the weight 1 / (num_trajectories * targets of its trajectory)."""
     return _mean_of_means(trajectory, num_trajectories)
 
 
 def token_mean_legacy(micro_batch: IntArray, num_micro_batches: int) -> FloatArray:
-    """Compute weights of 1 / (num_micro_batches * targets of the micro-batch)."""
+    """Give each target the weight 1 / (num_micro_batches * targets of its micro-batch)."""
     return _mean_of_means(micro_batch, num_micro_batches)
 
 
