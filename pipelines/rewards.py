@@ -209,7 +209,7 @@ def are_equal(returns: pl.Expr) -> pl.Expr:
 
 
 def joined_steps(frame: pl.LazyFrame) -> pl.Expr:
-    """Select {start, length} of each step merged into a row; null if the row is one step."""
+    """Select the {start, length} of each step of a merged row; null if a row is one step."""
     spans = pl.List(pl.Struct({"start": pl.Int32(), "length": pl.Int32()}))
     if not has_segment(frame, "start"):
         return pl.lit(None, dtype=spans)
@@ -243,7 +243,7 @@ def _over_rows(
 
 
 def _end_rewards(table: pa.Table) -> pa.ListArray:
-    """Build `segments` in which a merged row's last step has the row's reward, the others 0."""
+    """Build `segments` in which a merged row's reward is on its last step, and 0 on all others."""
     segments = _flat_segments(table)
     reward = pc.fill_null(table.column("reward"), 0.0).to_numpy()
     values = np.where(segments.ends_row, reward[segments.row], 0.0)

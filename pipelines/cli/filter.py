@@ -153,7 +153,7 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choices:
-    """The options that determine the rows of the new dataset, in the order of `--help`."""
+    """The options that determine the rows of the new dataset, in the order that `--help` lists."""
 
     keep_rows: str | None
     move_outcome: bool
@@ -356,7 +356,12 @@ def _write(frame: pl.LazyFrame, out: str, sources: Sequence[_Source], choices: _
 
 
 def _common(found: dict[str, DatasetMetadata], outcome: Outcome | None) -> DatasetMetadata:
-    """Combine metadata: fields that differ become unknown, unless they must agree."""
+    """Combine the metadata of the datasets to mix; fields that differ become unknown.
+
+    Raises:
+        InputError: `file_metadata`: the datasets differ in how returns are computed, in their
+            tokenizers or in the kind of log-probabilities.
+    """
     from schemas.metadata import common
 
     returns = {path: outcome or metadata.outcome or "last" for path, metadata in found.items()}

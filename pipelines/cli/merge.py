@@ -70,7 +70,7 @@ def merge(
 def unmerge(
     dataset: str, out: str, layout: Any, workers: int | None, engine: Any, *, as_json: bool
 ) -> None:
-    """Restore the exact steps that rows were merged from."""
+    """Split merged rows back into the exact steps that they contain."""
     from pipelines.merging.unmerge import unmerge_table
     from rollout_io.dataset.reader import read_metadata
 

@@ -24,8 +24,8 @@ class Break:
         origin: Row of the earlier step that this step is compared with.
         shared: Number of leading tokens that both steps share.
         resumes: True if `row` continues `origin`, which is not the previous step.
-        fork: Row of an earlier step that this step repeats in full, although another step continues
-            it; -1 if there is none.
+        fork: Row of an earlier step that this step repeats in full but does not continue, because
+            another step already does; -1 if there is none.
         is_new_agent: True if no earlier step of the trajectory has the same agent; None if the
             agent is unknown.
     """
@@ -68,7 +68,7 @@ def find_breaks(tree: PrefixTree, steps: Steps, continued: IntArray, agents: Age
 
 
 class _Agents:
-    """Agents of the rows, and for each row the latest earlier step of the same agent."""
+    """The agent of each row, and the latest earlier step of the same agent."""
 
     def __init__(self, agents: Agents, start: IntArray) -> None:
         self.names = agents

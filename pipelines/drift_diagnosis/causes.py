@@ -80,7 +80,7 @@ class Parting:
 
     @property
     def now(self) -> Tokens:
-        """Tokens that the prompt contains instead."""
+        """Tokens that the prompt contains instead of the lost ones."""
         return self.prompt[self.shared :]
 
     @property
@@ -122,7 +122,7 @@ def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> 
 
 
 def _from_ids(found: Break, parting: Parting) -> Told:
-    """Find the cause from ids only: they show dropped messages, but not why tokens changed."""
+    """Find the cause from ids only, which reveal dropped messages, but not why tokens changed."""
     if parting.shared < parting.num_prompt and not parting.answer_returns:
         if found.fork >= 0:
             return "overlap", "an entire earlier step is repeated, but no ids of its continuation"

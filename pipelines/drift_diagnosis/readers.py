@@ -73,7 +73,7 @@ def read_messages(before: Mapping[str, Any], now: Mapping[str, Any]) -> Reading 
 
 @lru_cache(maxsize=8)
 def special_ids(tokenizer: ChatTokenizer) -> npt.NDArray[np.int64]:
-    """Return the sorted ids of the special tokens; <think> and <tool_call> usually are not."""
+    """Return the sorted ids of the special tokens; these rarely include <think> and <tool_call>."""
     backend = tokenizer.backend
     added = (i for i, token in backend.added_tokens_decoder.items() if token.special)
     return np.array(sorted({*backend.all_special_ids, *added}), np.int64)
@@ -85,7 +85,7 @@ def _num_ids(tokenizer: ChatTokenizer) -> int:
 
 
 def decode(ids: Tokens, tokenizer: ChatTokenizer) -> str:
-    """Decode ids; ids unknown to the tokenizer, which it would drop, are shown as <id>."""
+    """Decode ids; show ids that the tokenizer does not know, and would drop, as <id>."""
     unknown = np.flatnonzero(_is_unknown(ids, tokenizer)).tolist()
     if not unknown:
         return tokenizer.decode(ids.tolist())

@@ -41,7 +41,7 @@ class Report:
 
     @classmethod
     def of(cls, pieces: Iterable[Diagnosis], limit: int | None = None) -> Report:
-        """Summarise all pieces, keeping at most `limit` breaks in full."""
+        """Summarise the diagnoses of all pieces, keeping at most `limit` breaks in full."""
         report = cls(limit)
         for piece in pieces:
             report.num_steps += piece.num_steps

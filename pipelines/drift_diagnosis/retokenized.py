@@ -62,7 +62,7 @@ class TextReading:
 
     @classmethod
     def of_dataset(cls, path: PathLike, tokenizer: ChatTokenizer) -> TextReading:
-        """Compare a dataset, one piece at a time."""
+        """Compare the rows of a dataset, one piece at a time."""
         present = scan(path).collect_schema().names()
         names = [name for name in _COLUMNS if name in present]
         return cls.of(iter_tables(path, names), tokenizer)

@@ -30,7 +30,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message, or a part of one between two special tokens; `role` is "" if it has none."""
+    """A message, or a part of one between special tokens; `role` is "" if it names no role."""
 
     role: str
     text: str
@@ -50,8 +50,8 @@ class Turn:
 def compare(before: Sequence[Turn], now: Sequence[Turn], *, whole: bool) -> Reading:
     """Classify how a later conversation changed an earlier one that it should repeat and extend.
 
-    If neither the layout nor a new system message explains the change, it is `text` if the roles of
-    the earlier messages are unchanged, otherwise `messages`.
+    If neither the layout nor a new system message explains the change, the result is `text` if the
+    roles of the earlier messages are unchanged, otherwise `messages`.
 
     Args:
         before: Messages of the earlier conversation, including the response, starting with the

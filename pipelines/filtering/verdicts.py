@@ -34,7 +34,7 @@ class Filter:
             trajectories that no earlier filter dropped.
         row: Expression over the columns of one row (merged or not) and `pl.col(STEPS)`, from which
             `value` is computed.
-        fold: Aggregates the rows' values to the trajectory's `value`.
+        fold: Aggregates the values of a trajectory's rows into its `value`.
         absent_is_null: In `row`, treat optional columns that the table lacks as null instead of
             raising an error.
     """

@@ -139,7 +139,7 @@ class GenerateConfig:
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling settings of every turn, without the seed."""
+        """Sampling settings for every turn, without the seed."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,

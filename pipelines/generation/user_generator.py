@@ -166,7 +166,7 @@ def _check_interface(made: Any, name: str) -> None:
 
 
 def _with_ids(output: Any, tasks: Sequence[Task]) -> Mapping[str, Any]:
-    """Add ids to an output without any; such an output must have one row per task, in order."""
+    """Add trajectory ids to an output that lacks them; it must have one row per task, in order."""
     if not isinstance(output, Mapping):
         got, expected = type(output).__name__, "a GeneratorOutput: a dict of lists"
         raise InputError("generator_output", "output", got, expected)

@@ -67,7 +67,7 @@ def fields_in(command: str) -> set[str]:
 
 
 def check_scripts(words: list[str]) -> None:
-    """Reject scripts in a command line that contain a task field, whose text would run as code.
+    """Reject a command line with a task field inside a script: its text would run as code.
 
     Raises:
         ConfigError: `harness`: the command line has such a script.

@@ -260,7 +260,10 @@ def _chunks(
     request: _Request,
     usage: dict[str, int],
 ) -> Iterator[dict[str, Any]]:
-    """Yield a stream's chunks: each choice and its end; the first chunk also has the prompt."""
+    """Yield a stream's chunks: for each choice, its content and its end; then usage, if requested.
+
+    The first chunk also has the ids of the prompt.
+    """
     if about["object"] == "chat.completion":
         about = about | {"object": "chat.completion.chunk"}
     prompt = _prompt(first)

@@ -33,7 +33,7 @@ class PolicyUpstreams(Upstreams):
         self._servers = self._vllm.servers if self._vllm else None
 
     async def model(self) -> Model:
-        """See `Upstreams.model`; with an adapter, its name selects it."""
+        """See `Upstreams.model`; the id is the name of the current adapter, if there is one."""
         usual = await super().model()
         adapter = self._vllm.adapter if self._vllm else None
         return usual if adapter is None else msgspec.structs.replace(usual, id=adapter)

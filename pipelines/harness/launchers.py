@@ -83,7 +83,7 @@ def find_harness(harness: str) -> Harness:
 
 
 class FunctionHarness:
-    """A function of an `Endpoint` and a `Task`; runs in its own thread unless it is async."""
+    """A function of an `Endpoint` and a `Task`; a synchronous one runs in its own thread."""
 
     def __init__(self, function: Callable[[Endpoint, Task], Any]) -> None:
         self._function = function
@@ -110,7 +110,11 @@ class FunctionHarness:
 
 
 class CommandHarness:
-    """A command line with fields; its last line of output, or a file, contains the reward."""
+    """A command line with fields.
+
+    The command writes the reward to `{reward_file}` if it has this field, else to the last line of
+    its output.
+    """
 
     def __init__(self, command: str) -> None:
         self._words, self._fields = words_of(command), fields_in(command)
@@ -118,7 +122,7 @@ class CommandHarness:
         self._secrets = secrets_in(command)
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """See `Harness.check`; each task needs an extra for every field that is not built in."""
+        """See `Harness.check`; for every field that is not built in, each task needs an extra."""
         for task in tasks:
             missing = sorted(self._fields - {*OWN_FIELDS, *task.extras})
             if missing:

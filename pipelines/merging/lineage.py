@@ -98,7 +98,7 @@ def join_keys(table: pa.Table, tree: PrefixTree) -> IntArray:
 
 
 def _paired(keys: IntArray, values: pa.ChunkedArray) -> IntArray:
-    """Combine keys with a column's values: results are equal only where both are equal."""
+    """[N] Combine keys with a column: results are equal only if both key and value are equal."""
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     # Combine the chunks first: old PyArrow cannot combine a dictionary array without chunks.
@@ -113,7 +113,10 @@ def _paired(keys: IntArray, values: pa.ChunkedArray) -> IntArray:
 def _undecided(
     tree: PrefixTree, parent: IntArray, steps_back: IntArray
 ) -> Iterator[tuple[int, int]]:
-    """List the row ranges of trajectories that the longest shared prefixes leave undecided."""
+    """Yield the row range of each trajectory for which `parent` may be wrong.
+
+    In all other trajectories, `parent` is the row that each row continues.
+    """
     num_rows = len(parent)
     is_root = (tree.parent < 0) & (tree.prompt > 0)
     in_reach = parent >= np.arange(num_rows) - steps_back
@@ -183,7 +186,7 @@ def _nearest_of_its_key(above: list[int], keys: list[int]) -> list[int]:
 
 
 def _by_tokens(part: pa.Table, keys: list[int], steps_back: int) -> list[int]:
-    """Find the step that each step of a trajectory continues by comparing tokens.
+    """Compare tokens to find the step that each step of a trajectory continues.
 
     See `_by_ancestors` for the result.
     """

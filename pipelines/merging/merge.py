@@ -148,7 +148,7 @@ def _refuse_scattered(table: pa.Table) -> None:
 
 
 def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.Table:
-    """Assemble the logical columns in the table's order, from `made` and otherwise from `out`."""
+    """Assemble the logical columns in the table's order; those not in `made` come from `out`."""
     fields = [f for f in table.schema if f.name not in PREFIX_TYPES]
     prompts = next(n for n in table.column_names if n in ("prompt_token_ids", *PREFIX_TYPES))
     if prompts in PREFIX_TYPES:

@@ -28,7 +28,7 @@ Routes = npt.NDArray[np.int16]
 def join_routing(
     column: pa.ChunkedArray, sequences: Sequences
 ) -> tuple[pa.Array, dict[str, pa.Array]]:
-    """Join the routes of each sequence; a step keeps its own routes if they differ from these.
+    """Join the routes of each sequence's steps; a step with different routes keeps its own.
 
     Args:
         column: [N] `rollout_expert_indices` of the steps.

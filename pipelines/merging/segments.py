@@ -38,7 +38,7 @@ _OWN_NAMES = frozenset({JOINED, NUM_ROUTED, *(field.name for field in SEGMENT_FI
 
 
 def segment_name(column: str) -> str:
-    """Return the field of `segments` that stores a column; prefixed if the name is taken."""
+    """Return the name of the `segments` field for a column; prefixed if the name is taken."""
     taken = column in _OWN_NAMES or column.startswith("column.")
     return f"column.{column}" if taken else column
 
@@ -156,7 +156,7 @@ class Steps:
 
 
 def has_segment(frame: pl.LazyFrame, name: str) -> bool:
-    """True if the frame's `segments` have this field."""
+    """True if the frame has a `segments` column with this field."""
     kind = frame.collect_schema().get("segments")
     inner = kind.inner if isinstance(kind, pl.List) else None
     return isinstance(inner, pl.Struct) and name in {field.name for field in inner.fields}

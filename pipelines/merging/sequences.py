@@ -60,7 +60,7 @@ class Sequences:
         return np.diff(np.append(self.first, len(self.order)))
 
     def interleaved(self, tree: PrefixTree) -> BoolArray:
-        """[M] True if the trajectory's steps are interleaved over several sequences."""
+        """[M] True for every sequence of a trajectory whose sequences are interleaved."""
         moved = self.order != np.arange(len(self.order))
         return np.isin(tree.start[self.head], tree.start[moved])
 

@@ -59,7 +59,7 @@ class RecorderClient:
     async def session(
         self, instance_id: str, repetition_id: int | None = None
     ) -> AsyncIterator[RecordedSession]:
-        """Open a session that ends with the `async with` block, as failed if the block raises.
+        """Open a session for the `async with` block; it ends as failed if the block raises.
 
         Args:
             instance_id: Id of the task.

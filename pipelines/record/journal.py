@@ -49,7 +49,7 @@ class Recovered:
         places: Locations of its calls in the log.
         outcome: Its outcome; None if it is still open.
         num_unrecorded: Number of calls missing from the log.
-        num_lost: Number of these that could not be written.
+        num_lost: Number of missing calls that could not be written.
     """
 
     folder: int

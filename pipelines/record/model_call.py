@@ -96,7 +96,7 @@ class Call:
                     await self._answer(response, self.asked)
 
     async def _choose(self) -> None:
-        """Choose the body: token ids if the conversation can be continued, else the request."""
+        """Choose the body: token ids if the conversation can be continued, else the client's."""
         if self.asked is None:
             return
         self.body = self.asked.body

@@ -57,12 +57,12 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Note progress when a part of the body arrives."""
+        """Reset the size check when a part of the body arrives."""
         self._has_moved = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note progress at the end of the request."""
+        """Reset the size check at the end of the request."""
         self._has_moved = True
         super().on_message_complete()
 

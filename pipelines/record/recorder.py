@@ -106,7 +106,7 @@ class Recorder:
         self.metrics.waiting.set(self.num_waiting)
 
     def warn(self, what: str, text: str) -> None:
-        """Report a problem if it is the first of its kind."""
+        """Report a problem to the user, but only the first with the same `what`."""
         if what not in self._said:
             self._said.add(what)
             self._tell(f"{what}: {text}")
@@ -158,7 +158,7 @@ class Recorder:
         return self.sessions.open(f"{instance_id}/{repetition_id}", self.journal.next_folder())
 
     def now_s(self) -> float:
-        """Return the time in seconds since 1970, later than on any previous call."""
+        """Return the time in seconds since 1970; every call returns a later time than the last."""
         # Strictly increasing, because readers order the calls of a session by time.
         self._last_time_s = max(time.time(), self._last_time_s + 1e-6)
         return self._last_time_s
@@ -304,7 +304,7 @@ class Recorder:
                 self.warn(error.rule, f"{error} Retrying.")
 
     async def _keep_losses(self) -> None:
-        """Write the missing-call counts of open sessions, in case a later recorder ends them."""
+        """Write the number of missing calls of each open session, for a later recorder."""
         for session in [s for s in self.sessions if s.outcome is None and s.places]:
             losses = session.num_unrecorded, session.num_lost
             if losses != session.losses_kept:

@@ -84,7 +84,7 @@ class Session:
             self.active_s = time.monotonic()
 
     def count(self, agent: str | None, seen: Seen) -> bool:
-        """Count a call; return true if it continues no choice of the previous call."""
+        """Count a call; return true if it continues no choice of the agent's previous call."""
         before = self.ends.get(agent, [])
         drifts = bool(before) and not any(_continues(seen.prompt, end) for end in before)
         self.ends[agent] = [np.concatenate([seen.prompt, r]) for r in seen.responses]

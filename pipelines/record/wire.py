@@ -60,7 +60,7 @@ class Exchange:
         raw_path: Path as received, percent-encoded.
         headers: Headers by lower-case name; if one is repeated, the last one wins.
         has_begun: True once the response headers have been sent.
-        status: Status of the response; 0 until then.
+        status: Status of the response; 0 until its headers have been sent.
     """
 
     __slots__ = ("_receive", "_send", "has_begun", "headers", "method", "raw_path", "status")

@@ -161,7 +161,7 @@ def _steps(table: pa.Table) -> pa.Table:
 
 
 def _begins(table: pa.Table, tree: PrefixTree) -> dict[str, IntArray]:
-    """[N] For each layout, count the leading tokens of each row that another row forwards."""
+    """[N] For each layout and row, count the leading tokens that are forwarded with another row."""
     end = tree.prompt + tree.response
     begins = {"step": np.zeros_like(end)}
     for rule in ("consecutive", "lineage"):
@@ -194,7 +194,7 @@ class _Suffixes:
         self._response = Ragged.from_arrow(table.column("response_ids"))
 
     def insert(self, root: Node, tree: PrefixTree, start: int, end: int) -> list[int]:
-        """Insert a trajectory into a trie, and count per row the leading tokens already in it."""
+        """Insert a trajectory; return how many leading tokens of each row the trie already had."""
         nodes: list[Node] = []
         known: list[int] = []
         for row in range(start, end):
@@ -230,7 +230,7 @@ def _count_groups(
 def _count_in_groups(
     path: PathLike, groups: dict[str, Group], cost: Cost, max_open_tokens: int
 ) -> dict[str, Group]:
-    """Count the groups that fit into memory together; return the others for a later pass."""
+    """Count as many groups as fit into memory together; return the rest for a later pass."""
     tries = OpenTries(groups, max_open_tokens)
     for table in _pieces(path, _TOKENS):
         tree, tokens = prefix_tree(table), _Suffixes(table)

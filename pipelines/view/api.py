@@ -172,7 +172,7 @@ class Api:
         return json_answer(attempts.tasks(lines, query.number("limit", _DEFAULT_LIMIT)))
 
     def _recorded(self, number: str, query: Query) -> Answer:
-        """List the updates of each run that recorded a task, or one row of a trajectory."""
+        """For each run, list the updates that recorded a task or, if requested, one of its rows."""
         dataset, row = self.sources.dataset(number), None
         if "trajectory_id" in query.values:
             row = query.text("trajectory_id"), query.number("step_index", 0)
@@ -236,7 +236,7 @@ class Api:
         return a, b
 
     def _of(self, query: Query) -> tuple[Run | None, int | None]:
-        """Return the run and update of a request; (None, None) unless both are given."""
+        """Return the run and update named in a request; (None, None) unless it names both."""
         if query.optional("run") is None or query.optional("update") is None:
             return None, None
         return self.sources.run(query.text("run")), query.number("update")

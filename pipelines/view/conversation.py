@@ -140,7 +140,12 @@ class _Lane:
         return [(turn.role, turn.text) for turn in turns_of_ids(ids, tokenizer)]
 
     def _continued(self, messages: list[Message]) -> tuple[int, Counter[tuple[str, str]]]:
-        """Count the leading messages that were sent before, and count the other sent texts."""
+        """Compare the messages of a step with those of the agent's previous step.
+
+        Returns:
+            The number of leading messages that are equal; and how often each other message, as
+            (role, text), occurs in the previous step.
+        """
         same = _num_equal(self._sent, messages)
         return same, Counter(map(_said, self._sent[same:]))
 

@@ -12,7 +12,7 @@ from pipelines.view.sources import Dataset
 
 
 def diff(a: Dataset, b: Dataset, where: str | None) -> Answer:
-    """Return one line per task in both datasets; `where` selects the trajectories of each."""
+    """Return one line per task that both datasets contain; `where` filters their trajectories."""
     left, right = _tasks(a, where), _tasks(b, where)
     both = left.join(right, on="instance_id", how="inner", suffix="_b", maintain_order="left")
     names = ("num", "return", "solved", "response_tokens")

@@ -178,7 +178,7 @@ def _updates(described: dict[str, object], number: str) -> list[int]:
 def _recorded(
     sources: Sources, number: str, update: int, chosen: dict[str, IntArray]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield a request for each row of an update, if its trajectory is selected."""
+    """Yield the requests for the rows of an update that belong to selected trajectories."""
     run = sources.runs[number]
     keys = ["dataset", "instance_id", "trajectory_id", "step_index"]
     names = {

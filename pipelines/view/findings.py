@@ -101,10 +101,10 @@ class Findings:
         return self.rows.filter(pl.col("dataset") == path)
 
     def difference(self, named: str, path: str) -> str:
-        """Compare the rows recorded for a dataset with those of the dataset at a path.
+        """Describe how the rows of the dataset at `path` differ from those that the table recorded.
 
         A row differs if no row of the dataset has the same ids and the same sum of tokens, or if
-        the table refers to positions outside of it.
+        the table refers to positions outside the row.
 
         Args:
             named: Path of the dataset, as recorded in the table.
@@ -195,7 +195,7 @@ def _typed(frame: pl.DataFrame, path: str, kind: Kind) -> pl.DataFrame:
 
 
 def _is_like(found: pl.DataType, wanted: pl.DataType) -> bool:
-    """True if a column of type `found` may be cast to `wanted`: integers, numbers or lists."""
+    """True if a column of type `found` may be cast to `wanted`, such as integers to floats."""
     if found == pl.Null or found == wanted:
         return True
     if wanted.is_integer():

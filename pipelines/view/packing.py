@@ -40,7 +40,7 @@ class Guess:
 
     Attributes:
         kind: "same": a; "ratio": exp(a - b); "product": -(a * b).
-        of: Positions of a and b in the stream, in bytes.
+        of: Byte offsets of a and b in the stream.
     """
 
     kind: str
@@ -94,7 +94,7 @@ class Transposed:
     guess: Guess | None
 
     def bytes_of(self, stream: Bytes) -> Bytes:
-        """Return the bytes to store."""
+        """Subtract the prediction from the values, and return the result transposed by byte."""
         values = stream[self.at : self.at + self.num * self.width].view(f"<u{self.width}")
         if self.guess is not None:
             values = values - self.guess.values(stream, self.num, self.width)
@@ -102,7 +102,7 @@ class Transposed:
         return np.ascontiguousarray(by_byte).reshape(-1)
 
     def middle(self) -> Transposed:
-        """Return a part from the middle of the column, to estimate its compressed size."""
+        """Return the middle part of the column, from which its compressed size is estimated."""
         num = min(self.num, _TRIED_BYTES // self.width)
         skipped = (self.num - num) // 2 * self.width
         guess = self.guess
@@ -123,11 +123,11 @@ class Packing:
     _totals: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def add_text(self, key: str, content: bytes) -> None:
-        """Add an answer in JSON."""
+        """Add a JSON answer."""
         self._texts.append((key, content))
 
     def add_table(self, key: str, parts: dict[tuple[str, str], pa.Table]) -> None:
-        """Add an answer in Arrow.
+        """Add an Arrow answer.
 
         Args:
             key: Key of the answer.
@@ -243,7 +243,7 @@ def _size(one: Transposed, stream: Bytes) -> int:
 
 
 def _without_hidden(column: pa.Array) -> pa.Array:
-    """Set numbers to 0 where they are null, so that hidden values take no space."""
+    """Overwrite the values hidden behind nulls with 0, so that they take no space."""
     kind = column.type
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     if not is_number or not column.null_count:
@@ -252,7 +252,7 @@ def _without_hidden(column: pa.Array) -> pa.Array:
 
 
 def _numbers(content: pa.Buffer) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, position, number of values and width of each numeric column in a stream."""
+    """Yield (name, byte offset, number of values, bytes per value) of each numeric column."""
     table = pa.ipc.open_stream(content).read_all()
     for name, column in zip(table.column_names, table.columns, strict=True):
         for chunk in column.chunks:

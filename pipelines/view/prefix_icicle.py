@@ -45,7 +45,7 @@ class _Row:
         sampled: [L] true for tokens that were sampled in this row.
         advantage: [L] advantages of its targets, NaN elsewhere; None if not recorded.
         breaks_at: First token that differs from the step that the row should continue; -1 if none.
-        cause: Cause of that break; None without one.
+        cause: Cause of that break; None if there is none.
         value: Return of its trajectory.
     """
 
@@ -173,7 +173,7 @@ class _Node:
 
 
 def _nodes(rows: list[_Row]) -> Iterator[_Node]:
-    """Split tokens where rows diverge, end or break, and where sampled tokens begin or end."""
+    """Yield nodes, split where rows diverge, end or break, or sampled tokens begin or end."""
     waiting = [(0, None, part) for part in reversed(_by_token(rows, 0))]
     todo: list[tuple[int, int | None, list[_Row]]] = list(waiting)
     number = 0
@@ -203,7 +203,7 @@ def _by_token(rows: list[_Row], at: int) -> list[list[_Row]]:
 
 
 def _described(node: _Node, vocabulary: TokenBytes | None) -> dict[str, Any]:
-    """Return a node for JSON; rows that sampled its first token come first."""
+    """Describe a node with JSON values; rows that sampled its first token come first."""
     rows = sorted(node.rows, key=lambda row: not row.sampled[node.start])
     values = {row.key[0]: row.value for row in node.rows}
     known = [value for value in values.values() if value is not None and np.isfinite(value)]

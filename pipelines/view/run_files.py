@@ -157,7 +157,7 @@ def changed_rows(run: Path, dataset: str, update: int | None = None) -> str:
 
 
 def row_sums(dataset: str, trajectory_ids: pl.Series) -> pl.DataFrame:
-    """Return the number and the sum of the response token ids of each row of some trajectories.
+    """For each row of the trajectories, return the number and the sum of its response token ids.
 
     Returns:
         `trajectory_id`, `step_index`, `token_sum` (int64) and `num_tokens_of_row`.

@@ -127,7 +127,7 @@ def _found(
 def _places(
     whole: Tokens, text: str | None, ids: list[int] | None, vocabulary: TokenBytes | None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the index of each match's first token, and the index after its last."""
+    """Yield each match as (index of its first token, index after its last token)."""
     if ids is not None:
         needle = np.array(ids, np.int32).tobytes()
         for at in _matches(whole.tobytes(), needle):

@@ -464,7 +464,7 @@ class Sources:
         return None
 
     def _dataset_of(self, found: Findings, named: str, given: Sequence[str]) -> str | None:
-        """Find the open dataset that has all rows of a table; None unless exactly one has them."""
+        """Find the open dataset that has all rows of a table; None if none or several have them."""
         exact = [n for n, one in self.datasets.items() if _absolute(one.path) == _absolute(named)]
         tried = exact or [
             number for run in self.runs.values() if (number := run.dataset_of(named)) is not None

@@ -217,7 +217,7 @@ class TrajectoryIndex:
         return self._orders[key]
 
     def refuse_unknown(self, column: str) -> None:
-        """Raise an error unless the index has this column.
+        """Raise an error unless the table of trajectories has this column.
 
         Raises:
             ConfigError: `known_column`: the table of trajectories has no such column.
@@ -248,7 +248,7 @@ class TrajectoryIndex:
         return np.logical_or.reduceat(kept, self.starts[:-1]) if len(self) else kept
 
     def _rows_with(self, used: set[str]) -> pl.DataFrame | None:
-        """Return the rows with the columns of a condition; None if the index lacks one."""
+        """Return the rows with indexed and computed columns; None if a column is only on disk."""
         names = self._stored_names
         known = [n for n in self.rows.columns if n in names and n not in self.cut | _LENGTHS]
         if not used & names <= set(known):
@@ -256,7 +256,7 @@ class TrajectoryIndex:
         return self.rows.select(known).with_columns(self._computed(used - names))
 
     def _stored_with(self, used: set[str]) -> pl.LazyFrame:
-        """Return the rows on disk with the columns of a condition."""
+        """Scan the rows on disk, plus computed columns in `used`."""
         stored = scan(self.path)
         computed = self._computed(used - self._stored_names)
         if not computed:
@@ -279,7 +279,7 @@ class TrajectoryIndex:
         ]
 
     def _numbers(self, name: str) -> pl.Series:
-        """[N] Number the distinct ids in a column; return the number of each row's id."""
+        """[N] Map the distinct ids in a column to integers; return one integer per row."""
         if name not in self._ids:
             values, run = self.rows[name], self.rows[name].rle_id()
             first = values.filter((run != run.shift()).fill_null(value=True))
@@ -290,10 +290,10 @@ class TrajectoryIndex:
 
 
 def by_numbers(condition: pl.Expr) -> tuple[pl.Expr, list[str]]:
-    """Partition the windows of a condition by numbers instead of ids, which is several times faster.
+    """Make window expressions partition by integers instead of ids, which is several times faster.
 
     Returns:
-        The condition on columns `number of NAME` instead of NAME; and the list of these NAMEs.
+        The condition with columns `number of NAME` in place of NAME; and the list of these NAMEs.
 
     Example:
         >>> over = pl.sql_expr("max(reward) OVER (PARTITION BY instance_id) > 0")

@@ -17,12 +17,12 @@ MAX_TARGETS = 100_000
 
 
 def update_rows(sources: Sources, run: Run, update: int) -> Answer:
-    """Return the rows of an update, sorted by their share of the loss, largest first."""
+    """Return the rows of an update, sorted by their absolute share of the loss, largest first."""
     return arrow_answer(_ranked(sources, run, update).drop("record"))
 
 
 def update_targets(sources: Sources, run: Run, update: int, limit: int) -> Answer:
-    """Return up to `limit` targets, evenly spaced over the rows in the order of `update_rows`."""
+    """Return up to `limit` trained tokens, evenly spaced over the rows from `update_rows`."""
     order = _ranked(sources, run, update)["record"]
     names = ["loss_mask", "logprobs", "importance_weights", "clipped", "rejected"]
     lists = read_tokens(run.path, update)[order]
@@ -100,7 +100,7 @@ def _column(frame: pl.DataFrame, name: str, kind: pl.DataType | type[pl.DataType
 
 
 def _sampler_logprobs(sources: Sources, run: Run, records: pl.DataFrame) -> pl.Series:
-    """Read the sampler's log-probability of each token of the records, in their order."""
+    """Read the sampler's log-probability of each response token, in the order of the records."""
     sizes = records["loss_mask"].list.len().to_list()
     found: list[pa.Array] = [pa.nulls(size, pa.float32()) for size in sizes]
     for path, part in records.select("record", *KEYS).group_by("dataset"):

@@ -175,8 +175,9 @@ class Engine(Protocol):
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """Load new weights, and sample with them from now on.
 
-        Running calls may continue with the new weights of a model, but keep the `policy_version`
-        with which they started. After an adapter is loaded, they continue with their own weights.
+        A running call keeps the `policy_version` with which it started. When a model is loaded, the
+        rest of the response may be sampled with the new weights; when an adapter is loaded, the
+        call continues with the weights with which it started.
 
         Args:
             path: A directory that the engine can read: a Hugging Face model or, if

@@ -103,8 +103,8 @@ class Servers:
         api_key: Bearer token of every request.
 
     Attributes:
-        when_returned: Requests (path and body) to send first after a failed connection, because the
-            server may have been restarted.
+        when_returned: Requests (path and body) to send to a server after a connection to it failed,
+            before any other request, because it may have been restarted.
     """
 
     def __init__(self, urls: Sequence[str], limits: Limits, *, api_key: str | None = None) -> None:
@@ -158,7 +158,7 @@ class Servers:
         return list(await asyncio.gather(*(self._call_one(url, path, body) for url in self.urls)))
 
     async def change_each(self, requests: Sequence[tuple[str, Body]]) -> None:
-        """Send requests to every server, to change its weights.
+        """Send the requests that change the weights to every server.
 
         A server that fails while another one succeeds gets no calls until it has accepted
         `when_returned`, so set `when_returned` to these requests afterwards.
@@ -231,20 +231,20 @@ class Servers:
         raise failure
 
     def _usable(self, urls: Sequence[str]) -> Sequence[str]:
-        """Leave out lost servers that were tried shortly before, unless all are lost."""
+        """Exclude lost servers that are not due for a retry yet, unless that excludes all."""
         now = time.monotonic()
         return [url for url in urls if self._lost.get(url, now) <= now] or urls
 
     def lose(self, *roots: str) -> None:
-        """Mark servers as lost after a connection failed."""
+        """Mark servers as lost: each gets `when_returned` before its next call."""
         for root in roots:
             self._lost.setdefault(root, time.monotonic())
 
     async def welcome_back(self, root: str) -> None:
-        """Send `when_returned` once to a server that is back, before any other request.
+        """If a server was lost, send it `when_returned` before any other request.
 
         Raises:
-            aiohttp.ClientError: The server is still down.
+            aiohttp.ClientError: The server is still down, or rejects a request.
         """
         if root not in self._lost:
             return

@@ -1,8 +1,8 @@
 """Model directories with an explicit output layer, which vLLM needs on a CPU to load new weights.
 
-On a CPU, vLLM packs the weights of each linear layer. `reload_weights` packs a layer again if the
-directory holds its weights. The output layer of a model with tied embeddings has none: it would
-keep the packed weights of the model that the server loaded before.
+On a CPU, vLLM packs the weights of each linear layer, and `reload_weights` packs only layers whose
+weights are in the directory. If embeddings are tied, the output layer has no weights of its own
+there, so it would keep the packed weights of the model that was loaded before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_BYTES = 100_000_000
 
 
 def lacks_output_layer(path: Path) -> bool:
-    """Return whether a model directory ties the output layer to the input embeddings.
+    """True if a model directory has no output layer, because it is tied to the input embeddings.
 
     False if its files cannot be read; vLLM then reports the reason.
     """
@@ -36,21 +36,21 @@ def lacks_output_layer(path: Path) -> bool:
 
 
 class OutputLayers:
-    """Copies of model directories that also hold the output layer; `close` deletes them.
+    """Copies model directories and adds an explicit output layer; `close` deletes the copies.
 
-    A copy consists of links to the files of the model and of one new file, with the embeddings as
-    the weights of the output layer. Only the latest copy is kept on disk. It is in the directory
-    for temporary files, which the environment variable TMPDIR sets.
+    A copy consists of links to the model's files, and one new file that stores the embeddings as
+    the weights of the output layer. Only the latest copy is kept on disk, in the directory for
+    temporary files (set by the environment variable TMPDIR).
     """
 
     def __init__(self) -> None:
         self._folders: list[tempfile.TemporaryDirectory[str]] = []
 
     def add(self, path: Path) -> Path:
-        """Make a copy of a model directory.
+        """Copy a model directory, and add the output layer; return the directory of the copy.
 
         Raises:
-            EngineError: `engine_refused`: the embeddings are not under the usual name.
+            EngineError: `engine_refused`: no tensor has the usual name of the embeddings.
         """
         folder = tempfile.TemporaryDirectory(prefix="rollouts-weights-")
         self._folders.append(folder)
@@ -73,7 +73,7 @@ class OutputLayers:
         return target
 
     def keep_latest(self) -> None:
-        """Delete all copies but the latest one."""
+        """Delete all copies except the latest."""
         for folder in self._folders[:-1]:
             folder.cleanup()
         del self._folders[:-1]
@@ -86,7 +86,7 @@ class OutputLayers:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """Read the tensors that a file in the format safetensors describes, and where their data begin."""
+    """Read the header of a safetensors file: its tensors, and the offset of their data."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if not 0 < size <= _MOST_BYTES:
@@ -97,7 +97,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _copy_tensor(source: Path, name: str, target: Path, new_name: str) -> None:
-    """Copy one tensor of a file to a new file, under a new name."""
+    """Copy one tensor to a new file, under a new name."""
     described, start = _header(source)
     tensor = described[name]
     begin, end = tensor["data_offsets"]

@@ -40,7 +40,7 @@ def sampling_params(config: GenerateConfig) -> dict[str, Any]:
 
 
 def with_sampling_params(config: GenerateConfig, params: Mapping[str, Any]) -> GenerateConfig:
-    """Return a configuration with the `sampling_params` of a GeneratorInput, named as in vLLM.
+    """Apply a GeneratorInput's `sampling_params`, which are named as in vLLM, to a configuration.
 
     Raises:
         InputError: `generator_input`: `n` requests several samples per prompt.

@@ -108,7 +108,7 @@ class VllmServer:
             time.sleep(0.2)
 
     def stop(self, *, kill: bool = False) -> None:
-        """Stop the server and all its processes; with `kill`, by SIGKILL, as in a crash."""
+        """Stop the server and all its processes; `kill` simulates a crash with SIGKILL."""
         if self._process is None:
             return
         signal_group(self._process.pid, signal.SIGKILL if kill else signal.SIGTERM)

@@ -173,9 +173,9 @@ class VllmEngine:
         A server that disconnects and comes back loads the weights again, because a restarted server
         has its initial weights. A path that is not a model directory is rejected here, because it
         would make vLLM exit. On a CPU, the servers load a model with tied embeddings from a copy
-        with an explicit output layer: see `pipelines.generation.engines.output_layers`. Of the
-        adapters, the newest two stay loaded: calls of earlier versions must have ended, and files of
-        the newest two must stay where they are.
+        with an explicit output layer: see `pipelines.generation.engines.output_layers`. The two
+        newest adapters stay loaded, so their files must not be moved; calls that use an older
+        adapter must have ended.
         """
         if is_adapter(path):
             await self._load_adapter(path, policy_version)
@@ -212,7 +212,7 @@ class VllmEngine:
             self._output_layers.close()
 
     async def _load_adapter(self, path: str, policy_version: int) -> None:
-        """Load an adapter beside the current one, and unload the one before that."""
+        """Load an adapter, keep the current one loaded, and unload the one before it."""
         # The name depends on the contents: vLLM may still cache another run's adapter of the same
         # version, and prefixes computed with it.
         name = f"policy_version_{policy_version}_{_digest(path)}"
@@ -271,7 +271,7 @@ class VllmEngine:
         version = self.policy_version
 
         def body() -> dict[str, Any]:
-            """Build the request of one attempt; its salt avoids cache hits from older weights."""
+            """Build the request for one attempt; a salt prevents cache hits from old weights."""
             nonlocal version
             version = self.policy_version
             current = {"model": self.adapter or self._model}

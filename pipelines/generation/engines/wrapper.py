@@ -12,7 +12,7 @@ from schemas.metadata import LogprobsMode
 
 
 class WrappedEngine(ABC):
-    """An `Engine` that forwards each call to another engine, inside the context from `turn`.
+    """An `Engine` that forwards each call to another engine, within the context from `turn`.
 
     Args:
         engine: The engine to wrap.
