@@ -60,7 +60,8 @@ class Changes:
     stays in their baseline. Old and reference log-probabilities and values do not change either.
     The difference between the two steps is therefore what the row itself contributed to the
     gradient; a new baseline would change the share of every other row of its group as well. In a
-    merged row, the tokens of a step that is left out remain as the context of later steps.
+    merged row, the tokens of a step that is left out remain as the context of later steps; the row
+    no longer counts once no target of it remains.
 
     Attributes:
         settings: `key=value` strings, as for `--set`.
@@ -243,7 +244,7 @@ def without_rows(run: TrainingRun, step: PreparedUpdate, changes: Changes) -> Pr
     if not (trained & ~leaves).any():
         got, hint = "no row of the update remains", "leave fewer rows out"
         raise InputError("replay_without", "--without", got, hint=hint)
-    gone = _rows_gone(batch, prepared.origins, chosen, leaves)
+    gone = _rows_gone(batch, prepared.origins, chosen, trained, leaves)
     # The removed rows move to a mini-batch that is never trained, so no denominator counts them.
     nowhere = len(prepared.mini_batches)
     batch = dataclasses.replace(
@@ -317,17 +318,24 @@ def _matching(run: TrainingRun, rows: pl.DataFrame, condition: str) -> BoolArray
     return joined["chosen"].fill_null(value=False).to_numpy().astype(np.bool_)
 
 
-def _rows_gone(batch: Batch, origins: Origins, chosen: BoolArray, leaves: BoolArray) -> BoolArray:
-    """Return which rows of the batch ([R] bool) consist of steps that are left out."""
-    total = len(batch.trains)
-    has_tokens = np.diff(np.append(origins.begin, total)) > 0
+def _rows_gone(
+    batch: Batch, origins: Origins, chosen: BoolArray, trained: BoolArray, leaves: BoolArray
+) -> BoolArray:
+    """Return which rows of the batch ([R] bool) are left out as a whole.
+
+    These are the rows whose targets are all left out, and the rows without targets whose steps are
+    all chosen.
+    """
+    row = batch.responses.row_of(np.arange(len(batch.trains)))
+    num_targets, num_left = (
+        np.bincount(row[at], minlength=len(batch.names)) for at in (trained, leaves)
+    )
+    has_tokens = np.diff(np.append(origins.begin, len(batch.trains))) > 0
     row = batch.responses.row_of(origins.begin[has_tokens])
     num_steps = np.bincount(row, minlength=len(batch.names))
     num_chosen = np.bincount(row, chosen[origins.row[has_tokens]], len(batch.names))
-    leaving = np.bincount(
-        batch.responses.row_of(np.flatnonzero(leaves)), minlength=len(batch.names)
-    )
-    gone: BoolArray = (num_steps == num_chosen) & ((num_steps > 0) | (leaving > 0))
+    without_targets = (num_steps > 0) & (num_steps == num_chosen)
+    gone: BoolArray = np.where(num_targets > 0, num_targets == num_left, without_targets)
     return gone
 
 

@@ -143,7 +143,8 @@ def replay(
             )
             if settings or changes.leaves_out:
                 after, step = _changed(found, batch, changes)
-                made = _made(_paused(found.run), found, passes)
+                with torch.random.fork_rng():  # clip_cov draws the same numbers in both
+                    made = _made(_paused(found.run), found, passes)
                 changed = _made_changed(after, step, found, passes)
             else:
                 made, changed, after = _made(found.run, found, passes), None, found.run
