@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
-from tests.helpers.replay_helpers import line_of, plain, train
+from tests.conftest import ROOT
+from tests.helpers.replay_helpers import SETTINGS, line_of, plain, train
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.replay.reconstruct import reconstruct
 from trainer.replay.replay import replay
@@ -99,6 +106,43 @@ def test_updates_before_and_after_a_resumption_are_made_with_the_settings_of_the
     shutil.rmtree(run / "checkpoints" / "global_step_5")
     found = replay(run, 6)
     assert any("tokens_per_micro_batch was changed by --resume" in text for text in found.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [("lora", "kl_loss"), ("critic", "kl_reward")], ids="_".join)
+def test_updates_before_and_after_a_kill_are_bit_for_bit_the_same(kinds, paths, tmp_path):
+    """The run is killed at a random one of 48 updates, and resumed from its latest checkpoint."""
+    rng = np.random.default_rng()
+    last = int(rng.integers(4, 31))
+    own = {key: value for kind in kinds for key, value in KINDS[kind].items()}
+    settings = SETTINGS | own | {"num_epochs": 8, "save_every_updates": 3}
+    out = tmp_path / "run"
+    line = ["train", paths["dataset"], "--model", paths["model"], "--out", str(out)]
+    line += [f"--set={key}={value}" for key, value in settings.items()]
+    metrics, environment = out / "metrics.jsonl", os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-m", "rollout_io", *line], env=environment)
+    end = time.monotonic() + 300
+    while num_lines(metrics) < last:
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    num_made = num_lines(metrics)
+    assert command([*line, "--resume"]) == 0
+    lines = (out / "starts.jsonl").read_text().splitlines()
+    starts = [json.loads(line)["global_step"] for line in lines]
+    assert starts[0] == 0
+    assert (num_made - 1) // 3 * 3 <= starts[1] <= num_made < 48
+    assert num_lines(metrics) == 48
+    drawn = rng.choice(np.arange(1, 49), 5, replace=False).tolist()
+    for update in (*drawn, starts[1], starts[1] + 1, num_made, num_made + 1):
+        found = replay(out, update)
+        assert found.is_identical, (num_made, update, [one.sentence for one in found.differences])
+
+
+def num_lines(metrics: Path) -> int:
+    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
 
 
 def test_the_threads_of_the_run_are_used(run, tmp_path):
