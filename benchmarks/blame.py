@@ -1,7 +1,7 @@
 """Find poisoned rows with `rollouts blame`, and compare its cost with that of an update.
 
 python -m benchmarks.blame [--updates 10] [--seed 0] [--json]     # poisoned rows
-python -m benchmarks.blame --cost [--rows 32] [--layers 30]       # seconds of blame and update
+python -m benchmarks.blame --cost [--rows 32] [--layers 4]        # seconds of blame and update
 """
 
 from __future__ import annotations
@@ -10,22 +10,32 @@ import argparse
 import dataclasses
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import torch
 from accelerate import Accelerator
 
+import rollout_io
+from schemas.columns import arrow_schema
+from schemas.metadata import DatasetMetadata
 from trainer.batches.data import Batch, to_batch
 from trainer.batches.forest import Forest, chain_forests
+from trainer.blame.blame import attribute
 from trainer.blame.gradients import inner_products, norm, row_gradients
 from trainer.blame.ranking import outlier_scores, traits
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy, load_policy
+from trainer.replay.reconstruct import Reconstruction, reconstruct
+from trainer.run.loop import train
+from trainer.run.mini_batches import make_update
 from trainer.run.settings import objective_of
 from trainer.run.update import Learner, policy_logprobs, update
 
@@ -69,6 +79,7 @@ def main() -> None:
     texts, foreign = _texts()
     if arguments.layers:
         del policy.model.base_model.layers[arguments.layers :]
+        policy.model.config.num_hidden_layers = arguments.layers
     if arguments.cost:
         _show_cost(policy, texts, arguments)
         return
@@ -93,6 +104,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rows", type=int, default=32, help="rows of the update whose cost is measured"
     )
+    parser.add_argument("--top", type=int, default=10, help="rows whose effect is computed")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement")
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="also save all traits")
     parser.add_argument("--json", action="store_true")
@@ -304,47 +316,88 @@ def _learner(
 def _show_cost(
     policy: Policy, texts: Sequence[Sequence[int]], arguments: argparse.Namespace
 ) -> None:
-    """Measure the CPU seconds of blame and of a plain update in turn, and print the medians."""
+    """Measure the CPU seconds of blame and of its update in turn, and print the medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = _run(Path(folder), policy, texts, arguments)
+        _print_cost(found, arguments)
+
+
+def _run(
+    folder: Path, policy: Policy, texts: Sequence[Sequence[int]], arguments: argparse.Namespace
+) -> Reconstruction:
+    """Train the model for two updates, and reconstruct the second one."""
     rng = np.random.default_rng(arguments.seed)
+    policy.model.save_pretrained(folder / "model")
     rows = []
-    for number in rng.integers(len(texts), size=arguments.rows):
+    for index, number in enumerate(rng.integers(len(texts), size=arguments.rows)):
         end = max(len(texts[number]) * 2 // 3, 1)
+        group, repetition = divmod(index, GROUP)
         rows.append(
             {
+                "instance_id": f"g{group}",
+                "repetition_id": repetition,
+                "trajectory_id": f"g{group}_{repetition}",
+                "step_index": 0,
+                "token_source": "engine",
+                "is_last_step": True,
                 "prompt_token_ids": texts[number][:end],
                 "response_ids": texts[number][end:],
-                "advantage": float(rng.normal()),
+                "loss_mask": [True] * (len(texts[number]) - end),
+                "reward": float(rng.normal()),
             }
         )
-    batch = _batch(rows)
-    learner = _learner(policy, max_grad_norm=1e30, tis_ratio_type=None)
-    forests = _forests(batch)
-    seconds: dict[str, list[float]] = {"update": [], "norms": [], "inner_products": []}
+    with rollout_io.RolloutWriter(folder / "rows", metadata=DatasetMetadata()) as writer:
+        writer.write(pa.Table.from_pylist(rows, schema=arrow_schema(tuple(rows[0]))))
+    num_groups = -(-arguments.rows // GROUP)
+    train(
+        TrainConfig(
+            dataset=str(folder / "rows"),
+            model=str(folder / "model"),
+            out=str(folder / "run"),
+            learning_rate=1e-5,
+            groups_per_batch=num_groups,
+            groups_per_mini_batch=num_groups,
+            num_epochs=2,
+            sequence_layout="step",
+            tokens_per_micro_batch=2048,
+            tis_ratio_type=None,
+            save_every_updates=1,
+        )
+    )
+    return reconstruct(folder / "run", 2)
+
+
+def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
+    learner, batch, forests = found.run.learner, found.step.prepared.batch, found.step.forests
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        made = work()
+        seconds.setdefault(name, []).append(time.process_time() - start)
+        return made
+
     for _ in range(arguments.rounds):
-        start = time.process_time()
-        update(learner, batch, forests, None)
-        seconds["update"].append(time.process_time() - start)
-        start = time.process_time()
-        found = row_gradients(learner, batch, forests, None)
-        seconds["norms"].append(time.process_time() - start)
-        start = time.process_time()
-        inner_products(learner, batch, forests, found.coefficients, found.gradient)
-        seconds["inner_products"].append(time.process_time() - start)
+        timed("update", lambda: make_update(found.run, found.step, found.update))
+        rows = timed("norms", lambda: row_gradients(learner, batch, forests, None))
+        shares = partial(inner_products, learner, batch, forests, rows.coefficients, rows.gradient)
+        timed("inner_products", shares)
+        timed("blame", lambda: attribute(found, top=arguments.top))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    ratio = (medians["norms"] + medians["inner_products"]) / medians["update"]
+    ratio = medians["blame"] / medians["update"]
     sizes = {
-        "rows": len(rows),
+        "rows": len(rows.rows),
+        "groups": len(batch.group_names),
         "tokens": sum(forest.num_tokens for forest in forests),
         "targets": sum(forest.num_targets for forest in forests),
-        "layers": len(policy.model.base_model.layers),
+        "layers": len(learner.policy.model.base_model.layers),
     }
     if arguments.json:
-        print(json.dumps(sizes | medians | {"ratio": ratio}))
+        print(json.dumps(sizes | medians | {"ratio": ratio, "top": arguments.top}))
         return
     print(", ".join(f"{value:,} {name}" for name, value in sizes.items()))
     for name, value in medians.items():
         print(f"{name:16}{value:8.1f} CPU s{value / medians['update']:8.2f}x")
-    print(f"{'blame':16}{'':14}{ratio:8.2f}x")
 
 
 if __name__ == "__main__":
