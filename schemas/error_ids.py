@@ -67,6 +67,9 @@ atif_version: The ATIF file has an unknown `schema_version`.
 audit_rows: No row of the dataset can be audited, or a candidate's vocabulary lacks a token of a row.
     Pass weights of the labelled versions, with the dataset's tokenizer, and rows with
     `rollout_logprobs`.
+blame_rows: A loss of your own computes the loss of a row from other rows of its micro-batch, so the
+    gradient has no parts that belong to single rows.
+    Replay the update without a row instead: `rollouts replay RUN --update N --without ID`.
 body_timeout: The client stopped sending the body of its request.
     Send the body without pausing for a minute or longer.
 calls_lost: Calls of a session could not be written to the journal, so its trajectory is incomplete.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+import torch
 
 from rollout_io.terminal import Bar
 from schemas.ragged import IntArray
-from trainer.algorithms.losses.reductions import reduction_weights
 from trainer.batches.data import Batch
 from trainer.batches.origins import Origins
 from trainer.blame.gradients import (
@@ -27,15 +26,16 @@ from trainer.blame.gradients import (
     row_gradients,
 )
 from trainer.blame.held_out import held_out_gradient
+from trainer.blame.leave_out import LeavingOut, check_rows_are_separate
 from trainer.blame.ranking import outlier_scores, traits
 from trainer.blame.shares_table import shares_table
 from trainer.blame.trial_steps import TrialSteps
-from trainer.replay.reconstruct import reconstruct
+from trainer.replay.reconstruct import Reconstruction, reconstruct
 from trainer.replay.replay import Forwarding, refuse_several_processes
 from trainer.run.mini_batches import PreparedUpdate
 from trainer.run.passes import ticking
 from trainer.run.setup import TrainingRun
-from trainer.run.update import units_of
+from trainer.run.update import Learner
 
 Values = npt.NDArray[np.float64]
 NUM_UNITS = 3
@@ -48,17 +48,19 @@ class Blame:
 
     G is the gradient of the update before it is clipped, and G_i that of row i: see
     `trainer.blame.gradients`. s(g) is the step that the optimizer would take with the gradient g:
-    see `TrialSteps`. `without` is the gradient without row i, as `rollouts replay --without` makes
-    it: the other rows share the denominators of the loss.
+    see `TrialSteps`. without_i is the gradient without row i, as `rollouts replay --without` makes
+    it: the other rows share the denominators of the loss. If the reduction raises the weights of
+    all other rows by the same factor f_i,
 
         without_i = f_i (G - G_i)
 
-    f_i is the factor by which the reduction raises the weights of the other rows, such as
-    M / (M - M_i) for `token_mean` with M targets, M_i of them in row i. If the reduction raises the
-    weights of the other rows by different factors, as `prompt_mean` does, f_i is 1.
+    such as f_i = M / (M - M_i) for `token_mean` with M targets, M_i of them in row i. Otherwise
+    (`prompt_mean`, `trajectory_mean`, clip_cov, kl_cov), it also takes a pass of the rows whose
+    weights change by other factors: see `LeavingOut`.
 
     Attributes:
         run: Directory of the run, as given.
+        places: New paths of things that have moved, as given.
         update: Number of the update, its `global_step`.
         dataset: Path of the dataset.
         gradient_norm: |G|, before clipping.
@@ -67,9 +69,11 @@ class Blame:
         num_targets: Number of trained tokens of the update.
         rows: One row for each row of the batch that has targets, sorted by how far it stands
             out. Columns: `row` (its name), `trajectory_id`, `steps` (list of the `step_index` of the
-            rows of the dataset that it holds), `instance_id`, `num_targets`;
+            rows of the dataset whose targets it holds), `selectors` (list of what
+            `rollouts replay --without` calls it), `instance_id`, `num_targets`;
             `advantage` (mean over its targets); `share`, <G_i, G> / |G|^2; `gradient_norm`, |G_i|;
-            `norm_without`, |without_i|; the traits `mismatch` and `surprise`; `score` and `trait`:
+            `norm_without`, |without_i|, null where it takes another pass, unless the row is one of
+            the first rows; the traits `mismatch` and `surprise`; `score` and `trait`:
             see `outlier_scores`. For the first rows only, and null for the others: `step_share`,
             <G_i, s(G)> / <G, s(G)>, the row's share of the decrease in loss that the step achieves;
             `step_change`, |s(without_i) - s(G)| / |s(G)|; and `held_out_change`,
@@ -83,6 +87,7 @@ class Blame:
     """
 
     run: str
+    places: Mapping[str, str]
     update: int
     dataset: str
     gradient_norm: float
@@ -116,27 +121,50 @@ def blame(
         places: New paths of things that have moved; see `reconstruct`.
 
     Raises:
-        RolloutError: See `reconstruct`; or the held-out rows cannot be used.
+        RolloutError: See `reconstruct`; the held-out rows cannot be used; or `blame_rows`: a user's
+            loss compares rows.
     """
     refuse_several_processes("blame")
     with Bar(update, "updates", f"reconstructing update {update}") as bar:
         passes = Forwarding(bar, num_planned=update)
         with ticking(passes):
             found = reconstruct(run, update, places=places, passes=passes)
-    step, training = found.step, found.run
+    return attribute(found, top=top, held_out=held_out, exact=exact, run=run, places=places)
+
+
+def attribute(
+    found: Reconstruction,
+    *,
+    top: int = 10,
+    held_out: str | None = None,
+    exact: bool = False,
+    run: str | Path | None = None,
+    places: Mapping[str, str] | None = None,
+) -> Blame:
+    """Attribute a reconstructed update to its rows; see `blame`.
+
+    Raises:
+        RolloutError: See `blame`.
+    """
+    step, training, update = found.step, found.run, found.update
     batch, origins = step.prepared.batch, step.prepared.origins
     assert origins is not None  # `reconstruct` records all tokens
     old_logprobs, ref_logprobs = step.prepared.known.get("old_logprobs"), step.prepared.ref_logprobs
     learner, forests = training.learner, step.forests
+    generator = torch.get_rng_state()
     gradients = row_gradients(learner, batch, forests, old_logprobs, ref_logprobs, exact=exact)
+    check_rows_are_separate(learner, batch, forests, gradients)
+    leaving = LeavingOut(training, step, gradients, generator)
     products = inner_products(learner, batch, forests, gradients.coefficients, gradients.gradient)
     square = norm(gradients.gradient) ** 2
     token_shares = products.numpy() / max(square, 1e-300)
-    rows = _rows(training, step, gradients, token_shares, square)
+    rows = _rows(step, gradients, leaving, token_shares, square)
     order = rows["score"].arg_sort(descending=True)
-    rows = _with_effects(training, batch, gradients, rows[order], top, held_out)
+    rows = _with_effects(training, batch, gradients, leaving, rows[order], top, held_out)
+    units = Units(learner, step, gradients, leaving, rows)
     return Blame(
-        run=str(run),
+        run=str(run or found.recorded.path),
+        places=dict(places or {}),
         update=update,
         dataset=training.config.dataset,
         gradient_norm=square**0.5,
@@ -144,10 +172,10 @@ def blame(
         is_fast=gradients.is_fast,
         num_targets=int(gradients.targets.sum()),
         rows=rows.drop("batch_row"),
-        trajectories=_units(training, step, gradients, rows, "trajectory_id"),
-        groups=_units(training, step, gradients, rows, "instance_id"),
+        trajectories=units.trajectories(),
+        groups=units.groups(),
         shares=shares_table(
-            str(run),
+            str(run or found.recorded.path),
             update,
             training.config.dataset,
             origins,
@@ -160,9 +188,9 @@ def blame(
 
 
 def _rows(
-    run: TrainingRun,
     step: PreparedUpdate,
     found: RowGradients,
+    leaving: LeavingOut,
     token_shares: Values,
     square: float,
 ) -> pl.DataFrame:
@@ -177,22 +205,28 @@ def _rows(
     scores = outlier_scores(of_rows)
     names, best = list(scores), np.argmax(list(scores.values()), axis=0)
     left = np.maximum(square - 2 * share * square + found.norms**2, 0.0)
-    factor = np.array([_factor(run, step, found, row[None]) for row in found.rows])
+    factors = [leaving.factor(row[None]) for row in found.rows]
     assert step.prepared.origins is not None
-    labels = _labels(step.prepared.origins, slots, row)
+    labels = _labels(batch, step.prepared.origins, slots, row)
     return pl.DataFrame(
         {
             "batch_row": found.rows,
             "row": [labels[number].name for number in found.rows],
             "trajectory_id": [labels[number].trajectory_id for number in found.rows],
             "steps": [labels[number].steps for number in found.rows],
+            "selectors": [labels[number].selectors for number in found.rows],
             "instance_id": [batch.group_names[batch.group[number]] for number in found.rows],
             "num_targets": num_targets,
             "advantage": advantage / num_targets,
             "share": share,
             "gradient_norm": found.norms,
-            "norm_without": factor * np.sqrt(left),
-            "factor": factor,
+            "norm_without": pl.Series(
+                [
+                    None if f is None else f * root
+                    for f, root in zip(factors, np.sqrt(left), strict=True)
+                ],
+                dtype=pl.Float64,
+            ),
             "mismatch": of_rows["mismatch"],
             "surprise": of_rows["surprise"],
             "score": np.max(list(scores.values()), axis=0),
@@ -202,10 +236,17 @@ def _rows(
 
 
 class Label(NamedTuple):
-    """Name of a row of the batch, from the stored rows that hold its targets."""
+    """Name of a row of the batch, from the stored rows that hold its targets.
+
+    Attributes:
+        trajectory_id: Its trajectory.
+        steps: `step_index` of these stored rows, ascending.
+        is_alone: Whether the batch has no other row of the trajectory.
+    """
 
     trajectory_id: str
     steps: list[int]
+    is_alone: bool
 
     @property
     def name(self) -> str:
@@ -214,38 +255,32 @@ class Label(NamedTuple):
         steps = f"step {first}" if first == last else f"steps {first}-{last}"
         return f"{self.trajectory_id}, {steps}"
 
+    @property
+    def selectors(self) -> list[str]:
+        """What `rollouts replay --without` calls it, such as ["shop-7_2:0", "shop-7_2:1"]."""
+        if self.is_alone:
+            return [self.trajectory_id]
+        return [f"{self.trajectory_id}:{step}" for step in self.steps]
 
-def _labels(origins: Origins, slots: IntArray, row: IntArray) -> dict[int, Label]:
-    """Name each row of the batch."""
+
+def _labels(batch: Batch, origins: Origins, slots: IntArray, row: IntArray) -> dict[int, Label]:
+    """Name each row of the batch that has targets."""
     stored, _ = origins.of(slots)
     steps = origins.stored.rows["step_index"].to_numpy()
     ids = origins.stored.rows["trajectory_id"]
     found = {}
     for number in np.unique(row):
         own = np.unique(stored[row == number])
-        found[int(number)] = Label(str(ids[int(own[0])]), np.sort(steps[own]).tolist())
+        is_alone = np.count_nonzero(batch.trajectory == batch.trajectory[number]) == 1
+        found[int(number)] = Label(str(ids[int(own[0])]), np.sort(steps[own]).tolist(), is_alone)
     return found
-
-
-def _factor(run: TrainingRun, step: PreparedUpdate, found: RowGradients, left: IntArray) -> float:
-    """Compute the factor of the other rows' weights when rows are left out; see `Blame`."""
-    batch, slots = step.prepared.batch, np.flatnonzero(found.targets)
-    kept = ~np.isin(batch.responses.row_of(slots), left)
-    if not kept.any():
-        return 1.0
-    mini_batch = batch.mini_batch.copy()
-    mini_batch[left] = -1
-    fewer = dataclasses.replace(batch, mini_batch=mini_batch)
-    units = units_of(fewer, step.forests, slots[kept])
-    weights = reduction_weights(units, run.learner.objective.reduction)
-    factors = weights / found.inputs.weights.numpy()[slots[kept]]
-    return float(factors[0]) if np.allclose(factors, factors[0], rtol=1e-5) else 1.0
 
 
 def _with_effects(
     run: TrainingRun,
     batch: Batch,
     found: RowGradients,
+    leaving: LeavingOut,
     rows: pl.DataFrame,
     top: int,
     held_out: str | None,
@@ -257,13 +292,16 @@ def _with_effects(
     direction = None if held_out is None else held_out_gradient(run, held_out)
     names = ("step_share", "step_change", "held_out_change")
     effects: dict[str, list[float | None]] = {name: [None] * len(rows) for name in names}
-    for number, (row, factor) in enumerate(
-        rows.select("batch_row", "factor").head(top).iter_rows()
-    ):
-        own = gradient_of(run.learner, batch, found.targets, found.coefficients, np.array([row]))
+    effects["norm_without"] = rows["norm_without"].to_list()
+    for number, row in enumerate(rows["batch_row"].head(top)):
+        left = np.array([row])
+        own = gradient_of(run.learner, batch, found.targets, found.coefficients, left)
         if descent:
             effects["step_share"][number] = inner(own, step) / descent
-        without = {name: factor * (total[name] - own[name]) for name in total}
+        without = leaving.gradient(left, own)
+        if without is None:
+            continue
+        effects["norm_without"][number] = norm(without)
         change = trial(without)
         add(change, step, -1.0)
         if length:
@@ -275,24 +313,77 @@ def _with_effects(
     )
 
 
-def _units(
-    run: TrainingRun, step: PreparedUpdate, found: RowGradients, rows: pl.DataFrame, key: str
-) -> pl.DataFrame:
-    """Sum the shares of trajectories or groups, and compute the gradients of the largest."""
-    units = rows.group_by(key, maintain_order=True).agg(
-        num_rows=pl.len(), share=pl.col("share").sum(), batch_rows=pl.col("batch_row")
-    )
-    units = units.sort(pl.col("share").abs(), descending=True, maintain_order=True)
-    norms: list[float | None] = [None] * len(units)
-    without: list[float | None] = [None] * len(units)
-    for number, members in enumerate(units["batch_rows"].head(NUM_UNITS)):
-        index = np.sort(members.to_numpy())
-        batch = step.prepared.batch
-        own = gradient_of(run.learner, batch, found.targets, found.coefficients, index)
-        norms[number] = norm(own)
-        add(own, found.gradient, -1.0)
-        without[number] = _factor(run, step, found, index) * norm(own)
-    return units.drop("batch_rows").with_columns(
-        pl.Series("gradient_norm", norms, pl.Float64),
-        pl.Series("norm_without", without, pl.Float64),
-    )
+class Units:
+    """Shares of trajectories and groups, and the gradients of the largest.
+
+    A unit of one row has the norms of this row. The gradient of any other unit is computed from its
+    rows, or from all other rows if these have fewer tokens. Rows without targets have no gradient,
+    but leaving them out changes the denominators of some reductions.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        step: PreparedUpdate,
+        found: RowGradients,
+        leaving: LeavingOut,
+        rows: pl.DataFrame,
+    ) -> None:
+        self._learner, self._found = learner, found
+        self._leaving, self._rows = leaving, rows
+        self._batch = batch = step.prepared.batch
+        self._members = np.flatnonzero(batch.mini_batch == step.number)
+        lengths = np.diff(batch.prompts.offsets) + np.diff(batch.responses.offsets)
+        self._num_tokens: IntArray = lengths.astype(np.int64)
+        self._known: dict[tuple[int, ...], tuple[float, float | None]] = {}
+
+    def trajectories(self) -> pl.DataFrame:
+        """Describe the trajectories, by decreasing |share|."""
+        return self._table("trajectory_id", self._batch.trajectory)
+
+    def groups(self) -> pl.DataFrame:
+        """Describe the groups, by decreasing |share|."""
+        return self._table("instance_id", self._batch.group)
+
+    def _table(self, key: str, unit: IntArray) -> pl.DataFrame:
+        units = self._rows.group_by(key, maintain_order=True).agg(
+            num_rows=pl.len(), share=pl.col("share").sum(), first=pl.col("batch_row").first()
+        )
+        units = units.sort(pl.col("share").abs(), descending=True, maintain_order=True)
+        norms: list[float | None] = [None] * len(units)
+        without: list[float | None] = [None] * len(units)
+        for number, first in enumerate(units["first"].head(NUM_UNITS)):
+            left = self._members[unit[self._members] == unit[first]]
+            norms[number], without[number] = self._norms(left)
+        return units.drop("first").with_columns(
+            pl.Series("gradient_norm", norms, pl.Float64),
+            pl.Series("norm_without", without, pl.Float64),
+        )
+
+    def _norms(self, left: IntArray) -> tuple[float, float | None]:
+        """Compute the norm of the gradient of some rows, and of the gradient without them."""
+        key = tuple(left.tolist())
+        if key not in self._known:
+            self._known[key] = self._of_row(left) or self._computed(left)
+        return self._known[key]
+
+    def _of_row(self, left: IntArray) -> tuple[float, float | None] | None:
+        if len(left) > 1:
+            return None
+        row = self._rows.filter(pl.col("batch_row") == left[0])
+        if row["norm_without"].item() is None:
+            return None
+        return row["gradient_norm"].item(), row["norm_without"].item()
+
+    def _computed(self, left: IntArray) -> tuple[float, float | None]:
+        found, total = self._found, self._found.gradient
+        own, others = np.intersect1d(found.rows, left), np.setdiff1d(found.rows, left)
+        is_larger = self._num_tokens[others].sum() < self._num_tokens[own].sum()
+        passed = others if is_larger else own
+        gradient = gradient_of(
+            self._learner, self._batch, found.targets, found.coefficients, passed
+        )
+        if is_larger:
+            gradient = {name: total[name] - gradient[name] for name in total}
+        without = self._leaving.gradient(left, gradient)
+        return norm(gradient), None if without is None else norm(without)

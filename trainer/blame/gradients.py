@@ -8,9 +8,9 @@ entropy h_t of target t, and the derivatives c_t and e_t of the loss with respec
 
 c_t and e_t contain everything else that the loss depends on: weights and denominators of the
 reduction, advantages, ratios, clipping, corrections, divergence. They are those of the update, with
-all rows. Quantities that depend on several rows (the selection of clip_cov and kl_cov, denominators,
-a user's loss that compares rows) are constants: G_i does not contain their derivatives, and neither
-does the update's gradient.
+all rows. Quantities that depend on several rows (denominators, the selection of clip_cov and kl_cov)
+are constants: G_i does not contain their derivatives, and neither does the update's gradient. A
+user's loss that compares rows is refused: see `check_rows_are_separate`.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def _fast(
         for forest in forests:
             slot = forest.target_slot
             given = None if known is None else (known.logprobs[slot], known.entropies[slot])
-            loss = partial(_derivatives, learner, batch, slot, inputs)
+            loss = partial(derivatives, learner, batch, slot, inputs)
             temperature = batch.temperature[slot]
             with accelerator.autocast():
                 result = ghost.backward(forest, temperature, accelerator.device, given or loss)
@@ -346,8 +346,8 @@ def _coefficients(
         slot = forest.target_slot
         with torch.no_grad():
             outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
-        derivatives = _derivatives(learner, batch, slot, inputs, *outputs)
-        found.logprobs[slot], found.entropies[slot] = (d.cpu() for d in derivatives)
+        c, e = derivatives(learner, batch, slot, inputs, *outputs)
+        found.logprobs[slot], found.entropies[slot] = c.cpu(), e.cpu()
         found.outputs[slot] = outputs[0].cpu()
     return found
 
@@ -357,7 +357,7 @@ def _no_coefficients(batch: Batch) -> Coefficients:
     return Coefficients(**dict(zip(("logprobs", "entropies", "outputs"), zeros, strict=True)))
 
 
-def _derivatives(
+def derivatives(
     learner: Learner,
     batch: Batch,
     slot: Tensor,
@@ -365,7 +365,19 @@ def _derivatives(
     logprobs: Tensor,
     entropies: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the derivatives of a micro-batch's loss ([M] each) from the policy's outputs."""
+    """Compute the derivatives c and e of the loss of complete rows from the policy's outputs.
+
+    Args:
+        learner: Its objective is the loss.
+        batch: The batch.
+        slot: [M] targets, as indices into the batch's response tokens.
+        inputs: Inputs of the loss.
+        logprobs: [M] nats.
+        entropies: [M] nats.
+
+    Returns:
+        [M] c and [M] e, in the order of `slot`.
+    """
     logprobs, entropies = (t.detach().requires_grad_() for t in (logprobs, entropies))
     with torch.enable_grad():
         loss, _ = loss_of(learner, batch, slot, (logprobs, entropies), inputs, [])

@@ -73,12 +73,16 @@ def replay_without(found: Blame) -> str | None:
     unit = _dominant(found)
     if (unit is None and first["score"] < STANDS_OUT) or len(found.rows) < 2:
         return None
-    trajectory = first["trajectory_id"] if unit is None else unit["trajectory_id"]
-    of_trajectory = found.shares.filter(pl.col("trajectory_id") == trajectory)
-    is_whole = unit is not None or len(of_trajectory) == len(first["steps"])
-    names = [trajectory] if is_whole else [f"{trajectory}:{step}" for step in first["steps"]]
-    left = " ".join(f"--without {shlex.quote(name)}" for name in names)
-    return f"rollouts replay {shlex.quote(found.run)} --update {found.update} {left}"
+    names = first["selectors"] if unit is None else [unit["trajectory_id"]]
+    options = [("--without", name) for name in names]
+    options += [("--set", f"{key}={path}") for key, path in found.places.items()]
+    command = ["rollouts", "replay", found.run, "--update", str(found.update)]
+    return shlex.join([*command, *(part for option in options for part in _option(*option))])
+
+
+def _option(name: str, value: str) -> list[str]:
+    """Return an option of a command line; a value that looks like an option is joined to it."""
+    return [f"{name}={value}"] if value.startswith("-") else [name, value]
 
 
 def describe(row: dict[str, Any], rows: pl.DataFrame) -> str:
@@ -172,7 +176,7 @@ def _row_table(found: Blame, limit: int) -> Table:
             f"{row['advantage']:+.2f}",
             f"{row['share']:.1%}",
             f"{row['gradient_norm']:.2g}",
-            f"{row['norm_without']:.3g}",
+            _shown(row["norm_without"]),
             f"{row['surprise']:.2f}",
             *(_cell(name, row[name]) for name in used),
             f"{row['score']:.1f}",
@@ -193,6 +197,10 @@ def _cell(name: str, value: float | None) -> str:
     return f"{value:+.2g}" if name == "held_out_change" else f"{value:.2g}"
 
 
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
 def _unit_table(units: pl.DataFrame, key: str) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
     table.add_column(key.removesuffix("_id").replace("instance", "group"), overflow="fold")
@@ -204,6 +212,6 @@ def _unit_table(units: pl.DataFrame, key: str) -> Table:
             f"{unit['num_rows']:,}",
             f"{unit['share']:.1%}",
             f"{unit['gradient_norm']:.2g}",
-            f"{unit['norm_without']:.3g}",
+            _shown(unit["norm_without"]),
         )
     return table

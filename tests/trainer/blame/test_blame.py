@@ -1,6 +1,7 @@
 """Blame of updates of whole runs."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from click.testing import CliRunner
 
 import trainer
+from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
 from schemas.update_shares import UPDATE_SHARE_COLUMNS
+from tests.helpers.blame_helpers import check_blame, recorded_norm
 from tests.helpers.trainer_helpers import (
     group_rows,
     one_group,
@@ -22,10 +25,10 @@ from tests.helpers.trainer_helpers import (
 )
 from tests.helpers.view_helpers import Asked
 from trainer.blame.blame import blame
-from trainer.blame.gradients import gradient_of, norm, row_gradients
 from trainer.blame.report import finding
 from trainer.blame.trial_steps import TrialSteps
 from trainer.cli.blame import blame as verb
+from trainer.models.policy import load_policy
 from trainer.replay.changes import Changes
 from trainer.replay.reconstruct import reconstruct
 from trainer.replay.replay import replay
@@ -53,11 +56,6 @@ def make_run(path: Path, rows: list[dict[str, Any]] | None = None, **settings: A
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("blame"))
-
-
-def recorded_norm(run: Path, update: int) -> float:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return float(lines[update - 1]["grad_norm"])
 
 
 @pytest.mark.parametrize("layout", ["merge", "tree"])
@@ -111,20 +109,37 @@ def test_the_step_of_a_trial_is_that_of_the_run_and_is_not_made(run: Path) -> No
 
 
 def check_left_out(path: Path, num_rows: int, **settings: Any) -> None:
-    run = make_run(path, **settings)
-    found = blame(run, 4, top=1)
-    assert found.is_fast
-    for row in found.rows.head(num_rows).iter_rows(named=True):
-        names = [f"{row['trajectory_id']}:{index}" for index in row["steps"]]
-        changed = replay(run, 4, Changes(rows=names)).changed
-        assert changed is not None
-        expected = changed["grad_norm"]
-        assert row["norm_without"] == pytest.approx(expected, abs=0.01 * found.gradient_norm)
-        assert row["norm_without"] == pytest.approx(expected, rel=1e-3)
+    rows = group_rows(4, (1.0, 0.0, 0.5), rollout_logprobs=[-3.0] * 4)
+    check_blame(make_run(path, rows, **settings), 4, num_rows)
 
 
 def test_leaving_a_row_out_is_training_without_it(tmp_path: Path) -> None:
-    check_left_out(tmp_path, 2)
+    check_left_out(tmp_path, 1)
+
+
+HERE = "tests.trainer.blame.test_blame"
+
+
+def own_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    row: torch.Tensor,
+) -> torch.Tensor:
+    """Squared mean ratio of the row, as a loss of its own by sequence."""
+    sums = torch.zeros(int(row.max()) + 1).index_add(0, row, logprobs - old_logprobs)
+    mean = sums / torch.bincount(row)
+    return -advantages * (mean.exp() ** 2)[row]
+
+
+def coupled_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Compares each token with the others of its micro-batch."""
+    return -advantages * (logprobs - logprobs.mean()).square()
+
+
+def own_reduction(row: Any, micro_batch: Any) -> Any:
+    """Longer rows count less, and so do those of later micro-batches."""
+    return 1 / (1.0 + np.bincount(row)[row]) / (1.0 + micro_batch)
 
 
 @pytest.mark.slow
@@ -133,9 +148,18 @@ def test_leaving_a_row_out_is_training_without_it(tmp_path: Path) -> None:
     [
         {"sequence_layout": "step", "loss_reduction": "sequence_mean"},
         {"sequence_layout": "tree", "policy_loss_type": "gspo"},
+        {"sequence_layout": "merge", "policy_loss_type": "gspo"},
+        {"sequence_layout": "step", "policy_loss_type": "gspo", "loss_reduction": "prompt_mean"},
+        {"sequence_layout": "step", "loss_reduction": "trajectory_mean"},
+        {"loss_reduction": "token_mean_legacy"},
+        {"loss_reduction": f"{HERE}:own_reduction"},
+        {"policy_loss_type": f"{HERE}:own_loss", "sequence_layout": "step"},
+        {"policy_loss_type": "kl_cov", "kl_cov_frac": 0.2, "learning_rate": 0.1},
+        {"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": -9.0},
+        {"policy_loss_type": "sapo", "tis_ratio_type": "sequence"},
         {"lora_rank": 2, "policy_loss_type": "cross_entropy"},
         {"kl_loss_coef": 0.1, "entropy_loss_coef": 0.01},
-        {"advantage_estimator": "gae"},
+        {"advantage_estimator": "gae", "critic_learning_rate": 1e-3},
     ],
     ids=str,
 )
@@ -146,44 +170,40 @@ def test_leaving_any_row_out_is_training_without_it(
 
 
 @pytest.mark.slow
-def test_effects_on_the_step_and_on_held_out_rows(tmp_path: Path) -> None:
-    """With SGD-like small steps these are differences of real losses after real steps."""
+@pytest.mark.parametrize("layout", ["merge", "step"])
+@pytest.mark.parametrize("reduction", ["sequence_mean", "trajectory_mean", "prompt_mean"])
+def test_steps_without_targets_leave_with_their_row(
+    tmp_path: Path, layout: str, reduction: str
+) -> None:
+    """They count in the denominators: as rows of their own, or as the other step of a row."""
+    rows = group_rows(4, (1.0, 0.0, 0.5))
+    for row in rows[1::4]:
+        row["loss_mask"] = [False] * len(row["loss_mask"])
+    run = make_run(tmp_path, rows, sequence_layout=layout, loss_reduction=reduction)
+    found = check_blame(run, 4, 99)
+    assert found.rows["selectors"].list.len().max() == 1
+    assert len(found.rows) == (6 if layout == "merge" else 9)
+
+
+@pytest.mark.slow
+def test_the_effect_on_held_out_rows_is_that_of_training_without_a_row(tmp_path: Path) -> None:
+    """The step is small, so that the effect to first order is nearly the whole effect."""
     run = make_run(tmp_path, policy_loss_type="cross_entropy", learning_rate=1e-4)
     rows = group_rows(2, (1.0, 0.0))
     held_out = write_dataset(tmp_path / "held_out", rows)
     found = blame(run, 3, top=6, held_out=held_out)
-    first = found.rows.row(0, named=True)
     assert found.rows["held_out_change"].is_not_null().all()
-    losses = []
-    for leave in (False, True):
-        again = reconstruct(run, 3)
-        learner = again.run.learner
-        trial = TrialSteps(learner)
-        gradients = row_gradients(
-            learner, again.step.prepared.batch, again.step.forests,
-            again.step.prepared.known.get("old_logprobs"),
-        )  # fmt: skip
-        total = gradients.gradient
-        if leave:
-            batch = again.step.prepared.batch
-            own = None
-            for row in gradients.rows:
-                candidate = gradient_of(
-                    learner, batch, gradients.targets, gradients.coefficients, np.array([row])
-                )
-                if norm(candidate) == pytest.approx(first["gradient_norm"], rel=1e-5):
-                    own = candidate
-            assert own is not None
-            num = found.num_targets
-            factor = num / (num - first["num_targets"])
-            total = {name: factor * (total[name] - own[name]) for name in total}
-        change = trial(total)
-        with torch.no_grad():
-            for name, parameter in learner.policy.named_parameters():
-                parameter.add_(change[name])
-        losses.append(mean_cross_entropy(learner.policy, rows))
-    difference = losses[1] - losses[0]
-    assert first["held_out_change"] == pytest.approx(difference, rel=0.05)
+    replay(run, 3, out=tmp_path / "full")
+    full = held_out_loss(tmp_path / "full", rows)
+    for number, row in enumerate(found.rows.head(2).iter_rows(named=True)):
+        out = tmp_path / f"without_{number}"
+        replay(run, 3, Changes(rows=row["selectors"]), out=out)
+        change = held_out_loss(out, rows) - full
+        assert row["held_out_change"] == pytest.approx(change, rel=0.05)
+
+
+def held_out_loss(model: Path, rows: list[dict[str, Any]]) -> float:
+    return mean_cross_entropy(load_policy(str(model), logprob_chunk_tokens=256), rows)
 
 
 def mean_cross_entropy(policy: Any, rows: list[dict[str, Any]]) -> float:
@@ -193,14 +213,26 @@ def mean_cross_entropy(policy: Any, rows: list[dict[str, Any]]) -> float:
         return -float(plain_logprobs(policy.model.double(), plain).mean())
 
 
-def test_a_row_with_a_huge_advantage_stands_out(tmp_path: Path) -> None:
+def test_a_loss_that_compares_rows_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path, policy_loss_type=f"{HERE}:coupled_loss", num_epochs=1)
+    with pytest.raises(RolloutError, match="depends on other rows of its micro-batch") as error:
+        blame(run, 1)
+    assert error.value.rule == "blame_rows"
+    assert error.value.where == f"policy_loss_type {HERE}:coupled_loss"
+
+
+def poisoned_rows(prefix: str = "g") -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
-    rows = [row for g in range(4) for row in one_group(rng, f"g{g}", (1.0, 0.0, 0.9, 0.1, 0.5))]
-    bad = [row for row in rows if row["trajectory_id"] == "g1_2"]
+    rows = [
+        row for g in range(4) for row in one_group(rng, f"{prefix}{g}", (1.0, 0.0, 0.9, 0.1, 0.5))
+    ]
+    bad = [row for row in rows if row["trajectory_id"] == f"{prefix}1_2"]
     bad[-1]["reward"] = -60.0
-    run = make_run(
-        tmp_path, rows, groups_per_batch=4, groups_per_mini_batch=4, normalize_by_std=False
-    )
+    return rows
+
+
+def test_a_row_with_a_huge_advantage_stands_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path, poisoned_rows(), groups_per_mini_batch=4, normalize_by_std=False)
     found = blame(run, 1)
     assert found.rows["row"][0] == "g1_2, steps 0-1"
     assert finding(found).startswith("g1_2, steps 0-1 stands out: it accounts for ")
@@ -217,6 +249,30 @@ def test_the_verb_prints_a_screen_or_json_and_writes_shares(run: Path, tmp_path:
     result = CliRunner().invoke(verb, [str(run), "--update", "2", "--top", "3", "--json"])
     shown = json.loads(result.stdout)
     assert [len(shown["rows"]), shown["num_rows"], shown["update"]] == [3, 6, 2]
+
+
+def test_the_printed_command_replays_the_update_without_the_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the dataset and the model of the run have moved."""
+    rows = poisoned_rows(prefix="-")  # as an option starts
+    run = make_run(tmp_path, rows, normalize_by_std=False, max_updates=1)
+    places = []
+    for name in ("ds", "model"):
+        moved = (tmp_path / name).rename(tmp_path / f"moved {name}")
+        key = "dataset" if name == "ds" else name
+        places.append(f"--set={key}={moved}")
+    assert command(["blame", str(run), "--update", "1", *places, "--json"]) == 0
+    screen = capsys.readouterr()
+    (line,) = [line for line in screen.err.splitlines() if line.startswith("next: ")]
+    program, *arguments = shlex.split(line.removeprefix("next: "))
+    assert program == "rollouts"
+    assert command([*arguments, "--json"]) == 0
+    replayed = json.loads(capsys.readouterr().out)
+    assert replayed["changes"] == ["without -1_2"]
+    (row, *_) = json.loads(screen.out)["rows"]
+    changed = replayed["metrics"]["grad_norm"]["changed"]
+    assert row["norm_without"] == pytest.approx(changed, rel=1e-4)
 
 
 def check_viewed(run: Path, out: Path) -> None:
