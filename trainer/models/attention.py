@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from trainer.batches.forest import Forest, attention_mask
+from trainer.models.flex_tree import autocast_dtype
 from trainer.models.tree_attention import attend_by_pieces, tree_attention
 
 CHAIN_ATTENTION = "rollout_chains"
@@ -191,7 +192,7 @@ def chain_attention(
         tree = attention_mask.tree, window
         return attend_by_pieces(query, key, value, *tree, dropout=dropout, scaling=scaling), None
     if lengths is None:
-        inputs = module, query, key, value, attention_mask.tree, window
+        inputs = query, key, value, attention_mask.tree, window
         return tree_attention(*inputs, dropout=dropout, scaling=scaling), None
     if _runs_varlen(query, value, dropout):
         return _varlen(query, key, value, lengths, scaling, window), None
@@ -217,7 +218,7 @@ def _causal(
     A chain longer than its window is cut into blocks of queries, each with the keys in its window.
     """
     groups, size = query.shape[1] // key.shape[1], query.shape[2]
-    in_kernel = query.device.type == "cpu" or _dtype(query) != torch.float32
+    in_kernel = query.device.type == "cpu" or autocast_dtype(query) != torch.float32
     if groups > 1 and not in_kernel:  # PyTorch would fall back to its kernel with quadratic memory
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     settings: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
@@ -234,18 +235,12 @@ def _causal(
     return torch.cat(blocks, 2)
 
 
-def _dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that autocast uses for a tensor."""
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
-
-
 def _runs_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
     return (
         VARLEN_ATTN is not None
         and query.is_cuda
         and not dropout
-        and _dtype(query) in (torch.bfloat16, torch.float16)
+        and autocast_dtype(query) in (torch.bfloat16, torch.float16)
         and query.shape[-1] == value.shape[-1] <= 256
         and query.shape[-1] % 8 == 0
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -262,7 +257,7 @@ def _varlen(
 ) -> Tensor:
     """Attend within all chains with one kernel: PyTorch's FlashAttention for packed sequences."""
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
-    packed = (tensor[0].transpose(0, 1).to(_dtype(query)) for tensor in (query, key, value))
+    packed = (tensor[0].transpose(0, 1).to(autocast_dtype(query)) for tensor in (query, key, value))
     output: Tensor = VARLEN_ATTN(
         *packed,
         ends,

@@ -1,8 +1,9 @@
 """Attention over trees, using only each token's depth and the end of its subtree.
 
 On a CPU it runs piece by piece: the tokens between two forks attend to their ancestors, gathered
-into a contiguous range, and causally to each other. On CUDA it uses FlexAttention, whose kernel
-skips blocks without attention. Neither allocates a tokens x tokens mask.
+into a contiguous range, and causally to each other. On CUDA it uses FlexAttention
+(`trainer.models.flex_tree`), whose kernel skips blocks without attention. Neither allocates a
+tokens x tokens mask.
 """
 
 from __future__ import annotations
@@ -14,18 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
-from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers.integrations.flex_attention import flex_attention_forward
+from torch.nn.functional import scaled_dot_product_attention
 
-BLOCK = 128
-"""Block size of FlexAttention's mask, for queries and keys."""
+from trainer.models.flex_tree import attend_by_blocks
+
 QUERIES = 1024
 """Maximum number of queries processed at once, which bounds the size of masks."""
 
 
 def tree_attention(
-    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -38,7 +36,6 @@ def tree_attention(
     """Compute attention in a forest: every token attends to itself and its ancestors.
 
     Args:
-        module: The attention layer.
         query: [1, heads, N, size].
         key: [1, key heads, N, size]; query heads are a multiple of key heads.
         value: Same shape as `key`.
@@ -52,12 +49,15 @@ def tree_attention(
     Returns:
         [1, N, heads, size].
     """
-    if query.is_cuda:
-        mask = block_mask(tree, window)
-        settings = {"scaling": scaling, "dropout": dropout}
-        output, _ = flex_attention_forward(module, query, key, value, mask, **settings)  # type: ignore[arg-type]
-        return output
+    if uses_blocks(query):
+        inputs = query, key, value, tree, window
+        return attend_by_blocks(*inputs, dropout=dropout, scaling=scaling)
     return attend_by_pieces(query, key, value, tree, window, dropout=dropout, scaling=scaling)
+
+
+def uses_blocks(query: Tensor) -> bool:
+    """Whether FlexAttention computes the attention; on a CPU it has no gradient."""
+    return query.is_cuda
 
 
 def attend_by_pieces(
@@ -151,43 +151,3 @@ def _causal(num_queries: int, num_keys: int, window: int | None, device: torch.d
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key = torch.arange(num_keys, device=device)
     return (key <= query) if window is None else (key <= query) & (key > query - window)
-
-
-@lru_cache(maxsize=8)
-def block_mask(tree: Tensor, window: int | None) -> BlockMask:
-    """Build FlexAttention's mask of a forest by comparing blocks of 128 tokens, not single tokens.
-
-    A block of keys is visible to a block of queries if the subtree of any key reaches into the
-    query block; the mask is evaluated per token unless all queries see all keys.
-    """
-    num_tokens = tree.shape[-1]
-    depth, end = pad(tree[0, 0], (0, -num_tokens % BLOCK))
-    position = torch.arange(len(depth), device=tree.device)
-
-    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        inside: Tensor = (key <= query) & (query < end[key])
-        return inside if window is None else inside & (depth[query] - depth[key] < window)
-
-    blocks = [values.view(-1, BLOCK) for values in (position, depth, end)]
-    (first, low, least), (last, high, most) = (
-        [getattr(b, name)(1) for b in blocks] for name in ("amin", "amax")
-    )
-    some = (first[None, :] <= first[:, None]) & (most[None, :] > first[:, None])
-    every = (last[None, :] <= first[:, None]) & (least[None, :] > last[:, None])
-    if window is not None:
-        every &= high[:, None] - low[None, :] < window
-    partly, wholly = (_numbered(wanted) for wanted in (some & ~every, some & every))
-    size = num_tokens, num_tokens
-    mask: BlockMask = BlockMask.from_kv_blocks(
-        *partly, *wholly, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=size
-    )
-    return mask
-
-
-def _numbered(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Count the wanted key blocks of each query block, and list all key blocks, wanted ones first.
-
-    Both results are in the format of `BlockMask.from_kv_blocks`.
-    """
-    order = wanted.int().argsort(dim=1, descending=True, stable=True)
-    return wanted.sum(1)[None, None].int(), order[None, None].int()

@@ -28,9 +28,10 @@ from tests.helpers.tree_helpers import TrajectoryIds, batch_of, families, mini_b
 from tests.trainer.models.test_attention import KINDS, tiny
 from trainer.batches.forest import Forest, attention_mask
 from trainer.models import tree_attention
+from trainer.models.flex_tree import BLOCK, block_mask, padded_size
 from trainer.models.policy import Policy, load_policy
 from trainer.models.self_check import check_policy
-from trainer.models.tree_attention import BLOCK, Piece, block_mask, pieces
+from trainer.models.tree_attention import Piece, pieces
 
 MORE_KINDS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8},
@@ -120,7 +121,7 @@ def test_pieces_attend_as_a_dense_mask_says(
     inputs = inputs_of(forest.num_tokens)
     before, tree_attention.QUERIES = tree_attention.QUERIES, queries
     try:
-        found = tree_attention.tree_attention(None, *inputs, tree_of(forest), window, scaling=0.3)
+        found = tree_attention.tree_attention(*inputs, tree_of(forest), window, scaling=0.3)
     finally:
         tree_attention.QUERIES = before
     settings: dict[str, Any] = {"scale": 0.3, "enable_gqa": True}
@@ -152,9 +153,12 @@ def test_the_block_mask_of_flex_attention_says_what_the_dense_mask_says(
 ) -> None:
     forest = large_forest(seed)
     mask = block_mask(tree_of(forest), window)
-    wanted = dense(forest, window)[0, 0]
-    n = forest.num_tokens
+    num_tokens = forest.num_tokens
+    n = padded_size(num_tokens)
     assert n > 3 * BLOCK
+    assert n % BLOCK == 0
+    wanted = torch.eye(n, dtype=torch.bool)  # padding sees itself
+    wanted[:num_tokens, :num_tokens] = dense(forest, window)[0, 0]
     expected = create_block_mask(lambda _b, _h, q, k: wanted[q, k], None, None, n, n, device="cpu")
     if window is None:
         assert torch.equal(mask.to_dense() > 0, expected.to_dense() > 0)
