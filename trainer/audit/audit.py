@@ -86,8 +86,8 @@ class Plan:
         num_candidates: Number of candidates.
         num_distinct: Distinct tokens of the rows, which each candidate may have to forward.
         num_first: Tokens that the first pass forwards.
-        num_most: Tokens to forward if every row needs all candidates, without those to explain
-            differences that no candidate does.
+        num_most: Tokens to forward if every row must be scored under all candidates, not counting
+            attempts to explain differences that no candidate explains.
     """
 
     num_candidates: int
@@ -105,13 +105,13 @@ class AuditResult:
         candidates: The candidates.
         noise: Noise of the dataset's engine.
         mode: Kind of the stored log-probabilities.
-        mode_is_inferred: True if the dataset's metadata does not contain it.
-        num_mode_tokens: Tokens from which it is inferred; 0 if none shows it.
+        mode_is_inferred: True if the dataset's metadata does not contain the mode.
+        num_mode_tokens: Number of tokens from which the mode is inferred; 0 if it is only assumed.
         plan: Planned cost.
         cost: Actual cost.
         num_rows: Rows audited.
         num_suspicious: Rows forwarded under all candidates because they did not fit their label.
-        num_first_scored: Tokens that the first pass scored, without those of the sample.
+        num_first_scored: Tokens that the first pass scored, not counting rows of the sample.
         num_sampled: Sampled tokens of the audited rows.
         clean: Residuals of the spans without faults.
         apart: Mean absolute difference in nats between two candidates, by their numbers.
@@ -134,7 +134,7 @@ class AuditResult:
 
     @property
     def faults(self) -> pl.DataFrame:
-        """Spans with a fault."""
+        """The verdicts of spans with a fault."""
         return self.verdicts.filter(pl.col("kind").is_in(FAULTS))
 
 
@@ -149,9 +149,9 @@ UNKNOWN, MISSING = -1, -2
 
 
 def labelled_candidates(rows: AuditRows, candidates: Sequence[Candidate]) -> IntArray:
-    """Return the number of each row's labelled candidate; `UNKNOWN` or `MISSING` if there is none.
+    """Return the index of each row's labelled candidate; `UNKNOWN` or `MISSING` if there is none.
 
-    A single candidate without a version is taken as the weights of all rows.
+    A single candidate without a version is assumed to have sampled all rows.
     """
     numbers = {one.version: i for i, one in enumerate(candidates) if one.version is not None}
     if len(candidates) == 1 and not numbers:
@@ -178,8 +178,8 @@ def run_audit(
         settings: Settings of the audit.
         dataset: Path of the rows' dataset, for the verdicts.
         variants: Renders prompts in other ways; None: other prompts are not tried.
-        known: Residuals of rows without faults from the same engine, for the estimate of its noise;
-            without any, a sample of the rows is scored under all candidates.
+        known: Residuals of rows without faults from the same engine, to estimate its noise; if
+            empty, a sample of the rows is scored under all candidates instead.
         announce: Called after each micro-batch with its number of tokens; the first one shows how
             long the audit will take.
 
@@ -229,7 +229,7 @@ def run_audit(
 
 
 def _chunks(rows: AuditRows) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that contain whole groups and about `CHUNK_TOKENS` targets."""
+    """Yield ranges of rows that consist of complete groups with about `CHUNK_TOKENS` targets."""
     lengths = np.bincount(rows.span_row, rows.span_length, minlength=rows.num_rows)
     upto, group = np.cumsum(lengths), rows.group
     ends = np.flatnonzero(np.append(np.diff(group) != 0, [True])) + 1
@@ -241,7 +241,7 @@ def _chunks(rows: AuditRows) -> Iterator[tuple[int, int]]:
 
 
 def _plan(parts: Sequence[_Chunk], settings: AuditSettings, *, with_sample: bool) -> Plan:
-    """Count the tokens to forward, and set what each chunk forwards first."""
+    """Plan each chunk, and add up the tokens to forward."""
     plans = [
         chunk.plan(with_sample=(number == 0 and with_sample) or settings.thorough)
         for number, chunk in enumerate(parts)
@@ -264,7 +264,7 @@ rows of a group have different labels, and because a first pass scored only a pa
 
 
 class _Chunk:
-    """The audit of some complete groups.
+    """The audit of a part of the dataset that consists of complete groups.
 
     Args:
         rows: R rows.
@@ -293,7 +293,7 @@ class _Chunk:
         self.end()
 
     def plan(self, *, with_sample: bool) -> Plan:
-        """Choose the sample, and the rows that each candidate forwards first."""
+        """Choose the sample, and the rows that the first pass scores under each candidate."""
         rows, usable, number = self._rows, self._usable, len(self._weights.candidates)
         num_distinct = num_distinct_tokens(rows, usable)
         if self._settings.thorough:
@@ -346,10 +346,10 @@ class _Chunk:
         found.noise = dataclasses.replace(noise, dependence=dependence)
 
     def first_pass(self, noise: Noise, mode: LogprobsMode) -> None:
-        """Score rows under their labelled weights: all their tokens, or some.
+        """Score rows under their labelled weights: all tokens, or a selection of tokens.
 
-        A row of which some tokens were scored is forwarded again if it is suspicious. All tokens are
-        scored from where this could exceed `AGAIN`.
+        A suspicious row of which only a selection was scored is forwarded again later. Once this
+        could exceed `AGAIN`, all tokens of the remaining rows are scored.
         """
         rest = np.setdiff1d(self._usable, self._sample)
         if self._among is None:
@@ -366,7 +366,7 @@ class _Chunk:
             left -= self._num_first(np.array(sorted(found), np.int64))
 
     def _num_first(self, part: IntArray, among: BoolArray | None = None) -> int:
-        """Count the tokens that the first pass forwards of some rows, under all their labels."""
+        """Count the tokens that the first pass forwards for the given rows, over all candidates."""
         each = (part[own[part]] for own in self._first)
         return sum(num_distinct_tokens(self._rows, wanted, among) for wanted in each)
 
@@ -387,7 +387,7 @@ class _Chunk:
         return len(wanted)
 
     def _suspicious_among(self, rows: IntArray, noise: Noise, mode: LogprobsMode) -> set[int]:
-        """Return the rows that their labelled weights do not explain, or that have none."""
+        """Return the rows that have no label, or that their labelled weights do not explain."""
         found = {int(row) for row in rows.tolist() if self._label[row] == UNKNOWN}
         for number in np.flatnonzero(np.isin(self._rows.span_row, rows)).tolist():
             row = int(self._rows.span_row[number])
@@ -411,10 +411,10 @@ class _Chunk:
             self._complete[number, wanted] = True
 
     def _check_vocabulary(self, number: int, policy: Policy, wanted: IntArray) -> None:
-        """Check that a candidate has an embedding for each token of some rows.
+        """Check that a candidate has an embedding for every token of the given rows.
 
         Raises:
-            InputError: `audit_rows`: it lacks one.
+            InputError: `audit_rows`: a token has no embedding.
         """
         size = policy.model.get_input_embeddings().weight.shape[0]
         for row in wanted.tolist():
@@ -455,7 +455,7 @@ class _Chunk:
                 yield span
 
     def clean_residuals(self, verdicts: pl.DataFrame, mode: LogprobsMode) -> list[Residuals]:
-        """Return the residuals of the spans without faults under their labelled weights."""
+        """Return the residuals, under the labelled weights, of all spans without a fault."""
         found = []
         for number, kind in enumerate(verdicts["kind"]):
             span = self._span(number) if kind == "as_labelled" else None
@@ -466,9 +466,10 @@ class _Chunk:
         return found
 
     def likely_mode(self) -> tuple[LogprobsMode, int]:
-        """Return the kind of log-probabilities that fits most spans, and the tokens that tell.
+        """Infer the mode of the stored log-probabilities: the one that fits spans with more tokens.
 
-        Where the temperature is unknown, processed log-probabilities may have any.
+        Also returns the number of tokens in spans that clearly fit only one mode. Where the
+        temperature is unknown, processed log-probabilities may be at any temperature.
         """
         balance, num_tokens = 0.0, 0
         for span in self._spans():
@@ -485,7 +486,7 @@ class _Chunk:
         return "processed" if balance > 0 else "raw", num_tokens
 
     def best_residuals(self, *, of_sample: bool = False) -> list[Residuals]:
-        """Return the residuals of the best simple fit of each span, or of each of the sample."""
+        """Return the residuals of the best simple fit of each span, optionally of the sample."""
         return [
             min(
                 (r for mode in MODES for r in _residuals(span, mode, offsets=True)),
@@ -496,10 +497,10 @@ class _Chunk:
         ]
 
     def _agreements(self, noise: Noise, mode: LogprobsMode) -> list[list[float]]:
-        """Return for spans of the sample how far their errors agree with each other candidate.
+        """Return the `Noise.agreement` of each span of the sample with all candidates but the best.
 
-        The errors are those of the best candidate, which need not be the labelled one. Spans that fit
-        none are left out.
+        The residuals are those of the best candidate, which need not be the labelled one. Spans
+        that fit no candidate are left out.
         """
         found = []
         for number in np.flatnonzero(np.isin(self._rows.span_row, self._sample)).tolist():
@@ -516,10 +517,11 @@ class _Chunk:
         return found
 
     def apart(self, mode: LogprobsMode) -> tuple[dict[tuple[int, int], float], float | None]:
-        """Compute the mean absolute difference between candidates on the sample.
+        """Compute the mean absolute difference between each two candidates on the sample.
 
         Returns:
-            Nats by pair, and the smallest relative to the mean sensitivity; None without a pair.
+            The difference of each pair in nats; and the smallest difference relative to the mean
+            sensitivity, None if there is no pair.
         """
         found: dict[tuple[int, int], list[float]] = {}
         sensitivity: dict[tuple[int, int], float] = {}
@@ -546,7 +548,7 @@ class _Chunk:
         variants: PromptVariants | None,
         allowance: int,
     ) -> pl.DataFrame:
-        """Judge every span, and list the rows that cannot be audited."""
+        """Judge every span; spans that cannot be audited get the kind `not_checked`."""
         rows = self._rows
         spans = [
             None if rows.reasons[row] else self._span(number)
@@ -582,7 +584,7 @@ class _Chunk:
         variants: PromptVariants | None,
         allowance: int,
     ) -> None:
-        """Replace verdicts without a known cause if another prompt or precision fits."""
+        """Replace verdicts without a known cause where another prompt or precision fits."""
         rows = self._rows
         search = Search(
             rows=rows,
@@ -649,7 +651,7 @@ CLEARLY = 0.5
 def _residuals(
     span: Span, mode: LogprobsMode, *, offsets: bool = False, temperatures: bool = True
 ) -> Iterator[Residuals]:
-    """Yield the residuals of each simple hypothesis."""
+    """Yield the residuals of a span under each candidate, offset and temperature."""
     inverse = span.inverse(mode)
     for number, scores in span.scores.items():
         predicted = span.predicted(number, mode)

@@ -33,7 +33,7 @@ class Candidate:
     """Weights that may have sampled the rows.
 
     Attributes:
-        version: Value of `policy_version` that stands for these weights; None if unknown.
+        version: The `policy_version` of these weights; None if unknown.
         path: Model directory, or directory of an adapter in peft's format.
         base: Model directory that the adapter is added to; None for a model.
     """
@@ -104,7 +104,7 @@ def _candidates_in(value: str, base: str | None) -> Iterator[Candidate]:
 
 
 def _of_run(run: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the versions of a run's first model and of its checkpoints."""
+    """Yield the version and the directory of a run's first model and of its checkpoints."""
     config = _read_object(run / "config.json")
     yield 0, Path(str(config.get("model", "")))
     for step, version in _versions_by_step(run).items():
@@ -114,13 +114,13 @@ def _of_run(run: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _is_within_iteration(checkpoint: Path) -> bool:
-    """True if a checkpoint was saved before all updates of its iteration: it is no version."""
+    """True if a checkpoint was saved in the middle of an iteration, and so has no version."""
     file = checkpoint / "state" / "run.json"
     return file.is_file() and bool(_read_object(file).get("mini_batch"))
 
 
 def _versions_by_step(run: Path) -> dict[int, int]:
-    """Map the last recorded update of each iteration to the version that it completed."""
+    """Map the last recorded update of each iteration to the version that the iteration produced."""
     path, found = run / "metrics.jsonl", dict[int, int]()
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     # The run may be writing an incomplete last line.
@@ -174,10 +174,10 @@ _UNSUPPORTED = (
 
 
 def _check_adapter(settings: dict[str, Any], path: Path) -> None:
-    """Check that an adapter's settings are those that are applied.
+    """Check that an audit can apply an adapter with these settings.
 
     Raises:
-        InputError: `model_load`: they are not.
+        InputError: `model_load`: a setting is invalid or not supported.
     """
     hint = "merge the adapter into its model with peft, and pass the merged model"
     numbers = [settings.get(name) for name in ("r", "lora_alpha")]

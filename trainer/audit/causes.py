@@ -19,11 +19,11 @@ SEVERAL = 3
 
 
 def likely_causes(verdicts: pl.DataFrame, candidates: Sequence[Candidate]) -> list[str]:
-    """Return a sentence for each likely cause, those that affect most rows first.
+    """Return a sentence for each likely cause of faults; causes that affect most rows come first.
 
     Args:
         verdicts: The verdicts of an audit.
-        candidates: Its candidates.
+        candidates: The candidates of the audit.
     """
     checked = verdicts.filter(pl.col("kind") != "not_checked")
     found: list[tuple[int, str]] = []
@@ -39,7 +39,7 @@ Explain = Callable[[pl.DataFrame, pl.DataFrame, Sequence[Candidate]], Found]
 
 
 def _versions(own: pl.DataFrame, checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Found:
-    """Explain rows that were sampled by other weights than labelled."""
+    """Explain rows that were sampled by weights other than those of their label."""
     pairs = own.group_by("labelled_version", "best_version", "best_weights").len()
     pairs = pairs.sort("labelled_version", "best_version", nulls_last=True)
     totals = dict(checked.group_by("labelled_version").len().iter_rows())
@@ -74,7 +74,7 @@ def _versions(own: pl.DataFrame, checked: pl.DataFrame, candidates: Sequence[Can
 def _stuck_at(
     best: int, each: Sequence[tuple[int, int, int]], candidates: Sequence[Candidate]
 ) -> Found:
-    """Explain rows with several labels that one version sampled."""
+    """Explain rows that a single version sampled although they have different labels."""
     number, total = sum(n for _, n, _ in each), sum(t for _, _, t in each)
     labels = sorted(label for label, _, _ in each)
     named = str(labels[0]) if len(labels) == 1 else f"{labels[0]} to {labels[-1]}"

@@ -46,7 +46,7 @@ DECISIVE = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """A search for causes in some rows.
+    """A search for the causes of faults that no candidate explains.
 
     Attributes:
         rows: All rows.
@@ -59,7 +59,7 @@ class Search:
         allowance: Number of tokens that may be forwarded in total.
         budget: Maximum number of tokens per forward pass, except for longer rows.
         trees: Forward shared prefixes once.
-        roundings: What rounding to a precision changes, by span and precision.
+        roundings: Effect of rounding the weights, by span and precision.
     """
 
     rows: AuditRows
@@ -75,7 +75,7 @@ class Search:
     roundings: dict[tuple[int, str], Rounding] = field(default_factory=dict)
 
     def run(self, label: IntArray, variants: PromptVariants | None) -> None:
-        """Explain all spans whose verdict names no cause, as far as possible.
+        """Try to explain every span whose verdict names no cause.
 
         Args:
             label: [R] labelled candidates; negative if unknown.
@@ -95,7 +95,7 @@ class Search:
             self._settle(numbers)
 
     def _parts(self, numbers: Sequence[int]) -> Iterator[IntArray]:
-        """Yield the rows of spans that still have no cause: a few, then the others."""
+        """Yield the rows of the given spans in two parts: a few to try first, then the rest."""
         rows = np.unique(self.rows.span_row[np.array(numbers)])
         yield rows[:TRIED_ROWS]
         yield rows[TRIED_ROWS:]
@@ -141,7 +141,7 @@ class Search:
     def _compare(
         self, number: int, weights: int, scored: Scored, start: int, precision: str
     ) -> None:
-        """Record what rounding changes for a span."""
+        """Store the effect of rounded weights on a span in `roundings`."""
         span = self.spans[number]
         assert span is not None
         other = self._under(number, weights, scored, start)
@@ -151,9 +151,9 @@ class Search:
     def _settle(self, numbers: Sequence[int]) -> None:
         """Decide whether spans without a cause come from another precision, or from another model.
 
-        An engine that computes in a precision also rounds the weights to it, which makes the rounded
-        weights fit slightly better; those of another model fit no better rounded. Short spans
-        follow the majority.
+        An engine that computes in a lower precision also rounds the weights, so rounded weights fit
+        its log-probabilities slightly better. They do not fit those of another model any better.
+        Short spans follow the majority.
         """
         open_ones = [
             number
@@ -185,7 +185,7 @@ class Search:
             self.found[number] = dataclasses.replace(verdict, kind=kind)
 
     def _scored(self, policy: Policy, rows: AuditRows, wanted: IntArray) -> Scored | None:
-        """Score rows; None if there are none, or if they exceed the allowance."""
+        """Score the given rows; None if there are no rows, or if they exceed the allowance."""
         tokens = num_distinct_tokens(rows, wanted) if len(wanted) else 0
         if not tokens or self.cost.num_tokens + tokens > self.allowance:
             return None
@@ -195,14 +195,17 @@ class Search:
         return scored
 
     def _place(self, number: int) -> tuple[int, int]:
-        """Return the row of a span, and its start in the row's response."""
+        """Return the row of a span, and the position of the span in the row's response."""
         row = int(self.rows.span_row[number])
         return row, int(self.rows.span_start[number] - self.rows.responses.offsets[row])
 
     def _improves(
         self, number: int, weights: int, scored: Scored, start: int, kind: Kind, reason: str
     ) -> bool:
-        """Replace the verdict of a span if the gain of the scores exceeds a fault's penalty."""
+        """Replace the verdict of a span if other scores explain it better by more than `PENALTY`.
+
+        Returns whether the verdict was replaced.
+        """
         verdict, own = self.found[number], self._under(number, weights, scored, start)
         assert verdict is not None
         if own is None:
@@ -215,7 +218,7 @@ class Search:
         return True
 
     def _under(self, number: int, weights: int, scored: Scored, start: int) -> Span | None:
-        """Return a span with other scores for its weights; None if they are not complete."""
+        """Return a copy of a span with other scores; None if a token has no score."""
         span = self.spans[number]
         assert span is not None
         scores = scored.at(start, len(span.stored))

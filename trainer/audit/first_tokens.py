@@ -26,10 +26,10 @@ LAST_TOKENS = 12
 
 
 def choose_sample(rows: AuditRows, usable: IntArray) -> IntArray:
-    """Choose rows, spread over the groups, for the estimate of the noise.
+    """Choose a sample of rows, spread over the dataset, from which to estimate the noise.
 
-    They form complete groups, because a later pass would forward the prompt of an incomplete group
-    again. Only of a large group whose rows share little, a part may be chosen.
+    The sample consists of complete groups, because a later pass would have to forward the prompt of
+    an incomplete group again. A large group whose rows share few tokens may be split.
     """
     wanted = min(len(usable), SAMPLE_ROWS, max(len(usable) // 10, 4))
     lengths = np.bincount(rows.span_row, rows.span_length, minlength=rows.num_rows)
@@ -49,18 +49,18 @@ def choose_sample(rows: AuditRows, usable: IntArray) -> IntArray:
 
 
 def repeats_little(rows: AuditRows, part: IntArray, members: IntArray, usable: IntArray) -> bool:
-    """True if forwarding a part of a group apart from the rest repeats few tokens."""
+    """True if few tokens are repeated when a part of a group is forwarded separately."""
     return num_repeated(rows, part, members) <= MOST_REPEATED * num_distinct_tokens(rows, usable)
 
 
 def num_repeated(rows: AuditRows, part: IntArray, members: IntArray) -> int:
-    """Count the tokens forwarded twice if a part of some rows is forwarded apart from the rest."""
+    """Count the tokens that are forwarded twice if `part` of `members` is forwarded separately."""
     each = (part, np.setdiff1d(members, part))
     return sum(num_distinct_tokens(rows, one) for one in each) - num_distinct_tokens(rows, members)
 
 
 def with_labels_of_group(rows: AuditRows, usable: IntArray, label: IntArray) -> BoolArray:
-    """[N, R] true where candidate N is the label of some usable row of a row's group."""
+    """[N, R] true where candidate n is the label of any usable row in the group of row r."""
     found = np.zeros((int(label.max(initial=-1)) + 1, rows.num_rows), np.bool_)
     group, labelled = rows.group, usable[label[usable] >= 0]
     of_group = np.zeros((len(found), int(group.max(initial=-1)) + 1), np.bool_)
@@ -70,13 +70,13 @@ def with_labels_of_group(rows: AuditRows, usable: IntArray, label: IntArray) -> 
 
 
 def choose_tokens(rows: AuditRows, usable: IntArray, share: float) -> BoolArray:
-    """[T] true at the tokens that a first pass scores: about a share of the sampled tokens.
+    """[T] true at the tokens that a first pass scores: about `share` of the sampled tokens.
 
-    Every span has the same number of them, at least `FEWEST`, because a label is as hard to check in
-    a short span as in a long one. Half are among the last tokens, which weights swapped in
-    mid-response have sampled; the others are spread over the rest. In each part, the least likely
-    token is chosen, because the log-probability of a certain one is the same under all
-    weights.
+    The same number of tokens is chosen in every span, at least `FEWEST`, because checking the label
+    of a short span takes as many tokens as that of a long one. Half are chosen among the last
+    tokens, which would reveal weights swapped in mid-response, and half are spread over the rest.
+    Each is the least likely token of its part of the span, because a nearly certain token has the
+    same log-probability under all weights.
     """
     spans = np.flatnonzero(np.isin(rows.span_row, usable))
     lengths = rows.span_length[spans]
@@ -93,7 +93,7 @@ def choose_tokens(rows: AuditRows, usable: IntArray, share: float) -> BoolArray:
 
 
 def _of_span(stored: FloatArray, number: int) -> list[int]:
-    """Choose tokens of a span by their stored log-probabilities."""
+    """Choose `number` tokens of a span by their stored log-probabilities; return their indices."""
     length = len(stored)
     if length <= number:
         return list(range(length))
@@ -107,7 +107,10 @@ def _of_span(stored: FloatArray, number: int) -> list[int]:
 
 
 def portions(rows: AuditRows, among: IntArray, most: int) -> Iterator[IntArray]:
-    """Yield rows of consecutive groups with at most `most` distinct tokens, or of one group."""
+    """Split rows into runs of consecutive groups with at most `most` distinct tokens each.
+
+    A larger group is a separate run.
+    """
     tokens = num_distinct_tokens(rows, among) if len(among) else 0
     group = rows.group[among]
     first = np.flatnonzero(np.append([True], np.diff(group) != 0))

@@ -64,12 +64,12 @@ MIN_TOKENS = 8
 
 
 class Residuals(NamedTuple):
-    """Stored minus predicted log-probabilities of a span.
+    """Differences between the stored and the predicted log-probabilities of a span of n tokens.
 
     Attributes:
-        difference: [n] nats.
-        predicted: [n] nats.
-        inverse_temperature: Inverse of the temperature of the prediction.
+        difference: [n] stored minus predicted log-probabilities, nats.
+        predicted: [n] predicted log-probabilities, nats.
+        inverse_temperature: Inverse of the temperature at which they are predicted.
     """
 
     difference: Array
@@ -78,13 +78,13 @@ class Residuals(NamedTuple):
 
     @property
     def sensitivity(self) -> Array:
-        """[n] (1 - p) / temperature."""
+        """[n] (1 - p) / temperature, which scales the effect of an error of the logits."""
         return -np.expm1(self.predicted.astype(np.float64)) * self.inverse_temperature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """Noise of a dataset's engine.
+    """Model of the differences between an engine's log-probabilities and recomputed ones.
 
     Attributes:
         kappa: Scale of the errors of logits, by range of the log-probability.
@@ -93,10 +93,11 @@ class Noise:
         mean_difference: Mean absolute difference, in nats, of the spans used for the estimate.
         num_tokens: Number of tokens used for the estimate; 0 if the noise is assumed.
         apart: Mean difference of the closest two candidates, relative to the mean sensitivity.
-        dependence: Variance of how far the errors of a span agree with the difference to other
-            weights, relative to that of independent errors: rounded weights are such a difference,
-            so that ratios between weights are larger by chance.
-        usual: Median of the `relative_mean` of these spans; infinite if there are too few.
+        dependence: Variance of `agreement` with other weights, relative to its variance for
+            independent errors. It exceeds 1 if the engine rounds its weights, which makes large
+            likelihood ratios between weights more frequent by chance.
+        usual: Median of the `relative_mean` of the spans used for the estimate; infinite if there
+            are too few.
     """
 
     kappa: tuple[float, ...] = (ASSUMED_KAPPA,) * (len(EDGES) + 1)
@@ -123,10 +124,10 @@ class Noise:
         return found
 
     def agreement(self, residuals: Residuals, change: Array) -> float:
-        """Return how far errors agree with a change of the prediction, in standard deviations.
+        """Measure how well residuals agree with a change of the prediction.
 
-        It is the derivative of the log-likelihood along the change, relative to its standard
-        deviation if the errors are independent.
+        The result is the derivative of the log-likelihood in the direction of the change, divided
+        by the standard deviation that it would have if the errors were independent.
         """
         n, sigma = self.degrees, self.sigma(residuals.predicted, residuals.inverse_temperature)
         z, direction = residuals.difference / sigma, change / sigma
@@ -135,12 +136,12 @@ class Noise:
         return float(score / max(information, 1e-12) ** 0.5)
 
     def prior(self, scales: Array) -> Array:
-        """Return the log-prior of the factor by which a span's sigma differs, relative to 1."""
+        """Return the log-prior of factors of a span's sigma, relative to that of a factor of 1."""
         return -0.5 * (np.log(scales) / self.spread) ** 2
 
 
 def outlier_density(difference: Array) -> Array:
-    """Return the log of the outliers' share of the density."""
+    """Return the log of the density of outliers, weighted by their share."""
     found: Array = log(OUTLIERS / (pi * OUTLIER_SCALE)) - np.log1p(
         (difference / OUTLIER_SCALE) ** 2
     )
@@ -175,7 +176,7 @@ def dependence_of(noise: Noise, agreements: Sequence[Sequence[float]]) -> float:
 
 
 def fit_noise(spans: Sequence[Residuals]) -> Noise:
-    """Estimate the noise from the best fit of each of several spans.
+    """Estimate the noise from the residuals of the best fit of each span.
 
     Spans that fit no candidate do not affect the estimate if at least a fifth of all spans do fit.
     """
@@ -238,7 +239,7 @@ def _fitted(spans: Sequence[Residuals]) -> Noise:
 
 
 def _spread(spans: Sequence[Residuals], noise: Noise) -> float:
-    """Estimate how much the scale varies between spans, beyond the error of its estimate."""
+    """Estimate how much the scale of the noise varies between spans, net of estimation error."""
     logs, errors = [], []
     for one in spans:
         if len(one.difference) < 20:

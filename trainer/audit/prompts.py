@@ -36,7 +36,7 @@ _WHERE = "prompt"
 
 
 class PromptVariants:
-    """Renders prompts in other ways.
+    """Renders prompts as a faulty harness might have rendered them.
 
     Args:
         tokenizer: The tokenizer, with its chat template.
@@ -56,7 +56,7 @@ class PromptVariants:
         self._systems = dict(self._system_blocks(without))
 
     def of(self, ids: Sequence[int], messages: str | None) -> dict[str, list[int]]:
-        """Return the variants of a prompt by name, without those that equal it.
+        """Return the variants of a prompt by name, except variants that equal the prompt.
 
         Args:
             ids: The stored prompt.
@@ -79,7 +79,7 @@ class PromptVariants:
         return found
 
     def _edits(self, text: str) -> Iterator[tuple[str, str]]:
-        """Yield edited texts of a prompt by name."""
+        """Yield the name and text of each edited version of a prompt."""
         if self._header:
             if text.endswith(self._header):
                 yield "without the generation prompt", text.removesuffix(self._header)
@@ -103,7 +103,7 @@ class PromptVariants:
         yield "without thinking in earlier answers", _THINKING.sub("", text)
 
     def _from_messages(self, messages: str | None) -> Iterator[tuple[str, str]]:
-        """Yield renderings of the stored messages by name."""
+        """Yield the name and text of each rendering of the stored messages."""
         try:
             given = json.loads(messages or "null")
             if not isinstance(given, list) or not given:
@@ -120,7 +120,7 @@ class PromptVariants:
                 yield f"rendered with {name}", text
 
     def _system_blocks(self, plain: str) -> Iterator[tuple[str, str]]:
-        """Yield the text before the first user message, for each system prompt."""
+        """Yield a name and the text before the first user message, for several system prompts."""
         if not self._user or self._user not in plain:
             return
         if before := plain[: plain.index(self._user)]:
@@ -142,7 +142,7 @@ class PromptVariants:
 
 
 def _with(tokenizer: ChatTokenizer, template: str) -> ChatTokenizer:
-    """Return the tokenizer with another template."""
+    """Return a copy of the tokenizer with another chat template."""
     from copy import copy
 
     backend = copy(tokenizer.backend)
@@ -157,7 +157,7 @@ class VariantRows:
     Attributes:
         rows: The copies.
         origin: [K] row that each copy was made from.
-        names: [K] name of the variant.
+        names: [K] name of each copy's variant.
     """
 
     rows: AuditRows
@@ -165,7 +165,7 @@ class VariantRows:
     names: list[str]
 
     def span(self, copy: int, start: int) -> int:
-        """Return the flat position, in a copy, of a position in its origin's response."""
+        """Convert a position in a row's response to the flat position in a copy of the row."""
         return int(self.rows.responses.offsets[copy]) + start
 
 
@@ -175,7 +175,7 @@ def variant_rows(
     variants: PromptVariants,
     names: Collection[str] | None = None,
 ) -> VariantRows | None:
-    """Copy rows with every variant of their prompts (of `names`); None if there are none.
+    """Copy rows with every variant of their prompts, or those in `names`; None if there are none.
 
     Recorded experts are dropped, because they belong to the stored prompt's tokens.
     """

@@ -94,7 +94,7 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
 
 
 def worst(result: AuditResult, limit: int) -> pl.DataFrame:
-    """Return the spans whose fault is most certain."""
+    """Return the `limit` spans whose fault is most certain."""
     return result.faults.sort("log_likelihood_ratio", descending=True).head(limit)
 
 
@@ -167,7 +167,7 @@ def _facts(result: AuditResult) -> list[str]:
 
 
 def compared_tokens(result: AuditResult) -> tuple[int, int]:
-    """Return how many tokens the verdicts rest on, and how many the spans have."""
+    """Return the number of tokens that verdicts are based on, and the number in their spans."""
     checked = result.verdicts.filter(pl.col("kind") != "not_checked")
     lengths = checked.select(pl.col("end") - pl.col("start")).to_series()
     return int(checked["num_tokens"].sum()), int(lengths.sum())

@@ -29,7 +29,7 @@ class Weights:
         candidates: The candidates.
         chunk_tokens: Number of targets whose logits are in memory at once.
         device: Device to score on.
-        loaded: Policies that are already in memory, by candidate number.
+        loaded: Policies that are already in memory, by index of the candidate.
         trees: Whether the policies will forward branching trees.
     """
 
@@ -50,7 +50,7 @@ class Weights:
         self._checked = set[str]()
 
     def policy(self, number: int) -> Policy:
-        """Return a candidate's policy."""
+        """Return the policy of a candidate, and load it first if necessary."""
         if number in self._given:
             return self._given[number]
         if number not in self._cached:
@@ -84,11 +84,11 @@ def _device() -> torch.device:
 
 @dataclass(kw_only=True)
 class Cost:
-    """Number of tokens forwarded so far, and the time that it took.
+    """Number of tokens forwarded so far, and the time taken.
 
     Attributes:
         num_tokens: Forwarded tokens.
-        seconds: Time spent on them, without loading weights.
+        seconds: Time spent on forwarding, not counting the loading of weights.
         first: Tokens and seconds of the first micro-batch, which is slower than the others.
         on_micro_batch: Called after each micro-batch with its number of tokens.
     """
@@ -117,10 +117,10 @@ class Cost:
 
 @dataclass(kw_only=True)
 class Scored:
-    """Scores of some of the rows' tokens under one candidate.
+    """Scores of response tokens under one candidate; tokens may have no score.
 
     Attributes:
-        place: [T] index into the scores; -1 where a token has none.
+        place: [T] index of each token's score; -1 if the token has none.
         parts: Scores, in the order in which they were computed.
         num_scored: Number of scores.
     """
@@ -130,24 +130,24 @@ class Scored:
     num_scored: int = 0
 
     def add(self, slots: IntArray, scores: TokenScores) -> None:
-        """Add the scores of tokens, by flat position."""
+        """Add the scores of the tokens at the flat positions `slots`."""
         self.place[slots] = self.num_scored + np.arange(len(slots))
         self.parts.append(scores)
         self.num_scored += len(slots)
 
     def at(self, start: int, length: int) -> TokenScores | None:
-        """Return the scores of a range of tokens; None unless all have one."""
+        """Return the scores of a range of tokens; None if any of them has no score."""
         if len(self.scored_in(start, length)) < length:
             return None
         return self.of(np.arange(start, start + length))
 
     def scored_in(self, start: int, length: int) -> IntArray:
-        """Return the flat positions in a range that have a score."""
+        """Return the flat positions of the tokens in a range that have a score."""
         found: IntArray = start + np.flatnonzero(self.place[start : start + length] >= 0)
         return found
 
     def of(self, slots: IntArray) -> TokenScores:
-        """Return the scores of tokens that have one, by flat position."""
+        """Return the scores of the tokens at the flat positions `slots`; all must have a score."""
         if len(self.parts) > 1:
             self.parts = [concatenate(self.parts)]
         return self.parts[0].part(self.place[slots])
@@ -175,7 +175,7 @@ def score_rows(
         budget: Maximum number of tokens per forward pass, except for longer rows.
         trees: Forward shared prefixes once.
         among: [T] true at the tokens to score; None: all sampled tokens. Each row is forwarded up to
-            the last one.
+            its last token to score.
     """
     is_target = rows.targets(wanted, among)
     truncations, tokens = rows.mode != "raw", (rows.prompts, rows.responses)
@@ -192,13 +192,13 @@ def score_rows(
 
 
 def trie_of(rows: AuditRows, is_target: BoolArray) -> Trie:
-    """Build the trie of the tokens that must be forwarded to score some targets."""
+    """Build the trie of the tokens that must be forwarded to score the given targets."""
     lengths = chain_lengths(rows.prompts, rows.responses, is_target)
     every = np.arange(rows.num_rows)
     return make_trie(rows.prompts, rows.responses, lengths, rows.group, every, rows.routes)
 
 
 def num_distinct_tokens(rows: AuditRows, wanted: IntArray, among: BoolArray | None = None) -> int:
-    """Count the tokens that one candidate forwards to score some rows."""
+    """Count the tokens to forward to score the given rows under one candidate."""
     is_target = rows.targets(wanted, among)
     return trie_of(rows, is_target).num_tokens if is_target.any() else 0

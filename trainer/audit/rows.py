@@ -48,8 +48,8 @@ class AuditRows:
         truncations: [R] labelled truncation.
         reasons: [R] why a row cannot be audited; "" if it can be.
         span_row: [S] row of each span.
-        span_start: [S] flat position of its first token.
-        span_length: [S] number of tokens.
+        span_start: [S] flat position of each span's first token.
+        span_length: [S] number of tokens of each span.
         mode: Kind of the stored log-probabilities; None if unknown.
         routes: Recorded experts, or None.
     """
@@ -71,12 +71,12 @@ class AuditRows:
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """R, the number of rows."""
         return len(self.version)
 
     @property
     def group(self) -> IntArray:
-        """[R] number of each row's instance."""
+        """[R] index of each row's group; equal for rows with the same `instance_id`."""
         return self.keys["instance_id"].rank("dense").to_numpy().astype(np.int64) - 1
 
     @property
@@ -86,7 +86,7 @@ class AuditRows:
         return found & (np.bincount(self.span_row, minlength=self.num_rows) > 0)
 
     def targets(self, rows: IntArray, among: BoolArray | None = None) -> BoolArray:
-        """[T] true at the sampled tokens of some rows.
+        """[T] true at the sampled tokens of the given rows.
 
         Args:
             rows: Row indices.
@@ -100,7 +100,7 @@ class AuditRows:
         return is_target
 
     def refuse(self, rows: BoolArray, reason: str) -> None:
-        """Set the reason why some of the R rows cannot be audited, unless they have one."""
+        """Set the reason why the given rows ([R] bool) cannot be audited, where none is set yet."""
         for row in np.flatnonzero(rows).tolist():
             self.reasons[row] = self.reasons[row] or reason
 
@@ -128,7 +128,7 @@ class AuditRows:
         )
 
     def labels(self, slots: IntArray) -> Labels:
-        """Return the labelled settings of response tokens, by flat position."""
+        """Return the labelled settings of the response tokens at the flat positions `slots`."""
         row = self.responses.row_of(slots)
         cut = [self.truncations[r] for r in row.tolist()]
         return Labels(
@@ -158,7 +158,7 @@ def read_audit_rows(
 
 
 def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFrame:
-    """Read the columns of all steps that an audit uses, with the steps of a group side by side."""
+    """Read the columns that an audit uses, one row per step; the rows of a group are contiguous."""
     present = rollouts.collect_schema()
     steps = pipelines.unmerge(rollouts)
     steps = steps.select([name for name in (*READ, *OPTIONAL) if name in present])
@@ -206,7 +206,7 @@ def to_audit_rows(table: pl.DataFrame, mode: LogprobsMode | None) -> AuditRows:
 
 
 def _truncations(table: pl.DataFrame) -> tuple[list[Truncation], list[bool]]:
-    """Return each row's truncation, and whether it has other settings."""
+    """Return each row's truncation, and whether the row has settings that an audit cannot apply."""
     found, others = [], []
     known: dict[str | None, tuple[float, bool]] = {None: (0.0, False)}
     for top_p, top_k, extra in table.select("top_p", "top_k", "sampling_extra").iter_rows():
@@ -231,11 +231,11 @@ def _reasons(table: pl.DataFrame, has_logprobs: BoolArray, others: list[bool]) -
 def _spans(
     table: pl.DataFrame, responses: Ragged, logprobs: npt.NDArray[np.float32]
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Return row, flat start and length of each sampled span.
+    """Return the row, flat start and length of each sampled span.
 
-    Without `segments`, the span is the response up to its last token that has a log-probability
-    or is trained on: a harness may have appended the tokens after it. If the row trains, tokens
-    inside that have neither are those of observations, and end a span.
+    Without `segments`, tokens after the last one that has a log-probability or is trained on are
+    excluded, because a harness may have appended them. If the row has trained tokens, any earlier
+    token that is not trained and has no log-probability is part of an observation, and ends a span.
     """
     mask = _ragged(table["loss_mask"]).values.astype(np.bool_)
     counts = mask | (logprobs != 0)

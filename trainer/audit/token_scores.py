@@ -83,10 +83,11 @@ class TokenScores:
         normalizer: [M, K] log of the sum of exp(logit * b), for each b in `INVERSE_TEMPERATURES`.
         mean_logit: [M, K] derivative of `normalizer`: mean logit at that temperature.
         labelled: [M] log-probability at the labelled temperature, before truncation.
-        own_kept: [M] log of the probability that the labelled truncation keeps; 0 without one.
+        own_kept: [M] log of the total probability of the tokens that the labelled truncation keeps;
+            0 without truncation.
         own_outside: [M] true where the labelled truncation would have excluded the token.
-        kept: [M, S] the same for each of `TRUNCATIONS`; S is 0 if they were not requested.
-        outside: [M, S] true where the truncation would have excluded the token.
+        kept: [M, S] like `own_kept`, for each of `TRUNCATIONS`; S is 0 if they were not requested.
+        outside: [M, S] like `own_outside`, for each of `TRUNCATIONS`.
     """
 
     picked: FloatArray
@@ -114,10 +115,10 @@ class TokenScores:
         return found
 
     def at(self, inverse_temperature: float) -> FloatArray:
-        """Compute the log-probabilities at any temperature, before truncation, [M].
+        """Compute the log-probabilities ([M]) at any temperature, before truncation.
 
-        Cubic Hermite interpolation in the inverse temperature; outside of the grid, the closest
-        value of the grid applies.
+        Uses cubic Hermite interpolation in the inverse temperature; beyond the grid, the closest
+        temperature of the grid is used.
         """
         grid = INVERSE_TEMPERATURES
         b = min(max(inverse_temperature, grid[0]), grid[-1])
@@ -135,7 +136,7 @@ class TokenScores:
 
 
 def concatenate(parts: list[TokenScores]) -> TokenScores:
-    """Concatenate the scores of several lists of tokens."""
+    """Concatenate several `TokenScores`."""
     names = [field.name for field in fields(TokenScores)]
     return TokenScores(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 
@@ -168,7 +169,7 @@ class Labels:
 
     @property
     def truncates(self) -> Tensor:
-        """[M] true where a truncation is labelled."""
+        """[M] true where the labelled settings include a truncation."""
         return (self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)
 
 
@@ -262,7 +263,7 @@ def _no_columns(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Kept:
-    """Log of the probability that truncations keep, from sorted probabilities.
+    """Computes the total probability that truncations keep, from sorted probabilities.
 
     Args:
         z: [C, V] scaled logits, shifted by any constant per row.
@@ -292,7 +293,7 @@ class _Kept:
     def _cut(
         self, p: Tensor, rows: Tensor | slice, top_p: Tensor, top_k: Tensor, min_p: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Truncate [C, N] sorted probabilities."""
+        """Compute the result of `under` from the N largest probabilities ([C, N], descending)."""
         top_p, top_k, min_p = (t.expand(len(p), -1)[:, :, None] for t in (top_p, top_k, min_p))
         p = p[:, None, :]
         kept = p >= min_p * p[..., :1]

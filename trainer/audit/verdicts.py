@@ -93,8 +93,10 @@ class Span:
         labelled: The labelled candidate; None if the version is unknown.
         inverse_temperature: Inverse of the labelled temperature.
         truncation: Labelled truncation.
-        stored_temperature: The label as stored: 0 for greedy sampling, NaN if it is unknown.
-        is_whole: False if the tokens are only some of the span's, so that they have no neighbours.
+        stored_temperature: The labelled temperature as stored: 0 for greedy sampling, NaN if
+            unknown.
+        is_whole: False if only some tokens of the span are included, so that they need not be
+            adjacent.
     """
 
     stored: npt.NDArray[np.float32]
@@ -111,17 +113,17 @@ class Span:
         return scores.at_one if mode == "raw" else scores.labelled - scores.own_kept
 
     def inverse(self, mode: LogprobsMode | None) -> float:
-        """Inverse of the temperature of log-probabilities of a kind."""
+        """Inverse of the labelled temperature, or 1 for raw log-probabilities."""
         return 1.0 if mode == "raw" else self.inverse_temperature
 
     @property
     def modes_differ(self) -> bool:
-        """True if raw and processed log-probabilities differ."""
+        """True if raw and processed log-probabilities differ under the labelled settings."""
         return abs(self.inverse_temperature - 1) > 1e-6 or not self.truncation.is_off
 
     @property
     def sampled_inverse(self) -> float:
-        """Inverse of the temperature at which the tokens were sampled, by their label."""
+        """Inverse of the temperature at which the tokens were sampled, according to the label."""
         return inf if self.stored_temperature == 0 else self.inverse_temperature
 
     def under_label(self, candidate: int) -> float:
@@ -153,8 +155,8 @@ class Hypothesis:
         sampled_inverse: Inverse temperature at which the tokens were sampled.
         truncation: Truncation of the log-probabilities.
         offset: Position of the predicted token minus that of the stored log-probability.
-        penalty: Nats that the hypothesis must gain over the label.
-        bonus: Log-likelihood of the sampled tokens relative to that under the label.
+        penalty: Log-likelihood in nats by which the hypothesis must exceed the label.
+        bonus: Log-likelihood of the sampled tokens, minus their log-likelihood under the label.
     """
 
     kind: Kind
@@ -174,9 +176,9 @@ class Fit(NamedTuple):
 
     Attributes:
         hypothesis: The hypothesis.
-        log_likelihood: In nats, at the best scale, with the prior of the scale.
-        scale: Factor of the dataset's noise.
-        per_token: [n] log-likelihoods.
+        log_likelihood: Log-likelihood in nats at the best scale, including the prior of the scale.
+        scale: Factor by which the noise of the span exceeds the dataset's noise.
+        per_token: [n] log-likelihood of each token.
         predicted: [n] predicted log-probabilities.
     """
 
@@ -199,12 +201,12 @@ class Verdict:
     Attributes:
         kind: The fault, or `as_labelled`.
         hypothesis: The best hypothesis.
-        log_likelihood_ratio: Best hypothesis against the label, in nats; 0 for `as_labelled`. If
-            there is no label, the best candidate against the second.
+        log_likelihood_ratio: Log-likelihood of the best hypothesis minus that of the label, in
+            nats; 0 for `as_labelled`. Without a label, the best candidate minus the second best.
         margin: Log-likelihood of the best version minus that of the next one, in nats; NaN with a
             single candidate.
         rival: Candidate of the next best version; None with a single candidate.
-        num_decisive: Number of tokens that favour either side by more than 0.5 nats.
+        num_decisive: Number of tokens that favour either hypothesis by more than 0.5 nats.
         total: Log-likelihood of the best hypothesis, in nats.
         scale: Scale of the differences relative to the dataset's noise.
         mean_difference: Mean absolute difference from the best hypothesis, in nats.
@@ -224,7 +226,7 @@ class Verdict:
 
 
 def judge(span: Span, noise: Noise, mode: LogprobsMode | None) -> Verdict:
-    """Compare all hypotheses for a span.
+    """Compare all hypotheses for a span, and return the verdict.
 
     Args:
         span: Tokens with the scores of all candidates, or of some.
@@ -259,8 +261,9 @@ def judge(span: Span, noise: Noise, mode: LogprobsMode | None) -> Verdict:
 def is_suspicious(span: Span, noise: Noise, mode: LogprobsMode | None) -> bool:
     """True if the labelled weights alone do not clearly explain a span, or a part of it.
 
-    A clean span is suspicious in a few percent of cases. The test of parts is the largest sum of
-    log-likelihood ratios of a larger noise over any run of tokens.
+    A few percent of clean spans are suspicious. To test parts of the span, the noise is compared
+    with a larger noise: the statistic is the largest sum of log-likelihood ratios over any run of
+    tokens.
     """
     if span.labelled is None:
         return True
@@ -314,7 +317,7 @@ def _plain(
 def _settings(
     span: Span, label: Fit, first: Fit, noise: Noise, mode: LogprobsMode | None
 ) -> Iterator[Hypothesis]:
-    """Yield hypotheses about settings: for the labelled weights, and the best-fitting ones."""
+    """Yield hypotheses with other sampling settings, for the labelled and best-fitting weights."""
     for number in dict.fromkeys([label.hypothesis.candidate, first.hypothesis.candidate]):
         extra = 0.0 if number == label.hypothesis.candidate else noise.dependence * PENALTY
         usual = _plain(span, number, mode)
@@ -362,9 +365,9 @@ def _changed(usual: Hypothesis, kind: Kind, penalty: float, **changes: object) -
 
 
 def _temperatures(span: Span, number: int, noise: Noise, mode: LogprobsMode | None) -> list[float]:
-    """Return the inverse temperature that fits best, apart from the labelled one.
+    """Return the best-fitting inverse temperature other than the labelled one, in a list.
 
-    Raw log-probabilities do not depend on the temperature; then only the sampled tokens reveal it.
+    Raw log-probabilities do not depend on the temperature, so only the sampled tokens reveal it.
     """
     scores, stored = span.scores[number], span.stored
 
@@ -419,7 +422,7 @@ def _predicted(span: Span, one: Hypothesis, mode: LogprobsMode | None) -> Array:
 
 
 def _fit(span: Span, one: Hypothesis, noise: Noise, mode: LogprobsMode | None) -> Fit:
-    """Compute the likelihood of a hypothesis at the best scale that the engine may have."""
+    """Compute the log-likelihood of a hypothesis at the best scale of the engine's noise."""
     predicted = _predicted(span, one, mode)
     return _at_scales(span, one, predicted, noise, np.asarray(SCALES))
 
@@ -436,7 +439,7 @@ def _at_scales(span: Span, one: Hypothesis, predicted: Array, noise: Noise, scal
 
 
 def _noisy(fit: Fit, span: Span, noise: Noise) -> Fit:
-    """Repeat a fit with the same weights and a larger noise than the engine's."""
+    """Fit the same weights again, with larger noise than the engine has."""
     one = _changed(fit.hypothesis, "noise", fit.hypothesis.penalty + 2.0)
     scales = np.asarray(LARGER_SCALES)
     is_known = ~np.isnan(fit.predicted)
@@ -449,7 +452,7 @@ def _noisy(fit: Fit, span: Span, noise: Noise) -> Fit:
 
 
 def _swaps(span: Span, noise: Noise, mode: LogprobsMode | None) -> list[Fit]:
-    """Find the best change of weights within a span, for every pair of candidates."""
+    """Fit a swap of weights within a span: the best pair of candidates and the best position."""
     n, numbers = len(span.stored), list(span.scores)
     if n < 2:
         return []
@@ -480,13 +483,13 @@ def _swaps(span: Span, noise: Noise, mode: LogprobsMode | None) -> list[Fit]:
 def better_explained(
     other: Span, found: Verdict, kind: Kind, reason: str, noise: Noise, mode: LogprobsMode | None
 ) -> Verdict:
-    """Return the verdict for a span whose scores come from another prompt, or from other weights.
+    """Return the verdict for a span that is scored with another prompt or with other weights.
 
     Args:
-        other: The span with the scores of one candidate in the other setting.
+        other: The span with scores computed for the other prompt or weights.
         found: Verdict for the span as stored, with a `total`.
-        kind: Kind of the verdict, if it is better.
-        reason: The other setting, in words.
+        kind: Kind of the verdict if these scores fit better.
+        reason: Description of the other prompt or weights.
         noise: Noise of the dataset's engine.
         mode: Kind of log-probabilities.
     """
@@ -509,12 +512,12 @@ def better_explained(
 
 
 class Rounding(NamedTuple):
-    """What rounding the weights changes for a span.
+    """Effect of rounding the weights on the fit of a span.
 
     Attributes:
-        gain: Change of the log-likelihood, both with the best larger noise, in nats.
-        residual: Typical scale of the differences from the unrounded weights.
-        change: Typical scale of the difference that rounding makes.
+        gain: Gain in log-likelihood from rounding, in nats; both fits use the best larger noise.
+        residual: Typical scale of the stored values' differences from the unrounded weights.
+        change: Typical scale of the differences between rounded and unrounded weights.
     """
 
     gain: float
@@ -545,14 +548,14 @@ def rounding_of(span: Span, other: Span, noise: Noise, mode: LogprobsMode | None
 
 
 def _rests_on_several(best: Fit, label: Fit) -> bool:
-    """True if a fault is supported even without the token that supports it most."""
+    """True if the evidence for a fault is sufficient without the token that supports it most."""
     gains = best.per_token - label.per_token
     total = best.log_likelihood + best.hypothesis.bonus - label.log_likelihood
     return bool(total - max(float(gains.max()), 0.0) > PENALTY / 2)
 
 
 def _evidence(span: Span, fit: Fit, noise: Noise) -> float:
-    """Log-likelihood ratio of a fit against other weights, as far apart as the candidates are."""
+    """Log-likelihood ratio of a fit against weights that differ as much as the candidates do."""
     inverse, difference = fit.hypothesis.inverse_temperature, span.stored - fit.predicted
     sigma = noise.sigma(fit.predicted, inverse) * fit.scale
     other = noise.apart * Residuals(difference, fit.predicted, inverse).sensitivity
