@@ -44,23 +44,23 @@ NUM_UNITS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blame:
-    """The update of a run, attributed to its rows.
+    """Attribution of a run's update to the rows of its batch.
 
-    G is the gradient of the update before it is clipped, and G_i that of row i: see
+    G is the gradient of the update before clipping, and G_i is the gradient of row i: see
     `trainer.blame.gradients`. s(g) is the step that the optimizer would take with the gradient g:
     see `TrialSteps`. without_i is the gradient without row i, as `rollouts replay --without` makes
-    it: the other rows share the denominators of the loss. If the reduction raises the weights of
-    all other rows by the same factor f_i,
+    it: the denominators of the loss count only the other rows. If the reduction thereby scales the
+    weights of all other rows by the same factor f_i,
 
         without_i = f_i (G - G_i)
 
     such as f_i = M / (M - M_i) for `token_mean` with M targets, M_i of them in row i. Otherwise
-    (`prompt_mean`, `trajectory_mean`, clip_cov, kl_cov), it also takes a pass of the rows whose
-    weights change by other factors: see `LeavingOut`.
+    (`prompt_mean`, `trajectory_mean`, clip_cov, kl_cov), computing without_i takes another pass of
+    the rows whose weights change by different factors: see `LeavingOut`.
 
     Attributes:
         run: Directory of the run, as given.
-        places: New paths of things that have moved, as given.
+        places: New paths of the dataset and models that have been moved, as given.
         update: Number of the update, its `global_step`.
         dataset: Path of the dataset.
         gradient_norm: |G|, before clipping.
@@ -69,11 +69,11 @@ class Blame:
         num_targets: Number of trained tokens of the update.
         rows: One row for each row of the batch that has targets, sorted by how far it stands
             out. Columns: `row` (its name), `trajectory_id`, `steps` (list of the `step_index` of the
-            rows of the dataset whose targets it holds), `selectors` (list of what
-            `rollouts replay --without` calls it), `instance_id`, `num_targets`;
+            dataset rows whose targets it contains), `selectors` (list of values of
+            `rollouts replay --without` that select it), `instance_id`, `num_targets`;
             `advantage` (mean over its targets); `share`, <G_i, G> / |G|^2; `gradient_norm`, |G_i|;
-            `norm_without`, |without_i|, null where it takes another pass, unless the row is one of
-            the first rows; the traits `mismatch` and `surprise`; `score` and `trait`:
+            `norm_without`, |without_i|, null where computing it takes another pass, unless the row
+            is one of the first rows; the traits `mismatch` and `surprise`; `score` and `trait`:
             see `outlier_scores`. For the first rows only, and null for the others: `step_share`,
             <G_i, s(G)> / <G, s(G)>, the row's share of the decrease in loss that the step achieves;
             `step_change`, |s(without_i) - s(G)| / |s(G)|; and `held_out_change`,
@@ -118,7 +118,7 @@ def blame(
         held_out: Dataset of rows that the run did not train on; None: the effect on
             held-out rows is not computed.
         exact: Compute all norms by a backward pass per row.
-        places: New paths of things that have moved; see `reconstruct`.
+        places: New paths of the dataset and models that have been moved; see `reconstruct`.
 
     Raises:
         RolloutError: See `reconstruct`; the held-out rows cannot be used; or `blame_rows`: a user's
@@ -194,7 +194,7 @@ def _rows(
     token_shares: Values,
     square: float,
 ) -> pl.DataFrame:
-    """Describe each row with targets, in the order of the batch."""
+    """Build the table `Blame.rows` without effects on the step, in the order of the batch."""
     batch = step.prepared.batch
     slots = np.flatnonzero(found.targets)
     row = batch.responses.row_of(slots)
@@ -236,11 +236,11 @@ def _rows(
 
 
 class Label(NamedTuple):
-    """Name of a row of the batch, from the stored rows that hold its targets.
+    """Name of a row of the batch, derived from the stored rows that contain its targets.
 
     Attributes:
-        trajectory_id: Its trajectory.
-        steps: `step_index` of these stored rows, ascending.
+        trajectory_id: Trajectory of the row.
+        steps: `step_index` of the stored rows, ascending.
         is_alone: Whether the batch has no other row of the trajectory.
     """
 
@@ -257,14 +257,14 @@ class Label(NamedTuple):
 
     @property
     def selectors(self) -> list[str]:
-        """What `rollouts replay --without` calls it, such as ["shop-7_2:0", "shop-7_2:1"]."""
+        """Values of `rollouts replay --without` for this row: ["shop-7_2:0", "shop-7_2:1"]."""
         if self.is_alone:
             return [self.trajectory_id]
         return [f"{self.trajectory_id}:{step}" for step in self.steps]
 
 
 def _labels(batch: Batch, origins: Origins, slots: IntArray, row: IntArray) -> dict[int, Label]:
-    """Name each row of the batch that has targets."""
+    """Return the label of each row of the batch that has targets, by index of the row."""
     stored, _ = origins.of(slots)
     steps = origins.stored.rows["step_index"].to_numpy()
     ids = origins.stored.rows["trajectory_id"]
@@ -285,7 +285,7 @@ def _with_effects(
     top: int,
     held_out: str | None,
 ) -> pl.DataFrame:
-    """Add the effect of the first rows on the optimizer's step; see `Blame`."""
+    """Add the columns that describe how the first rows affect the optimizer's step; see `Blame`."""
     trial, total = TrialSteps(run.learner), found.gradient
     step = trial(total)
     descent, length = inner(total, step), norm(step)
@@ -314,11 +314,12 @@ def _with_effects(
 
 
 class Units:
-    """Shares of trajectories and groups, and the gradients of the largest.
+    """Shares of trajectories and groups in the gradient, with gradient norms of the largest ones.
 
-    A unit of one row has the norms of this row. The gradient of any other unit is computed from its
-    rows, or from all other rows if these have fewer tokens. Rows without targets have no gradient,
-    but leaving them out changes the denominators of some reductions.
+    A unit is a trajectory or a group. A unit with a single row has the norms of that row. The
+    gradient of any other unit is computed from its rows, or from all other rows if these have fewer
+    tokens. Rows without targets have no gradient, but leaving them out changes the denominators of
+    some reductions.
     """
 
     def __init__(
@@ -338,11 +339,11 @@ class Units:
         self._known: dict[tuple[int, ...], tuple[float, float | None]] = {}
 
     def trajectories(self) -> pl.DataFrame:
-        """Describe the trajectories, by decreasing |share|."""
+        """Return the table of trajectories, sorted by decreasing |share|."""
         return self._table("trajectory_id", self._batch.trajectory)
 
     def groups(self) -> pl.DataFrame:
-        """Describe the groups, by decreasing |share|."""
+        """Return the table of groups, sorted by decreasing |share|."""
         return self._table("instance_id", self._batch.group)
 
     def _table(self, key: str, unit: IntArray) -> pl.DataFrame:
@@ -361,7 +362,7 @@ class Units:
         )
 
     def _norms(self, left: IntArray) -> tuple[float, float | None]:
-        """Compute the norm of the gradient of some rows, and of the gradient without them."""
+        """Compute the norm of the gradient of the given rows, and of the gradient without them."""
         key = tuple(left.tolist())
         if key not in self._known:
             self._known[key] = self._of_row(left) or self._computed(left)

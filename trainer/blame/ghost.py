@@ -31,7 +31,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Piece(NamedTuple):
-    """Targets of a chain in a block; `is_last` is None unless the chain has several pieces."""
+    """Range of targets of a chain within a block.
+
+    `is_last` is None unless the chain is split into several pieces.
+    """
 
     chain: int
     begin: int
@@ -43,12 +46,12 @@ Block = list[Piece]
 
 
 class UnsupportedLayerError(Exception):
-    """The norms of rows cannot be computed from one backward pass."""
+    """Raised if a layer does not allow computing the norms of rows in one backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainSquares:
-    """Result of a micro-batch of C chains and M targets; all on the CPU.
+    """Squared gradient norms of a micro-batch with C chains and M targets; tensors on the CPU.
 
     Attributes:
         first_slots: [C] slot of each chain's first target.
@@ -64,7 +67,7 @@ class ChainSquares:
 
 
 def check_layers(policy: Policy) -> None:
-    """Check that every trained parameter belongs to a layer whose norms can be computed.
+    """Check that the squared gradient norms of every layer with trained parameters can be computed.
 
     Raises:
         UnsupportedLayerError: A parameter is shared by layers other than embedding and head, or
@@ -258,7 +261,10 @@ class GhostNorms:
         return found
 
     def _add_head(self, piece: Piece, hidden: Tensor, gradient: Tensor) -> None:
-        """Add the head's squares, and keep its gradient at the chain's tokens if it is tied."""
+        """Add the squared norms of a piece's gradient of the head.
+
+        If the head is tied to the embedding, also store its gradient at the chain's tokens.
+        """
         begin, end = self._spans[piece.chain]
         token_ids = self._token_ids[begin:end]
         if piece.is_last is None:
@@ -282,7 +288,7 @@ class GhostNorms:
         return _is_trained(self._head) and self._head.weight is self._embedding.weight
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Observe the gradient of a layer's output; called after each forward call of the layer."""
+        """Forward hook of a layer that observes the gradient of the layer's output."""
         if self._is_inside or not isinstance(output, Tensor) or not output.requires_grad:
             return
         if len(args) != 1 or not isinstance(args[0], Tensor):
@@ -292,7 +298,7 @@ class GhostNorms:
 
     @torch.no_grad()
     def _add(self, module: nn.Module, given: Tensor, gradient: Tensor) -> None:
-        """Add the squares of a layer's gradients, given its input and its output's gradient."""
+        """Add each chain's squared norm for a layer, from its input and its output's gradient."""
         self._counts[id(module)] = self._counts.get(id(module), 0) + 1
         if self._counts[id(module)] > 1:
             kind = type(module).__name__
@@ -315,7 +321,10 @@ class GhostNorms:
         self._is_inside = False
 
     def _embedding_square(self, chain: int, token_ids: Tensor, gradient: Tensor) -> Tensor:
-        """Square the gradient of the embedding, plus its product with the head's if tied."""
+        """Compute the squared norm of a chain's gradient of the embedding.
+
+        With a tied head, add twice the inner product with the gradient of the head.
+        """
         if self._embedding.padding_idx is not None:
             gradient = gradient * (token_ids != self._embedding.padding_idx)[:, None]
         unique: Any = torch.unique
@@ -332,7 +341,9 @@ def _is_trained(module: Any) -> bool:
 
 
 def _linear_square(module: Any, given: Tensor, gradient: Tensor) -> Tensor:
-    """Square the gradient of a linear layer ([n, in] inputs, [n, out] gradients of outputs).
+    """Compute the squared norm of a linear layer's gradient.
+
+    `given` is [n, in], the inputs; `gradient` is [n, out], the gradients of the outputs.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -353,7 +364,7 @@ def _linear_square(module: Any, given: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _square(module: nn.Module, given: Tensor, gradient: Tensor) -> Tensor:
-    """Square the gradient of a layer with few parameters, such as a normalisation."""
+    """Compute the squared gradient norm of a layer with few parameters, such as a normalisation."""
     trained = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
     with torch.enable_grad():
         leaves = {name: p.requires_grad_() for name, p in trained.items()}

@@ -63,7 +63,7 @@ class Coefficients:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGradients:
-    """Gradient of an update, and the norms of its R rows.
+    """Gradient of an update, and the gradient norms of its R rows.
 
     Attributes:
         rows: [R] int64 rows of the batch that have targets in the update, ascending.
@@ -95,9 +95,9 @@ def row_gradients(
 ) -> RowGradients:
     """Compute the gradient of an update and the norm of each row's gradient.
 
-    The fast way computes all norms of a micro-batch in one backward pass (see `GhostNorms`), and
-    checks the largest one against a backward pass of that row alone. If the model has layers that
-    it does not support, or the check fails, each row gets its own backward pass.
+    By default, all norms of a micro-batch are computed in one backward pass (see `GhostNorms`), and
+    the largest one is checked against a backward pass of that row alone. If a layer of the model is
+    not supported, or the check fails, there is a backward pass for each row.
 
     Rows of a tree share tokens, and therefore part of the backward pass. They are forwarded as
     separate chains here, which costs as much as the layout `step`.
@@ -145,7 +145,7 @@ def gradient_of(
     coefficients: Coefficients,
     rows: IntArray,
 ) -> dict[str, Tensor]:
-    """Compute the sum of the gradients of some rows, by forward and backward passes of these rows.
+    """Compute the sum of the gradients of the given rows, in forward and backward passes of them.
 
     Args:
         learner: Policy.
@@ -187,7 +187,7 @@ def inner_products(
     coefficients: Coefficients,
     direction: Direction,
 ) -> Tensor:
-    """Compute each target's share of the inner product of the gradient with a direction.
+    """Compute each target's contribution to the inner product of the gradient with a direction.
 
         p_t = <c_t grad l_t + e_t grad h_t, v>,        so that <G_i, v> = sum of p_t over row i
 
@@ -241,7 +241,7 @@ def _plain_experts(learner: Learner) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ignore warnings that PyTorch itself uses TorchScript for some forward-mode derivatives."""
+    """Silence PyTorch's warnings about its own use of TorchScript in forward-mode derivatives."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         yield
@@ -275,7 +275,7 @@ def _fast(
     inputs: LossInputs,
     rows: IntArray,
 ) -> RowGradients:
-    """Compute the norms by one backward pass per micro-batch.
+    """Compute the gradient and the norms in one backward pass per micro-batch.
 
     Raises:
         UnsupportedLayerError: The norms cannot be computed in this way.
@@ -331,7 +331,7 @@ def _fast(
 
 
 def _is_separate(batch: Batch, forest: Forest) -> bool:
-    """True if each row of a micro-batch is a chain that it shares with no other row."""
+    """True if no two rows of a micro-batch share tokens."""
     lengths = lengths_of_chains(forest.subtree_end)
     rows = np.unique(batch.responses.row_of(forest.target_slot.numpy()))
     return lengths is not None and len(lengths) == len(rows)

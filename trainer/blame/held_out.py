@@ -24,11 +24,12 @@ from trainer.run.update import policy_logprobs
 def held_out_gradient(run: TrainingRun, dataset: str) -> dict[str, Tensor]:
     """Compute the gradient of the run's loss on another dataset, under its current policy.
 
-    The rows are read, masked, and given advantages as in the run; all of them form one mini-batch.
-    Ratios to the old policy are 1, because the old policy is the current one. For a loss with
-    advantages, the gradient is therefore that of the negative expected return, as the rows estimate
-    it; for `cross_entropy`, that of their cross-entropy. A divergence in the reward is left out, and
-    so is the correction for sampler mismatch if the rows have no `rollout_logprobs`.
+    Rows are read and masked, and their advantages estimated, as in the run; all rows form one
+    mini-batch. Ratios to the old policy are 1, because the old policy is the current one. For a
+    loss with advantages, the result thus estimates the gradient of the negative expected return;
+    for `cross_entropy`, it is the gradient of the cross-entropy of the rows. A KL penalty in the
+    reward is left out, and so is the correction for sampler mismatch if the rows have no
+    `rollout_logprobs`.
 
     Raises:
         RolloutError: The dataset cannot be used with the configuration of the run.

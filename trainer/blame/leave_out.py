@@ -37,14 +37,14 @@ derivative of the micro-batch, up to which rows are taken to be separate."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remainder:
-    """The derivatives c'_t of the loss without some rows, from those with them, c_t.
+    """How the derivatives c_t of the loss change to c'_t when rows are left out.
 
         c'_t = factor c_t + rest_t          for the targets t of the other rows
 
     Attributes:
         factor: Chosen so that rest_t is 0 for as many targets as possible.
-        rest: rest_t, for log-probabilities and entropies; None if it is 0 everywhere.
-        rows: Rows with a rest other than 0; None if there are none.
+        rest: rest_t, for log-probabilities and entropies; None if all are 0.
+        rows: Rows in which any rest_t is not 0; None if there are no such rows.
     """
 
     factor: float
@@ -53,16 +53,17 @@ class Remainder:
 
 
 class LeavingOut:
-    """Computes the gradient of an update without some of its rows.
+    """Computes the gradient that an update would have without some of its rows.
 
-    The others share the denominators of the loss, micro-batches are cut again, and `kl_cov` and
-    `clip_cov` select again. Advantages and old log-probabilities do not change.
+    The denominators of the loss count only the other rows, micro-batches are cut again, and
+    `kl_cov` and `clip_cov` select targets again. Advantages and old log-probabilities do not
+    change.
 
     Args:
         run: The run, just before the update.
         step: The update.
-        found: Its row gradients.
-        generator: State of torch's generator before the update, with which clip_cov draws.
+        found: Row gradients of the update.
+        generator: State of torch's generator before the update, which clip_cov uses to draw.
     """
 
     def __init__(
@@ -78,9 +79,9 @@ class LeavingOut:
         self._cuts |= "num_micro_batches" in objective.reduction.function.inputs
 
     def factor(self, left: IntArray) -> float | None:
-        """Compute the factor by which all other rows' derivatives change; None if they differ.
+        """Compute the common factor by which the derivatives of all other rows change.
 
-        None also if no row remains.
+        None if the factors differ, or if no row remains.
         """
         if self._selects or not (kept := self._kept(left)).any():
             return None
@@ -92,11 +93,11 @@ class LeavingOut:
         return float(factors[0]) if same else None
 
     def gradient(self, left: IntArray, own: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        """Compute the gradient without some rows; None if no row remains.
+        """Compute the gradient of the update without some rows; None if no row remains.
 
         Args:
             left: Rows to leave out.
-            own: Their gradient, the part of the update's gradient that goes with them.
+            own: Gradient of these rows in the complete update.
 
         Raises:
             InputError: A user's loss or reduction fails without these rows.
@@ -119,7 +120,7 @@ class LeavingOut:
     def _weights(
         self, left: IntArray, slots: IntArray
     ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Reduce the mini-batch without some rows: the weights of the targets `slots`."""
+        """Compute the reduction's weights of the targets `slots` without the rows `left`."""
         batch, forests = self._fewer(left)
         return reduction_weights(
             units_of(batch, forests, slots), self._run.learner.objective.reduction
@@ -139,7 +140,7 @@ class LeavingOut:
         return batch, list(forests)
 
     def _remainder(self, left: IntArray) -> Remainder:
-        """Compute the derivatives of the loss without some rows, from the outputs of the policy."""
+        """Compute how the derivatives of the loss change, from the known outputs of the policy."""
         batch, learner, found = self._batch, self._run.learner, self._found
         slots = self._slots[self._kept(left)]
         at = torch.from_numpy(slots)
@@ -171,7 +172,10 @@ class LeavingOut:
 
 
 def _usual_factor(now: tuple[Tensor, Tensor], before: tuple[Tensor, Tensor]) -> float:
-    """Return the most common factor between derivatives, rounded to `SAME`; 1 if there is none."""
+    """Return the most common ratio of new to old derivatives; 1 if all old ones are 0.
+
+    Ratios that are equal when rounded to a multiple of `SAME` count as the same.
+    """
     ratios = torch.cat(
         [n[b != 0].double() / b[b != 0].double() for n, b in zip(now, before, strict=True)]
     )
@@ -185,10 +189,10 @@ def _usual_factor(now: tuple[Tensor, Tensor], before: tuple[Tensor, Tensor]) -> 
 def check_rows_are_separate(
     learner: Learner, batch: Batch, forests: list[Forest], found: RowGradients
 ) -> None:
-    """Check that a user's loss computes each row without the others of its micro-batch.
+    """Check that in a user's loss, each row is independent of the other rows of its micro-batch.
 
-    Otherwise no part of the gradient belongs to a single row. The losses of this package are
-    separate by row, apart from the selection of clip_cov and kl_cov.
+    Otherwise the gradient cannot be split into parts of single rows. In the losses of this package,
+    rows are independent, apart from the selection of targets by clip_cov and kl_cov.
 
     Raises:
         InputError: `blame_rows`: the derivatives of a row depend on other rows.
@@ -217,7 +221,7 @@ def check_rows_are_separate(
 def _alone(
     learner: Learner, batch: Batch, at: Tensor, inputs: LossInputs, logprobs: Tensor
 ) -> Tensor | None:
-    """Compute the derivatives of a row's loss without other rows; None if the loss fails."""
+    """Compute the derivatives of the loss for a row alone; None if the loss fails."""
     try:
         return derivatives(learner, batch, at, inputs, logprobs, torch.zeros_like(logprobs))[
             0

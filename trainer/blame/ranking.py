@@ -18,10 +18,10 @@ FLOOR = 1e-12
 
 
 def traits(found: RowGradients, batch: Batch, share: Values) -> dict[str, Values]:
-    """Compute what can make a row stand out, per row of `found.rows` ([R] each).
+    """Compute the traits by which a row may stand out, for each row of `found.rows` ([R] each).
 
     Args:
-        found: The rows.
+        found: The rows and their gradient norms.
         batch: The batch.
         share: [R] share of each row in the gradient.
 
@@ -50,17 +50,17 @@ def traits(found: RowGradients, batch: Batch, share: Values) -> dict[str, Values
 
 
 def outlier_scores(traits: Mapping[str, Values]) -> dict[str, Values]:
-    """Measure how far each of R rows stands out in each trait; its score is the maximum.
+    """Compute a score for each trait, which measures how far each of R rows stands out in it.
 
-    For a share p of the gradient, the score is 10 (|p| - 1 / R): a row with 40 % more than an equal
-    share scores 4, however the rest is distributed. For all other traits x of the rows, it is
+    The score of a share p of the gradient is 10 (|p| - 1 / R): a row whose share exceeds an equal
+    share by 40 percentage points scores 4, however the rest is distributed. The score of any other
+    trait x is
 
         (x - median) / (q90 - median)
 
     where q90 is the 90 % quantile over all rows, so that a tenth of the rows has a score above 1.
     Gradient norms are compared by their logarithm, because they are products of the reduction's
-    weight, the advantage and the gradient of the tokens' log-probabilities. A trait that is unknown
-    scores 0.
+    weight, the advantage and the gradient of the tokens' log-probabilities. Unknown traits score 0.
     """
     return {name: _score(name, values) for name, values in traits.items()}
 

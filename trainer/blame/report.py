@@ -44,7 +44,7 @@ def summary(found: Blame, limit: int) -> dict[str, Any]:
 
 
 def finding(found: Blame) -> str:
-    """Return a sentence about the trajectory or row that stands out, or that none does."""
+    """Return a sentence about the trajectory or row that stands out, or that there is none."""
     if (unit := _dominant(found)) is not None:
         rows, share = count(unit["num_rows"], "row"), f"{100 * unit['share']:.0f} %"
         others = f"{found.gradient_norm:.3g} to {unit['norm_without']:.3g}"
@@ -60,7 +60,7 @@ def finding(found: Blame) -> str:
 
 
 def _dominant(found: Blame) -> dict[str, Any] | None:
-    """Return the trajectory of several rows with more than half of the gradient, if any."""
+    """Return the trajectory with several rows that accounts for most of the gradient, if any."""
     first = found.trajectories.row(0, named=True)
     if abs(first["share"]) < MAJORITY or first["num_rows"] == 1 or len(found.trajectories) < 3:
         return None
@@ -68,7 +68,10 @@ def _dominant(found: Blame) -> dict[str, Any] | None:
 
 
 def replay_without(found: Blame) -> str | None:
-    """Return the command that replays the update without the row that stands out, if any."""
+    """Return the command that replays the update without the row or trajectory that stands out.
+
+    None if none stands out, or if the update has no other row.
+    """
     first = found.rows.row(0, named=True)
     unit = _dominant(found)
     if (unit is None and first["score"] < STANDS_OUT) or len(found.rows) < 2:
@@ -81,7 +84,7 @@ def replay_without(found: Blame) -> str | None:
 
 
 def _option(name: str, value: str) -> list[str]:
-    """Return an option of a command line; a value that looks like an option is joined to it."""
+    """Return an option as command-line arguments: "NAME=VALUE" if the value starts with "-"."""
     return [f"{name}={value}"] if value.startswith("-") else [name, value]
 
 

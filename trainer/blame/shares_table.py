@@ -36,19 +36,19 @@ def shares_table(
     batch: Batch,
     rows: pl.DataFrame,
 ) -> pl.DataFrame:
-    """Build the table of shares, one row for each stored row that the update trained on.
+    """Build the table of shares, with one row for each stored row that the update trained on.
 
-    `share` and `token_shares` are those of the stored row. All columns after them describe the
-    sequence that the update forwarded, which holds several stored rows if these were merged:
-    `sequence` is its rank, `num_sequence_rows` the number of stored rows that it holds, and the
-    others are those of `Blame.rows`.
+    The columns `share` and `token_shares` describe the stored row. All later columns describe the
+    sequence that the update forwarded, which consists of several stored rows if these were merged:
+    `sequence` is the rank of the sequence, `num_sequence_rows` is its number of stored rows, and
+    the remaining columns are those of `Blame.rows`.
 
     Args:
         run: Directory of the run.
         global_step: Number of the update.
         dataset: Path of the dataset.
         origins: Stored rows of the batch's tokens.
-        targets: [T] bool.
+        targets: [T] bool, response tokens that are targets of the update.
         token_shares: [T] share of each target.
         batch: The batch.
         rows: Rows of the batch in order of rank, with `batch_row`.

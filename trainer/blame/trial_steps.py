@@ -15,9 +15,8 @@ from trainer.run.update import Learner
 class TrialSteps:
     """Computes the step s(g) that the learner's optimizer would take with a gradient g.
 
-    The step includes all that the optimizer does: clipping to `max_grad_norm`, the moments of
-    earlier updates, the learning rate and weight decay. Weights and moments are restored after each
-    call.
+    The step includes clipping to `max_grad_norm`, the moments of earlier updates, the learning rate
+    and weight decay. Weights and moments are restored after each call.
 
     Args:
         learner: Policy and optimizer, just before the update.

@@ -52,7 +52,7 @@ update's batch."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """Changes to an update.
+    """Changes with which to replay an update: other settings, or rows to leave out.
 
     A row that is left out is removed from the loss, as if the mini-batch had been built without it:
     the denominators of `loss_reduction` count only the rows, trajectories and groups that remain,
@@ -81,7 +81,7 @@ class Changes:
 
 
 def split_settings(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split `key=value` strings into paths of what has moved, and changed settings.
+    """Split `key=value` strings into new paths of the dataset and models, and changed settings.
 
     The prefix of `train.key=value`, which `rollouts rl` needs, is ignored.
 
@@ -120,12 +120,14 @@ def changed_config(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
 
 @dataclass(kw_only=True)
 class ChangedBatch:
-    """The batch of an update, prepared with different settings; `prepare` is called at its start.
+    """The batch of an update, prepared with different settings.
+
+    `prepare` must be called when the run is at the start of the batch.
 
     Attributes:
         settings: `key=value` strings.
-        run: The run with these settings.
-        prepared: The batch with these settings.
+        run: The run with these settings; None before `prepare`.
+        prepared: The batch prepared with these settings; None before `prepare`.
     """
 
     settings: Sequence[str]
@@ -133,7 +135,7 @@ class ChangedBatch:
     prepared: PreparedBatch | None = field(default=None, repr=False)
 
     def prepare(self, run: TrainingRun, step: PreparedUpdate) -> None:
-        """Prepare the batch again: advantages, old and reference log-probabilities, values."""
+        """Recompute the batch: advantages, old and reference log-probabilities, and values."""
         changed = changed_run(run, changed_config(run.config, self.settings))
         position = step.before
         if changed.config.kl_reward_coef != run.config.kl_reward_coef:
@@ -156,7 +158,7 @@ class ChangedBatch:
 
 
 def apply_settings(run: TrainingRun, global_step: int) -> None:
-    """Give the optimizers of a changed run the settings of its configuration."""
+    """Apply the configuration of a changed run to its optimizers and its policy."""
     set_rates(run, global_step)
     for learner in (run.learner, run.critic):
         for group in learner.optimizer.param_groups if learner else ():
@@ -268,7 +270,10 @@ def _groups_of(run: TrainingRun, step: PreparedUpdate) -> frozenset[str]:
 
 
 def _chosen(run: TrainingRun, origins: Origins, changes: Changes, used: BoolArray) -> BoolArray:
-    """Return which stored rows to leave out ([D] bool); `used` marks those that train."""
+    """Return a mask of the stored rows to leave out ([D] bool).
+
+    `used` marks the rows that the update trains on.
+    """
     rows = origins.stored.rows
     chosen = np.zeros(len(rows), np.bool_)
     names, steps = rows["trajectory_id"], rows["step_index"]
@@ -302,7 +307,7 @@ def _check_found(
 
 
 def _matching(run: TrainingRun, rows: pl.DataFrame, condition: str) -> BoolArray:
-    """Return which stored rows match an SQL condition."""
+    """Return a mask of the stored rows that match an SQL condition."""
     where = f"--without-where {condition!r}"
     parsed, schema = condition_of(condition), run.rollouts.collect_schema()
     check_columns(parsed.meta.root_names(), schema.names(), where, condition)
@@ -321,10 +326,10 @@ def _matching(run: TrainingRun, rows: pl.DataFrame, condition: str) -> BoolArray
 def _rows_gone(
     batch: Batch, origins: Origins, chosen: BoolArray, trained: BoolArray, leaves: BoolArray
 ) -> BoolArray:
-    """Return which rows of the batch ([R] bool) are left out as a whole.
+    """Return a mask of the batch's rows that are left out entirely ([R] bool).
 
     These are the rows whose targets are all left out, and the rows without targets whose steps are
-    all chosen.
+    all in `chosen`.
     """
     row = batch.responses.row_of(np.arange(len(batch.trains)))
     num_targets, num_left = (
@@ -340,7 +345,7 @@ def _rows_gone(
 
 
 def _metrics_without(run: TrainingRun, step: PreparedUpdate, batch: Batch) -> dict[str, Any]:
-    """Recount the mini-batch, without trajectories that have no rows left."""
+    """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
     before, prepared = step.prepared.batch, step.prepared
     inside = before.mini_batch == step.number
     left = set(np.unique(batch.trajectory[batch.mini_batch == step.number]).tolist())
@@ -358,7 +363,7 @@ def _metrics_without(run: TrainingRun, step: PreparedUpdate, batch: Batch) -> di
 
 
 def describe(changes: Changes) -> Iterator[str]:
-    """Describe each change."""
+    """Yield a description of each change."""
     yield from changes.settings
     yield from (f"without {selector}" for selector in changes.rows)
     if changes.condition is not None:

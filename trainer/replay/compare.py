@@ -40,18 +40,18 @@ Bits = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A value that differs from what the run recorded.
+    """A replayed value that differs from the value that the run recorded.
 
     Attributes:
-        part: What was compared.
+        part: Kind of value, such as "metrics" or "tokens".
         name: Name of the metric, column, tensor or field.
         update: Number of the update.
-        recorded: The recorded value, or the first of those that differ; None: absent.
-        replayed: The same value now; None: absent.
-        largest: Largest absolute difference; None if it is not a number.
+        recorded: The recorded value, or the first of several that differ; None: absent.
+        replayed: The replayed value; None: absent.
+        largest: Largest absolute difference; None if a value is not a number.
         num_different: Number of values that differ.
         num_values: Number of values that were compared.
-        place: Place of the first value that differs; empty for a metric.
+        place: Location of the first value that differs; empty for a metric.
     """
 
     part: Literal["metrics", "tokens", "weights", "optimizer", "progress"]
@@ -95,7 +95,7 @@ def as_recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compared_metrics(line: Mapping[str, Any], *, is_loop: bool) -> list[str]:
-    """List the metrics of a line that are compared: all but times and those about sampling."""
+    """List the metrics of a line to compare: all except times and metrics of sampling."""
     left_out = TIMES | (SAMPLED if is_loop else frozenset())
     return [
         name
@@ -124,18 +124,18 @@ def metric_differences(
 
 
 def _gap(then: Any, now: Any) -> float | None:
-    """Return the absolute difference of two numbers; None if one of them is not a number."""
+    """Return the absolute difference of two numbers; None if either value is not a number."""
     known = isinstance(then, int | float) and isinstance(now, int | float)
     return abs(now - then) if known else None
 
 
 def token_differences(run: Path, update: int, tokens: pa.Table | None) -> list[Difference]:
-    """Compare token records with those that the run wrote, column by column.
+    """Compare an update's token records with those that the run wrote, column by column.
 
     Args:
         run: Directory of the run.
         update: Number of the update.
-        tokens: Records of all rows of the update.
+        tokens: Records of all rows of the replayed update.
 
     Raises:
         InputError: `readable_file`: the file of the run is damaged.
@@ -157,7 +157,10 @@ def token_differences(run: Path, update: int, tokens: pa.Table | None) -> list[D
 def _column_difference(
     keys: pl.DataFrame, then: pl.Series, now: pl.Series, update: int
 ) -> Difference | None:
-    """Compare a column of token records, whose rows are `keys`; None if it is equal."""
+    """Compare a column of two tables of token records; None if all values are equal.
+
+    `keys` identifies the rows of both tables.
+    """
     name = then.name
     if not then.dtype.is_nested():
         return _difference(
@@ -187,7 +190,7 @@ def _row(keys: pl.DataFrame, at: int) -> str:
 
 
 def _numbers(values: pl.Series) -> Bits:
-    """Return values as an array whose bits can be compared; null has bits that no value has."""
+    """Convert a column to an array for comparing bits; null becomes a value that never occurs."""
     if values.dtype in (pl.Float32, pl.Float64):
         return values.fill_null(math.inf).to_numpy()  # a recorded value is never infinite
     if values.dtype == pl.String:
@@ -198,7 +201,7 @@ def _numbers(values: pl.Series) -> Bits:
 def weight_differences(
     folder: Path, run: TrainingRun, update: int, part: Literal["policy", "critic"] = "policy"
 ) -> list[Difference]:
-    """Compare the weights in memory with those of a model directory that the run wrote.
+    """Compare the weights in memory with the weights in a model directory that the run wrote.
 
     Adapters are compared before they are merged.
     """
@@ -297,7 +300,7 @@ def _opened(file: Path) -> Iterator[Any]:
 def _tensor_differences(
     part: Any, file: Path, tensors: Mapping[str, Tensor], update: int, prefix: str = ""
 ) -> list[Difference]:
-    """Compare tensors with those of a file; each tensor that differs is one difference."""
+    """Compare tensors with the tensors of a file; return a difference for each unequal tensor."""
     found, recorded = [], set()
     for name, then in _tensors(file):
         recorded.add(name)

@@ -30,11 +30,11 @@ Follow = Callable[[Progress | None], TrainingRun]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forwarded:
-    """A mini-batch that was replayed before the update to reconstruct.
+    """A mini-batch that was replayed on the way to the update to reconstruct.
 
     Attributes:
-        recorded: Its line of `metrics.jsonl`.
-        metrics: Its metrics now, with the same keys, without times.
+        recorded: The line of `metrics.jsonl` that the run wrote.
+        metrics: The replayed metrics, with the same keys, without times.
     """
 
     recorded: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Forwarded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reconstruction:
-    """A run just before one of its optimizer steps; making the step changes it.
+    """A run restored to the state just before one of its optimizer steps.
 
     Attributes:
         recorded: The run, as its directory describes it.
@@ -89,8 +89,8 @@ def reconstruct(
     Args:
         run: Directory of a run of `rollouts train` or `rollouts rl`.
         update: Number of the update: its `global_step`, counted from 1.
-        places: New paths of things that have moved, by key of the configuration: `dataset`,
-            `model`, `reference_model`, `critic_model`.
+        places: New paths of data and models that have been moved, by key of the configuration:
+            `dataset`, `model`, `reference_model`, `critic_model`.
         at_batch: Called with the first mini-batch of the update's batch, before any update of the
             batch is made; checkpoints within a batch are then not used.
         passes: Counts the forwarded micro-batches, and shows progress.
@@ -183,10 +183,10 @@ def _opened_loop(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
 def _check_skipped(
     recorded: RecordedRun, line: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> None:
-    """Check that a mini-batch is skipped if and only if the run skipped it.
+    """Check that a replayed mini-batch is skipped if and only if the run skipped it.
 
     Raises:
-        InputError: `replay_skipped`: it is not.
+        InputError: `replay_skipped`: only the run or only the replay skipped the mini-batch.
     """
     then, now = bool(line.get("skipped")), bool(metrics["skipped"])
     if then == now:

@@ -26,14 +26,14 @@ _EVALUATED = "evaluation/return_mean"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRun:
-    """A run as its directory describes it.
+    """Configuration and metrics of a run, read from its directory.
 
     Attributes:
         path: Directory of the run.
         config: Configuration of its updates. `out` is `path`; all tokens are recorded, and there
             are no trackers.
         num_iterations: Number of iterations of `rollouts rl`; None for a run of `rollouts train`.
-        lines: The lines of `metrics.jsonl`, one per mini-batch; evaluations are left out.
+        lines: The lines of `metrics.jsonl`, one per mini-batch, without lines of evaluations.
     """
 
     path: Path
@@ -42,9 +42,9 @@ class RecordedRun:
     lines: tuple[Mapping[str, Any], ...]
 
     def at(self, update: int) -> RecordedRun:
-        """Return the run with the settings under which it made an update.
+        """Return the run with the settings that were in effect when it made an update.
 
-        `--resume` may change some settings; each start of the run records them.
+        `--resume` may change some settings; they are recorded at each start of the run.
         """
         start = start_of(self.path, update)
         known = {key: start[key] for key in CHANGING if key in start}
@@ -79,7 +79,7 @@ class RecordedRun:
         return self.path / "rollouts" / f"iteration_{iteration:05d}"
 
     def checkpoint_before(self, update: int, *, between_batches: bool = False) -> Path | None:
-        """Return the newest checkpoint with a state before an update; None: the start model.
+        """Return the newest checkpoint before an update that has a state; None: the start model.
 
         With `between_batches`, checkpoints within a batch are ignored.
         """
@@ -94,7 +94,7 @@ class RecordedRun:
 
 @contextmanager
 def naming_damaged(run: RecordedRun, update: int) -> Iterator[None]:
-    """Let errors about a file of a checkpoint hint at a replay without this checkpoint."""
+    """Add a hint to errors about a damaged checkpoint: how to replay without this checkpoint."""
     try:
         yield
     except InputError as error:
@@ -117,7 +117,8 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
 
     Args:
         path: Directory of the run.
-        places: New paths of things that have moved, by key of the configuration (see `PLACES`).
+        places: New paths of data and models that have been moved, by key of the configuration (see
+            `PLACES`).
 
     Raises:
         InputError: `replay_run`: the directory is no run; `resume_config`, `metrics_file`: a file
@@ -146,7 +147,7 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
 
 
 def refuse_changed(run: RecordedRun, dataset: str, update: int) -> None:
-    """Refuse a dataset whose rows differ from those that an update recorded.
+    """Refuse a dataset whose rows differ from the rows that an update recorded.
 
     Raises:
         InputError: `resume_dataset`: a row has changed or is missing.
@@ -160,7 +161,7 @@ ORIGINAL = "replay with the original dataset: --set dataset=PATH"
 
 
 def _check_places(config: TrainConfig, file: str, *, is_loop: bool) -> None:
-    """Check that local paths exist: they are relative to where the run was started."""
+    """Check that local paths exist; relative ones refer to the directory the run was started in."""
     for key in PLACES[is_loop:]:
         path = getattr(config, key)
         is_local = path is not None and "://" not in path and not set(path) & set("*?[")
@@ -174,7 +175,7 @@ def _check_places(config: TrainConfig, file: str, *, is_loop: bool) -> None:
 
 
 def _lines(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """Read the lines of mini-batches; an incomplete last line is still being written."""
+    """Read the lines of mini-batches, except an incomplete line that is still being written."""
     file = path / "metrics.jsonl"
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     found = []

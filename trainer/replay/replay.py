@@ -51,18 +51,18 @@ class Replay:
     Attributes:
         run: Directory of the run.
         update: Number of the update.
-        iteration: Its iteration of `rollouts rl`, counted from 0; None for `rollouts train`.
+        iteration: Iteration of `rollouts rl`, counted from 0; None for `rollouts train`.
         checkpoint: Checkpoint from which the replay started; None: the start model.
         num_forwarded: Mini-batches replayed between the checkpoint and the update.
         num_threads: Number of threads used.
-        compared: What was compared, in words.
-        not_compared: Metrics that were not compared: times, and those about sampling.
-        differences: What differs from the records, in the order in which it arose.
+        compared: Descriptions of the data that were compared.
+        not_compared: Metrics that were not compared: times, and metrics of sampling.
+        differences: Values that differ from the recorded ones, in the order of the updates.
         recorded: The metrics that the run recorded.
         replayed: The metrics of the replayed update.
         changed: The metrics of the update with changes; None without changes.
-        changes: The changes in words.
-        notes: Reasons why results may differ.
+        changes: Descriptions of the changes.
+        notes: Reasons why the replay may differ from the run.
         out: Directory of the resulting model; None if it was not written.
     """
 
@@ -84,7 +84,7 @@ class Replay:
 
     @property
     def is_identical(self) -> bool:
-        """True if everything that was compared is equal bit for bit."""
+        """True if all compared values are equal bit for bit."""
         return not self.differences
 
 
@@ -95,12 +95,12 @@ def replay(
     *,
     out: str | Path | None = None,
 ) -> Replay:
-    """Replay an update of a run, and compare it with what the run recorded.
+    """Replay an update of a run, and compare it with the records of the run.
 
-    The run's directory is only read. The comparison covers the metrics of the update and of those
-    replayed before it, its recorded tokens, and the weights and the state of a checkpoint that the
-    run saved after the update. With changes, the update is made twice from the same state:
-    unchanged, to compare metrics and tokens, and with the changes.
+    The run's directory is only read. The comparison covers the metrics of the update and of the
+    updates replayed before it, the update's recorded tokens, and the weights and the state of a
+    checkpoint that the run saved after the update. With changes, the update is made twice from the
+    same state: unchanged, to compare metrics and tokens, and with the changes.
 
     Args:
         run: Directory of a run of `rollouts train` or `rollouts rl`.
@@ -162,7 +162,7 @@ def replay(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """An update that was made: its metrics with their counts, and the run's progress after it."""
+    """Result of an update: its metrics, including counts, and the run's progress after it."""
 
     update: MiniBatchUpdate
     metrics: dict[str, Any]
@@ -179,7 +179,7 @@ def _made(run: TrainingRun, found: Reconstruction, passes: Passes) -> _Made:
 def _changed(
     found: Reconstruction, batch: ChangedBatch | None, changes: Changes
 ) -> tuple[TrainingRun, PreparedUpdate]:
-    """Return the run and the mini-batch with the changes, before the step."""
+    """Apply the changes to a run and its mini-batch, without making the step."""
     run, step = batch.of(found.run, found.step) if batch else (found.run, found.step)
     return run, without_rows(run, step, changes) if changes.leaves_out else step
 
@@ -195,7 +195,7 @@ def _made_changed(
 
 
 class Forwarding(Passes):
-    """Passes that also advance the progress bar after each update replayed on the way."""
+    """`Passes` that also advance the progress bar after each replayed update."""
 
     def __init__(self, bar: Bar, *, num_planned: int, num_made: int = 0) -> None:
         super().__init__(bar, num_planned=num_planned, num_made=num_made, spans_run=False)
@@ -227,7 +227,7 @@ class _Paused:
 
 
 def _paused(run: TrainingRun) -> TrainingRun:
-    """Return the run with optimizers that leave models and optimizer state unchanged."""
+    """Return a copy of the run whose optimizers leave models and optimizer states unchanged."""
 
     def still(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return cast("torch.optim.Optimizer", _Paused(optimizer))
@@ -241,7 +241,10 @@ def _paused(run: TrainingRun) -> TrainingRun:
 
 
 def _compared(found: Reconstruction, made: _Made, *, is_changed: bool) -> Replay:
-    """Compare an update with the records, including its weights if nothing was changed."""
+    """Compare a replayed update with the run's records.
+
+    The weights and the state after the update are compared too, unless changes will be made.
+    """
     recorded, update, run = found.recorded, found.update, found.run
     is_loop = recorded.num_iterations is not None
     differences: list[Difference] = []
@@ -285,7 +288,10 @@ def _compared(found: Reconstruction, made: _Made, *, is_changed: bool) -> Replay
 def _saved_differences(
     found: Reconstruction, made: _Made
 ) -> Iterator[tuple[str, list[Difference]]]:
-    """Compare the models with those that the run saved after the update; name and differences."""
+    """Compare models and state with those that the run saved after the update.
+
+    Yields a description of each part that was compared, and its differences.
+    """
     run, update = found.run, found.update
     folder = checkpoint_path(found.recorded.path, update)
     if folder.is_dir():
@@ -303,7 +309,7 @@ def _saved_differences(
 
 
 def _notes(found: Reconstruction) -> Iterator[str]:
-    """Yield reasons why the update may differ from that of the run."""
+    """Yield reasons why the replayed update may differ from the run's."""
     out, update = found.recorded.path, found.update
     start, here = start_of(out, update), this_machine(found.run.learner.accelerator)
     if not start:
