@@ -119,7 +119,7 @@ def scaling() -> None:
 
 
 def merge_lists(rows: list[Row]) -> list[Row]:
-    """Merge each row that continues the previous row into it, without changing the input."""
+    """Merge rows that continue the previous row into that row, without changing the input."""
     merged: list[Row] = []
     for row in rows:
         if merged and extends(merged[-1], row):

@@ -196,7 +196,7 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Result for one span.
+    """Verdict on one span, with the evidence for it.
 
     Attributes:
         kind: The fault, or `as_labelled`.
@@ -394,7 +394,7 @@ def _temperatures(span: Span, number: int, noise: Noise, mode: LogprobsMode | No
 
 
 def _predicted(span: Span, one: Hypothesis, mode: LogprobsMode | None) -> Array:
-    """[n] log-probabilities under a hypothesis; NaN where it makes no prediction."""
+    """[n] log-probabilities that a hypothesis predicts; NaN where it predicts none."""
     scores = span.scores[one.candidate]
     if mode == "raw" and one.kind != "processed_logprobs":
         predicted = scores.at_one

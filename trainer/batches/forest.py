@@ -260,7 +260,7 @@ def chain_forests(
     num_ranks: int = 1,
     routes: Routes | None = None,
 ) -> list[Forest]:
-    """Build micro-batches of at most `budget` tokens; each target of `rows` is in exactly one.
+    """Build micro-batches of at most `budget` tokens that together contain each target once.
 
     A row above the budget forms a separate micro-batch. The number of micro-batches is a multiple
     of `num_ranks`, the number of processes that share them, if there are enough rows.

@@ -202,7 +202,7 @@ def tree_forests(
     num_ranks: int = 1,
     routes: Routes | None = None,
 ) -> list[Forest]:
-    """Build micro-batches of at most `budget` tokens; each target of a trie is in exactly one.
+    """Build micro-batches of at most `budget` tokens that together contain each target once.
 
     A tree that exceeds the budget is split between rows such that the fewest tokens are repeated.
     The number of micro-batches is a multiple of `num_ranks`, the number of processes that share them,

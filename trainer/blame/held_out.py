@@ -51,7 +51,10 @@ def held_out_gradient(run: TrainingRun, dataset: str) -> dict[str, Tensor]:
 
 
 def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
-    """Read a dataset as one mini-batch; return whether the loss corrects for sampler mismatch."""
+    """Read a dataset as a single mini-batch.
+
+    Also returns whether the loss corrects for sampler mismatch.
+    """
     rollout_io.require_valid(dataset)
     rule = run.config.merge_rule if run.config.merge_rule == "consecutive" else None
     config = resolved(dataclasses.replace(run.config, dataset=dataset, merge_rule=rule))

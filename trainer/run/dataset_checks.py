@@ -118,7 +118,7 @@ def _check_tokens(rows: pl.DataFrame, vocab_size: int) -> None:
 
 
 def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> None:
-    """Reject a run without any gradient, unless KL or entropy terms may provide one."""
+    """Reject a run in which no row has a gradient, unless KL or entropy terms may provide one."""
     if rows.is_empty():
         raise InvariantError(
             "mask_trains_something",

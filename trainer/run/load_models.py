@@ -193,7 +193,7 @@ def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
 
 
 def load_reference(config: TrainConfig) -> Policy | None:
-    """Load the frozen reference; None if not needed, or if the policy's base weights serve as one."""
+    """Load the frozen reference; None if not needed, or if the policy's base weights are used."""
     if not config.needs_reference or (config.lora_rank and not config.reference_model):
         return None
     path = config.reference_model or config.model

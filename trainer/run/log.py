@@ -123,7 +123,7 @@ class RunLog:
         self.accelerator.log(known, step=metrics["global_step"])
 
     def sync(self) -> None:
-        """Sync the file to disk: a checkpoint relies on the lines before it."""
+        """Sync the file to disk, because a checkpoint relies on the lines written before it."""
         os.fsync(self.file.fileno())
 
 

@@ -39,7 +39,10 @@ def likely_cause(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> s
 
 
 def _misplaced(now: Tensor, batch: Batch) -> dict[str, float]:
-    """Compute the difference that remains after a shift by one token, in each direction."""
+    """Compute the difference that remains if log-probabilities are shifted by one token.
+
+    Returns the mean absolute difference for each direction, by description of the cause.
+    """
     row = torch.from_numpy(batch.responses.row_of(np.arange(len(now))))
     apart = torch.where(row[1:] == row[:-1], 0.0, torch.nan)
     theirs = batch.rollout_logprobs
