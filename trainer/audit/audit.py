@@ -25,8 +25,8 @@ from trainer.audit.explanations import Search
 from trainer.audit.first_tokens import (
     choose_sample,
     choose_tokens,
+    first_portion,
     num_repeated,
-    portions,
     with_labels_of_group,
 )
 from trainer.audit.noise import (
@@ -261,6 +261,8 @@ EXTRA_TOKENS = 10_000
 MIXED, AGAIN = 0.03, 0.05
 """Maximum number of tokens forwarded a second time, relative to candidates x distinct tokens: because
 rows of a group have different labels, and because a first pass scored only a part of a row."""
+SMALLEST_PORTION = 8
+"""Divisor of `AGAIN` below which no tokens are left for another portion of a first pass."""
 
 
 class _Chunk:
@@ -356,10 +358,12 @@ class _Chunk:
             self._score_first(rest, None)
             return
         left, most_labels = self._again, int(self._first[:, rest].sum(0).max(initial=1))
-        for part in portions(self._rows, rest, left // 2 // most_labels):
-            if self._num_first(part) > left:
-                self._score_first(part, None)
-                continue
+        while len(rest):
+            part = first_portion(self._rows, rest, left // most_labels)
+            if left < self._again // SMALLEST_PORTION or self._num_first(part) > left:
+                self._score_first(rest, None)
+                return
+            rest = rest[len(part) :]
             self._score_first(part, self._among)
             found = self._suspicious_among(part, noise, mode)
             self._suspicious |= found

@@ -22,6 +22,7 @@ from trainer.audit.rows import AuditRows
 from trainer.audit.verdicts import (
     PENALTY,
     UNRELATED_FACTOR,
+    UNUSUAL,
     Kind,
     Rounding,
     Span,
@@ -41,7 +42,17 @@ LEAST_COMPUTED = 2.0
 """Noise of the dataset, relative to the differences of rounding the weights, above which the
 dataset's engine computes in this precision itself."""
 DECISIVE = 3.0
-"""Gain, in nats, from which a span decides for itself whether its engine computes in a precision."""
+"""Loss by rounding the weights, in nats, from which a span does not come from such an engine."""
+
+
+def _is_open(verdict: Verdict, noise: Noise) -> bool:
+    """True if a verdict names no cause, or only other weights that leave unusual differences.
+
+    Rounding reverts part of a small update, so the version before may fit better than the label.
+    """
+    if verdict.kind in {"version", "swap"}:
+        return verdict.mean_difference > UNUSUAL * noise.mean_difference
+    return verdict.kind in UNEXPLAINED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +94,7 @@ class Search:
         """
         by_weights: dict[int, list[int]] = {}
         for number, verdict in enumerate(self.found):
-            if verdict is not None and verdict.kind in UNEXPLAINED:
+            if verdict is not None and _is_open(verdict, self.noise):
                 own = int(label[self.rows.span_row[number]])
                 weights = own if own >= 0 else verdict.hypothesis.candidate
                 by_weights.setdefault(weights, []).append(number)
@@ -92,13 +103,20 @@ class Search:
                 self._try_prompts(weights, numbers, variants)
             for precision in PRECISIONS:
                 self._try_precision(weights, numbers, precision)
-            self._settle(numbers)
+        self._settle([number for numbers in by_weights.values() for number in numbers])
 
     def _parts(self, numbers: Sequence[int]) -> Iterator[IntArray]:
-        """Yield the rows of the given spans in two parts: a few to try first, then the rest."""
-        rows = np.unique(self.rows.span_row[np.array(numbers)])
-        yield rows[:TRIED_ROWS]
-        yield rows[TRIED_ROWS:]
+        """Yield the rows of the given spans in two parts: a few to try first, then the rest.
+
+        The first ones differ in their noise, as they may have different causes.
+        """
+        spans = np.array(numbers)
+        scales = [verdict.scale if (verdict := self.found[one]) else 0.0 for one in numbers]
+        rows = self.rows.span_row[spans[np.argsort(scales, kind="stable")]]
+        rows = rows[np.sort(np.unique(rows, return_index=True)[1])]
+        spread = np.unique(np.linspace(0, len(rows) - 1, TRIED_ROWS).astype(np.int64))
+        yield np.sort(rows[spread])
+        yield np.sort(np.delete(rows, spread))
 
     def _try_prompts(self, weights: int, numbers: list[int], variants: PromptVariants) -> None:
         names: set[str] | None = None
@@ -153,7 +171,7 @@ class Search:
 
         An engine that computes in a lower precision also rounds the weights, so rounded weights fit
         its log-probabilities slightly better. They do not fit those of another model any better.
-        Short spans follow the majority.
+        A single span rarely shows this, so all such spans of the dataset are taken together.
         """
         open_ones = [
             number
@@ -173,14 +191,12 @@ class Search:
             for number, one in each.items():
                 if one.residual <= MOST_COMPUTED * change:
                     gains[number] = max(gains.get(number, -np.inf), one.gain)
-        total = sum(gains.values())
+        computed = sum(gains.values()) >= PENALTY
         for number in open_ones:
-            verdict, gain = self.found[number], gains.get(number, -np.inf)
+            verdict = self.found[number]
             assert verdict is not None
-            gain = total if abs(gain) < DECISIVE else gain
-            is_noise = (
-                gain > 0 or self.roundings[number, COMPUTED[0]].residual <= UNRELATED_FACTOR * own
-            )
+            is_noise = computed and gains.get(number, -np.inf) > -DECISIVE
+            is_noise |= self.roundings[number, COMPUTED[0]].residual <= UNRELATED_FACTOR * own
             kind: Kind = "noise" if is_noise else "unknown_model"
             self.found[number] = dataclasses.replace(verdict, kind=kind)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -106,19 +105,12 @@ def _of_span(stored: FloatArray, number: int) -> list[int]:
     return [first + int(np.argmin(stored[first:after])) for first, after in pairwise(edges)]
 
 
-def portions(rows: AuditRows, among: IntArray, most: int) -> Iterator[IntArray]:
-    """Split rows into runs of consecutive groups with at most `most` distinct tokens each.
-
-    A larger group is a separate run.
-    """
-    tokens = num_distinct_tokens(rows, among) if len(among) else 0
+def first_portion(rows: AuditRows, among: IntArray, most: int) -> IntArray:
+    """Return the first of some rows: whole groups with at most `most` distinct tokens, or one group."""
     group = rows.group[among]
-    first = np.flatnonzero(np.append([True], np.diff(group) != 0))
-    number = min(-(-tokens // max(most, 1)), len(first))
-    if tokens and number <= 1:
-        yield among
-    elif tokens:
-        starts = first[np.linspace(0, len(first), number, endpoint=False).astype(np.int64)]
-        ends = [*starts.tolist(), len(among)]
-        for begin, end in pairwise(ends):
-            yield from portions(rows, among[begin:end], most)
+    ends = np.append(np.flatnonzero(np.diff(group) != 0) + 1, len(among))
+    tokens = num_distinct_tokens(rows, among)
+    while tokens > most and len(ends) > 1:
+        ends = ends[: max(len(ends) * most // tokens, 1)]
+        tokens = num_distinct_tokens(rows, among[: ends[-1]])
+    return among[: ends[-1]]

@@ -14,9 +14,10 @@ from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_ve
 from tests.helpers.trainer_helpers import write_dataset
 from trainer.audit.audit import AuditSettings, run_audit
 from trainer.audit.candidates import find_candidates
-from trainer.audit.first_tokens import choose_tokens, portions
+from trainer.audit.first_tokens import choose_tokens, first_portion
 from trainer.audit.rescoring import Weights, num_distinct_tokens
 from trainer.audit.rows import TOO_LONG, read_audit_rows, to_audit_rows
+from trainer.audit.verdicts import FAULTS
 
 MODELS = tiny_models(3, 0.2, initializer_range=0.3)
 EXACT = 1e-5
@@ -116,7 +117,7 @@ def test_a_sample_takes_whole_groups(weights, tmp_path):
     assert again <= group[1]
 
 
-def test_rows_are_divided_into_portions_of_whole_groups():
+def test_a_portion_consists_of_whole_groups():
     rng = np.random.default_rng(2)
     table = pl.DataFrame(
         [
@@ -127,11 +128,15 @@ def test_rows_are_divided_into_portions_of_whole_groups():
     ).with_columns(pl.lit(None, pl.Float32).alias("top_p"), pl.lit(None, pl.Int32).alias("top_k"))
     table = table.with_columns(pl.lit(None, pl.String).alias("sampling_extra"))
     rows, every = to_audit_rows(table, "processed"), np.arange(30)
-    found = list(portions(rows, every, 40))
-    assert np.concatenate(found).tolist() == every.tolist()
-    assert all(len(part) % 3 == 0 for part in found)
-    assert all(num_distinct_tokens(rows, part) <= 40 for part in found)
-    assert [len(part) for part in portions(rows, every, 1)] == [3] * 10
+    for most, number in ((40, None), (1, 3), (10**6, 30)):
+        part = first_portion(rows, every[6:] if number is None else every, most)
+        if number is None:
+            assert part[0] == 6
+            assert len(part) % 3 == 0
+            assert num_distinct_tokens(rows, part) <= most
+            assert num_distinct_tokens(rows, np.arange(6, part[-1] + 4)) > most - 20
+        else:
+            assert part.tolist() == list(range(number))
     chosen = choose_tokens(rows, every, 0.5).reshape(30, 4)
     assert chosen.all()  # four tokens are the minimum
 
@@ -220,3 +225,57 @@ def test_the_kind_of_logprobs_is_inferred_at_an_unknown_temperature(
     run(["audit", path, "--weights", weights])
     text = " ".join(capsys.readouterr().out.split())
     assert ("assumed: no row shows the kind" in text) == (mode == "raw")
+
+
+def test_rounded_weights_are_not_taken_for_the_version_before(tmp_path):
+    """Rounding reverts a part of a small update, if the weights before it were rounded too."""
+    torch.manual_seed(1)
+    states = [{n: one.bfloat16().float() for n, one in MODELS[0].state_dict().items()}]
+    states.append({n: one * (1 + 0.0014 * torch.randn_like(one)) for n, one in states[0].items()})
+    states.append({n: one.bfloat16().float() for n, one in states[1].items()})
+    models = tiny_models(1) + tiny_models(1) + tiny_models(1)
+    for model, state in zip(models, states, strict=True):
+        model.load_state_dict(state)
+    weights = save_versions(tmp_path / "weights", models[:2])
+    rng = np.random.default_rng(7)
+    asked = [
+        Request(
+            prompt=prompt_of(rng),
+            noise=EXACT,
+            length=8 if i % 2 else 40,
+            versions=1 if i < 20 else 2,
+        )
+        for i in range(60)
+    ]
+    rows = [
+        row(i, 0, asked[i].prompt, one, version=1) for i, one in enumerate(sample(models, asked))
+    ]
+    path = write_dataset(tmp_path / "ds", rows, logprobs_mode="processed")
+    found = audited(path, weights, explains=True).verdicts
+    kinds = dict(found.select("trajectory_id", "kind").rows())
+    assert {kinds[f"g{i}_0"] for i in range(20)} <= {"as_labelled", "too_short"}
+    faulty = found.filter(pl.col("kind").is_in(FAULTS))
+    assert set(faulty["kind"]) == {"noise"}
+    assert faulty["reason"].str.contains("rounded to bfloat16").all()
+    assert len(faulty) >= 36
+
+
+@pytest.mark.parametrize("kind", ["noise", "unknown_model"])
+def test_a_lower_precision_and_a_similar_model_are_told_apart(tmp_path, kind):
+    """Both are as far from the labelled weights; only one of them comes closer to rounded weights."""
+    labelled, similar = tiny_models(2, 0.003, initializer_range=0.3)
+    other = (
+        similar if kind == "unknown_model" else tiny_models(1, initializer_range=0.3)[0].bfloat16()
+    )
+    weights = save_versions(tmp_path / "weights", [labelled])
+    rng = np.random.default_rng(8)
+    asked = [Request(prompt=prompt_of(rng), noise=EXACT, versions=int(i >= 24)) for i in range(40)]
+    sampled = sample([labelled, other], asked)
+    rows = [row(i, 0, asked[i].prompt, one, version=0) for i, one in enumerate(sampled)]
+    path = write_dataset(tmp_path / "ds", rows, logprobs_mode="processed")
+    found = audited(path, weights, explains=True).verdicts
+    kinds = dict(found.select("trajectory_id", "kind").rows())
+    assert {kinds[f"g{i}_0"] for i in range(24)} == {"as_labelled"}
+    assert {kinds[f"g{i}_0"] for i in range(24, 40)} == {kind}
+    distances = found.filter(pl.col("kind") == kind)["mean_difference"]
+    assert 0.01 < distances.median() < 0.1
