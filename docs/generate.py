@@ -244,10 +244,15 @@ it does not lag behind trends or jumps. The image format follows from the file e
 
 ## Several processes
 
+    rollouts train DS --model DIR --out RUN --num-processes 8
     accelerate launch --multi_gpu --num_processes 8 --no_python rollouts train DS --model DIR --out RUN
     torchrun --nproc_per_node 2 --no-python rollouts train DS --model DIR --out RUN
 
-Use the second command for several processes on a CPU. The number of processes is not part of the configuration and does not
+`--num-processes` starts the processes on this machine: one per GPU, or on the CPU. They meet at a file, so no port is needed,
+and end together if one of them or the command itself is killed. `accelerate launch` and `torchrun` work too, for example for
+FSDP2. [`rollouts rl`](rl.md#several-processes) also trains in several processes.
+
+The number of processes is not part of the configuration and does not
 change results: groups are distributed for reading and micro-batches for forwarding, and values are exchanged, so that
 advantages, denominators, metrics and the gradient equal those of one process up to rounding (tested to a relative difference
 of 1e-4). Only `num_micro_batches` may increase: micro-batches are split until each process has equally many, and

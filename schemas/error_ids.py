@@ -286,6 +286,9 @@ pickle: The file is a pickle, which is never opened because it could run arbitra
     JSON Lines.
 policy_loss_type_raised: The custom policy loss raised an exception.
     Correct the function at the line that the message names.
+process_lost: A training process of the run was killed, failed or stopped responding, and the others
+    cannot continue without it.
+    Look for the first error of the run or a lack of memory, then continue with `--resume`.
 readable_file: A Parquet shard of the dataset is damaged, cut off, or not Parquet.
     Restore the shard from a copy, or convert the dataset again.
 record_type: A field of a log record has the wrong type, or a required field is missing.

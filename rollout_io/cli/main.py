@@ -127,7 +127,8 @@ def run(args: Sequence[str] | None = None) -> int:
 
 def _run(args: Sequence[str] | None) -> int:
     try:
-        result = rollouts.main(args, prog_name="rollouts", standalone_mode=False)
+        given = list(sys.argv[1:] if args is None else args)
+        result = rollouts.main(given, prog_name="rollouts", standalone_mode=False, obj=given)
         sys.stdout.flush()
     except click.exceptions.Abort:
         return 130

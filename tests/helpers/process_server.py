@@ -20,10 +20,15 @@ from torch.distributed.tensor import DTensor
 
 import trainer.cli.train
 import trainer.distributed.launch
+import trainer.engine.embedded
+import trainer.rl.loop
 import trainer.run.load_models
+import trainer.run.same_tokenizer
 from rollout_io.cli.main import run as run_command
 from rollout_io.cli.output import shown_log
+from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.helpers.trainer_helpers import forests_of, learner_of, make_batch, tiny_policy
+from trainer import rl
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.sharding import whole
@@ -104,6 +109,10 @@ def work(job: dict[str, Any]) -> None:
         sys.exit(run_command(job["command"]))
     if "file" in job:
         return gradient(job)
+    if "rl" in job:
+        with shown_log():
+            rl.run(rl.RlConfig(**job["rl"]), resume=job.get("resume", False))
+        return None
     config = TrainConfig(**job["config"] | job.get(f"rank {os.environ['RANK']}", {}))
     with shown_log():
         train(config, resume=job.get("resume", False))
@@ -115,7 +124,8 @@ def start(job: dict[str, Any], rank: int, port: int) -> int:
     child = os.fork()
     if child:
         return child
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    size = job.get("num_processes", 2)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1"} | job.get("environment", {}))
     error = os.open(Path(job["stderr"]) / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -133,13 +143,22 @@ def start(job: dict[str, Any], rank: int, port: int) -> int:
     os._exit(code)
 
 
+def load_tokenizer_once(model: str) -> None:
+    """Loading SmolLM2's tokenizer takes longer than most runs."""
+    loaded = load_tokenizer(model)
+    for module in (trainer.rl.loop, trainer.engine.embedded, trainer.run.same_tokenizer):
+        module.load_tokenizer = lambda *_, **__: loaded  # type: ignore[attr-defined]
+
+
 def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
+        if "rl" in job:
+            load_tokenizer_once(job["rl"]["model"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        children = [start(job, rank, port) for rank in range(2)]
+        children = [start(job, rank, port) for rank in range(job.get("num_processes", 2))]
         sys.stdout.write(f"{children}\n")
         sys.stdout.flush()
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

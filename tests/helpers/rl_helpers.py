@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -68,6 +69,17 @@ class Failing(Length):
 
     def step(self, action):
         if self.extras.get("fails", True):
+            raise OSError("no sandbox")
+        return super().step(action)
+
+
+class Worse(Length):
+    """Fails after the first twelve trajectories of the process."""
+
+    number = itertools.count(1)
+
+    def step(self, action):
+        if next(self.number) > 12:
             raise OSError("no sandbox")
         return super().step(action)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from rollout_io.cli.output import emit, emit_json, example, going_on, note, show
 from schemas.errors import count
 from trainer.cli.next_steps import suggest_next_steps
 from trainer.cli.options import algorithm_option
+from trainer.cli.processes import errors_printed_once, in_processes, num_processes_option
 
 if TYPE_CHECKING:
     from trainer.rl.loop import RlResult
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--out", metavar="RUN", help="Directory for the run; must be new, unless resumed.")
 @click.option("--lr", type=float, metavar="X", help="Peak learning rate (train.learning_rate).")
 @algorithm_option
+@num_processes_option
 @click.option("--resume", is_flag=True, help="Resume from RUN's latest checkpoint and rollouts.")
 @click.option(
     "--set",
@@ -34,12 +37,14 @@ if TYPE_CHECKING:
     help="Override one key, or TABLE.KEY in a table (docs/rl.md); may be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@errors_printed_once
 def rl(
     *,
     config: str,
     out: str | None,
     lr: float | None,
     algorithm: str | None,
+    num_processes: int,
     resume: bool,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -58,6 +63,7 @@ def rl(
     finished group.
     """
     from rollout_io.configuration import read_toml
+    from trainer.distributed.processes import is_main
     from trainer.rl import load_rl_config, run
 
     sys.path.insert(0, str(Path.cwd()))
@@ -69,10 +75,15 @@ def rl(
         param = next(param for param in ctx.command.params if param.name == "out")
         raise click.MissingParameter(ctx=ctx, param=param)
     settings = load_rl_config(config, [*chosen, *overrides], out=out)
-    how = "finished work is kept; run the same command with --resume to continue"
+    again = "run the same command with --resume to continue"
+    how = f"finished work is kept; {again}"
     waits_for = "the current micro-batch, or running calls"
-    with shown_log(), going_on(lambda: how, waits_for):
+    if (status := in_processes(num_processes, again)) is not None:
+        return status
+    with shown_log(), going_on(lambda: how, waits_for) if is_main() else nullcontext():
         result = run(settings, resume=resume)
+    if not is_main():
+        return 0
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
     suggest_next_steps(result.out, result.checkpoint)
     if result.return_mean is None:

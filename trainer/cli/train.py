@@ -12,9 +12,10 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
 from rollout_io.cli.workers import workers_of
-from schemas.errors import RolloutError, count
+from schemas.errors import count
 from trainer.cli.next_steps import suggest_next_steps
 from trainer.cli.options import algorithm_option
+from trainer.cli.processes import errors_printed_once, in_processes, num_processes_option
 from trainer.reports.dry_run_report import plan_numbers, plan_text
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ rollouts plot runs/a runs/b --metric return_mean --out curves.png
     metavar="KEY=VALUE",
     help="Override one key of the configuration (docs/training.md); may be repeated.",
 )
+@num_processes_option
 @click.option("--resume", is_flag=True, help="Resume from RUN's latest checkpoint.")
 @click.option(
     "--show-config", is_flag=True, help="Print the resolved configuration as TOML, and exit."
@@ -59,6 +61,7 @@ rollouts plot runs/a runs/b --metric return_mean --out curves.png
     help="Run all checks and print the plan, without training or writing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@errors_printed_once
 def train(
     *,
     dataset: str,
@@ -69,6 +72,7 @@ def train(
     max_updates: int | None,
     algorithm: str | None,
     overrides: tuple[str, ...],
+    num_processes: int,
     resume: bool,
     show_config: bool,
     dry_run: bool,
@@ -88,36 +92,34 @@ def train(
     from trainer.models.directory import check_model_directory
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
-    try:
-        settings = load_config(
-            config,
-            overrides,
-            dataset=dataset,
-            model=model,
-            out=out,
-            learning_rate=lr,
-            max_updates=max_updates,
-            advantage_estimator=algorithm,
-        )
-        if show_config:
-            return _show(settings, as_json=as_json)
-        find_shards(settings.dataset)  # before torch is imported, which takes seconds
-        if not resume:
-            check_model_directory(settings.model)
-        with requires_extra("train", "rollouts train"):
-            from trainer.reports import dry_run as report
-            from trainer.run import loop
-        if dry_run:
-            with shown_log():
-                planned = report.dry_run(settings, resume=resume)
-        else:
-            stops = going_on(lambda: how_to_resume(out), "the current micro-batch")
-            with shown_log(), stops if is_main() else nullcontext():
-                result = loop.train(settings, resume=resume)
-    except RolloutError:
-        if is_main():
-            raise
-        return 1
+    settings = load_config(
+        config,
+        overrides,
+        dataset=dataset,
+        model=model,
+        out=out,
+        learning_rate=lr,
+        max_updates=max_updates,
+        advantage_estimator=algorithm,
+    )
+    if show_config:
+        return _show(settings, as_json=as_json)
+    find_shards(settings.dataset)  # before torch is imported, which takes seconds
+    if not resume:
+        check_model_directory(settings.model)
+    again = "run the same command with --resume to continue"
+    if (status := in_processes(num_processes, again)) is not None:
+        return status
+    with requires_extra("train", "rollouts train"):
+        from trainer.reports import dry_run as report
+        from trainer.run import loop
+    if dry_run:
+        with shown_log():
+            planned = report.dry_run(settings, resume=resume)
+    else:
+        stops = going_on(lambda: how_to_resume(out), "the current micro-batch")
+        with shown_log(), stops if is_main() else nullcontext():
+            result = loop.train(settings, resume=resume)
     if not is_main():
         return 0
     if dry_run:

@@ -15,10 +15,11 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     fsdp2_prepare_model,
 )
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from schemas.errors import ConfigError, count
+from trainer.distributed.processes import STORE
 from trainer.distributed.sharding import is_sharded
 
 PATIENCE = timedelta(hours=2)
@@ -28,7 +29,7 @@ PATIENCE = timedelta(hours=2)
 def make_accelerator(
     *, out: str, dtype: str = "float32", optimizer: str = "adamw", trackers: Sequence[str] = ()
 ) -> Accelerator:
-    """Create the Accelerator for `accelerate launch`, `torchrun`, or a single process.
+    """Create the Accelerator for `--num-processes`, `accelerate launch`, `torchrun`, or one process.
 
     The arguments are keys of `TrainConfig`; the optimizer adamw_8bit does not work with FSDP.
 
@@ -41,6 +42,7 @@ def make_accelerator(
             expected = f"an installed tracker ({', '.join(available) or 'none is installed'})"
             raise ConfigError("config_value", "trackers", f"`{tracker}`", expected)
     _check_launch(optimizer)
+    _join_started()
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
         mixed_precision="bf16" if dtype == "bfloat16" else "no",
@@ -55,7 +57,7 @@ def make_accelerator(
     if accelerator.num_processes != num_launched:
         seen = count(accelerator.num_processes, "process", "es")
         text = f"WORLD_SIZE is {num_launched}, but Accelerate sees {seen}"
-        hint = "launch with torchrun --nproc_per_node N --no-python rollouts train ..."
+        hint = "pass --num-processes N instead of starting the processes"
         raise ConfigError("launch", "WORLD_SIZE", seen, hint=hint, message=text)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and dtype == "bfloat16":
@@ -88,6 +90,25 @@ def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
     if accelerator.is_fsdp2:
         return fsdp2_prepare_model(accelerator, model)
     return accelerator.prepare_model(model, evaluation_mode=True)
+
+
+def _join_started() -> None:
+    """Join the other processes of `--num-processes`, which meet at a file, without a port."""
+    file = os.environ.get(STORE)
+    if not file or distributed.is_initialized():
+        return
+    num_processes, on_gpus = int(os.environ["WORLD_SIZE"]), torch.accelerator.is_available()
+    num_gpus = torch.accelerator.device_count()
+    if on_gpus and num_processes > num_gpus:
+        expected = f"at most {num_gpus}, one per GPU"
+        raise ConfigError("launch", "--num-processes", str(num_processes), expected)
+    distributed.init_process_group(
+        None if on_gpus else "gloo",
+        init_method=f"file://{file}",
+        rank=int(os.environ["RANK"]),
+        world_size=num_processes,
+        timeout=PATIENCE,
+    )
 
 
 def _check_launch(optimizer: str) -> None:

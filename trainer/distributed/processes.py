@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import polars as pl
@@ -24,11 +25,52 @@ if TYPE_CHECKING:
     from trainer.batches.forest import Forest
 
 T = TypeVar("T")
+STORE = "ROLLOUTS_PROCESS_STORE"
+"""Environment variable with the file at which the processes of `--num-processes` meet."""
 
 
 def is_main() -> bool:
     """True for the process that writes files and prints."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def lost_processes() -> Iterator[None]:
+    """Turn a failed exchange with a process that has ended or hangs into an error.
+
+    gloo notices at once that a process has ended, because its connections are closed.
+
+    Raises:
+        InputError: `process_lost`: a process of the run ended or did not respond in time.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = _lost(error)
+        if reason is None:
+            raise
+        got = f"another process of the run has ended or does not respond ({reason})"
+        hint = "look for its own error above; run the same command with --resume to continue"
+        raise InputError("process_lost", _this_process(), got, hint=hint) from error
+
+
+def _lost(error: RuntimeError) -> str | None:
+    """Return why an exchange failed; None for errors that other processes did not cause."""
+    from torch.distributed import DistNetworkError
+
+    text = str(error)
+    if isinstance(error, DistNetworkError):
+        return text.partition("\n")[0]
+    if "gloo/transport" in text:
+        return text.rpartition(".cc:")[2].partition("] ")[2].partition(". ")[0]
+    # NCCL also raises this kind of error if it cannot be set up on this machine.
+    ends = "remote process exited", "communicator was aborted"
+    return next((end for end in ends if "NCCL" in text and end in text), None)
+
+
+def _this_process() -> str:
+    rank, size = (int(os.environ.get(name, "0")) for name in ("RANK", "WORLD_SIZE"))
+    return f"rank {rank} (of {size} processes)"
 
 
 def gather_bytes(accelerator: Accelerator, data: bytes) -> list[bytes]:

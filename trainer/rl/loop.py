@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import os
 import signal
 import threading
 import time
@@ -15,7 +14,9 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from accelerate import Accelerator
 
 import rollout_io
 from pipelines.generation.aggregation import USED, environment_metrics
@@ -25,7 +26,10 @@ from pipelines.generation.run import OpenEngine
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.generation.trajectory import ENDS_THE_RUN
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
-from schemas.errors import ConfigError, RolloutError
+from schemas.errors import RolloutError
+from trainer.distributed.launch import make_accelerator
+from trainer.distributed.orders import Orders
+from trainer.distributed.processes import agreed, lost_processes
 from trainer.engine.open_engine import open_engine as open_usual
 from trainer.rl.collector import Collector
 from trainer.rl.config import ROLLOUTS, RlConfig
@@ -41,6 +45,7 @@ from trainer.rl.iteration_metrics import (
 from trainer.rl.resume import find_checkpoint, prepare
 from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import check_names, first_name, shuffled_tasks
+from trainer.rl.together import Together, follow
 from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_audit import WeightAudit
 from trainer.rl.weight_swap import WeightSwapEngine
@@ -105,10 +110,13 @@ def _hints_name_the_table() -> Iterator[None]:
 
 
 @_hints_name_the_table()
+@lost_processes()
 def run(
     config: RlConfig, *, resume: bool = False, open_engine: OpenEngine | None = None
 ) -> RlResult:
     """Sample groups, train on them, and load the new weights, `num_iterations` times.
+
+    In several processes, the main one samples, and all train and return the same result.
 
     Args:
         config: Configuration of the run.
@@ -124,8 +132,69 @@ def run(
             fails; every trajectory of an iteration failed; the run to resume had a different
             configuration, or is still running; or the disk is full.
     """
-    _refuse_several_processes()
+    t = config.training
+    accelerator = make_accelerator(
+        out=t.out, dtype=t.dtype, optimizer=t.optimizer, trackers=t.trackers
+    )
+    checkpoint, sampler = agreed(
+        accelerator, lambda: _set_up(config, accelerator, open_engine, resume=resume)
+    )
+    if accelerator.num_processes > 1:
+        say(f"training with {accelerator.num_processes} processes")
+    learning = Learning(
+        t, checkpoint, num_iterations=config.num_iterations, accelerator=accelerator
+    )
+    if checkpoint:
+        say(f"resuming from {checkpoint}")
+    check_lengths(config, learning.models.limit, None)
+    for text in (*learning.notes_of_size(config), *notes_of(config)):
+        say(text)
+    out, orders = Path(config.out), Orders(accelerator)
+    with ExitStack() as held:
+        held.enter_context(stops_when_full(out))
+        evaluated = agreed(
+            accelerator,
+            lambda: _open(config, learning, held) if sampler else dict[int, float | None](),
+        )
+        if not sampler:
+            return RlResult(**follow(learning, orders))
+        loop = Loop(
+            config=config,
+            learning=learning,
+            together=held.enter_context(Together(learning, orders)),
+            engine=sampler.engine,
+            tokenizer=sampler.tokenizer,
+            tasks=sampler.tasks,
+            evaluated=evaluated,
+            audit=WeightAudit(config=config),
+            log=held.enter_context(learning.open_log()),
+            thread=held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer")),
+        )
+        try:
+            asyncio.run(loop.run())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        say_size(out)
+        result = loop.result()
+        loop.together.end_with(dataclasses.asdict(result))
+    return result
+
+
+class Sampler(NamedTuple):
+    """What the main process needs to sample."""
+
+    engine: WeightSwapEngine
+    tokenizer: ChatTokenizer
+    tasks: list[Task]
+
+
+def _set_up(
+    config: RlConfig, accelerator: Accelerator, open_engine: OpenEngine | None, *, resume: bool
+) -> tuple[Path | None, Sampler | None]:
+    """Find the checkpoint, and check tasks and engine in the main process; others get None."""
     checkpoint = find_checkpoint(config, resume=resume)
+    if not accelerator.is_main_process:
+        return checkpoint, None
     if resume:
         say_if_new(Path(config.out))
     tokenizer = dataclasses.replace(
@@ -137,44 +206,17 @@ def run(
         (open_engine or open_usual)(config.generation), waits=config.weight_sync == "wait"
     )
     Generator(engine, tokenizer, config.generation).check(tasks)
-    learning = Learning(config.training, checkpoint, num_iterations=config.num_iterations)
-    if checkpoint:
-        say(f"resuming from {checkpoint}")
-    check_lengths(config, learning.models.limit, None)
-    for text in (*learning.notes_of_size(config), *notes_of(config)):
-        say(text)
+    return checkpoint, Sampler(engine, tokenizer, tasks)
+
+
+def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, float | None]:
+    """Lock the run's directory, and roll it back to the state to resume from; see `prepare`."""
     out = Path(config.out)
-    with ExitStack() as held:
-        held.enter_context(stops_when_full(out))
-        out.mkdir(parents=True, exist_ok=True)
-        held.enter_context(alone_in(out))
-        evaluated = prepare(config, learning.progress)
-        record_start(out, learning.accelerator, learning.training, learning.progress.global_step)
-        loop = Loop(
-            config=config,
-            learning=learning,
-            engine=engine,
-            tokenizer=tokenizer,
-            tasks=tasks,
-            evaluated=evaluated,
-            audit=WeightAudit(config=config),
-            log=held.enter_context(learning.open_log()),
-            thread=held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer")),
-        )
-        try:
-            asyncio.run(loop.run())
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
-        say_size(out)
-    return loop.result()
-
-
-def _refuse_several_processes() -> None:
-    num_processes = os.environ.get("WORLD_SIZE", "1")
-    if num_processes != "1":
-        text = f"WORLD_SIZE is {num_processes}, but `rollouts rl` trains in one process"
-        hint = "launch it without torchrun: only `rollouts train` supports several processes"
-        raise ConfigError("launch", "WORLD_SIZE", num_processes, "1", hint, message=text)
+    out.mkdir(parents=True, exist_ok=True)
+    held.enter_context(alone_in(out))
+    evaluated = prepare(config, learning.progress)
+    record_start(out, learning.accelerator, learning.training, learning.progress.global_step)
+    return evaluated
 
 
 def _read(config: RlConfig) -> list[Task]:
@@ -192,6 +234,7 @@ class Loop:
 
     config: RlConfig
     learning: Learning
+    together: Together
     engine: WeightSwapEngine
     tokenizer: ChatTokenizer
     tasks: Sequence[Task]
@@ -212,7 +255,7 @@ class Loop:
             task = asyncio.current_task()
             assert task is not None
             stack.enter_context(_cancelled_by_sigterm(asyncio.get_running_loop(), task))
-        with stack, _hints_at_resuming(config), learning.saved_when_it_fails(self.log):
+        with stack, _hints_at_resuming(config), self.together.saved_when_it_fails(self.log):
             async with self.engine, self._open_calls() as calls:
                 generator = Generator(self.engine, self.tokenizer, config.generation, calls)
                 for remark in check_tokenizers(
@@ -251,11 +294,11 @@ class Loop:
         policy = learning.policy
         audited = await self._in_thread(lambda: self.audit.check(path, iteration, policy))
         numbers |= audited
-        lines = await self._in_thread(lambda: learning.update(path, numbers, self.log))
+        lines = await self._in_thread(lambda: self.together.update(path, numbers, self.log))
         every, last = self.config.save_every_iterations, self.config.num_iterations
         is_due = learning.iteration in {1, last} or (every and learning.iteration % every == 0)
         if is_due:
-            await self._in_thread(lambda: learning.save(self.log))
+            await self._in_thread(lambda: self.together.save(self.log))
         await self._sync()
         self.return_mean = mean_of(lines, "return_mean")
         for text in collector.new_warnings():
@@ -296,7 +339,7 @@ class Loop:
         # Engines may read the files of both loaded adapters again, the older of which
         # `load_weights` replaces.
         keep = max(self.config.keep_weights, 3) if self.as_adapter else self.config.keep_weights
-        write = functools.partial(self.learning.write_weights, keep, as_adapter=self.as_adapter)
+        write = functools.partial(self.together.write_weights, keep, as_adapter=self.as_adapter)
         path = await self._in_thread(write)
         await self.engine.load_weights(str(path), policy_version=self.learning.iteration)
         self.sync_s = time.perf_counter() - begun

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rollout_io.terminal import duration
 from trainer.batches.forest import RowLimit
 from trainer.config.train_config import TrainConfig
+from trainer.distributed.sharding import is_sharded
 from trainer.models.critic import CriticLearner
 from trainer.reports.memory_estimate import available_bytes, estimate_memory, seconds_per_token
 from trainer.rl.config import RlConfig
@@ -54,11 +55,14 @@ def notes_of_size(config: RlConfig, models: Models) -> Iterator[str]:
                 " which need more memory"
             )
         return
+    if is_sharded(models.learner.policy):
+        return  # autograd's memory cannot be measured
     num_rows = training.groups_per_mini_batch * config.generation.group_size
     largest = min(max(most, budget), num_rows * most)
     needed = estimate_memory(models, largest).still_needed
     free = available_bytes(device)
-    seconds = num_rows * most * COST[TRAINING] * seconds_per_token(models)
+    num_processes = models.learner.accelerator.num_processes
+    seconds = num_rows * most * COST[TRAINING] * seconds_per_token(models) / num_processes
     found = []
     if free is not None and needed > free:
         found.append(

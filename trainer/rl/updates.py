@@ -5,34 +5,38 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch import Tensor
 
 import rollout_io
 from pipelines.generation.aggregation import ENVIRONMENT
 from rollout_io.dataset.atomic_files import whole
-from schemas.errors import ConfigError, InputError, RolloutError
+from schemas.errors import ConfigError, InputError
 from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan, dataset_returns, make_plan
 from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import make_accelerator
+from trainer.distributed.processes import agreed
+from trainer.distributed.sharding import whole_weights
 from trainer.models.lora import save_adapter
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
 from trainer.rl.size_notes import Models, notes_of_size
 from trainer.run.advice import in_train_table
 from trainer.run.checkpoint import Checkpoints, remove_directory, write_model
+from trainer.run.load_models import Models as LoadedModels
 from trainer.run.load_models import check_dataset, load_models, make_learners
 from trainer.run.log import RunLog
-from trainer.run.loop import count_update, save, set_rates
+from trainer.run.loop import count_update, save, set_rates, write_in_main
 from trainer.run.mini_batches import mini_batch_updates
+from trainer.run.passes import UNWATCHED
 from trainer.run.remarks import show
 from trainer.run.settings import batch_settings, objective_of, plan_settings, rate_schedule
 from trainer.run.setup import TrainingRun
@@ -45,29 +49,35 @@ DIGEST = "rollouts rl"
 class Learning:
     """Policy, optimizer and other training state across iterations; its methods are blocking.
 
+    Every process of a run has this object, and all call its methods together, except those that
+    only return numbers or notes.
+
     Args:
         training: Configuration of the updates; `dataset` is not used.
         checkpoint: Checkpoint to resume from; None: start from the configured models.
         num_iterations: Number of iterations of the run.
+        accelerator: Connects the processes of the run; None: `make_accelerator` makes it.
 
     Raises:
         RolloutError: A model cannot be trained as configured, or the checkpoint is unreadable.
     """
 
     def __init__(
-        self, training: TrainConfig, checkpoint: Path | None, *, num_iterations: int
+        self,
+        training: TrainConfig,
+        checkpoint: Path | None,
+        *,
+        num_iterations: int,
+        accelerator: Accelerator | None = None,
     ) -> None:
         self.training, self.num_iterations = training, num_iterations
         self._checkpoint = checkpoint
         t = training
-        accelerator = make_accelerator(
+        accelerator = accelerator or make_accelerator(
             out=t.out, dtype=t.dtype, optimizer=t.optimizer, trackers=t.trackers
         )
         set_seed(self.training.seed)
-        self.progress = Progress(position=Position(kl_coef=self.training.kl_reward_coef))
-        if checkpoint:
-            self.progress = load_progress(checkpoint / "state", DIGEST)
-        self.models = load_models(self.training, checkpoint)
+        self.progress, self.models = agreed(accelerator, self._load)
         self._learner, self._critic = make_learners(
             accelerator, self.training, self.models, corrects=self.training.corrects_for_sampler
         )
@@ -79,6 +89,12 @@ class Learning:
         self._saved_step = self.progress.global_step
         self._said: set[str] = set()
         self._explained = False
+
+    def _load(self) -> tuple[Progress, LoadedModels]:
+        progress = Progress(position=Position(kl_coef=self.training.kl_reward_coef))
+        if self._checkpoint:
+            progress = load_progress(self._checkpoint / "state", DIGEST)
+        return progress, load_models(self.training, self._checkpoint)
 
     @property
     def accelerator(self) -> Accelerator:
@@ -107,7 +123,8 @@ class Learning:
         """Yield notes about rows that would take too much memory or time."""
         models = Models(
             config=self.training,
-            learner=self._learner,
+            # Without wrappers, which would exchange values in each forward pass.
+            learner=dataclasses.replace(self._learner, policy=self.policy),
             critic=self._critic,
             limit=self.models.limit,
         )
@@ -124,18 +141,22 @@ class Learning:
             iteration=self.iteration,
         )
 
-    def update(self, dataset: Path, numbers: dict[str, Any], log: RunLog) -> list[dict[str, Any]]:
+    def update(
+        self, dataset: Path, numbers: dict[str, Any], log: RunLog | None
+    ) -> list[dict[str, Any]]:
         """Train on an iteration as `rollouts train` would on the same part of the dataset.
 
-        Returns the metrics of its mini-batches; those of the first include `numbers`.
+        Returns the metrics of its mini-batches; those of the first include `numbers`. The main
+        process writes them to `log`, which is None in the others.
 
         Raises:
             RolloutError: Rows cannot be used as configured, or every trajectory failed.
         """
-        run, iteration = self.run_on(dataset), self.iteration
+        iteration = self.iteration
+        run = agreed(self.accelerator, lambda: self.run_on(dataset))
         set_rates(run, self.progress.global_step)
         lines = []
-        explains, passes = not self._explained, log.passes
+        explains, passes = not self._explained, log.passes if log else UNWATCHED
         position = self.progress.position
         for update in mini_batch_updates(run, position, explains=explains, passes=passes):
             self._explained |= update.cause is not None
@@ -143,27 +164,23 @@ class Learning:
             if any(name.startswith(ENVIRONMENT) for name in numbers):  # metrics of the environments
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
-            log.write(metrics, update.cause, update.tokens)
+            if log:
+                log.write(metrics, update.cause, update.tokens)
             lines.append(metrics)
             numbers = {}
         return lines
+
+    @property
+    def has_unsaved_iterations(self) -> bool:
+        """True between two iterations if the latest checkpoint lacks updates."""
+        is_between = self.progress.position.mini_batch == 0
+        return is_between and self.progress.global_step > self._saved_step
 
     def save(self, log: RunLog | None) -> Path:
         """Save a checkpoint between two iterations."""
         path = save(self._learner, self._critic, self.progress, self._checkpoints, log)
         self._saved_step = self.progress.global_step
         return path
-
-    @contextmanager
-    def saved_when_it_fails(self, log: RunLog) -> Iterator[None]:
-        """Save the progress if an error ends the run between two iterations."""
-        try:
-            yield
-        except RolloutError:
-            is_between = self.progress.position.mini_batch == 0
-            if is_between and self.progress.global_step > self._saved_step:
-                self.save(log)
-            raise
 
     @property
     def has_adapter(self) -> bool:
@@ -175,21 +192,35 @@ class Learning:
 
         With `as_adapter`, only the adapters are written, instead of a model with merged adapters.
         """
-        folder = Path(self.training.out) / "weights"
-        path = folder / f"version_{self.iteration}"
+        accelerator, out = self.accelerator, Path(self.training.out)
+        path = out / "weights" / f"version_{self.iteration}"
+        weights = whole_weights(self.policy.model, keep=accelerator.is_main_process)
+
+        def write() -> None:
+            self._write_version(path, weights, keep, as_adapter=as_adapter)
+
+        if accelerator.num_processes == 1:
+            write()
+        else:
+            write_in_main(accelerator, out, write)
+        return path
+
+    def _write_version(
+        self, path: Path, weights: dict[str, Tensor] | None, keep: int, *, as_adapter: bool
+    ) -> None:
+        folder = path.parent
         if path.exists():
             remove_directory(path)
         model = self.policy.model
         with whole(path) as partial:
             if as_adapter:
-                save_adapter(model, partial, model.state_dict())
+                save_adapter(model, partial, weights or model.state_dict())
             else:
-                write_model(partial, model, Path(self.training.model))
+                write_model(partial, model, Path(self.training.model), weights)
         kept = [f"version_{self.iteration - back}" for back in range(keep)]
         for other in folder.glob("version_*"):
             if other.name not in kept:
                 remove_directory(other)
-        return path
 
     def run_on(self, dataset: Path) -> TrainingRun:
         """Plan and check the current iteration as a separate run.

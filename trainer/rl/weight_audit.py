@@ -19,6 +19,7 @@ from trainer.audit.causes import describe, likely_causes
 from trainer.audit.noise import Residuals
 from trainer.audit.rescoring import Weights
 from trainer.audit.rows import read_steps, to_audit_rows
+from trainer.distributed.sharding import is_sharded
 from trainer.models.lora import CONFIG
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
@@ -59,7 +60,9 @@ class WeightAudit:
             return {}
         try:
             result = self._audited(dataset, iteration, policy)
-        except RolloutError as error:
+        except (RolloutError, torch.OutOfMemoryError) as error:
+            if not isinstance(error, RolloutError) and not is_sharded(policy):
+                raise
             warn(f"rows of iteration {iteration + 1} cannot be audited: {error}")
             return {}
         file = Path(self.config.out) / AUDIT / f"{dataset.name}.parquet"
@@ -93,7 +96,8 @@ class WeightAudit:
         weights = Weights(
             candidates,
             device=next(policy.parameters()).device,
-            loaded={len(candidates) - 1: policy},
+            # A part of the policy is in each process: the main process loads the whole.
+            loaded={} if is_sharded(policy) else {len(candidates) - 1: policy},
             trees=False,
         )
         settings = AuditSettings(
@@ -121,7 +125,8 @@ class WeightAudit:
             )
             for version in earlier
         ]
-        return [*found, Candidate(version=iteration, path=folder / f"version_{iteration}")]
+        path = paths.get(iteration, folder / f"version_{iteration}")
+        return [*found, Candidate(version=iteration, path=path)]
 
     def _report(self, dataset: Path, result: AuditResult, num_rows: int, num_faulty: int) -> None:
         worst = result.faults.sort("log_likelihood_ratio", descending=True).row(0, named=True)

@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from trainer.config.train_config import TrainConfig, save_config
-from trainer.distributed.processes import on_main
+from trainer.distributed.processes import lost_processes, on_main
 from trainer.distributed.sharding import whole_weights
 from trainer.models.critic import CriticLearner
 from trainer.models.optimizer import set_learning_rate
@@ -61,6 +61,7 @@ class TrainResult:
     metrics: dict[str, Any]
 
 
+@lost_processes()
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Train a policy on a rollout dataset.
 
@@ -83,7 +84,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """
     run = set_up(config, resume=resume)
     plan, config = run.plan, run.config
-    write = partial(_write, run.learner.accelerator, run.checkpoints.out)
+    write = partial(write_in_main, run.learner.accelerator, run.checkpoints.out)
     progress, metrics = run.progress, dict[str, Any]()
     every = config.save_every_updates
     with ExitStack() as held, stops_when_full(Path(config.out)):
@@ -135,7 +136,7 @@ def _open(run: TrainingRun, held: ExitStack) -> None:
     record_start(out, run.learner.accelerator, run.config, run.progress.global_step)
 
 
-def _write(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
+def write_in_main(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
     """Run `work` in the main process (other processes pass None); a full disk stops all."""
 
     def write() -> None:
@@ -208,5 +209,5 @@ def save(
             critic_weights=critic_weights,
         )
 
-    _write(learner.accelerator, out, write)
+    write_in_main(learner.accelerator, out, write)
     return checkpoint_path(out, progress.global_step)

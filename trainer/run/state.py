@@ -104,7 +104,7 @@ def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: 
         "dataset": digest,
     }
     (path / "run.json").write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
-    (path / "rng.json").write_text(json.dumps(_generators()) + "\n", encoding="utf-8")
+    (path / "rng.json").write_text(json.dumps(generators()) + "\n", encoding="utf-8")
 
 
 def dataset_digest(plan: Plan, index: pl.DataFrame) -> str:
@@ -155,7 +155,7 @@ def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
         if critic is not None:
             file = path / "critic_optimizer.safetensors"
             _restore_optimizer(critic.optimizer, critic.critic, file)
-        _restore_generators(json.loads((path / "rng.json").read_text(encoding="utf-8")))
+        restore_generators(json.loads((path / "rng.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise _unreadable(path, error) from error
 
@@ -214,7 +214,7 @@ def _parameters(
     return [(names[p], p) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
     """Return the state of the random number generators, as JSON types."""
     kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -226,7 +226,8 @@ def _generators() -> dict[str, Any]:
     }
 
 
-def _restore_generators(states: dict[str, Any]) -> None:
+def restore_generators(states: dict[str, Any]) -> None:
+    """Set the random number generators to a state from `generators`."""
     version, values, gauss = states["python"]
     random.setstate((version, tuple(values), gauss))
     kind, keys, *rest = states["numpy"]

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -19,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from schemas.errors import RolloutError
-from tests.conftest import ROOT
+from tests.helpers.process_client import Server
 from tests.helpers.trainer_helpers import (
     gradient_of_update,
     group_rows,
@@ -76,36 +74,6 @@ OFTEN = (
     "token_mean",
 )  # sharded parameters train with "gae"; the others are tested with one process
 DEPENDING = {"seconds", "tokens_per_s", "num_micro_batches", "repeated_share"}
-
-
-class Server:
-    """See `tests.helpers.process_server`."""
-
-    def __init__(self, folder: Path) -> None:
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        changes = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
-        command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.process_server"]
-        self.process = subprocess.Popen(command, env=os.environ | changes, text=True, **pipes)
-        self.folder = folder
-
-    def answer(self) -> list[int]:
-        assert self.process.stdout
-        found: list[int] = json.loads(self.process.stdout.readline())
-        return found
-
-    def start(self, **job: Any) -> list[int]:
-        """Process ids of the ranks."""
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps({**job, "stderr": str(self.folder)}) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
-
-    def said(self) -> list[str]:
-        return [(self.folder / f"{rank}.txt").read_text() for rank in range(2)]
-
-    def train(self, config: dict[str, Any], **job: Any) -> None:
-        self.start(config=config, **job)
-        assert self.answer() == [0, 0], "\n".join(self.said())
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,221 @@
+"""The loop in several processes: the updates of one, whoever forwards what."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.process_client import Server
+from tests.helpers.rl_helpers import HERE, config_of, lines_of, rows_of, save_model, write_tasks
+from tests.helpers.routing_helpers import tiny_moe
+from tests.helpers.trainer_helpers import relative_difference
+from trainer import rl
+
+pytestmark = pytest.mark.slow
+
+GAE = {
+    "advantage_estimator": "gae",
+    "critic_learning_rate": 1e-3,
+    "kl_reward_coef": 0.1,
+    "kl_ctrl_type": "adaptive",
+    "kl_target": 0.01,
+    "kl_horizon": 20,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gae": GAE,
+    "lora": {"lora_rank": 4, "kl_loss_coef": 0.1, "learning_rate_schedule": "cosine"},
+    "clip_cov": {"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": -1.0},
+    "tree": {"sequence_layout": "tree", "advantage_estimator": "reinforce++"},
+    "merge": {"sequence_layout": "merge"},
+    "routing": {"replay_routing": True},
+}
+TIMES = {"wait_seconds", "sync_seconds"}
+CUT = {"num_micro_batches", "num_forwarded_tokens", "repeated_share"}
+"""Metrics that depend on how micro-batches are cut, so that each process has one."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    with server.process:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, str]:
+    """A tiny dense model, and one with experts."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_moe(vocab_size=49152).save_pretrained(folder / "experts")
+    tokenizer.backend.save_pretrained(folder / "experts")
+    return {
+        "dense": save_model(folder / "dense", tokenizer),
+        "routing": str(folder / "experts"),
+    }
+
+
+def config_in(folder: Path, model: str, train: dict[str, Any], **settings: Any) -> rl.RlConfig:
+    """Two turns a trajectory; one at a time, so that groups end in the same order in every run."""
+    folder.mkdir(parents=True)
+    sampling = {"environment": f"{HERE}:TwoTurns", "max_turns": 2, "max_concurrency": 1}
+    train = {"tokens_per_micro_batch": 64, "epochs_per_batch": 2} | train
+    return config_of(folder, model, generate=sampling, train=train, **settings)
+
+
+def job_of(config: rl.RlConfig, num_processes: int, **job: Any) -> dict[str, Any]:
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {"rl": values, "num_processes": num_processes, **job}
+
+
+def run(server: Server, config: rl.RlConfig, num_processes: int, **job: Any) -> None:
+    server.start(**job_of(config, num_processes, **job))
+    assert server.answer() == [0] * num_processes, "\n".join(server.said())
+
+
+def check_same_run(out: str, expected: str) -> None:
+    """Equal rows, metrics to 1e-5, and the tensors of the same checkpoints to 1e-4."""
+    lines, wanted = lines_of(out), lines_of(expected)
+    assert len(lines) == len(wanted) > 0
+    for line, other in zip(lines, wanted, strict=True):
+        assert list(line) == list(other)
+        for key in line.keys() - TIMES - CUT:
+            assert line[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
+    folders = [Path(path) / "checkpoints" for path in (out, expected)]
+    names = [{str(p.relative_to(folder)) for p in folder.rglob("*")} for folder in folders]
+    assert names[0] == names[1]
+    for name in sorted(n for n in names[0] if n.endswith(".safetensors")):
+        found, other = (load_file(folder / name) for folder in folders)
+        assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in other.items()}
+        for key, tensor in other.items():
+            if tensor.isfinite().all() and tensor.any():
+                assert relative_difference(found[key].double(), tensor.double()) < 1e-4, key
+
+
+def check_same_rows(config: rl.RlConfig, other: rl.RlConfig) -> None:
+    for iteration in range(config.num_iterations):
+        ids = "trajectory_id", "step_index", "response_ids", "policy_version"
+        assert rows_of(config, iteration).select(ids).equals(rows_of(other, iteration).select(ids))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_runs_of_two_and_of_four_processes_are_that_of_one(
+    name: str, server: Server, models: dict[str, str], tmp_path: Path
+) -> None:
+    configs = {}
+    for num in (1, 2, 4):
+        model = models.get(name, models["dense"])
+        configs[num] = config_in(tmp_path / str(num), model, VARIANTS[name])
+        run(server, configs[num], num)
+        said = server.said(num)
+        assert said[1:] == [""] * (num - 1)
+        assert (f"training with {num} processes" in said[0]) == (num > 1)
+    for num in (2, 4):
+        check_same_run(configs[num].out, configs[1].out)
+        check_same_rows(configs[num], configs[1])
+        starts = (Path(configs[num].out) / "starts.jsonl").read_text()
+        assert json.loads(starts)["num_processes"] == num
+    if name == "routing":
+        assert rows_of(configs[4], 0)["rollout_expert_indices"].list.len().min() > 0
+
+
+def test_a_run_with_sharded_parameters_is_that_of_one_process(
+    server: Server, models: dict[str, str], tmp_path: Path
+) -> None:
+    """With evaluations, audits, all versions of the weights, and samples of earlier weights."""
+    configs = {}
+    for num in (1, 2):
+        folder = tmp_path / str(num)
+        folder.mkdir()
+        evaluate = {"tasks": write_tasks(folder / "held_out.jsonl", 2), "every_iterations": 1}
+        own = {"evaluate": evaluate, "keep_weights": 9, "save_every_iterations": 1}
+        configs[num] = config_in(folder / "a", models["dense"], GAE, **own)
+        run(server, configs[num], num, sharded="directly" if num > 1 else None)
+    check_same_run(configs[2].out, configs[1].out)
+    check_same_rows(configs[2], configs[1])
+    for name in ("weights/version_1", "weights/version_3"):
+        found, other = (
+            load_file(f"{config.out}/{name}/model.safetensors") for config in configs.values()
+        )
+        assert found.keys() == other.keys()
+        for key, tensor in other.items():
+            assert relative_difference(found[key].double(), tensor.double()) < 1e-4
+    verdicts = pl.read_parquet(f"{configs[2].out}/audit/*.parquet")
+    assert "not_checked" not in verdicts["kind"]
+    audited = [line.get("num_audited_rows") for line in lines_of(configs[2].out)]
+    assert audited == [4, None, None, None] * 3
+    lines = (Path(configs[2].out) / "metrics.jsonl").read_text().splitlines()
+    evaluations = [line for line in map(json.loads, lines) if "evaluation/return_mean" in line]
+    assert [line["iteration"] for line in evaluations] == [0, 1, 2, 3]
+
+
+def test_a_killed_run_is_resumed_with_another_number_of_processes(
+    server: Server, models: dict[str, str], tmp_path: Path
+) -> None:
+    """Two processes, killed within the third iteration; then one, and as a copy four."""
+    settings = {"num_iterations": 4, "save_every_iterations": 2}
+    alone = config_in(tmp_path / "alone", models["dense"], GAE, **settings)
+    run(server, alone, 1)
+    config = config_in(tmp_path / "a", models["dense"], GAE, **settings)
+    ranks = server.start(**job_of(config, 2))
+    wait_for(Path(config.out) / "checkpoints" / "global_step_8")
+    for rank in ranks:
+        os.kill(rank, signal.SIGKILL)
+    assert server.answer() == [-signal.SIGKILL] * 2
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    again = dataclasses.replace(config, out=str(tmp_path / "b" / "run"))
+    for one, num in ((config, 1), (again, 4)):
+        run(server, one, num, resume=True)
+        check_same_run(one.out, alone.out)
+        check_same_rows(one, alone)
+        starts = (Path(one.out) / "starts.jsonl").read_text().splitlines()
+        assert [json.loads(line)["num_processes"] for line in starts] == [2, num]
+
+
+def wait_for(path: Path) -> None:
+    until = time.monotonic() + 300
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("killed", [0, 1, 3])
+def test_the_others_end_at_once_if_a_process_is_killed(
+    killed: int, server: Server, models: dict[str, str], tmp_path: Path
+) -> None:
+    """Without a launcher: the others notice by themselves, in an update or while they wait."""
+    config = config_in(tmp_path / "a", models["dense"], {}, num_iterations=400)
+    ranks = server.start(**job_of(config, 4))
+    wait_for(Path(config.out) / "checkpoints" / "global_step_4")
+    os.kill(ranks[killed], signal.SIGKILL)
+    before = time.monotonic()
+    codes = server.answer()
+    assert time.monotonic() - before < 30
+    assert codes.pop(killed) == -signal.SIGKILL
+    assert codes == [3, 3, 3]
+    for rank, said in enumerate(server.said(4)):
+        if rank != killed:
+            assert "another process of the run has ended or does not respond" in said
+            assert "[process_lost]" in said
+
+
+def test_an_error_of_the_user_ends_every_process_and_keeps_the_progress(
+    server: Server, models: dict[str, str], tmp_path: Path
+) -> None:
+    """All trajectories of the third iteration fail; the updates before it are saved."""
+    config = config_in(tmp_path / "a", models["dense"], {}, num_iterations=9)
+    failing = config.generate | {"environment": f"{HERE}:Worse"}
+    server.start(**job_of(dataclasses.replace(config, generate=failing), 2))
+    assert server.answer() == [3, 3]
+    for said in server.said():
+        assert "every trajectory failed (6)" in said
+        assert "process_lost" not in said
+    checkpoints = [path.name for path in (Path(config.out) / "checkpoints").iterdir()]
+    assert sorted(checkpoints) == ["global_step_4", "global_step_8", "latest"]

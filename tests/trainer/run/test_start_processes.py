@@ -1,0 +1,178 @@
+"""The processes of `--num-processes`: they start, and end, together."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollout_io.cli.main import run as command
+from schemas.errors import InputError
+from tests.helpers.rl_helpers import as_toml, config_of, lines_of, save_model
+from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
+from trainer.distributed import start
+
+
+def children_of(process: psutil.Process, num: int) -> dict[int, psutil.Process]:
+    """The processes that it has started, by rank, once there are so many."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        found = {}
+        for child in process.children():
+            try:
+                found[int(child.environ()["RANK"])] = child
+            except (psutil.Error, KeyError):
+                continue
+        if len(found) == num:
+            return found
+        time.sleep(0.01)
+    raise AssertionError("the processes have not been started")
+
+
+@pytest.mark.slow
+def test_the_main_processes_error_is_printed_once_and_its_status_is_that_of_the_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = start.start_processes(2, ["rl", str(tmp_path / "missing.toml"), "-o", "run"], "resume")
+    assert status == 1
+    assert capfd.readouterr().err.count("missing.toml") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1, 2])
+def test_a_killed_process_ends_all_with_one_sentence(
+    killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes serve a recorder, which would run for ever."""
+    monkeypatch.setattr(start, "NOTICE_S", 0.1)
+    monkeypatch.setattr(start, "END_S", 0.1)
+    found: dict[int, psutil.Process] = {}
+
+    def kill() -> None:
+        found.update(children_of(psutil.Process(), 3))
+        found[killed].kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    serve = [
+        "record",
+        "--upstream",
+        "http://127.0.0.1:9",
+        "--port",
+        "0",
+        "-o",
+        str(tmp_path / "ds"),
+    ]
+    with pytest.raises(InputError) as error:
+        start.start_processes(3, serve, "run it again")
+    thread.join()
+    assert str(error.value) == (
+        f"rank {killed} (of 3 processes): the process was killed by SIGKILL; the others were ended."
+        " [process_lost]"
+    )
+    assert error.value.hint == "check the free memory, then run it again"
+    assert not any(child.is_running() for child in found.values())
+
+
+def launched(*arguments: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-P", "-m", "rollout_io", *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, text=True, **pipes)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 300
+    while not path.exists() and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.01)
+    assert path.exists(), process.communicate()
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("rl")
+    config = config_of(folder, save_model(folder / "model", tokenizer), num_iterations=999)
+    (folder / "c.toml").write_text(as_toml(config))
+    return folder / "c.toml"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1, None])
+def test_a_loop_whose_process_or_starter_is_killed_leaves_nothing_behind(
+    killed: int | None, toml: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    process = launched("rl", str(toml), "--out", str(out), "--num-processes", "2")
+    wait_for(out / "weights" / "version_2", process)
+    found = children_of(psutil.Process(process.pid), 2)
+    if killed is None:
+        process.kill()
+    else:
+        found[killed].kill()
+    said = process.communicate(timeout=120)[1]
+    _, alive = psutil.wait_procs(found.values(), timeout=30)
+    assert not alive
+    if killed is None:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 1
+        assert said.count("Error: ") == 1
+        assert f"Error: rank {killed} (of 2 processes): the process was killed by SIGKILL" in said
+        assert "with --resume to continue" in said
+        assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_starter_stops_the_loop_as_in_one_process(
+    number: signal.Signals, toml: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    given = ["rl", str(toml), "--out", str(out), "--num-processes", "2", "--resume"]
+    process = launched(*given, "--set", "num_iterations=999")
+    wait_for(out / "weights" / "version_1", process)
+    process.send_signal(number)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert said.count("stopped: finished work is kept") == 1
+    assert "Error" not in said
+    num = max(line["iteration"] for line in lines_of(out)) + 3
+    done = launched(*given, "--set", f"num_iterations={num}", "--json")
+    printed, said = done.communicate(timeout=300)
+    assert done.returncode == 0, said
+    assert json.loads(printed)["num_iterations"] == num
+
+
+@pytest.mark.slow
+def test_train_in_two_processes(tmp_path: Path) -> None:
+    rows = group_rows(4, (1.0, 0.0))
+    dataset = write_dataset(tmp_path / "ds", rows)
+    model = save_tiny_model(tmp_path / "model")
+    metrics = []
+    for num in (1, 2):
+        out = tmp_path / str(num)
+        given = ["train", dataset, "--model", model, "--out", str(out), "-q"]
+        process = launched(*given, "--num-processes", str(num), "--set", "groups_per_batch=2")
+        printed, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+        assert "global_step_2" in printed
+        metrics.append(lines_of(out))
+    changing = {"num_micro_batches"}
+    for line, other in zip(*metrics, strict=True):
+        for name in line.keys() - changing:
+            assert line[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
+
+
+def test_processes_of_another_launcher_are_not_multiplied(
+    toml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    out = os.devnull
+    assert command(["rl", str(toml), "--out", out, "--num-processes", "2"]) == 1
+    assert "in a process that a launcher has started" in capsys.readouterr().err

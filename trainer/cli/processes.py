@@ -1,0 +1,60 @@
+"""The option `--num-processes`, and the end of a verb in one of several processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from schemas.errors import ConfigError, RolloutError
+from trainer.distributed.processes import STORE, is_main
+from trainer.distributed.start import LOST, start_processes
+
+num_processes_option = click.option(
+    "--num-processes",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Train with N processes on this machine: one per GPU, or on the CPU.",
+)
+
+
+def in_processes(num_processes: int, hint: str) -> int | None:
+    """Run this command in several processes, and return its exit status; None: run it here.
+
+    Raises:
+        RolloutError: `process_lost`: see `start_processes`; `launch`: the processes are started by
+            another launcher.
+    """
+    if num_processes == 1 or STORE in os.environ:
+        return None
+    if "WORLD_SIZE" in os.environ:
+        got = f"--num-processes {num_processes} in a process that a launcher has started"
+        hint = "leave out --num-processes, or start `rollouts` without torchrun and accelerate"
+        raise ConfigError("launch", "--num-processes", got, hint=hint)
+    arguments = click.get_current_context().find_root().obj
+    return start_processes(num_processes, sys.argv[1:] if arguments is None else arguments, hint)
+
+
+def errors_printed_once(verb: Callable[..., int]) -> Callable[..., int]:
+    """Leave the errors of a verb in several processes to the main process.
+
+    If a process is lost, the one that started them prints the error: it knows which one, and why.
+    """
+
+    @wraps(verb)
+    def run(**options: Any) -> int:
+        try:
+            return verb(**options)
+        except RolloutError as error:
+            if error.rule == "process_lost" and STORE in os.environ:
+                return LOST
+            if is_main():
+                raise
+            return 1
+
+    return run

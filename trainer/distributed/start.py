@@ -1,0 +1,166 @@
+"""Start the processes of `--num-processes` on this machine, and end them together.
+
+Does not import torch: the process that starts the others only waits for them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from pipelines.generation.process_groups import Watch, signal_group
+from schemas.errors import InputError
+from trainer.distributed.processes import STORE
+
+LOST = 3
+"""Exit status of a process that ends because another one has ended."""
+INTERVAL_S = 0.05
+NOTICE_S = 5.0
+"""Time in which the main process may notice that another one has ended, before it is told to end.
+It notices at once, except while it samples."""
+STOP_S = 60.0
+"""Time in which the main process may keep finished work after it is told to end."""
+END_S = 10.0
+"""Time in which the others may end after the main process."""
+
+
+def start_processes(num_processes: int, arguments: Sequence[str], hint: str) -> int:
+    """Run a command of `rollouts` in several processes on this machine, and wait for them.
+
+    The processes meet at a file, so that no port is needed. Signals to this process are passed to
+    the main one. All processes end if one of them does, and if this process is killed.
+
+    Args:
+        num_processes: Number of processes, at least 2.
+        arguments: Arguments of `rollouts`.
+        hint: How to continue the run after a process was lost.
+
+    Returns:
+        Exit status of the main process.
+
+    Raises:
+        InputError: `process_lost`: a process was killed, or one other than the main one failed.
+    """
+    with (
+        Watch(tempfile.mkdtemp(prefix="rollouts-")) as watch,
+        _Processes(num_processes, arguments, watch) as processes,
+        _passed_on(processes),
+    ):
+        processes.wait()
+    return processes.status(hint)
+
+
+class _Processes:
+    """The processes, by rank. They are killed at the end of the `with` block."""
+
+    def __init__(self, num_processes: int, arguments: Sequence[str], watch: Watch) -> None:
+        self._size, self._arguments, self._watch = num_processes, arguments, watch
+        self._popens: list[subprocess.Popen[bytes]] = []
+        self._codes: dict[int, int] = {}  # by rank, in the order in which the processes ended
+        self._killed = set[int]()
+        self._signal: int | None = None
+
+    def __enter__(self) -> Self:
+        assert self._watch.folder is not None
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        shared = {
+            STORE: str(Path(self._watch.folder) / "store"),
+            "WORLD_SIZE": str(self._size),
+            "LOCAL_WORLD_SIZE": str(self._size),
+        }
+        usual = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // self._size))}
+        if sys.platform == "linux":
+            usual["GLOO_SOCKET_IFNAME"] = "lo"
+        for rank in range(self._size):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rollout_io", *self._arguments],
+                stdin=subprocess.DEVNULL,
+                env=usual | os.environ | shared | own,
+                start_new_session=True,
+            )
+            self._watch.add(process.pid)
+            self._popens.append(process)
+        if self._signal is not None:
+            self._popens[0].send_signal(self._signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank, process in enumerate(self._popens):
+            self._kill(rank)
+            process.wait()
+            self._watch.remove(process.pid)
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to the main process."""
+        self._signal = number
+        if self._popens:
+            self._popens[0].send_signal(number)
+
+    def wait(self) -> None:
+        """Wait until all processes have ended; after the first one, the others have limited time."""
+        ends_s: float | None = None
+        told_s: float | None = None
+        while len(self._codes) < self._size:
+            for rank, process in enumerate(self._popens):
+                code = process.poll()
+                if code is not None and rank not in self._codes:
+                    self._codes[rank] = code
+            now = time.monotonic()
+            if self._codes and ends_s is None:
+                ends_s, told_s = now + NOTICE_S + STOP_S, now + NOTICE_S
+            if 0 in self._codes and ends_s is not None:
+                ends_s, told_s = min(ends_s, now + END_S), None
+            if told_s is not None and now > told_s:
+                told_s = None
+                self._popens[0].send_signal(signal.SIGTERM)
+            if ends_s is not None and now > ends_s:
+                for rank in range(self._size):
+                    self._kill(rank)
+            time.sleep(INTERVAL_S)
+
+    def status(self, hint: str) -> int:
+        """Return the main process's exit status, or raise `process_lost`: see `start_processes`."""
+        main = self._codes[0]
+        if main == 0 or self._signal is not None:
+            return 128 - main if main < 0 else main
+        causes = {
+            r: c for r, c in self._codes.items() if c not in (0, LOST) and r not in self._killed
+        }
+        rank = next((r for r, code in causes.items() if code < 0), next(iter(causes), 0))
+        code = self._codes[rank]
+        if rank == 0 and code not in (LOST, *range(-64, 0)):
+            return code  # it has printed its error
+        got = f"the process ended with exit status {code}; the others were ended"
+        if code < 0:
+            name = signal.Signals(-code).name
+            got = f"the process was killed by {name}; the others were ended"
+            if name == "SIGKILL":
+                hint = f"check the free memory, then {hint}"
+        raise InputError("process_lost", f"rank {rank} (of {self._size} processes)", got, hint=hint)
+
+    def _kill(self, rank: int) -> None:
+        process = self._popens[rank]
+        if process.poll() is None:
+            self._killed.add(rank)
+            signal_group(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def _passed_on(processes: _Processes) -> Iterator[None]:
+    """Pass SIGINT and SIGTERM on to the main process, which responds to them."""
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(n, lambda number, _: processes.pass_on(number)) for n in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
