@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 from accelerate import Accelerator, DistributedType, PartialState
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 import trainer.cli.train
 import trainer.distributed.launch
@@ -100,6 +102,24 @@ def gradient(job: dict[str, Any]) -> None:
         save_file(kept | {"norm": torch.tensor(metrics["grad_norm"])}, job["file"])
 
 
+class AdapterEngine(trainer.engine.embedded.TransformersEngine):
+    """Loads adapters as vLLM does: onto the model that it has at the start."""
+
+    @classmethod
+    def open(cls, config: Any) -> "AdapterEngine":
+        engine = cls.load(config.model, max_batch_size=config.max_concurrency)
+        engine.base = config.model
+        return engine
+
+    async def takes_adapters(self) -> bool:
+        return True
+
+    def _load(self, path: str) -> None:
+        base = AutoModelForCausalLM.from_pretrained(self.base)
+        merged = peft.PeftModel.from_pretrained(base, path).merge_and_unload()
+        self.model.load_state_dict(merged.state_dict())
+
+
 def work(job: dict[str, Any]) -> None:
     if job.get("sharded") == "directly":
         trainer.run.load_models.wrap = shard
@@ -110,8 +130,10 @@ def work(job: dict[str, Any]) -> None:
     if "file" in job:
         return gradient(job)
     if "rl" in job:
+        engine = AdapterEngine.open if job.get("takes_adapters") else None
+        config, resume = rl.RlConfig(**job["rl"]), job.get("resume", False)
         with shown_log():
-            rl.run(rl.RlConfig(**job["rl"]), resume=job.get("resume", False))
+            rl.run(config, resume=resume, open_engine=engine)
         return None
     config = TrainConfig(**job["config"] | job.get(f"rank {os.environ['RANK']}", {}))
     with shown_log():

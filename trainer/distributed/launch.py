@@ -18,8 +18,8 @@ from accelerate.utils import (
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from schemas.errors import ConfigError, count
-from trainer.distributed.processes import STORE
+from schemas.errors import ConfigError, InputError, count
+from trainer.distributed.processes import STARTER, STORE
 from trainer.distributed.sharding import is_sharded
 
 PATIENCE = timedelta(hours=2)
@@ -97,6 +97,9 @@ def _join_started() -> None:
     file = os.environ.get(STORE)
     if not file or distributed.is_initialized():
         return
+    if os.getppid() != int(os.environ[STARTER]):
+        # Killed after it had started this process, but before it could say whom to end with it.
+        raise InputError("process_lost", "--num-processes", "the command itself has been killed")
     num_processes, on_gpus = int(os.environ["WORLD_SIZE"]), torch.accelerator.is_available()
     num_gpus = torch.accelerator.device_count()
     if on_gpus and num_processes > num_gpus:

@@ -91,6 +91,7 @@ class Orders:
 
     def _exchange(self, group: Any, data: bytes) -> list[bytes]:
         """Gather each process's bytes, ordered by rank."""
+        was_between, self._is_between = self._is_between, False
         with lost_processes():
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._num_processes)]
             distributed.all_gather(sizes, torch.tensor([len(data)]), group=group)
@@ -99,6 +100,7 @@ class Orders:
                 padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             found = [torch.zeros_like(padded) for _ in sizes]
             distributed.all_gather(found, padded, group=group)
+        self._is_between = was_between
         return [
             part.numpy()[: int(size)].tobytes() for part, size in zip(found, sizes, strict=True)
         ]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STORE = "ROLLOUTS_PROCESS_STORE"
 """Environment variable with the file at which the processes of `--num-processes` meet."""
+STARTER = "ROLLOUTS_PROCESS_STARTER"
+"""Environment variable with the id of the process that has started them."""
 
 
 def is_main() -> bool:

@@ -18,7 +18,7 @@ from typing import Self
 
 from pipelines.generation.process_groups import Watch, signal_group
 from schemas.errors import InputError
-from trainer.distributed.processes import STORE
+from trainer.distributed.processes import STARTER, STORE
 
 LOST = 3
 """Exit status of a process that ends because another one has ended."""
@@ -73,6 +73,7 @@ class _Processes:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         shared = {
             STORE: str(Path(self._watch.folder) / "store"),
+            STARTER: str(os.getpid()),
             "WORLD_SIZE": str(self._size),
             "LOCAL_WORLD_SIZE": str(self._size),
         }

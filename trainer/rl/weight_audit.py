@@ -115,18 +115,17 @@ class WeightAudit:
         for path in folder.glob("version_*"):
             if path.name.removeprefix("version_").isdecimal():
                 paths[int(path.name.removeprefix("version_"))] = path
-        earlier = sorted(version for version in paths if version < iteration)
+        paths.setdefault(iteration, folder / f"version_{iteration}")
         base = Path(self.config.model)
-        found = [
+        return [
             Candidate(
                 version=version,
                 path=paths[version],
                 base=base if (paths[version] / CONFIG).is_file() else None,
             )
-            for version in earlier
+            for version in sorted(paths)
+            if version <= iteration
         ]
-        path = paths.get(iteration, folder / f"version_{iteration}")
-        return [*found, Candidate(version=iteration, path=path)]
 
     def _report(self, dataset: Path, result: AuditResult, num_rows: int, num_faulty: int) -> None:
         worst = result.faults.sort("log_likelihood_ratio", descending=True).row(0, named=True)

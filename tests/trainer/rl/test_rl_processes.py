@@ -38,6 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "merge": {"sequence_layout": "merge"},
     "routing": {"replay_routing": True},
 }
+MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+NIGHTLY = ("clip_cov", "tree", "merge")
 TIMES = {"wait_seconds", "sync_seconds"}
 CUT = {"num_micro_batches", "num_forwarded_tokens", "repeated_share"}
 """Metrics that depend on how micro-batches are cut, so that each process has one."""
@@ -75,6 +77,18 @@ def job_of(config: rl.RlConfig, num_processes: int, **job: Any) -> dict[str, Any
     return {"rl": values, "num_processes": num_processes, **job}
 
 
+def check_same_weights(config: rl.RlConfig, other: rl.RlConfig, file: str) -> None:
+    """Each version of the policy that the engine has loaded, to 1e-4."""
+    for version in range(1, config.num_iterations + 1):
+        found, wanted = (
+            load_file(f"{one.out}/weights/version_{version}/{file}") for one in (config, other)
+        )
+        assert found.keys() == wanted.keys()
+        for key, tensor in wanted.items():
+            if tensor.any():
+                assert relative_difference(found[key].double(), tensor.double()) < 1e-4, key
+
+
 def run(server: Server, config: rl.RlConfig, num_processes: int, **job: Any) -> None:
     server.start(**job_of(config, num_processes, **job))
     assert server.answer() == [0] * num_processes, "\n".join(server.said())
@@ -105,29 +119,36 @@ def check_same_rows(config: rl.RlConfig, other: rl.RlConfig) -> None:
         assert rows_of(config, iteration).select(ids).equals(rows_of(other, iteration).select(ids))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.nightly if n in NIGHTLY else ()) for n in VARIANTS]
+)
 def test_runs_of_two_and_of_four_processes_are_that_of_one(
     name: str, server: Server, models: dict[str, str], tmp_path: Path
 ) -> None:
     configs = {}
     for num in (1, 2, 4):
         model = models.get(name, models["dense"])
-        configs[num] = config_in(tmp_path / str(num), model, VARIANTS[name])
-        run(server, configs[num], num)
+        configs[num] = config_in(tmp_path / str(num), model, VARIANTS[name], keep_weights=9)
+        run(server, configs[num], num, takes_adapters=name == "lora")
         said = server.said(num)
         assert said[1:] == [""] * (num - 1)
         assert (f"training with {num} processes" in said[0]) == (num > 1)
     for num in (2, 4):
         check_same_run(configs[num].out, configs[1].out)
         check_same_rows(configs[num], configs[1])
+        check_same_weights(configs[num], configs[1], ADAPTER if name == "lora" else MODEL)
         starts = (Path(configs[num].out) / "starts.jsonl").read_text()
         assert json.loads(starts)["num_processes"] == num
     if name == "routing":
         assert rows_of(configs[4], 0)["rollout_expert_indices"].list.len().min() > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("gae", MODEL), pytest.param("lora", ADAPTER, marks=pytest.mark.nightly)],
+)
 def test_a_run_with_sharded_parameters_is_that_of_one_process(
-    server: Server, models: dict[str, str], tmp_path: Path
+    name: str, file: str, server: Server, models: dict[str, str], tmp_path: Path
 ) -> None:
     """With evaluations, audits, all versions of the weights, and samples of earlier weights."""
     configs = {}
@@ -136,17 +157,12 @@ def test_a_run_with_sharded_parameters_is_that_of_one_process(
         folder.mkdir()
         evaluate = {"tasks": write_tasks(folder / "held_out.jsonl", 2), "every_iterations": 1}
         own = {"evaluate": evaluate, "keep_weights": 9, "save_every_iterations": 1}
-        configs[num] = config_in(folder / "a", models["dense"], GAE, **own)
-        run(server, configs[num], num, sharded="directly" if num > 1 else None)
+        configs[num] = config_in(folder / "a", models["dense"], VARIANTS[name], **own)
+        how = {"sharded": "directly" if num > 1 else None, "takes_adapters": name == "lora"}
+        run(server, configs[num], num, **how)
     check_same_run(configs[2].out, configs[1].out)
     check_same_rows(configs[2], configs[1])
-    for name in ("weights/version_1", "weights/version_3"):
-        found, other = (
-            load_file(f"{config.out}/{name}/model.safetensors") for config in configs.values()
-        )
-        assert found.keys() == other.keys()
-        for key, tensor in other.items():
-            assert relative_difference(found[key].double(), tensor.double()) < 1e-4
+    check_same_weights(configs[2], configs[1], file)
     verdicts = pl.read_parquet(f"{configs[2].out}/audit/*.parquet")
     assert "not_checked" not in verdicts["kind"]
     audited = [line.get("num_audited_rows") for line in lines_of(configs[2].out)]
