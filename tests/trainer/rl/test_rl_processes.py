@@ -3,19 +3,33 @@
 import dataclasses
 import json
 import os
+import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import psutil
 import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.process_client import Server
-from tests.helpers.rl_helpers import HERE, config_of, lines_of, rows_of, save_model, write_tasks
+from tests.helpers.rl_helpers import (
+    HERE,
+    as_toml,
+    config_of,
+    lines_of,
+    rows_of,
+    save_model,
+    write_tasks,
+)
 from tests.helpers.routing_helpers import tiny_moe
 from tests.helpers.trainer_helpers import relative_difference
 from trainer import rl
@@ -40,6 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 NIGHTLY = ("clip_cov", "tree", "merge")
+RECORDED = {"record_tokens": "all"}
+KILLED = {"num_iterations": 4, "save_every_iterations": 2}
 TIMES = {"wait_seconds", "sync_seconds"}
 CUT = {"num_micro_batches", "num_forwarded_tokens", "repeated_share"}
 """Metrics that depend on how micro-batches are cut, so that each process has one."""
@@ -235,3 +251,97 @@ def test_an_error_of_the_user_ends_every_process_and_keeps_the_progress(
         assert "process_lost" not in said
     checkpoints = [path.name for path in (Path(config.out) / "checkpoints").iterdir()]
     assert sorted(checkpoints) == ["global_step_4", "global_step_8", "latest"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    server: Server, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> rl.RlConfig:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = config_in(folder / "a", models["dense"], RECORDED, **KILLED)
+    run(server, config, 1)
+    return config
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10))
+def test_a_run_that_is_killed_five_times_trains_the_rows_of_an_undisturbed_one(
+    seed: int,
+    undisturbed: rl.RlConfig,
+    server: Server,
+    models: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """At random times; a rank, all ranks, or the command that has started them."""
+    rng = random.Random(seed)
+    config = config_in(tmp_path / "a", models["dense"], RECORDED, **KILLED)
+    begun = time.monotonic()
+    run(server, dataclasses.replace(config, out=str(tmp_path / "timed")), 2)
+    usual_s = time.monotonic() - begun
+    (tmp_path / "c.toml").write_text(as_toml(config))
+    kills = []
+    for turn in range(5):
+        num, wait_s = rng.choice([1, 2, 4]), rng.uniform(0.1, 0.7) * usual_s
+        victim = "command" if turn == seed % 5 else rng.choice([*range(num), "all"])
+        if victim == "command":
+            was_killed = kill_command(tmp_path / "c.toml", config, wait_s)
+        else:
+            was_killed = kill_ranks(server, config, num, wait_s, victim)
+        kills.append((num, victim, round(wait_s, 2), was_killed))
+    (tmp_path / "kills.json").write_text(json.dumps(kills))
+    run(server, config, rng.choice([1, 2, 4]), resume=True)
+    check_same_rows(config, undisturbed)
+    check_same_run(config.out, undisturbed.out)
+    assert trained_rows(config) == trained_rows(undisturbed)
+    assert sum(was_killed for *_, was_killed in kills) >= 3
+
+
+def trained_rows(config: rl.RlConfig) -> dict[str, Counter[tuple[Any, ...]]]:
+    """By update: each row that entered its loss, and how many of its tokens did."""
+    found = {}
+    for file in sorted((Path(config.out) / "tokens").iterdir()):
+        rows = pl.read_parquet(file).filter(pl.col("loss_mask").list.any())
+        numbers = rows.select(
+            "instance_id", "trajectory_id", "step_index", pl.col("loss_mask").list.sum()
+        )
+        found[file.name] = Counter(numbers.rows())
+    assert len(found) == 4 * config.num_iterations
+    return found
+
+
+def kill_ranks(
+    server: Server, config: rl.RlConfig, num: int, wait_s: float, victim: int | str
+) -> bool:
+    """Kill one process or all; the others end. False if the run had ended before."""
+    ranks = server.start(**job_of(config, num, resume=True))
+    time.sleep(wait_s)
+    killed = range(num) if victim == "all" else [int(victim)]
+    for rank in killed:
+        with suppress(ProcessLookupError):
+            os.kill(ranks[rank], signal.SIGKILL)
+    codes = server.answer()
+    assert all(codes[rank] in (0, -signal.SIGKILL) for rank in killed)
+    was_killed = -signal.SIGKILL in codes
+    assert not was_killed or 0 not in codes, codes
+    return was_killed
+
+
+def kill_command(toml: Path, config: rl.RlConfig, wait_s: float) -> bool:
+    """Kill a command with `--num-processes`: its processes end."""
+    words = [sys.executable, "-P", "-m", "rollout_io", "rl", str(toml), "--out", config.out]
+    for table in ("num_iterations", "save_every_iterations"):
+        words += ["--set", f"{table}={getattr(config, table)}"]
+    with subprocess.Popen([*words, "--resume", "--num-processes", "2"]) as process:
+        starts = Path(config.out) / "starts.jsonl"
+        num_starts = len(starts.read_text().splitlines()) if starts.exists() else 0
+        until = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < until:
+            if starts.exists() and len(starts.read_text().splitlines()) > num_starts:
+                break
+            time.sleep(0.02)
+        time.sleep(wait_s / 2)
+        children = psutil.Process(process.pid).children() if process.poll() is None else []
+        process.kill()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+    return process.returncode == -signal.SIGKILL

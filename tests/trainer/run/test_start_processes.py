@@ -1,7 +1,6 @@
 """The processes of `--num-processes`: they start, and end, together."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,11 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from rollout_io.cli.main import run as command
-from schemas.errors import InputError
+from schemas.errors import ConfigError, InputError
 from tests.helpers.rl_helpers import as_toml, config_of, lines_of, save_model
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
+from trainer.cli.processes import in_processes
 from trainer.distributed import start
+from trainer.distributed.launch import make_accelerator
+from trainer.distributed.processes import STARTER, STORE
 
 
 def children_of(process: psutil.Process, num: int) -> dict[int, psutil.Process]:
@@ -169,10 +170,17 @@ def test_train_in_two_processes(tmp_path: Path) -> None:
             assert line[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), name
 
 
-def test_processes_of_another_launcher_are_not_multiplied(
-    toml: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_of_another_launcher_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    out = os.devnull
-    assert command(["rl", str(toml), "--out", out, "--num-processes", "2"]) == 1
-    assert "in a process that a launcher has started" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="in a process that a launcher has started"):
+        in_processes(2, "resume")
+
+
+def test_a_process_whose_starter_was_killed_at_once_does_not_wait_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {STORE: str(tmp_path / "store"), STARTER: "1", "WORLD_SIZE": "2", "RANK": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=r"the command itself has been killed\. \[process_lost\]"):
+        make_accelerator(out=str(tmp_path / "run"))
