@@ -11,8 +11,6 @@ from typing import Any
 import click
 
 from schemas.errors import ConfigError, RolloutError
-from trainer.distributed.processes import STORE, is_main
-from trainer.distributed.start import LOST, start_processes
 
 num_processes_option = click.option(
     "--num-processes",
@@ -30,12 +28,16 @@ def in_processes(num_processes: int, hint: str) -> int | None:
         RolloutError: `process_lost`: see `start_processes`; `launch`: the processes are started by
             another launcher.
     """
+    from trainer.distributed.processes import STORE
+
     if num_processes == 1 or STORE in os.environ:
         return None
     if "WORLD_SIZE" in os.environ:
         got = f"--num-processes {num_processes} in a process that a launcher has started"
         hint = "leave out --num-processes, or start `rollouts` without torchrun and accelerate"
         raise ConfigError("launch", "--num-processes", got, hint=hint)
+    from trainer.distributed.start import start_processes
+
     arguments = click.get_current_context().find_root().obj
     return start_processes(num_processes, sys.argv[1:] if arguments is None else arguments, hint)
 
@@ -51,6 +53,9 @@ def errors_printed_once(verb: Callable[..., int]) -> Callable[..., int]:
         try:
             return verb(**options)
         except RolloutError as error:
+            from trainer.distributed.processes import STORE, is_main
+            from trainer.distributed.start import LOST
+
             if error.rule == "process_lost" and STORE in os.environ:
                 return LOST
             if is_main():

@@ -136,7 +136,8 @@ class _Processes:
         causes = {
             r: c for r, c in self._codes.items() if c not in (0, LOST) and r not in self._killed
         }
-        rank = next((r for r, code in causes.items() if code < 0), next(iter(causes), 0))
+        own = 0 if 0 in causes else next(iter(causes), 0)  # all may have the main one's error
+        rank = next((r for r, code in causes.items() if code < 0), own)
         code = self._codes[rank]
         if rank == 0 and code not in (LOST, *range(-64, 0)):
             return code  # it has printed its error
