@@ -125,7 +125,11 @@ def _unit(shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def _with_reward(frame: pl.LazyFrame) -> pl.LazyFrame:
-    """Add `reward` if only `rewards` exists, because mixing would add nulls that contradict it."""
+    """Add `reward` to a dataset that has only `rewards`.
+
+    Otherwise, mixing it with a dataset that has `reward` would fill the column with nulls, which
+    contradict `rewards`.
+    """
     names = frame.collect_schema()
     alone = "rewards" in names and "reward" not in names
     return place_token_rewards(frame) if alone else frame

@@ -33,8 +33,8 @@ def require_ours(*packages: str) -> None:
             continue
         file = found / "__init__.py" if found.is_dir() else found
         raise HiddenPackageError(
-            f"{file} hides the package `{name}` of rollout-io ({ours}): rename it, "
-            "or keep its directory off the search path: run `rollouts`, or use `python -P`",
+            f"{file} hides the package `{name}` of rollout-io ({ours}). Rename it, "
+            "or keep its directory off the search path by running `rollouts` or `python -P`",
             name=__package__,  # `python -m rollout_io` then prints one line and no traceback
         )
 

@@ -46,7 +46,7 @@ def merge(
     *,
     as_json: bool,
 ) -> None:
-    """Merge steps that continue each other token for token into one row.
+    """Merge steps into one row if each extends the previous one token for token.
 
     Nothing is lost: `segments` keeps each step's range and values, `rollouts unmerge` restores the
     steps, and training on merged rows gives the same loss. Memory use does not grow with the

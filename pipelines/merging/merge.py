@@ -1,4 +1,4 @@
-"""Merge steps that continue each other token for token into one sequence.
+"""Merge consecutive steps into one sequence if each extends the previous one token for token.
 
 Tokens that the next prompt adds are observations: they become part of the response, but are not
 trained on. `segments` keeps every per-step value, so `unmerge` restores the steps.
@@ -37,7 +37,7 @@ _ROW = "row that the step was merged into"
 
 
 def merge(frame: Frame, rule: Rule = "lineage", *, same_routes: bool = False) -> pl.LazyFrame:
-    """Merge steps that continue each other; the frame must contain complete trajectories.
+    """Merge steps that extend one another; the frame must contain complete trajectories.
 
     Rows are joined only if they have equal values in `lineage.SAME_IN_A_SEQUENCE`, and agree on
     which of rollout_logprobs, reward, rewards and rollout_expert_indices are null. A row that has

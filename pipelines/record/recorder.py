@@ -222,7 +222,7 @@ class Recorder:
         """
         session = self.sessions.find(name)
         if session is None and not said.get("error") and not self.sessions.is_written(name):
-            hint = "send calls before the session ends; end a session that has none with an `error`"
+            hint = "send calls before the session ends; to end a session without calls, pass an `error`"
             raise InputError("unknown_session", name, "the session has no calls", hint=hint)
         record = {"session": name, "reward": None, **said, **losses_of(session, said)}
         outcome = parse_outcome(record, f"session {name}")[1]

@@ -107,7 +107,10 @@ def shard_paths(path: PathLike) -> list[str]:
 
 
 def shard_sizes(path: PathLike) -> dict[str, int]:
-    """Return the number of rows of each shard, in order, by file name (or path if names repeat)."""
+    """Map the file name of each shard to its number of rows, in the order of the shards.
+
+    The keys are paths instead if two shards have the same file name.
+    """
     shards = _open_shards(path)
     names = [posixpath.basename(shard.location.path) for shard in shards]
     if len(set(names)) < len(names):

@@ -248,7 +248,7 @@ def _resolved(raw: msgspec.Raw, sample: Sample, where: str) -> msgspec.Raw:
 
 
 def outcome_of(sample: Sample, where: str, options: Options) -> Trajectory:
-    """Return the scores and failure of a sample, without steps."""
+    """Return a trajectory with the scores and failure of a sample; its steps are not read."""
     scores = {**(sample.scores or {})}
     if sample.score is not None:
         scores["score"] = sample.score

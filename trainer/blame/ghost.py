@@ -261,7 +261,7 @@ class GhostNorms:
         return found
 
     def _add_head(self, piece: Piece, hidden: Tensor, gradient: Tensor) -> None:
-        """Add the squared norms of a piece's gradient of the head.
+        """Add the squared norms of the head's gradient for one piece.
 
         If the head is tied to the embedding, also store its gradient at the chain's tokens.
         """

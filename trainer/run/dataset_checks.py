@@ -134,8 +134,8 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
 def plan_of(returns: pl.DataFrame, config: TrainConfig) -> Plan:
     """Plan a run with `make_plan`.
 
-    If there are partial groups, `partial_groups` is `refuse`, and all advantages would be 0 even
-    with `train`, the error is `zero_advantages` instead, whose hint is more useful.
+    With `partial_groups=refuse`, partial groups are an error. If all advantages would be 0 even with
+    `partial_groups=train`, that error is `zero_advantages`, because its hint is more useful.
 
     Args:
         returns: See `make_plan`.

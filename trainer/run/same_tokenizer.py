@@ -112,7 +112,7 @@ def _other_tokenizer(config: TrainConfig, path: str, name: str) -> Remark:
             "tokenizer_fingerprint",
             config.dataset,
             f"its token ids come from a different tokenizer ({name}) than that of {path}",
-            hint="train the model whose tokenizer produced the ids; if its tokenizer only has"
-            " additional tokens, pass --set allow_other_tokenizer=true",
+            hint="train the model whose tokenizer produced the ids; if the two tokenizers differ only"
+            " by added tokens, pass --set allow_other_tokenizer=true",
         )
     return Remark(f"the tokenizer of {path} differs from the dataset's ({name})", WARNING)

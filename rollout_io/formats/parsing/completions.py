@@ -85,8 +85,8 @@ def _take_usage(usage: Usage, steps: Sequence[Step], where: str) -> None:
     """Store or check the token counts that the engine reported.
 
     If there is one choice, its step stores both counts. If there are several, the response count
-    must equal the total over all choices, and the first step stores the prompt count if all choices
-    have the same prompt: the engine counts each prompt of a text completion once.
+    must equal the total over all choices. If they share one prompt, the first step stores the
+    prompt count, because the engine counts each distinct prompt only once.
     """
     counted = (usage.prompt_tokens or None, usage.completion_tokens or None)
     if len(steps) == 1:

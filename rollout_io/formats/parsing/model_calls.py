@@ -26,7 +26,7 @@ _RESPONSE_DECODER = msgspec.json.Decoder(Response)
 
 @dataclass(kw_only=True, slots=True)
 class Call:
-    """One call of a model, as a harness logged it.
+    """A model call, as logged by a harness.
 
     Attributes:
         where: Location of the call, for error messages.

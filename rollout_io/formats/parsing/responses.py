@@ -146,7 +146,10 @@ def read_steps(
 
 
 def _calls(items: Sequence[_Item], where: str) -> Iterator[range]:
-    """Yield the range of each model call's items, up to an item with tokens or up to a reply."""
+    """Yield the range of the items of each model call.
+
+    A call ends with an item that has tokens, or before an answer.
+    """
     start = 0
     for i, item in enumerate(items):
         if item.is_answer and item.has_tokens:
