@@ -33,7 +33,7 @@ export TOKENIZERS_PARALLELISM := false
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo view wheel test test-all test-lowest test-vllm test-skyrl lint bench docs site model format clean
+.PHONY: help demo view wheel test test-all test-lowest test-vllm test-gpu test-skyrl lint bench docs site model format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,16 +47,19 @@ wheel: $(READY) $(BUNDLE)  ## Build the wheel in dist/, with the page of the vie
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 test: $(READY) $(MODEL)/model.safetensors  ## Run the tests of a change (minutes)
-	$(PYTEST) -m "not slow and not nightly and not vllm and not browser"
+	$(PYTEST) -m "not slow and not nightly and not vllm and not gpu and not browser"
 
 test-all: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
 	$(PYTEST)
 
 test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests of a change with the lowest versions allowed
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly and not vllm and not browser"
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly and not vllm and not gpu and not browser"
 
 test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM server
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "vllm and not nightly" tests/vllm
+
+test-gpu: $(READY) $(MODEL)/model.safetensors  ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready  ## Run SkyRL's own functions on our outputs
 	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py

@@ -32,7 +32,7 @@ gc.disable()
 def pytest_ignore_collect(collection_path, config):
     """Import no module of a folder whose marker is left out, unless it is named on the command line."""
     name = collection_path.name
-    if collection_path.parent == ROOT / "tests" and name in {"browser", "vllm"}:
+    if collection_path.parent == ROOT / "tests" and name in {"browser", "gpu", "vllm"}:
         return True if f"not {name}" in config.option.markexpr else None
     return None
 

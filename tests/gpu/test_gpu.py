@@ -1,0 +1,70 @@
+"""What only a GPU shows: `make test-gpu`. `tests/trainer/models/test_gpu_claims.py` runs it small on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from tests.helpers.gpu_claims import (
+    Size,
+    check_bfloat16,
+    check_fsdp2,
+    check_rl_iteration,
+    graphs_over_shapes,
+)
+from trainer.models import attention, flex_tree
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.filterwarnings("default"),  # kernels and compilers warn about the machine
+]
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_packed_rows_in_bfloat16_are_as_exact_as_padded_ones(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    kernel = attention.VARLEN_ATTN
+
+    def counted(*arguments: object, **settings: object) -> object:
+        calls.append(settings["window_size"])
+        return kernel(*arguments, **settings)
+
+    if kernel is not None:
+        monkeypatch.setattr(attention, "VARLEN_ATTN", counted)
+    check_bfloat16("cuda", Size(), window, "step")
+    if kernel is not None and torch.cuda.get_device_capability() >= (8, 0):
+        assert len(calls) == Size().num_layers
+        assert (63 if window else -1) in {size for size, _ in calls}
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_trees_in_bfloat16_are_as_exact_as_padded_rows(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    compiled = flex_tree.compiled
+    monkeypatch.setattr(flex_tree, "compiled", lambda: calls.append(1) or compiled())
+    check_bfloat16("cuda", Size(), window, "tree")
+    assert len(calls) == Size().num_layers
+
+
+def test_200_batches_of_other_shapes_compile_at_most_four_graphs() -> None:
+    torch._dynamo.reset()
+    assert 1 <= graphs_over_shapes("cuda", Size(), 200) <= 4
+
+
+def test_a_model_sharded_over_one_process_has_the_gradient_of_a_whole_one() -> None:
+    check_fsdp2("cuda", Size())
+
+
+def test_rl_samples_and_trains_half_a_billion_parameters(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    check_rl_iteration(tmp_path, tokenizer, tiny=False)
+    assert torch.cuda.max_memory_allocated() > 6 * 2**30  # weights, gradients, moments

@@ -1,0 +1,255 @@
+"""What must hold on a GPU. `tests/gpu` runs it there; a CPU runs it smaller, to prove the checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from tests.helpers.rl_helpers import config_of, weights_of
+from tests.helpers.trainer_helpers import Row, forests_of, learner_of
+from tests.helpers.tree_helpers import batch_of, mini_batch_of
+from trainer import rl
+from trainer.batches.data import Batch
+from trainer.batches.forest import Forest
+from trainer.distributed.sharding import whole
+from trainer.models.policy import Policy
+from trainer.run.update import update
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """Sizes of a model and of its rows. Weights are large enough that every token matters."""
+
+    vocab_size: int = 512
+    hidden_size: int = 256
+    num_layers: int = 4
+    head_dim: int = 64
+    num_trajectories: int = 6
+    num_turns: int = 6
+    turn_tokens: int = 40
+
+
+TINY = Size(
+    hidden_size=32, num_layers=2, head_dim=16, num_trajectories=3, num_turns=3, turn_tokens=7
+)
+
+
+def model_of(size: Size, window: int | None = None) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=size.vocab_size,
+        hidden_size=size.hidden_size,
+        intermediate_size=2 * size.hidden_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=6,  # three heads share a key
+        num_key_value_heads=2,
+        head_dim=size.head_dim,
+        max_position_embeddings=4096,
+        initializer_range=1.1 / size.hidden_size**0.5,
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        layer_types=["sliding_attention" if window and n % 2 else "full_attention" for n in range(size.num_layers)],
+    )  # fmt: skip
+    return Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+def policy_of(size: Size, device: str, window: int | None = None) -> Policy:
+    return Policy(model_of(size, window), logprob_chunk_tokens=64).to(device)
+
+
+def turns(size: Size, seed: int) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Trajectories of one task whose prompts keep all but the first tokens of the last response."""
+    rng = np.random.default_rng(seed)
+
+    def tokens() -> list[int]:
+        found: list[int] = rng.integers(
+            0, size.vocab_size, rng.integers(2, size.turn_tokens)
+        ).tolist()
+        return found
+
+    rows: list[Row] = []
+    ids = []
+    start = tokens()
+    for trajectory in range(size.num_trajectories):
+        prompt = start
+        for _ in range(size.num_turns):
+            response = tokens()
+            rows.append((prompt, response, [True] * len(response)))
+            ids.append(("g", f"g_{trajectory}"))
+            prompt = prompt + response[1:] + tokens()
+    return rows, ids
+
+
+def padded_logprobs(model: Any, rows: Sequence[Row], device: str) -> Tensor:
+    """Compute the log-probabilities of all responses with Transformers, padded on the right."""
+    lengths = [len(prompt) + len(response) for prompt, response, _ in rows]
+    ids, attended = (torch.zeros(len(rows), max(lengths), dtype=torch.int64) for _ in range(2))
+    for number, (prompt, response, _) in enumerate(rows):
+        ids[number, : lengths[number]] = torch.tensor(prompt + response)
+        attended[number, : lengths[number]] = 1
+    ids, attended = ids.to(device), attended.to(device)
+    logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))[:, :-1]
+    logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    parts = [logprobs[n, len(rows[n][0]) - 1 : lengths[n] - 1] for n in range(len(rows))]
+    return torch.cat(parts)
+
+
+def logprobs_of(policy: Policy, forests: Sequence[Forest], device: str) -> Tensor:
+    """Return the log-probability of each response token, as the batch orders them."""
+    num_targets = sum(forest.num_targets for forest in forests)
+    parts = [
+        policy(f.to(torch.device(device)), torch.ones(f.num_targets, device=device))[0]
+        for f in forests
+    ]
+    slots = torch.cat([forest.target_slot for forest in forests])
+    assert sorted(slots.tolist()) == list(range(num_targets))
+    return torch.cat(parts)[slots.argsort().to(device)]
+
+
+def check_bfloat16(device: str, size: Size, window: int | None, layout: str) -> None:
+    """Log-probabilities and gradients are as close to float64 as those of padded Transformers."""
+    family = turns(size, 0)
+    batch = batch_of(family)
+    weights = torch.randn(len(batch.trains), generator=torch.Generator().manual_seed(1))
+    reference = model_of(size, window).double()
+    exact = padded_logprobs(reference, family[0], "cpu")
+    (exact * weights).sum().backward()
+
+    plain = model_of(size, window).to(device)
+    policy = policy_of(size, device, window)
+    forests = forests_of(batch) if layout == "step" else mini_batch_of(batch).forests
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        theirs = padded_logprobs(plain, family[0], device)
+        ours = logprobs_of(policy, forests, device)
+    for found in (theirs, ours):
+        (found * weights.to(device)).sum().backward()
+
+    errors = [
+        float((found.detach().cpu() - exact.detach()).abs().mean()) for found in (ours, theirs)
+    ]
+    assert errors[0] < 1.5 * errors[1] + 1e-3, errors
+    assert errors[0] < float(exact.detach().std()) / 10, errors
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    models = (policy.model, plain)
+    errors = [_distance(model, wanted) for model in models]
+    assert errors[0] < 1.5 * errors[1] + 1e-3, errors
+    assert errors[0] < 0.3, errors
+
+
+def _distance(model: torch.nn.Module, wanted: dict[str, Any]) -> float:
+    found = {name: p.grad.double().cpu() for name, p in model.named_parameters()}
+    assert found.keys() == wanted.keys()
+    above = sum(float((found[n] - wanted[n]).square().sum()) for n in wanted)
+    return (above / sum(float(g.square().sum()) for g in wanted.values())) ** 0.5
+
+
+def graphs_over_shapes(device: str, size: Size, num_batches: int) -> int:
+    """Update on batches of different shapes, with and without gradients; count compiled graphs."""
+    counters = torch._dynamo.utils.counters["stats"]
+    before = int(counters["unique_graphs"])
+    policy = policy_of(size, device, window=size.turn_tokens)
+    sizes = set()
+    for number in range(num_batches):
+        shape = dataclasses.replace(size, num_turns=1 + number % size.num_turns)
+        forests = mini_batch_of(batch_of(turns(shape, number))).forests
+        sizes.add(forests[0].num_tokens)
+        with (
+            torch.autocast(torch.device(device).type, torch.bfloat16),
+            torch.set_grad_enabled(number % 4 > 0),
+        ):
+            found = logprobs_of(policy, forests, device)
+        if number % 4:
+            found.sum().backward()
+        assert torch.isfinite(found).all()
+    assert len(sizes) > num_batches / 2
+    return int(counters["unique_graphs"]) - before
+
+
+def check_fsdp2(device: str, size: Size) -> None:
+    """A model sharded over one process has the gradient of a whole one, in float32."""
+    # The process group and Accelerate's state would otherwise outlive the test.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        difference = process.submit(fsdp2_difference, device, size).result()
+    assert difference < 1e-4, difference
+
+
+def fsdp2_difference(device: str, size: Size) -> float:
+    backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        torch.distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
+        try:
+            batch = batch_of(turns(size, 0))
+            wanted = _gradient(policy_of(size, device), batch)
+            policy = policy_of(size, device)
+            mesh = init_device_mesh(torch.device(device).type, (1,))
+            for layer in policy.model.base_model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(policy, mesh=mesh)
+            found = _gradient(policy, batch)
+        finally:
+            torch.distributed.destroy_process_group()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def _gradient(policy: Policy, batch: Batch) -> Tensor:
+    learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
+    kept: list[Tensor] = []
+
+    def keep(*_: object) -> None:
+        kept.extend(whole(p.grad).flatten() for p in policy.parameters() if p.grad is not None)
+
+    learner.optimizer.register_step_pre_hook(keep)
+    update(learner, batch, mini_batch_of(batch).forests, None)
+    return torch.cat(kept)
+
+
+def save_large_model(path: Path, tokenizer: ChatTokenizer, *, tiny: bool) -> str:
+    """Qwen3-0.6B with random weights and SmolLM2's tokens: 0.5B parameters."""
+    config = Qwen3Config(
+        vocab_size=49152,
+        hidden_size=16 if tiny else 1024,
+        intermediate_size=32 if tiny else 3072,
+        num_hidden_layers=2 if tiny else 28,
+        num_attention_heads=2 if tiny else 16,
+        num_key_value_heads=1 if tiny else 8,
+        head_dim=16 if tiny else 128,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    tokenizer.backend.save_pretrained(path)
+    return str(path)
+
+
+def check_rl_iteration(folder: Path, tokenizer: ChatTokenizer, *, tiny: bool) -> None:
+    """One iteration samples, trains in bfloat16 and saves other weights; both sides agree."""
+    model = save_large_model(folder / "model", tokenizer, tiny=tiny)
+    train = {"dtype": "bfloat16", "sequence_layout": "tree"}
+    config = config_of(folder, model, num_iterations=1, train=train)
+    result = rl.run(config)
+    assert result.num_updates > 0
+    assert weights_of(result.checkpoint) != (Path(model) / "model.safetensors").read_bytes()
+    lines = [json.loads(x) for x in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    differences = [x["rollout_logprobs_abs_diff_mean"] for x in lines if "loss" in x]
+    assert differences
+    assert max(differences) < 0.1, differences

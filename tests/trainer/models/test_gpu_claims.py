@@ -1,0 +1,118 @@
+"""The claims of `tests/gpu` on a CPU, with tiny models; and a training step on a GPU's path, shapes only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention as torch_flex
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from tests.helpers.gpu_claims import (
+    TINY,
+    check_bfloat16,
+    check_fsdp2,
+    check_rl_iteration,
+    graphs_over_shapes,
+)
+from trainer.batches.forest import Forest
+from trainer.models import attention, flex_tree, tree_attention
+from trainer.models.policy import Policy
+
+MODELS = {
+    "Qwen2.5-0.5B": Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+        num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
+    ),
+    "Qwen3-1.7B": Qwen3Config(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["step", "tree"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_bfloat16_is_as_exact_as_in_padded_rows(layout: str, window: int | None) -> None:
+    check_bfloat16("cpu", TINY, window, layout)
+
+
+@pytest.mark.slow
+def test_a_model_sharded_over_one_process_has_the_gradient_of_a_whole_one() -> None:
+    check_fsdp2("cpu", TINY)
+
+
+@pytest.mark.slow
+def test_batches_of_other_shapes_compile_nothing_on_a_cpu() -> None:
+    assert graphs_over_shapes("cpu", TINY, 20) == 0
+
+
+@pytest.mark.slow
+def test_rl_samples_and_trains_a_model_built_from_configuration(
+    tmp_path: Path, tokenizer: ChatTokenizer
+) -> None:
+    check_rl_iteration(tmp_path, tokenizer, tiny=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["step", "tree"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes(
+    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake tensors have shapes and dtypes, but no values, so a model of any size fits."""
+    seen: list[Any] = []
+    kernel, config = attention.VARLEN_ATTN, MODELS[name]
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+
+    def varlen(query: Any, key: Any, value: Any, *rest: Any, **settings: Any) -> Any:
+        seen.append([(tuple(t.shape), t.dtype) for t in (query, key, value)])
+        return kernel(query, key, value, *rest, **settings)
+
+    def flex(query: Any, key: Any, value: Any, *, block_mask: Any, scale: float, **_: Any) -> Any:
+        seen.append([(tuple(t.shape), t.dtype) for t in (query, key, value)])
+        options = {"OUTPUT_LOGSUMEXP": True, "BACKEND": "AUTO"}
+        mask = block_mask.as_tuple()
+        given = query, key, value, lambda score, *_: score, mask, scale, options
+        return torch_flex.flex_attention_hop(*given)[0]
+
+    lengths = torch.tensor([2000, 1000, 1095])
+    num_tokens, num_targets = int(lengths.sum()), 3000
+    found = None if layout == "tree" else lengths
+    monkeypatch.setattr(attention, "lengths_of_chains", lambda _: found)
+    monkeypatch.setattr(attention, "_runs_varlen", lambda *_: True)
+    monkeypatch.setattr(attention, "VARLEN_ATTN", varlen)
+    monkeypatch.setattr(tree_attention, "uses_blocks", lambda _: True)
+    monkeypatch.setattr(flex_tree, "compiled", lambda: flex)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32
+        )
+        policy = Policy(model, logprob_chunk_tokens=1024)
+        tokens, targets = (torch.zeros(n, dtype=torch.int64) for n in (num_tokens, num_targets))
+        forest = Forest(
+            token_ids=tokens, position_ids=tokens, subtree_end=tokens,
+            target_parent=targets, target_token=targets, target_slot=targets,
+        )  # fmt: skip
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs, entropy = policy(forest, torch.ones(num_targets))
+        logprobs.sum().backward()
+        gradients = {p.grad.dtype for p in policy.parameters() if p.grad is not None}
+        assert all(p.grad is not None for p in policy.parameters())
+    assert gradients == {torch.float32}
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert logprobs.shape == entropy.shape == (num_targets,)
+    assert len(seen) == config.num_hidden_layers
+    if layout == "step":
+        shapes = [(num_tokens, heads, size), (num_tokens, keys, size)]
+    else:
+        padded = flex_tree.padded_size(num_tokens)
+        shared = heads if (heads // keys) & (heads // keys - 1) else keys
+        shapes = [(1, heads, padded, size), (1, shared, padded, size)]
+    wanted = [(shape, torch.bfloat16) for shape in (*shapes, shapes[-1])]
+    assert all(inputs == wanted for inputs in seen)
