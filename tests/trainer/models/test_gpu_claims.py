@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
+from benchmarks import gpu
 from rollout_io.retokenize.tokenizer import ChatTokenizer
+from tests.conftest import ROOT
 from tests.helpers.gpu_claims import (
     TINY,
     check_bfloat16,
@@ -116,3 +121,34 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
         shapes = [(1, heads, padded, size), (1, shared, padded, size)]
     wanted = [(shape, torch.bfloat16) for shape in (*shapes, shapes[-1])]
     assert all(inputs == wanted for inputs in seen)
+
+
+def test_without_a_gpu_the_benchmark_says_so_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU: nothing was measured; --device cpu --tiny"):
+        gpu.main()
+
+
+def test_the_peak_is_that_of_the_longest_name_of_a_card() -> None:
+    cards = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S")
+    assert [gpu.peak_tflops(card) for card in cards] == [989.4, 756.0, 312.0, 362.1]
+    assert gpu.peak_tflops("CPU, no GPU") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["training", "recompiles", "rl"])
+def test_every_part_of_the_benchmark_runs_on_a_cpu(part: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--json"]
+    done = subprocess.run(
+        [*command, "--dtype", "float32", "--part", part], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["card"] == "CPU, no GPU"
+    assert set(found["parts"]) == {part}
+    if part == "training":
+        sides = [found["parts"][part][side] for side in ("trl", "packed", "tree")]
+        assert all(0 < side["gradient_difference"] < 1e-3 for side in sides)

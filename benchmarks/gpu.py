@@ -1,0 +1,524 @@
+"""Measure on one GPU what only a GPU shows: speed, memory, utilisation, vLLM on the same card, RL.
+
+    python -m benchmarks.gpu [--part training recompiles vllm rl] [--json]
+    python -m benchmarks.gpu --device cpu --tiny
+
+The model is a Qwen3-0.6B built from its configuration, with random weights and SmolLM2's tokens
+(0.5B parameters), unless `--model` names a directory. The parts run in separate processes:
+
+- `training`: one optimizer step on the same rows and the same loss, by four sides: a padded
+  Transformers loop (benchmarks/padded.py), TRL's GRPO trainer, our packed rows (`step`), and our
+  trees. Tokens per second count the tokens of the rows, however many a side forwards. Memory is the peak
+  above weights and gradients. All gradients are compared with the padded loop's. Utilisation is the
+  share of the card's peak arithmetic that goes into tokens that a side must forward: padding and
+  recomputation do not count.
+- `recompiles`: updates on trees of other shapes, and the number of graphs compiled for them.
+- `vllm`: a vLLM server on the same card. Seconds to write and load new weights, and to sample the
+  first token with them; tokens per second of concurrent calls. `--python` names the interpreter of an
+  environment with vLLM.
+- `rl`: `rollouts rl` with the embedded engine, from sampling to new weights.
+
+With `--device cpu --tiny`, every part runs with a model of 2 layers. This shows that the script works;
+its figures say nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import datetime as dt
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks import training, trees
+from benchmarks.padded import micro_batches, padded_step
+from benchmarks.weight_sync import timed
+from pipelines.generation.engines.base import Sampling
+from pipelines.generation.engines.server_process import VllmServer
+from pipelines.generation.engines.vllm import VllmEngine
+from schemas.ragged import IntArray
+from trainer import rl
+from trainer.batches.data import Batch
+from trainer.batches.packing import cut_batch
+from trainer.models.attention import CHAIN_ATTENTION
+from trainer.models.policy import Policy, load_policy
+from trainer.run.settings import objective_of, packing_of
+from trainer.run.update import Learner, update
+
+Figures = dict[str, Any]
+PEAK_TFLOPS = {
+    "H200": 989.4,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "A100": 312.0,
+    "L40S": 362.1,
+    "L4": 121.0,
+}
+"""Peak of dense bfloat16 matrix products, by a part of the card's name.
+
+Source: NVIDIA's data sheets of these cards (figures "with sparsity" halved). The longest name counts.
+"""
+MOST_GRAPHS = 4
+
+
+def main() -> None:
+    arguments = _arguments()
+    if len(arguments.part) == 1:
+        parts = {arguments.part[0]: PARTS[arguments.part[0]](arguments)}
+    else:
+        parts = {name: _in_process(name) for name in arguments.part}
+    found = {
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "card": card(arguments.device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": _described(arguments),
+        "parts": parts,
+    }
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        _show(found)
+    failures = [f"{name}: {f['failed']}" for name, f in parts.items() if "failed" in f]
+    if failures:
+        sys.exit("; ".join(failures))
+
+
+def _show(found: Figures) -> None:
+    shown = ", ".join(f"{key} {found[key]}" for key in ("date", "torch", "transformers"))
+    print(f"{found['card']}; {shown}; {found['model']}")
+    for name, figures in found["parts"].items():
+        print(f"\n{name}")
+        for line in _lines(figures):
+            print(f"  {line}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of 2 layers, and few rows")
+    parser.add_argument("--model", help="a model directory instead of one built here")
+    parser.add_argument("--tokenizer", default=".cache/smollm2", help="of the model built here")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--trajectories", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--context", type=int, default=8192, help="tokens of the last prompt")
+    parser.add_argument("--tokens", type=int, default=32_768, help="tokens per micro-batch")
+    parser.add_argument("--batches", type=int, default=200, help="batches of `recompiles`")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peak-tflops", type=float, help="peak of a card that is not in the table")
+    parser.add_argument("--python", default=".venv-vllm/bin/python")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU: nothing was measured; --device cpu --tiny runs every part on a CPU")
+    if arguments.tiny:
+        small = {"trajectories": 3, "turns": 3, "context": 96, "tokens": 256, "batches": 6}
+        vars(arguments).update({**small, "rounds": 1})
+    if arguments.peak_tflops is None:
+        arguments.peak_tflops = peak_tflops(card(arguments.device)) or math.nan
+    return arguments
+
+
+def peak_tflops(name: str) -> float | None:
+    """Look up a card's peak, or None if it is not in the table.
+
+    Example:
+        >>> peak_tflops("NVIDIA H100 80GB HBM3"), peak_tflops("NVIDIA H100 PCIe")
+        (989.4, 756.0)
+        >>> peak_tflops("NVIDIA L40S"), peak_tflops("CPU")
+        (362.1, None)
+    """
+    known = [part for part in PEAK_TFLOPS if f"{part} " in f"{name} ".replace("-", " ")]
+    return PEAK_TFLOPS[max(known, key=len)] if known else None
+
+
+def card(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU, no GPU"
+
+
+def _in_process(part: str) -> Figures:
+    given = iter(sys.argv[1:])
+    rest = [argument for argument in given if argument != "--json"]
+    command = [sys.executable, "-m", "benchmarks.gpu", *rest, "--part", part, "--json"]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    lines = done.stdout.splitlines()
+    if not lines:  # the traceback is on stderr; the other parts still run
+        return {"failed": f"the process ended with exit code {done.returncode}"}
+    figures: Figures = json.loads(lines[-1])["parts"][part]
+    return figures
+
+
+def _described(arguments: argparse.Namespace) -> str:
+    if arguments.model:
+        return str(arguments.model)
+    kind = "2 layers" if arguments.tiny else "Qwen3-0.6B"
+    return f"{kind} with random weights and the tokens of {arguments.tokenizer}, {arguments.dtype}"
+
+
+def _lines(figures: Figures, prefix: str = "") -> Iterator[str]:
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            yield from _lines(value, f"{prefix}{name}: ")
+        else:
+            shown = f"{value:,.4g}" if isinstance(value, float) else value
+            yield f"{prefix}{name} {shown}"
+
+
+@contextmanager
+def model_directory(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield `--model`, or a temporary directory with a model built from its configuration."""
+    if arguments.model:
+        yield arguments.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+        tiny = arguments.tiny
+        config = Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64 if tiny else 1024,
+            intermediate_size=128 if tiny else 3072,
+            num_hidden_layers=2 if tiny else 28,
+            num_attention_heads=4 if tiny else 16,
+            num_key_value_heads=2 if tiny else 8,
+            head_dim=32 if tiny else 128,
+            max_position_embeddings=2048 if tiny else 40_960,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        yield folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A policy on the device, and the arguments that `benchmarks.trees` expects."""
+
+    arguments: argparse.Namespace
+    accelerator: Accelerator
+    policy: Policy
+
+
+@contextmanager
+def _setup(arguments: argparse.Namespace) -> Iterator[Setup]:
+    mixed = "bf16" if arguments.dtype == "bfloat16" else "no"
+    accelerator = Accelerator(mixed_precision=mixed, cpu=arguments.device == "cpu")
+    with model_directory(arguments) as model:
+        policy = load_policy(model, logprob_chunk_tokens=1024, trees=True)
+        policy.to(accelerator.device)
+        policy.checkpoint_layers()
+        given = argparse.Namespace(**vars(arguments) | {"model": model})
+        yield Setup(arguments=given, accelerator=accelerator, policy=policy)
+
+
+def measure_training(arguments: argparse.Namespace) -> Figures:
+    """Measure one optimizer step of each side on the same rows."""
+    with _setup(arguments) as setup:
+        batch = _rows(setup.arguments)
+        sides: dict[str, Callable[[], Figures]] = {
+            "padded": lambda: _padded(setup, batch),
+            "trl": lambda: _trl(setup, batch),
+            "packed": lambda: _ours(setup, batch, "step"),
+            "tree": lambda: _ours(setup, batch, "tree_per_group"),
+        }
+        rounds: dict[str, list[Figures]] = {name: [] for name in sides}
+        gradients: dict[str, torch.Tensor] = {}
+        for _ in range(arguments.rounds):
+            for name, side in sides.items():
+                rounds[name].append(side())
+                grads = [p.grad.flatten().cpu() for p in setup.policy.parameters()]  # type: ignore[union-attr]
+                gradients[name] = torch.cat(grads)
+    num_tokens = int((batch.prompts.lengths + batch.responses.lengths).sum())
+    found: Figures = {"rows": len(batch.names), "tokens": num_tokens}
+    for name, figures in rounds.items():
+        best: Figures = min(figures, key=lambda f: f["seconds"])
+        best["tokens_per_s"] = num_tokens / best["seconds"]
+        best["gradient_difference"] = float(
+            (gradients[name] - gradients["padded"]).norm() / gradients["padded"].norm()
+        )
+        known = {k: v for k, v in best.items() if not (isinstance(v, float) and math.isnan(v))}
+        found[name] = known
+    limit = 1e-3 if arguments.dtype == "float32" else 0.1
+    wrong = {n: f for n in sides if (f := found[n]["gradient_difference"]) >= limit}
+    if wrong:
+        found["failed"] = f"gradients differ from the padded loop's by {wrong}, expected < {limit}"
+    return found
+
+
+def _rows(arguments: argparse.Namespace) -> Batch:
+    batch = trees._made_up(arguments)["step"]
+    assert batch is not None
+    return batch
+
+
+def _ours(setup: Setup, batch: Batch, layout: str) -> Figures:
+    setup.policy.model.set_attn_implementation(CHAIN_ATTENTION)
+    return trees.one_step(setup.policy, setup.accelerator, batch, layout, setup.arguments)
+
+
+def _padded(setup: Setup, batch: Batch) -> Figures:
+    model = setup.policy.model
+    model.set_attn_implementation("sdpa")
+
+    def step() -> None:
+        with setup.accelerator.autocast():
+            padded_step(model, batch, setup.arguments.tokens)
+
+    return _with_utilisation(setup, batch, step)
+
+
+def _trl(setup: Setup, batch: Batch) -> Figures:
+    """Step with TRL's own loss, micro-batch by micro-batch, on rows padded as TRL pads them."""
+    model = setup.policy.model
+    model.set_attn_implementation("sdpa")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _grpo_trainer(setup, folder)
+        num_trained = int(batch.trains.sum())
+
+        def step() -> None:
+            for rows in micro_batches(batch, setup.arguments.tokens):
+                inputs = _trl_inputs(batch, rows, setup.accelerator.device)
+                with trainer.compute_loss_context_manager():
+                    loss = trainer._compute_loss(model, inputs)
+                # TRL's loss is the mean over the tokens of the micro-batch.
+                share = float(inputs["tool_mask"].sum()) / num_trained
+                setup.accelerator.backward(loss * share)
+
+        return _with_utilisation(setup, batch, step)
+
+
+def _grpo_trainer(setup: Setup, folder: str) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    config = GRPOConfig(
+        output_dir=folder, beta=0.0, loss_type="bnpo", num_generations=2,
+        per_device_train_batch_size=2, bf16=setup.arguments.dtype == "bfloat16",
+        use_cpu=setup.arguments.device == "cpu", gradient_checkpointing=False, report_to=[],
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(setup.arguments.model)
+    return GRPOTrainer(
+        setup.policy.model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * 4}),
+        processing_class=tokenizer,
+    )
+
+
+def _trl_inputs(batch: Batch, rows: IntArray, device: torch.device) -> dict[str, torch.Tensor]:
+    """Pad prompts on the left and completions on the right, as TRL does after sampling."""
+    num_prompt, num_response = (
+        int(r.lengths[rows].max()) for r in (batch.prompts, batch.responses)
+    )
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
+    widths = [num_prompt] * 2 + [num_response] * 3
+    found = {
+        name: torch.zeros(len(rows), width, dtype=torch.int64)
+        for name, width in zip(names, widths, strict=True)
+    }
+    advantages = torch.zeros(len(rows), num_response)
+    for number, row in enumerate(rows):
+        prompt, response = batch.prompts.row(row), batch.responses.row(row)
+        first = batch.responses.offsets[row]
+        slots = slice(first, first + len(response))
+        found["prompt_ids"][number, num_prompt - len(prompt) :] = torch.tensor(prompt)
+        found["prompt_mask"][number, num_prompt - len(prompt) :] = 1
+        found["completion_ids"][number, : len(response)] = torch.tensor(response)
+        found["completion_mask"][number, : len(response)] = 1
+        found["tool_mask"][number, : len(response)] = torch.from_numpy(
+            batch.trains[slots].astype(np.int64)
+        )
+        advantages[number, : len(response)] = batch.advantages[slots]
+    return {name: t.to(device) for name, t in (found | {"advantages": advantages}).items()}
+
+
+def _with_utilisation(setup: Setup, batch: Batch, step: Callable[[], Any]) -> Figures:
+    """Measure a step that forwards every row, and count its operations like those of `packed`."""
+    figures = training._measured(setup.policy, step, num_warm=int(torch.cuda.is_available()))
+    config = trees._config(setup.arguments, "-", **trees.SIDES["step"])
+    (packed,) = cut_batch(batch, packing_of(config))
+    sizes = training._sizes(packed.forests)
+    used = training._utilisation(figures | sizes, setup.arguments)
+    return figures | used
+
+
+def count_recompiles(arguments: argparse.Namespace) -> Figures:
+    """Update on trees of other shapes; count the graphs that FlexAttention was compiled to."""
+    rng, sizes = np.random.default_rng(0), set()
+    counters = torch._dynamo.utils.counters["stats"]
+    before, seconds = int(counters["unique_graphs"]), []
+    with _setup(arguments) as setup:
+        config = trees._config(setup.arguments, "-", **trees.SIDES["tree_per_group"])
+        learner = Learner(
+            accelerator=setup.accelerator,
+            policy=setup.policy,
+            optimizer=training._Kept(setup.policy.parameters(), lr=1.0),
+            objective=objective_of(config, corrects=False),
+            learning_rate=config.learning_rate,
+            max_grad_norm=config.max_grad_norm,
+        )
+        for _ in range(arguments.batches):
+            shape = argparse.Namespace(**vars(setup.arguments))
+            shape.turns = int(rng.integers(1, arguments.turns + 1))
+            shape.trajectories = int(rng.integers(2, arguments.trajectories + 1))
+            shape.context = int(
+                rng.integers(arguments.context // 8 + 16, arguments.context // 2 + 17)
+            )
+            batch = _rows(shape)
+            (mini_batch,) = cut_batch(batch, packing_of(config))
+            sizes |= {forest.num_tokens for forest in mini_batch.forests}
+            start = time.perf_counter()
+            update(learner, batch, mini_batch.forests, None)
+            seconds.append(time.perf_counter() - start)
+    num_graphs = int(counters["unique_graphs"]) - before
+    found: Figures = {
+        "batches": arguments.batches, "shapes": len(sizes), "graphs": num_graphs,
+        "first_update_seconds": seconds[0], "median_update_seconds": statistics.median(seconds),
+    }  # fmt: skip
+    if num_graphs > MOST_GRAPHS:
+        found["failed"] = f"{num_graphs} graphs were compiled, expected at most {MOST_GRAPHS}"
+    return found
+
+
+def measure_vllm(arguments: argparse.Namespace) -> Figures:
+    """Transfer weights to a vLLM server on the same card, and sample from it."""
+    if not Path(arguments.python).exists():
+        return {"not_run": f"no {arguments.python}; --python names an interpreter that has vLLM"}
+    given = ["--max-model-len", "2048", "--dtype", arguments.dtype]
+    variables = {"VLLM_SERVER_DEV_MODE": "1"}
+    if arguments.device == "cpu":
+        given += ["--enforce-eager"]
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    else:
+        given += ["--gpu-memory-utilization", "0.4"]
+    with _setup(arguments) as setup, tempfile.TemporaryDirectory() as name:
+        folder, model = Path(name), setup.arguments.model
+        with VllmServer(
+            model,
+            python=arguments.python,
+            log=folder / "server.log",
+            arguments=given,
+            environment=variables,
+        ) as server:
+            figures = asyncio.run(_use_server(server.url, setup, folder))
+            if arguments.device == "cuda":
+                free, total = torch.cuda.mem_get_info()
+                figures["card_gib_used"] = (total - free) / 2**30
+        return figures
+
+
+async def _use_server(url: str, setup: Setup, folder: Path) -> Figures:
+    arguments = setup.arguments
+    num_calls, num_tokens = (4, 8) if arguments.tiny else (256, 256)
+    rounds = []
+    async with VllmEngine(url) as engine:
+        for number in range(arguments.rounds + 1):
+            path, source = folder / str(number), Path(arguments.model)
+            rounds.append(await timed(engine, setup.policy, path, source, as_adapter=False))
+        start = time.perf_counter()
+        sampling = Sampling(max_tokens=num_tokens)
+        calls = [engine.sample([1, 2, 3, 10 + n], sampling) for n in range(num_calls)]
+        sampled = await asyncio.gather(*calls)
+        seconds = time.perf_counter() - start
+    later = rounds[1:]  # the first one warms up
+    parts = {f"{k} seconds": statistics.median(r[k] for r in later) for k in later[0]}
+    tokens = sum(len(each.response_ids) for each in sampled)
+    return {**parts, "sampled_tokens": tokens, "sampled_tokens_per_s": tokens / seconds}
+
+
+class Length:
+    """An environment of one turn; the reward depends on the length of the action."""
+
+    def __init__(self, env_config: Any, extras: Any) -> None:
+        del env_config, extras
+
+    def init(self, prompt: Any) -> tuple[Any, dict[str, Any]]:
+        """Keep the prompt."""
+        return prompt, {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        """End the trajectory."""
+        return {"observations": [], "reward": len(action) % 7 / 6, "done": True}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def measure_rl(arguments: argparse.Namespace) -> Figures:
+    """Run two iterations of the loop with the embedded engine."""
+    num_groups, group_size, num_tokens = (2, 3, 6) if arguments.tiny else (16, 8, 128)
+    with model_directory(arguments) as model, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tasks = [{"prompt": f"Say {n}.", "instance_id": f"t{n}"} for n in range(num_groups)]
+        lines = "".join(json.dumps(task) + "\n" for task in tasks)
+        (folder / "tasks.jsonl").write_text(lines, encoding="utf-8")
+        config = rl.RlConfig(
+            model=model,
+            tasks=str(folder / "tasks.jsonl"),
+            out=str(folder / "run"),
+            num_iterations=2,
+            generate={
+                "environment": "benchmarks.gpu:Length", "group_size": group_size,
+                "dtype": arguments.dtype,
+                "max_response_tokens": num_tokens, "max_concurrency": num_groups * group_size,
+            },
+            train={
+                "groups_per_batch": num_groups, "groups_per_mini_batch": num_groups,
+                "dtype": arguments.dtype, "tokens_per_micro_batch": arguments.tokens,
+                "gradient_checkpointing": True,
+            },
+        )  # fmt: skip
+        start = time.perf_counter()
+        result = rl.run(config)
+        seconds = time.perf_counter() - start
+        text = (folder / "run/metrics.jsonl").read_text(encoding="utf-8")
+    updates = [line for line in map(json.loads, text.splitlines()) if "loss" in line]
+    assert result.num_updates == len(updates) == 2, "each iteration makes one update"
+    last = updates[-1]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if arguments.device == "cuda" else math.nan
+    figures = {
+        "seconds": seconds,
+        "wait_seconds": last["wait_seconds"],
+        "update_seconds": last["seconds"],
+        "sync_seconds": last["sync_seconds"],
+        "rollout_logprobs_abs_diff_mean": last["rollout_logprobs_abs_diff_mean"],
+        "peak_gib": peak,
+    }
+    return {name: value for name, value in figures.items() if not math.isnan(value)}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Figures]] = {
+    "training": measure_training,
+    "recompiles": count_recompiles,
+    "vllm": measure_vllm,
+    "rl": measure_rl,
+}
+
+
+if __name__ == "__main__":
+    main()
