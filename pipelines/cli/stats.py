@@ -112,7 +112,7 @@ def _overview(
 def dataset_numbers(
     dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers | None = None
 ) -> dict[str, Any]:
-    """Collect a dataset's statistics, with `metrics` by unit and name and `savings` by layout."""
+    """Collect a dataset's statistics: `metrics` by unit and name, and `savings` by layout."""
     from pipelines.statistics.metrics import read_metrics
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics

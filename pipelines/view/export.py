@@ -48,7 +48,7 @@ def key_of(path: str, **parameters: object) -> str:
 
 
 def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, limit: int) -> str:
-    """Write one HTML file with the page and the responses about the selected trajectories.
+    """Write one HTML file with the page and the data of the selected trajectories.
 
     Args:
         sources: The datasets and runs.

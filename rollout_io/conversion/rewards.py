@@ -155,8 +155,8 @@ def _session(fields: _Fields, where: str) -> str:
         return session
     key = split_session(session, where)
     if any(g is not None and g != k for g, k in zip(given, key, strict=True)):
-        got = f"instance_id or repetition_id contradicts session {fields.session!r}"
-        raise InputError(_RULE, where, got, "", "remove one of the two")
+        got = f"instance_id and repetition_id do not match session {fields.session!r}"
+        raise InputError(_RULE, where, got, "", "give either the session or the ids")
     return session
 
 

@@ -32,8 +32,8 @@ class PolicyLoss(Protocol):
         logprobs: [M] float32 nats: log-probability of each target under the current policy, at
             the temperature at which it was sampled; with gradient. Required.
         old_logprobs: [M] float32 nats under the policy at the start of the batch.
-        rollout_logprobs: [M] float32 nats from the sampler. A loss that takes them requires a
-            dataset with them, and `tis_ratio_type = "auto"` adds no importance weights to it.
+        rollout_logprobs: [M] float32 nats from the sampler. If the loss has this parameter, the
+            dataset must contain them, and `tis_ratio_type = "auto"` adds no importance weights.
         advantages: [M] float32 from the estimator, not scaled for the reduction. A loss without
             them is supervised: it needs no rewards, and is not corrected for sampler mismatch.
         row: [M] int64: row of each target, from 0. Rows depend on the layout.

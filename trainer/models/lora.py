@@ -128,7 +128,7 @@ def _load(model: nn.Module, path: Path) -> None:
         got = f"cannot be loaded as an adapter of this model: {got}"
         raise InputError("model_load", str(path), got) from error
     if found:
-        got = f"the file has {count(len(found), 'more weight')} than the adapter, such as {min(found)}"
+        got = f"the file has {count(len(found), 'weight')} that the adapter lacks, such as {min(found)}"
         raise InputError("model_load", str(path), got, hint="merge the adapter into its model")
 
 

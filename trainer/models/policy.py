@@ -219,8 +219,8 @@ def _check_layers(config: Any, path: str) -> None:
             path,
             f"{config.model_type} with {', '.join(sorted(unknown))} layers",
             "full or sliding-window attention in every layer",
-            "train a different model: in these layers, packed rows would affect each other, in every"
-            " sequence_layout",
+            "train a different model: packed rows would affect each other in these layers, whatever"
+            " the sequence_layout",
         )
 
 

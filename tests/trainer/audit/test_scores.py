@@ -260,7 +260,7 @@ def test_an_adapter_with_more_weights_than_its_settings_say_is_refused(tmp_path)
     settings = json.loads(config.read_text())
     config.write_text(json.dumps(settings | {"target_modules": ["q_proj"]}))
     (found,) = find_candidates([f"1={merged}/adapter"])
-    with pytest.raises(RolloutError, match=r"24 more weights than the adapter"):
+    with pytest.raises(RolloutError, match=r"24 weights that the adapter lacks"):
         logits_of(found, torch.zeros(1, 3, dtype=torch.int64))
 
 
