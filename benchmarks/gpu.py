@@ -413,7 +413,10 @@ def measure_vllm(arguments: argparse.Namespace) -> Figures:
     variables = {"VLLM_SERVER_DEV_MODE": "1"}
     if arguments.device == "cpu":
         given += ["--enforce-eager"]
-        variables |= {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        variables |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }  # fmt: skip
     else:
         given += ["--gpu-memory-utilization", "0.4"]
     with _setup(arguments) as setup, tempfile.TemporaryDirectory() as name:

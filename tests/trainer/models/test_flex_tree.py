@@ -98,6 +98,7 @@ def test_200_shapes_with_and_without_windows_and_gradients_compile_four_graphs(
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("default")  # the compiler's
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile on a CPU")
 def test_a_compiled_kernel_computes_200_shapes_of_trees_without_compiling_again() -> None:
     torch._dynamo.reset()
