@@ -98,9 +98,10 @@ class Search:
                 own = int(label[self.rows.span_row[number]])
                 weights = own if own >= 0 else verdict.hypothesis.candidate
                 by_weights.setdefault(weights, []).append(number)
+        known = set[str]()
         for weights, numbers in by_weights.items():
             if variants is not None:
-                self._try_prompts(weights, numbers, variants)
+                self._try_prompts(weights, numbers, variants, known)
             for precision in PRECISIONS:
                 self._try_precision(weights, numbers, precision)
         self._settle([number for numbers in by_weights.values() for number in numbers])
@@ -118,7 +119,13 @@ class Search:
         yield np.sort(rows[spread])
         yield np.sort(np.delete(rows, spread))
 
-    def _try_prompts(self, weights: int, numbers: list[int], variants: PromptVariants) -> None:
+    def _try_prompts(
+        self, weights: int, numbers: list[int], variants: PromptVariants, known: set[str]
+    ) -> None:
+        """Try other prompts; `known` collects the names of those that explain a span of any weights.
+
+        A harness renders all prompts in the same way, whatever the weights.
+        """
         names: set[str] | None = None
         for part in self._parts(numbers):
             copies = variant_rows(self.rows, part, variants, names)
@@ -129,13 +136,13 @@ class Search:
             )
             if scored is None:
                 return
-            names = set()
             for number in numbers:
                 row, start = self._place(number)
                 for copy in np.flatnonzero(copies.origin == row).tolist():
                     at = copies.span(copy, start)
                     if self._improves(number, weights, scored, at, "prompt", copies.names[copy]):
-                        names.add(copies.names[copy])
+                        known.add(copies.names[copy])
+            names = set(known)
             if not names:
                 return
 
