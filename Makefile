@@ -1,6 +1,7 @@
 # Everything runs in .venv, which the first target that needs it makes; vLLM in .venv-vllm, the harnesses
 # that are recorded in its tests in .venv-clients, SkyRL, whose trainer takes our outputs, in .venv-skyrl,
-# and the lowest versions that pyproject.toml allows in .venv-lowest.
+# an object store and its client, which need an older python-dateutil than ours, in .venv-s3, and the
+# lowest versions that pyproject.toml allows in .venv-lowest.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -9,6 +10,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 SKYRL := .venv-skyrl
+S3 := .venv-s3
 LOWEST := .venv-lowest
 MODEL := .cache/smollm2
 UV_INSTALL := $(BIN)/uv pip install --quiet --python
@@ -33,7 +35,7 @@ export TOKENIZERS_PARALLELISM := false
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo view wheel test test-all test-lowest test-vllm test-gpu test-skyrl lint bench docs site model format clean
+.PHONY: help demo view wheel test test-all test-lowest test-vllm test-gpu test-skyrl test-s3 lint bench docs site model format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +65,9 @@ test-gpu: $(READY) $(MODEL)/model.safetensors  ## Run the tests that need a CUDA
 
 test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready  ## Run SkyRL's own functions on our outputs
 	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py
+
+test-s3: $(S3)/.ready  ## Read, train and write datasets in a failing object store (minutes)
+	OMP_NUM_THREADS=1 $(S3)/bin/python -m pytest -m nightly tests/slow/test_object_store.py
 
 lint: $(READY) $(PAGE)/node_modules/.ready  ## ruff, mypy (strict), import rules, TypeScript (strict)
 	$(BIN)/ruff check .
@@ -97,7 +102,7 @@ format: $(READY)  ## Format the sources
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, the caches and the demo's runs
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(LOWEST) $(PAGE)/node_modules $(dir $(BUNDLE)) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(S3) $(LOWEST) $(PAGE)/node_modules $(dir $(BUNDLE)) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
@@ -170,6 +175,12 @@ $(SKYRL)/.ready: constraints-skyrl.txt | $(READY)
 		accelerate aiohttp click datasets filelock func_timeout hypothesis jaxtyping jinja2 loguru msgspec omegaconf peft \
 		polars pydantic pytest ray rich tensordict torch torchdata tqdm transformers
 	$(UV_INSTALL) $(SKYRL)/bin/python -c constraints-skyrl.txt --no-deps skyrl skyrl-gym
+	@touch $@
+
+# Moto's server answers as S3 does. The tests run here, because s3fs and our package share the process.
+$(S3)/.ready: pyproject.toml constraints-s3.txt | $(READY)
+	test -x $(S3)/bin/python || $(PYTHON) -m venv $(S3)
+	$(UV_INSTALL) $(S3)/bin/python -c constraints-s3.txt -e '.[train,testing]' psutil pytest s3fs 'moto[server]'
 	@touch $@
 
 $(MODEL)/model.safetensors: examples/fetch_smollm2.py | $(DEMO)

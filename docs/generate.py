@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_io.cli.main import run
+from rollout_io.dataset.remote_files import MAX_ATTEMPTS
 from rollout_io.formats.refused import REFUSED
 from schemas import RULES, TOKEN_RECORD_COLUMNS, documentation_table
 from schemas.columns import PREFIX_FIELDS
@@ -103,6 +104,16 @@ directories, with the same columns everywhere. To append to a partitioned datase
 
 Every verb checks all shards of its input against the invariants below before it trains or publishes anything. The check
 cannot be skipped.
+
+## Object stores
+
+Wherever a dataset is expected, a URL that fsspec opens works too (`s3://bucket/ds`, after `pip install s3fs`). Only the
+columns that are used are read, and `train` reads the next batch while it trains on the current one. A read that fails is
+repeated up to {MAX_ATTEMPTS - 1} times within a minute, because a store may be busy (503), break the connection within an
+answer, give fewer bytes than asked for, or not respond. The rows are then the same as those of a local directory; otherwise
+the command ends with an error (`remote_store`). Listings are remembered for two seconds. Writing (`--out s3://...`) is
+repeated only by the store's own client; after an error, run the same command again to resume. `make test-s3` tests this with
+a real S3 server behind a proxy that spoils every third answer.
 
 ## Named invariants
 

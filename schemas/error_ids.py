@@ -295,6 +295,8 @@ record_type: A field of a log record has the wrong type, or a required field is 
     Compare the record with its format in docs/formats.md.
 recorder: The recorder did not respond, or rejected a request to open or end a session.
     Start `rollouts record`, and check the recorder's URL and the session's name.
+remote_store: The object store or web server refuses the request, or kept failing when it was repeated.
+    Check the URL, the credentials and the network, and run the same command again.
 replay_routing: The dataset records routed experts that this model cannot replay.
     Train the model that sampled the data, or pass `--set replay_routing=false`.
 replay_run: The directory does not contain a run of `rollouts train` or `rollouts rl`.

@@ -7,7 +7,8 @@
     DS/.converting/chunk-00001.4f.tmp/  unfinished chunk, with its writer's id
     DS.rejected.jsonl                   rejected records, beside the dataset
 
-A chunk's directory is renamed once it is complete, so a directory with the final name is complete.
+A chunk's directory is renamed once it is complete, so a directory with the final name and a report
+is complete; in an object store, its files are moved one by one, and then the report is written.
 Publishing moves the shards into the dataset, in order; if interrupted, it is resumed as well.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +31,7 @@ from schemas.errors import InputError, RolloutError
 REJECTED = ".rejected.jsonl"
 _LINE = re.compile(rb'\{"source":"(?:[^"\\]|\\.)*","rule":"')  # start of `rejections.lines`
 # After these errors the input is fine, and another attempt can reuse the finished chunks.
-_KEEPS_CHUNKS = frozenset({"output_file", "worker"})
+_KEEPS_CHUNKS = frozenset({"output_file", "remote_store", "worker"})
 _PLAN, _LOCK, _REPORT, _PUBLISHING = "plan.json", "lock", "report.json", "publishing.json"
 
 
@@ -102,7 +104,7 @@ class Staging:
     def begin(self, identity: dict[str, Any]) -> None:
         """Start or resume the conversion with this identity; remove chunks of other conversions."""
         is_same = _read_json(self.folder.join(_PLAN)) == identity
-        for path in self.folder.fs.ls(self.folder.path, detail=False):
+        for path in _names(self.folder):
             name = path.rsplit("/", 1)[-1]
             if name.startswith("chunk-") and not (is_same and name[6:].isdigit()):
                 _remove(Location(self.folder.fs, path))
@@ -127,8 +129,17 @@ class Staging:
             got = "the output of a worker process is not visible to this process"
             hint = "write to storage that all nodes share, or use --workers 1"
             raise InputError("shared_storage", self.where, got, "", hint)
-        _write_json(written.join(_REPORT), report)
-        self.folder.fs.mv(written.path, self.folder.join(f"chunk-{index:05d}").path, recursive=True)
+        finished = self.folder.join(f"chunk-{index:05d}")
+        if self.out.is_local:
+            _write_json(written.join(_REPORT), report)
+            self.folder.fs.mv(written.path, finished.path, recursive=True)
+            return
+        # Object stores cannot rename a folder, so the report, which completes the chunk, comes last.
+        with writable(self.where):
+            _remove(finished)
+            for shard in written.shards():
+                move(Location(written.fs, shard), finished.join(posixpath.basename(shard)))
+        _write_json(finished.join(_REPORT), report)
 
     def report(self, index: int) -> dict[str, Any] | None:
         """Return the report of a finished chunk; None if it is unfinished."""
@@ -172,9 +183,8 @@ class Staging:
 
     def holds_chunks(self) -> bool:
         """True if any chunk is finished."""
-        fs, path = self.folder.fs, self.folder.path
-        names = fs.ls(path, detail=False) if fs.isdir(path) else []
-        return any(fs.exists(f"{name}/{_REPORT}") for name in names if not name.endswith(".tmp"))
+        done = (name for name in _names(self.folder) if not name.endswith(".tmp"))
+        return any(self.folder.fs.exists(f"{name}/{_REPORT}") for name in done)
 
     def refuse_foreign(self) -> None:
         """Check that an existing file of rejected records was written by a conversion.
@@ -229,6 +239,12 @@ def _write_json(location: Location, value: dict[str, Any]) -> None:
         with location.fs.open(temporary.path, "wb") as file:
             file.write(json.dumps(value).encode())
         move(temporary, location)
+
+
+def _names(folder: Location) -> list[str]:
+    """Return the paths in a folder; object stores have no empty folders."""
+    names = folder.fs.ls(folder.path, detail=False) if folder.fs.isdir(folder.path) else []
+    return list(names)
 
 
 def _remove(location: Location) -> None:

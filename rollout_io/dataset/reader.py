@@ -173,6 +173,7 @@ def to_hf(path: PathLike) -> Any:
 
 
 _CACHED_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20  # what a store is asked for beyond a column chunk; s3fs' default is 50 MB
 
 
 class RowReader:
@@ -413,7 +414,7 @@ def _source(location: Location) -> Iterator[Any]:
         refuse_irregular(location.path)
         source = pa.OSFile(os.fsencode(location.path))  # bytes: a name need not be UTF-8
     else:
-        source = location.fs.open(location.path, "rb")
+        source = location.fs.open(location.path, "rb", block_size=_BLOCK_BYTES)
     with source:
         yield source
 

@@ -15,11 +15,14 @@ from fsspec.implementations.local import LocalFileSystem
 
 from rollout_io.dataset.atomic_files import settle
 from rollout_io.dataset.opening import similar_path
+from rollout_io.dataset.remote_files import RemoteFiles
 from schemas.errors import InputError, InvariantError, count
 
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
 _EXTRAS = {"https": "http", "gs": "gcs"}  # extras of fsspec by protocol
+_S3 = ("s3://", "s3a://")
+_LISTED_S = 2  # one look at a dataset lists its directory several times
 _ROOT_MARK = "/./"  # as in rsync: separates the dataset's directory from the path inside it
 _PARTITION = re.compile(r"[^._=][^=]*=.*")
 PARTITION_HINT = "name the directories COLUMN=VALUE, with the same columns everywhere"
@@ -51,10 +54,10 @@ class Location:
             hint = "check that the shell variable is set"
             raise InputError("path", "''", "the path is empty", "", hint)
         try:
-            fs, inner = fsspec.core.url_to_fs(os.fspath(path))
+            fs, inner = _resolved(os.fspath(path))
         except Exception as error:  # each filesystem has its own exceptions
             raise _unknown_filesystem(os.fspath(path), error) from None
-        return cls(fs, inner)
+        return cls(fs if isinstance(fs, LocalFileSystem) else RemoteFiles(fs), inner)
 
     @property
     def is_local(self) -> bool:
@@ -101,6 +104,16 @@ class Location:
 
 def _is_partition(path: str) -> bool:
     return _PARTITION.fullmatch(posixpath.basename(path.rstrip("/"))) is not None
+
+
+def _resolved(url: str) -> tuple[Any, str]:
+    if not url.startswith(_S3):
+        return fsspec.core.url_to_fs(url)  # type: ignore[no-any-return]
+    # s3fs would remember listings forever, and miss what other processes write. The option also makes
+    # this filesystem ours, and not the one that the user's program shares.
+    fs, inner = fsspec.core.url_to_fs(url, listings_expiry_time=_LISTED_S)
+    fs.retries = 1  # `remote_files` repeats
+    return fs, inner
 
 
 def _unknown_filesystem(url: str, error: Exception) -> InputError:

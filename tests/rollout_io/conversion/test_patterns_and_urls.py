@@ -113,10 +113,10 @@ def test_a_log_is_read_from_a_web_server(logs, tmp_path):
 def test_a_filesystem_whose_package_is_missing_names_it(tmp_path, monkeypatch):
     resolve = fsspec.core.url_to_fs
 
-    def missing(path):
+    def missing(path, **options):
         if path.startswith("s3:"):
             raise ImportError("Install s3fs to access S3")
-        return resolve(path)
+        return resolve(path, **options)
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     error = refusal("s3://bucket/a.jsonl", tmp_path / "ds")
