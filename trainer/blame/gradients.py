@@ -260,12 +260,13 @@ def add(total: Mapping[str, Tensor], other: Direction, factor: float = 1.0) -> N
 
 def norm(direction: Direction) -> float:
     """Compute the L2 norm over all parameters."""
-    return math.sqrt(sum(float(t.double().square().sum()) for t in direction.values()))
+    norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in direction.values())
+    return math.sqrt(sum(float(one) ** 2 for one in norms))
 
 
 def inner(a: Direction, b: Direction) -> float:
     """Compute the inner product over all parameters."""
-    return sum(float((a[name].double() * b[name].double()).sum()) for name in a)
+    return sum(float((a[name] * b[name]).sum(dtype=torch.float64)) for name in a)
 
 
 def _fast(
