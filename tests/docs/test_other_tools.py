@@ -109,7 +109,7 @@ def plain(metrics):
 RAY = """
 import json, sys
 import ray
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
          _node_ip_address="127.0.0.1")
 for snippet in sys.argv[1:]:
     exec(snippet)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -246,7 +247,12 @@ def check_rl_iteration(folder: Path, tokenizer: ChatTokenizer, *, tiny: bool) ->
     model = save_large_model(folder / "model", tokenizer, tiny=tiny)
     train = {"dtype": "bfloat16", "sequence_layout": "tree"}
     config = config_of(folder, model, num_iterations=1, train=train)
-    result = rl.run(config)
+    # An earlier run of this process may have used float32, which Accelerate keeps.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        result = rl.run(config)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
     assert result.num_updates > 0
     assert weights_of(result.checkpoint) != (Path(model) / "model.safetensors").read_bytes()
     lines = [json.loads(x) for x in (folder / "run/metrics.jsonl").read_text().splitlines()]

@@ -419,7 +419,7 @@ def test_an_iteration_whose_every_output_is_bad_ends_the_run_with_the_reason(tmp
     sampling |= {"generator_config": {"spoil": "lost"}}
     config = config_of(tmp_path, model_dir, generate=sampling, num_iterations=1)
     with pytest.raises(
-        RolloutError, match=r"first with trajectories: generator.*\[iteration_failed\]"
+        RolloutError, match=r"first error: trajectories: generator.*\[iteration_failed\]"
     ):
         rl.run(config)
     held = rollout_io.scan(f"{config.out}/rollouts/*").collect()

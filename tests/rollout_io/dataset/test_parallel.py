@@ -145,7 +145,7 @@ import sys
 from rollout_io.cli.main import run
 calls, rewards, sharded, out = sys.argv[1:]
 import ray
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
          _node_ip_address="127.0.0.1")
 on_ray = ["--engine", "ray", "--workers", "2"]
 def go(*arguments):
