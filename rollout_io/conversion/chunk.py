@@ -15,6 +15,7 @@ from rollout_io.conversion.batch import Reader, Settings, of_run, sound
 from rollout_io.conversion.finished import Record, footer_of
 from rollout_io.conversion.remote import named_rejection
 from rollout_io.conversion.rewards import Key, Outcome
+from rollout_io.conversion.staging import emptied
 from rollout_io.conversion.summary import Summary
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
@@ -129,7 +130,7 @@ def convert_chunk(
     layout, metadata = settings.layout, settings.metadata
     reader = Reader(settings, chunk.outcomes)
     writer = RolloutWriter(
-        chunk.out, layout=layout, metadata=metadata, checked=True, part=chunk.part
+        emptied(chunk.out), layout=layout, metadata=metadata, checked=True, part=chunk.part
     )
     broken: list[Rejected] = []
     columns = pa.schema([])

@@ -213,6 +213,15 @@ class Staging:
         _remove(self.rejected)
 
 
+def emptied(chunk: str) -> str:
+    """Return the path of an unfinished chunk, after removing what an earlier attempt left there.
+
+    Ray runs a task again if its worker or its node dies, even if the task had already written its shards.
+    """
+    _remove(Location.of(chunk))
+    return chunk
+
+
 def rejected_path(out: str | os.PathLike[str]) -> str:
     """Return the path or URL of the rejected records of a dataset."""
     return os.fspath(out).rstrip("/") + REJECTED

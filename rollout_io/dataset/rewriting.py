@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.conversion.staging import Staging
+from rollout_io.conversion.staging import Staging, emptied
 from rollout_io.dataset.checking import (
     checked,
     checker_of,
@@ -147,7 +147,7 @@ def _rewrite_piece(
     source, out, part = task
     counts, checker = Counts(), checker_of(source)
     try:
-        with RolloutWriter(out, layout=layout, metadata=metadata, part=part) as writer:
+        with RolloutWriter(emptied(out), layout=layout, metadata=metadata, part=part) as writer:
             for table in checked(checker, source, decode=decode):
                 made = transform(table)
                 writer.write(made)

@@ -278,3 +278,18 @@ def test_a_line_of_100_mb_gives_its_row_or_a_named_error_in_less_than_2_gb(kind,
     assert rollout_io.read(out).num_rows == 2 - len(rules)
     found = rejected_in(out) if rules else []
     assert [record["rule"] for record in found] == rules
+
+
+def test_a_chunk_whose_worker_died_after_writing_it_is_written_again(tmp_path, monkeypatch):
+    """Ray runs such a task again, at the same path."""
+    from rollout_io.conversion import driver
+    from rollout_io.conversion.chunk import convert_chunk
+
+    def twice(*arguments, **options):
+        convert_chunk(*arguments, **options)
+        return convert_chunk(*arguments, **options)
+
+    convert(SHOP, tmp_path / "once", chunk_bytes=SMALL_CHUNKS)
+    monkeypatch.setattr(driver, "convert_chunk", twice)
+    convert(SHOP, tmp_path / "twice", chunk_bytes=SMALL_CHUNKS)
+    assert files_in(tmp_path / "twice") == files_in(tmp_path / "once")
