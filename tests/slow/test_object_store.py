@@ -31,6 +31,7 @@ from tests.helpers.faulty_store import (
     proxied,
     put,
 )
+from tests.helpers.peak_memory import FEW, MANY, MOST_MORE_MB, peak_mb, save_model, write_rows
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model
 
 pytestmark = [
@@ -224,6 +225,16 @@ def test_a_run_whose_store_breaks_goes_on_when_it_is_back(store, to_train, tmp_p
     store.become(no_fault)
     train(to_train, "s3://bucket/train", out, resume=True)
     check_same_run(out, to_train / "run")
+
+
+def test_memory_does_not_grow_with_the_tokens_of_a_dataset_in_a_store(store, tmp_path):
+    model = save_model(tmp_path / "model")
+    peaks = []
+    for num in (FEW, MANY):
+        for file in write_rows(tmp_path / str(num), num).iterdir():
+            put(store.upstream, f"bucket/memory_{num}/{file.name}", file.read_bytes())
+        peaks.append(peak_mb(f"s3://bucket/memory_{num}", model, tmp_path / f"run_{num}"))
+    assert peaks[1] - peaks[0] < MOST_MORE_MB
 
 
 def metrics_written(run_folder):
