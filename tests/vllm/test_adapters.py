@@ -107,6 +107,7 @@ def test_a_swap_under_load_serves_no_token_of_another_version(
                 assert np.abs(ours - engine).mean() > 0.02
 
 
+@pytest.mark.nightly  # the test above swaps adapters on every change
 def test_the_loop_sends_adapters_which_sample_from_then_on(
     lora_server, config_of, smollm2_dir, tmp_path, capsys
 ):
@@ -127,6 +128,7 @@ def test_the_loop_sends_adapters_which_sample_from_then_on(
     assert "whole models" not in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_run_after_another_starts_from_its_own_model(lora_server, config_of, tmp_path):
     """A server may still have the adapters of the run before it."""
     settings = {"train__lora_rank": 4, "num_iterations": 1}

@@ -151,6 +151,7 @@ def test_two_updates_of_the_loop_each_on_what_the_new_weights_said(
         check_replay(config, run, tmp_path)
 
 
+@pytest.mark.nightly  # tests/trainer/rl/test_rl.py samples ahead on the embedded engine
 def test_ahead_of_the_trainer_no_row_is_staler_than_allowed(config_of, server, tmp_path):
     settings = {"max_staleness": 2, "weight_sync": "now", "num_iterations": 4}
     rl.run(config_of(server.url, **settings, generate__max_concurrency=4))
