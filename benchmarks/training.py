@@ -10,7 +10,8 @@ their micro-batch, with logits and log-softmax at every position (benchmarks/pad
 merges the same steps and packs them as chains. The two sides alternate in separate processes, and
 the fastest round of each counts. Peak memory is the memory that a step needs in addition to weights
 and gradients; on a CPU, it is the high-water mark of the process, and CPU seconds are printed
-besides wall time. On a GPU, the share of its peak arithmetic is printed too (`--peak-tflops`).
+besides wall time. The limit of each ratio of times is the ratio of the tokens that the two sides
+forward. On a GPU, the share of its peak arithmetic is printed too (`--peak-tflops`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from safetensors.torch import load_file, save_file
 
 import pipelines
 import rollout_io
-from benchmarks.padded import padded_step
+from benchmarks.padded import micro_batches, padded_step
 from pipelines.statistics.flops import read_model_shape
 from pipelines.statistics.savings import Cost
 from rollout_io.cli.main import run as rollouts_command
@@ -141,7 +142,12 @@ def _padded(
             padded_step(model, batch, config.tokens_per_micro_batch)
 
     lengths = batch.prompts.lengths + batch.responses.lengths
-    return step, {"num_step_tokens": int(lengths.sum())}
+    parts = micro_batches(batch, config.tokens_per_micro_batch)
+    sizes = {
+        "num_step_tokens": int(lengths.sum()),
+        "num_forwarded_tokens": sum(len(rows) * int(lengths[rows].max()) for rows in parts),
+    }
+    return step, sizes
 
 
 def _ours(
@@ -272,7 +278,9 @@ def _show(best: dict[str, Figures], difference: float, *, as_json: bool) -> None
         seconds, cpu_seconds = found["seconds"], found["cpu_seconds"]
         print(f"{side:8}{seconds:10.1f}{cpu_seconds:10.1f}{per_s:16.1f}{peak:22.0f}")
     cpu = padded["cpu_seconds"] / ours["cpu_seconds"]
+    limit = padded["num_forwarded_tokens"] / ours["num_forwarded_tokens"]
     print(f"{'ratio':8}{faster:9.1f}x{cpu:9.1f}x{'':16}{smaller:21.1f}x")
+    print(f"{'limit':8}{limit:9.1f}x{limit:9.1f}x   (ratio of forwarded tokens, with padding)")
     print(f"relative difference of the gradients: {difference:.1e}")
     if "utilisation" in ours:
         print(f"ours uses {ours['utilisation']:.1%} of the GPU's peak arithmetic")

@@ -240,7 +240,8 @@ def _show(figures: dict[str, Figures], *, as_json: bool) -> None:
                 for key in ("seconds", "cpu_seconds", "num_forwarded_tokens")
             )
             print(
-                f"tree_per_group over {name}: {seconds:.2f}x ({cpu:.2f}x CPU), {tokens:.2f}x fewer tokens"
+                f"tree_per_group over {name}: {seconds:.2f}x ({cpu:.2f}x CPU); "
+                f"limit {tokens:.2f}x (ratio of forwarded tokens)"
             )
     per_s = best["packed_tokens_per_s"] / 1e6
     print(
