@@ -17,9 +17,9 @@ from rollout_io.cli.trajectory_text import printable
 from rollout_io.terminal import duration
 from schemas.errors import count
 from schemas.verdicts import MEANINGS
-from trainer.audit.audit import AuditResult, Plan
 from trainer.audit.causes import likely_causes
 from trainer.audit.rescoring import Cost
+from trainer.audit.result import AuditResult, Plan
 from trainer.audit.verdicts import FAULTS
 
 _WIDTH = 100

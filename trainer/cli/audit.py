@@ -12,8 +12,8 @@ from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
     from schemas.metadata import LogprobsMode
-    from trainer.audit.audit import Plan
     from trainer.audit.rescoring import Cost
+    from trainer.audit.result import Plan
 
 EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer smollm2/"
 
@@ -91,11 +91,12 @@ def audit(
     from schemas.extras import requires_extra
 
     with requires_extra("train", "rollouts audit"):
-        from trainer.audit.audit import AuditSettings, run_audit
+        from trainer.audit.audit import run_audit
         from trainer.audit.candidates import find_candidates
         from trainer.audit.prompts import PromptVariants
         from trainer.audit.report import estimate, screen, summary
         from trainer.audit.rescoring import Weights
+        from trainer.audit.result import AuditSettings
         from trainer.audit.rows import read_audit_rows
 
     candidates = find_candidates(weights, base)

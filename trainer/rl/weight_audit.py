@@ -13,11 +13,12 @@ import rollout_io
 from rollout_io.dataset.atomic_files import whole
 from schemas.errors import InputError, RolloutError, count
 from schemas.verdicts import AUDIT
-from trainer.audit.audit import AuditResult, AuditSettings, run_audit
+from trainer.audit.audit import run_audit
 from trainer.audit.candidates import Candidate
 from trainer.audit.causes import describe, likely_causes
 from trainer.audit.noise import Residuals
 from trainer.audit.rescoring import Weights
+from trainer.audit.result import AuditResult, AuditSettings
 from trainer.audit.rows import read_steps, to_audit_rows
 from trainer.distributed.sharding import is_sharded
 from trainer.models.lora import CONFIG

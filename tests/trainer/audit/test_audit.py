@@ -17,9 +17,10 @@ from schemas.verdicts import MEANINGS, NO_FAULT
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from tests.helpers.view_helpers import Asked
-from trainer.audit.audit import AuditSettings, run_audit
+from trainer.audit.audit import run_audit
 from trainer.audit.candidates import find_candidates
 from trainer.audit.rescoring import Weights
+from trainer.audit.result import AuditSettings
 from trainer.audit.rows import read_audit_rows
 from trainer.audit.verdicts import FAULTS, Kind
 

@@ -12,10 +12,11 @@ from pipelines.generation.engines.base import Sampling
 from rollout_io.cli.main import run
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
-from trainer.audit.audit import AuditSettings, run_audit
+from trainer.audit.audit import run_audit
 from trainer.audit.candidates import find_candidates
 from trainer.audit.first_tokens import choose_tokens, first_portion
 from trainer.audit.rescoring import Weights, num_distinct_tokens
+from trainer.audit.result import AuditSettings
 from trainer.audit.rows import TOO_LONG, read_audit_rows, to_audit_rows
 from trainer.audit.verdicts import FAULTS
 

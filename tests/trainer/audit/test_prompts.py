@@ -10,10 +10,11 @@ import torch
 import rollout_io
 from tests.helpers.audit_helpers import Request, row, sample
 from tests.helpers.trainer_helpers import tiny_llama, write_dataset
-from trainer.audit.audit import AuditSettings, run_audit
+from trainer.audit.audit import run_audit
 from trainer.audit.candidates import find_candidates
 from trainer.audit.prompts import PromptVariants
 from trainer.audit.rescoring import Weights
+from trainer.audit.result import AuditSettings
 from trainer.audit.rows import read_audit_rows
 
 CHAT = [{"role": "user", "content": "Name a river."}]
