@@ -1,11 +1,13 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import polars as pl
@@ -110,6 +112,15 @@ def check_each_once(run, num_trajectories):
     assert len(ids) == len(set(ids)) == num_trajectories
 
 
+def trained_rows(run):
+    """By update: each row that entered its loss, and the version of the weights that sampled it."""
+    version = {row["trajectory_id"]: row["policy_version"] for row in rows_of(run).to_dicts()}
+    return {
+        file.name: Counter((name, version[name]) for name in pl.read_parquet(file)["trajectory_id"])
+        for file in sorted((run / "tokens").iterdir())
+    }
+
+
 def check_replay(config, run, tmp_path):
     """`rollouts train` on what is on disk comes to the same weights."""
     settings = config.train | {"group_size": config.generation.group_size, "seed": config.seed}
@@ -197,3 +208,50 @@ def test_a_trainer_killed_between_update_and_sync_goes_on_where_it_was(
     assert rows_of(run).head(len(first)).equals(first)
     check_the_engine_spoke_for_the_policy(run, smollm2_dir)
     check_replay(config, run, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(2))
+def test_random_kills_of_trainer_and_server_leave_the_rows_of_an_undisturbed_run(
+    seed, overrides_of, server, smollm2_dir, tmp_path
+):
+    """Five kills at random times; two or more of the server, which starts again."""
+    rng, usual = random.Random(seed), {"num_iterations": 4, "train__record_tokens": "all"}
+    command = [sys.executable, "-m", "rollout_io", "rl", EXAMPLE, "--resume"]
+
+    def started(run):
+        given = overrides_of(server.url, **usual, out=run)
+        return subprocess.Popen([*command, *(f"--set={one}" for one in given)], cwd=ROOT)
+
+    def first_version(run):
+        until = time.monotonic() + 600
+        while not (run / "weights/version_1").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        return time.monotonic()
+
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    trainer = started(whole)
+    begun = first_version(whole)
+    assert trainer.wait(1200) == 0
+    rest_s = time.monotonic() - begun
+    victims = ["server", "server", *rng.choices(["server", "trainer"], k=3)]
+    rng.shuffle(victims)
+    trainer, num_killed = started(run), Counter()
+    for number, victim in enumerate(victims):
+        if number == 0:
+            first_version(run)
+        time.sleep(rng.uniform(0.02, 0.2) * rest_s)
+        if victim == "server":
+            num_killed[victim] += trainer.poll() is None
+            server.stop(kill=True)
+            server.start()
+        else:
+            num_killed[victim] += trainer.poll() is None
+            trainer.kill()
+            trainer.wait()
+            trainer = started(run)
+    assert trainer.wait(1200) == 0
+    assert num_killed["server"] >= 2
+    assert trained_rows(run) == trained_rows(whole)
+    check_each_once(run, 4 * 8)
+    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
