@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rollout_io.cli.arrow_startup import keep_pandas_out_of_arrow
 from rollout_io.cli.dataset import open_valid
 from rollout_io.cli.output import emit_json, example, note
 
@@ -46,6 +47,7 @@ FORMATS = {
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json: bool) -> None:
     """Export a dataset in another project's format."""
+    keep_pandas_out_of_arrow()
     open_valid(dataset)
     write = import_module(f"rollout_io.formats.{format_name}_export").write
     done: Exported = write(dataset, out, failed)
