@@ -22,6 +22,7 @@ from rollout_io.dataset.checking import (
     structure_of,
 )
 from rollout_io.dataset.footer import Part
+from rollout_io.dataset.local_files import LocalFiles
 from rollout_io.dataset.opening import digest_of
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces, read_layout
@@ -175,7 +176,7 @@ def _states(dataset: str) -> list[Any]:
 
 def _state(shard: Location) -> str:
     """Return the digest of a shard's content, or the version that an object store reports."""
-    if shard.is_local:
+    if isinstance(shard.fs, LocalFiles):
         return digest_of(shard.path)
     info = shard.fs.info(shard.path)
     version = info.get("etag") or info.get("ETag")

@@ -8,12 +8,9 @@ import re
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
 from rollout_io.dataset.atomic_files import settle
+from rollout_io.dataset.local_files import LocalFiles, local_path
 from rollout_io.dataset.opening import similar_path
 from rollout_io.dataset.remote_files import RemoteFiles
 from schemas.errors import InputError, InvariantError, count
@@ -38,7 +35,7 @@ class Location:
             otherwise None.
     """
 
-    fs: Any
+    fs: LocalFiles | RemoteFiles
     path: str
     root: str | None = None
 
@@ -57,12 +54,12 @@ class Location:
             fs, inner = _resolved(os.fspath(path))
         except Exception as error:  # each filesystem has its own exceptions
             raise _unknown_filesystem(os.fspath(path), error) from None
-        return cls(fs if isinstance(fs, LocalFileSystem) else RemoteFiles(fs), inner)
+        return cls(fs, inner)
 
     @property
     def is_local(self) -> bool:
         """True for the local filesystem."""
-        return isinstance(self.fs, LocalFileSystem)
+        return isinstance(self.fs, LocalFiles)
 
     def join(self, name: str) -> Location:
         """Return the location of a file inside this directory."""
@@ -106,14 +103,20 @@ def _is_partition(path: str) -> bool:
     return _PARTITION.fullmatch(posixpath.basename(path.rstrip("/"))) is not None
 
 
-def _resolved(url: str) -> tuple[Any, str]:
-    if not url.startswith(_S3):
-        return fsspec.core.url_to_fs(url)  # type: ignore[no-any-return]
-    # s3fs would remember listings forever, and miss what other processes write. The option also makes
-    # this filesystem ours, and not the one that the user's program shares.
-    fs, inner = fsspec.core.url_to_fs(url, listings_expiry_time=_LISTED_S)
-    fs.retries = 1  # `remote_files` repeats
-    return fs, inner
+def _resolved(url: str) -> tuple[LocalFiles | RemoteFiles, str]:
+    if (path := local_path(url)) is not None:
+        return LocalFiles(), path
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    if url.startswith(_S3):
+        # s3fs would remember listings forever, and miss what other processes write. The option also
+        # makes this filesystem ours, and not the one that the user's program shares.
+        fs, inner = fsspec.core.url_to_fs(url, listings_expiry_time=_LISTED_S)
+        fs.retries = 1  # `remote_files` repeats
+    else:
+        fs, inner = fsspec.core.url_to_fs(url)
+    return LocalFiles() if isinstance(fs, LocalFileSystem) else RemoteFiles(fs), inner
 
 
 def _unknown_filesystem(url: str, error: Exception) -> InputError:
@@ -163,7 +166,7 @@ def find_shards(path: str | os.PathLike[str]) -> list[Location]:
         paths = [p for f in found for p in (f.shards() if f.fs.isdir(f.path) else [f.path])]
     if not paths:
         hint = "check the path, or create a dataset with `rollouts convert` or `rollouts generate`"
-        near = similar_path(os.fspath(path)) if isinstance(location.fs, LocalFileSystem) else None
+        near = similar_path(os.fspath(path)) if location.is_local else None
         if near and not location.fs.exists(location.path):
             hint = f"did you mean {near}?"
         if location.fs.exists(location.join(STAGING).path):

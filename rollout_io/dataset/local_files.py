@@ -1,0 +1,110 @@
+"""The local filesystem, with the methods of fsspec's filesystems that datasets use.
+
+Importing fsspec reads the entry points of every installed package and imports fifty modules, asyncio
+and ssl among them. Only remote paths and patterns need it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_URL = "file://"
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """Files on this machine; every path is absolute, as `local_path` returns it."""
+
+    def exists(self, path: str) -> bool:
+        """True if the path exists; a link must lead to something that exists."""
+        return Path(path).exists()
+
+    def isfile(self, path: str) -> bool:
+        """True for a file, or a link to one."""
+        return Path(path).is_file()
+
+    def isdir(self, path: str) -> bool:
+        """True for a directory, or a link to one."""
+        return Path(path).is_dir()
+
+    def size(self, path: str) -> int:
+        """Return the size of a file, bytes."""
+        return Path(path).stat().st_size
+
+    def ls(self, path: str, detail: bool = False) -> list[str]:  # noqa: ARG002, FBT001 - as in fsspec
+        """Return the paths in a directory in any order, or the path of a file."""
+        if not Path(path).is_dir():
+            Path(path).stat()  # raises for a missing path
+            return [path]
+        with os.scandir(path) as entries:
+            return [entry.path for entry in entries]
+
+    def find(self, path: str) -> list[str]:
+        """Return the paths of all files in a directory, at any depth."""
+        return _fsspec().find(path)  # type: ignore[no-any-return]
+
+    def glob(self, path: str, *, detail: bool = False) -> Any:
+        """Return the paths that match a pattern; if `detail`, with what fsspec knows of each."""
+        return _fsspec().glob(path, detail=detail)
+
+    def open(self, path: str, mode: str = "rb", **_: object) -> Any:
+        """Open a file; options such as `block_size` matter only for remote files."""
+        return Path(path).open(mode)
+
+    def head(self, path: str, size: int) -> bytes:
+        """Return the first bytes of a file."""
+        with self.open(path) as file:
+            return file.read(size)  # type: ignore[no-any-return]
+
+    def makedirs(self, path: str, *, exist_ok: bool = False) -> None:
+        """Create a directory and its parents."""
+        Path(path).mkdir(parents=True, exist_ok=exist_ok)
+
+    def mv(self, source: str, target: str, *, recursive: bool = True) -> None:  # noqa: ARG002 - as in fsspec
+        """Move a file or directory."""
+        shutil.move(source, target)
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file."""
+        Path(path).unlink()
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        Path(path).rmdir()
+
+    def rm(self, path: str, *, recursive: bool = False) -> None:
+        """Remove a file, a link or, if `recursive`, a directory."""
+        if recursive and Path(path).is_dir() and not Path(path).is_symlink():
+            shutil.rmtree(path)
+        else:
+            Path(path).unlink()
+
+    def unstrip_protocol(self, path: str) -> str:
+        """Return the URL of a path."""
+        return _URL + path
+
+
+def local_path(url: str) -> str | None:
+    """Return the absolute path that fsspec finds for a local path or `file://` URL.
+
+    Returns:
+        The path, without a final "/"; None if fsspec must tell what the URL means.
+    """
+    path = url.removeprefix(_URL)
+    if "://" in path or "::" in path or path.startswith(("data:", "file:", "local:")):
+        return None
+    if path.startswith("~"):
+        path = os.path.expanduser(path)  # noqa: PTH111 - `Path` would raise for an unknown user
+    elif not path.startswith("/"):
+        path = f"{os.getcwd()}/{'' if path == '.' else path.removeprefix('./')}"  # noqa: PTH109
+    return path.rstrip("/") or "/"
+
+
+def _fsspec() -> Any:
+    import fsspec
+
+    return fsspec.filesystem("file")
