@@ -77,6 +77,7 @@ lint: $(READY) $(PAGE)/node_modules/.ready  ## ruff, mypy (strict), import rules
 	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node node_modules/typescript/bin/tsc
 
 bench: $(READY) $(MODEL)/model.safetensors  ## Benchmarks: ratios measured side by side in one run
+	$(BIN)/python -m benchmarks.startup
 	$(BIN)/python -m benchmarks.layouts
 	$(BIN)/python -m benchmarks.merging
 	$(BIN)/python -m benchmarks.merging --scaling

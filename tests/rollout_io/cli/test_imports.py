@@ -1,0 +1,76 @@
+"""The modules that each verb may import: imports are nearly all of the time of a verb on tiny data."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rollout_io.cli.main import run
+from tests.conftest import EXAMPLES
+
+SHOP = EXAMPLES / "shop.calls.jsonl"
+SHOP_REWARDS = EXAMPLES / "shop.rewards.jsonl"
+
+HEAVY = (
+    *("torch", "transformers", "tokenizers", "datasets", "matplotlib", "ray", "jinja2", "pandas"),
+    *("rich", "fsspec", "pyarrow.dataset", "multiprocessing.connection"),
+)
+"""Modules that no verb needs on a small local dataset, without a tokenizer and a terminal."""
+LIGHT = ("polars", "pyarrow", "numpy", "msgspec", "difflib", *HEAVY)
+"""Modules that help does not need."""
+DATASET_VERBS = {
+    "validate": [],
+    "inspect": [],
+    "stats": [],
+    "stats --all": ["--all"],
+    "filter": ["--where", "reward >= 0", "--out", "OUT"],
+    "merge": ["--out", "OUT"],
+    "drift": [],
+    **{
+        f"export {name}": ["--format", name, "--out", "OUT"]
+        for name in ("skyrl", "trl", "verl", "hf", "parquet")
+    },
+}
+
+
+def imported(arguments, names):
+    """Which of the modules a command imports, in a process of its own."""
+    code = (
+        "import sys; from rollout_io.cli.main import run\n"
+        "assert run(sys.argv[2:]) == 0\n"
+        "print([name for name in sys.argv[1].split() if sys.modules.get(name)])"
+    )
+    command = [sys.executable, "-c", code, " ".join(names), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    out = str(tmp_path_factory.mktemp("shop") / "ds")
+    assert run(["convert", str(SHOP), "--rewards", str(SHOP_REWARDS), "--out", out]) == 0
+    return out
+
+
+@pytest.mark.parametrize("name", DATASET_VERBS)
+def test_a_verb_on_a_dataset_imports_no_heavy_library(name, shop, tmp_path):
+    options = [str(tmp_path / "out") if o == "OUT" else o for o in DATASET_VERBS[name]]
+    assert imported([name.split()[0], shop, *options], HEAVY) == "[]"
+
+
+def test_unmerge_imports_no_heavy_library(shop, tmp_path):
+    merged = str(tmp_path / "merged")
+    assert run(["merge", shop, "--out", merged]) == 0
+    assert imported(["unmerge", merged, "--out", str(tmp_path / "out")], HEAVY) == "[]"
+
+
+def test_convert_and_formats_import_no_heavy_library(tmp_path):
+    convert = ["convert", str(SHOP), "--rewards", str(SHOP_REWARDS), "--out", str(tmp_path / "out")]
+    for arguments in (convert, ["formats"], ["formats", str(SHOP)]):
+        assert imported(arguments, HEAVY) == "[]", arguments
+
+
+@pytest.mark.parametrize("verb", ["convert", "stats", "export", "view", "record", "plot", "train"])
+def test_the_help_of_a_verb_imports_no_library_but_click(verb):
+    assert imported([verb, "--help"], LIGHT) == "[]"
