@@ -3,8 +3,10 @@
     python -m benchmarks.record [--sessions 64] [--tokens 64] [--gap-ms 20] [--rounds 5]
     python -m benchmarks.record --trajectories 10000
 
-The engine sends a token every `--gap-ms` to each of the concurrent sessions. Engine and recorder are
-separate processes. Rounds with and without the recorder alternate; the output is their medians.
+The engine sends a token every `--gap-ms` to each of the concurrent sessions. Client, engine and
+recorder are separate processes. The limits are two relays that record nothing: `http` uses the
+recorder's libraries, and `tcp` copies bytes between sockets. Rounds of all four alternate; the output is
+their medians, and the CPU time that each process takes for a token.
 `--trajectories` instead records and ends that many sessions of one call, and checks the dataset.
 """
 
@@ -22,27 +24,51 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import uvloop
 
 import rollout_io
 
 _FIRST = re.compile(rb'"content":"[^"]')
 _TEXT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+_DIRECT, _TCP, _HTTP, _RECORDER = "engine alone", "tcp relay", "http relay", "recorder"
+
+
+class Server(NamedTuple):
+    """A process that answers calls."""
+
+    url: str
+    process: psutil.Process
+
+
+class Round(NamedTuple):
+    """Seconds to the first token (median), tokens per second, and CPU seconds per token."""
+
+    first_s: float
+    tokens_per_s: float
+    client_s: float
+    engine_s: float
+    between_s: float
 
 
 def main() -> None:
     arguments = _arguments()
     is_many = bool(arguments.trajectories)
     gap_s, num_tokens = (0.0, 4) if is_many else (arguments.gap_ms / 1000, arguments.tokens)
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _process("tests.helpers.fake_engine", str(gap_s), str(num_tokens)) as engine,
+        _process("benchmarks.relay", "tcp", engine.url) as tcp,
+        _process("benchmarks.relay", "http", engine.url) as http,
+    ):
         options = ("--port", "0", "--out", f"{folder}/ds", "--unassigned", "refuse")
-        with (
-            _process("tests.helpers.fake_engine", str(gap_s), str(num_tokens)) as engine,
-            _process("rollout_io", "record", "--upstream", engine, *options) as recorder,
-        ):
+        with _process("rollout_io", "record", "--upstream", engine.url, *options) as recorder:
             if is_many:
-                asyncio.run(many(recorder, arguments.trajectories, arguments.sessions))
+                uvloop.run(many(recorder.url, arguments.trajectories, arguments.sessions))
             else:
-                compare(engine, recorder, arguments)
+                compare({_DIRECT: engine, _TCP: tcp, _HTTP: http, _RECORDER: recorder}, arguments)
         if is_many:
             count(f"{folder}/ds", arguments.trajectories)
 
@@ -55,67 +81,124 @@ def count(out: str, num_trajectories: int) -> None:
     print(f"{len(rows)} distinct trajectories in {shards} shards")
 
 
-def compare(engine: str, recorder: str, arguments: argparse.Namespace) -> None:
-    firsts: dict[str, list[float]] = {"without": [], "with": []}
-    speeds: dict[str, list[float]] = {"without": [], "with": []}
+def compare(servers: dict[str, Server], arguments: argparse.Namespace) -> None:
+    rounds: dict[str, list[Round]] = {name: [] for name in servers}
     for number in range(arguments.rounds + 1):
-        for name, root in (("without", engine), ("with", recorder)):
-            first, speed = asyncio.run(round_of(root, f"{name}-{number}", arguments))
+        for name, server in servers.items():
+            path = f"/s/{number}-{{}}/0" if name == _RECORDER else ""
+            found = measured(servers[_DIRECT], server, path, arguments)
             if number:  # round 0 warms up
-                firsts[name].append(first)
-                speeds[name].append(speed)
-    for name in firsts:
-        first_ms = 1000 * statistics.median(firsts[name])
+                rounds[name].append(found)
+    medians = {name: _median(found) for name, found in rounds.items()}
+    direct = medians[_DIRECT]
+    print(
+        "              first token    added   throughput   CPU per token: client, engine, between"
+    )
+    for name, found in medians.items():
         print(
-            f"{name:8} {first_ms:7.2f} ms to the first token, {statistics.median(speeds[name]):8.0f} tokens/s"
+            f"{name:12} {1000 * found.first_s:9.2f} ms {_added_ms(found, direct):5.2f} ms"
+            f" {found.tokens_per_s / direct.tokens_per_s:11.1%}  {1e6 * found.client_s:19.0f},"
+            f" {1e6 * found.engine_s:6.0f}, {1e6 * found.between_s:6.0f} us"
         )
-    added = 1000 * (statistics.median(firsts["with"]) - statistics.median(firsts["without"]))
-    kept = statistics.median(speeds["with"]) / statistics.median(speeds["without"])
-    print(f"added to the first token: {added:.2f} ms; throughput: {kept:.1%}")
+    added, least = (_added_ms(medians[name], direct) for name in (_RECORDER, _HTTP))
+    cost = medians[_RECORDER].between_s / medians[_HTTP].between_s
+    print(
+        f"added to the first token: {added:.2f} ms, by an http relay {least:.2f} ms; "
+        f"CPU: {cost:.2f} x the relay's"
+    )
 
 
-async def round_of(root: str, name: str, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Make calls in concurrent sessions.
+def _median(rounds: list[Round]) -> Round:
+    return Round(*map(statistics.median, zip(*rounds, strict=True)))
 
-    Returns the median seconds to the first token of a call, and the total tokens per second.
-    """
+
+def _added_ms(found: Round, direct: Round) -> float:
+    return 1000 * (found.first_s - direct.first_s)
+
+
+def measured(engine: Server, server: Server, path: str, arguments: argparse.Namespace) -> Round:
+    """Make calls in concurrent sessions."""
+    before = time.process_time(), _cpu_s(engine), _cpu_s(server)
     began = time.monotonic()
+    firsts = uvloop.run(calls(server.url, path, arguments))
+    elapsed_s = time.monotonic() - began
+    num_tokens = arguments.tokens * len(firsts)
+    after = time.process_time(), _cpu_s(engine), _cpu_s(server)
+    client_s, engine_s, between_s = (
+        (b - a) / num_tokens for a, b in zip(before, after, strict=True)
+    )
+    if server == engine:
+        between_s = 0.0
+    first_s = statistics.median(firsts)
+    return Round(first_s, num_tokens / elapsed_s, client_s, engine_s, between_s)
+
+
+def _cpu_s(server: Server) -> float:
+    times = server.process.cpu_times()
+    return times.user + times.system
+
+
+async def calls(url: str, path: str, arguments: argparse.Namespace) -> list[float]:
+    """Make calls in concurrent sessions; return the seconds to the first token of each."""
     pause_s = arguments.gap_ms / 1000 * arguments.tokens / arguments.sessions
 
     async def session(i: int) -> list[float]:
         await asyncio.sleep(i * pause_s)
-        path = "" if name.startswith("without") else f"/s/{name}-{i}/0"
-        return [await ask(root, f"{path}/v1/chat/completions") for _ in range(arguments.calls)]
+        target = f"{path.format(i)}/v1/chat/completions"
+        return [await ask(url, target) for _ in range(arguments.calls)]
 
     found = await asyncio.gather(*(session(i) for i in range(arguments.sessions)))
-    elapsed_s = time.monotonic() - began
-    firsts = [first for calls in found for first in calls]
-    return statistics.median(firsts), arguments.tokens * len(firsts) / elapsed_s
+    return [first_s for firsts in found for first_s in firsts]
 
 
-async def ask(root: str, path: str) -> float:
+class Call(asyncio.Protocol):
+    """A streamed call on a connection of its own.
+
+    Args:
+        request: Bytes of the request.
+
+    Attributes:
+        ended: Its result is the seconds to the first token.
+    """
+
+    def __init__(self, request: bytes) -> None:
+        self._request, self._tail, self._first_s = request, b"", 0.0
+        self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        """Send the request."""
+        self._began_s = time.perf_counter()
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Look for the first token and the end."""
+        self._tail = self._tail[-64:] + data
+        if not self._first_s and _FIRST.search(self._tail):
+            self._first_s = time.perf_counter() - self._began_s
+        if b"[DONE]" in self._tail:
+            self.ended.set_result(self._first_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail unless the response has ended."""
+        if not self.ended.done():
+            self.ended.set_exception(exc or ConnectionError(self._tail.decode()))
+
+
+async def ask(url: str, path: str) -> float:
     """Make one streamed call on a new connection; return the seconds to its first token."""
-    host, port = root.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    host, port = url.removeprefix("http://").split(":")
+    request = post(path, json.dumps(_TEXT).encode())
+    loop = asyncio.get_running_loop()
+    transport, call = await loop.create_connection(lambda: Call(request), host, int(port))
     try:
-        began = time.perf_counter()
-        await send(writer, path, json.dumps(_TEXT).encode())
-        first_s, tail = 0.0, b""
-        while b"[DONE]" not in tail:
-            content = await reader.read(1 << 16)
-            assert content, tail
-            tail = tail[-64:] + content
-            if not first_s and _FIRST.search(tail):
-                first_s = time.perf_counter() - began
-        return first_s
+        return await call.ended
     finally:
-        writer.close()
+        transport.close()
 
 
-async def send(writer: asyncio.StreamWriter, path: str, body: bytes) -> None:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    await writer.drain()
+def post(path: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def many(recorder: str, num_trajectories: int, num_sessions: int) -> None:
@@ -124,13 +207,13 @@ async def many(recorder: str, num_trajectories: int, num_sessions: int) -> None:
     `count` checks the dataset later.
     """
     waiting = iter(range(num_trajectories))
+    host, port = recorder.removeprefix("http://").split(":")
 
     async def worker() -> None:
         for i in waiting:
             await ask(recorder, f"/s/task-{i}/0/v1/chat/completions")
-            host, port = recorder.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            await send(writer, f"/s/task-{i}/0/end", json.dumps({"reward": float(i)}).encode())
+            writer.write(post(f"/s/task-{i}/0/end", json.dumps({"reward": float(i)}).encode()))
             assert b"200" in await reader.readline()
             writer.close()
 
@@ -140,15 +223,15 @@ async def many(recorder: str, num_trajectories: int, num_sessions: int) -> None:
 
 
 @contextmanager
-def _process(module: str, *arguments: str) -> Iterator[str]:
-    """Run a module that prints its URL, yield the URL, and terminate the process on exit."""
+def _process(module: str, *arguments: str) -> Iterator[Server]:
+    """Run a module that prints its URL, and terminate the process on exit."""
     command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip()
+            yield Server(process.stdout.readline().strip(), psutil.Process(process.pid))
         finally:
             process.terminate()
             process.wait()
