@@ -9,7 +9,9 @@ from pipelines.record.engine_requests import NULL, Asked, Fields
 
 _ANSWER = msgspec.json.Decoder(Fields)
 _CHOICES = msgspec.json.Decoder(list[Fields] | None)
-_EMPTY_DELTA = b"{}"
+_EMPTY_DELTA = msgspec.Raw(b"{}")
+_NO_TOKENS = (NULL, msgspec.Raw(b"[]"))
+_ENCODER = msgspec.json.Encoder()
 
 
 class Unread(ValueError):
@@ -45,13 +47,14 @@ class Answer:
         """
         if asked.model is None and not asked.hidden:
             return self.content
-        shown = _hide(self.fields, asked.hidden)
-        if asked.model is not None and "model" in shown:
-            shown["model"] = msgspec.Raw(msgspec.json.encode(asked.model))
         if asked.is_text and self.choices and all(map(_is_for_tokens, self.choices)):
             return None
-        choices = [_hide(choice, asked.hidden) for choice in self.choices]
-        return msgspec.json.encode(shown | {"choices": choices})
+        changed: dict[str, object] = {
+            "choices": [_hide(choice, asked.hidden) for choice in self.choices]
+        }
+        if asked.model is not None and "model" in self.fields:
+            changed["model"] = asked.model
+        return _ENCODER.encode(_hide(self.fields, asked.hidden) | changed)
 
     def indices(self) -> list[int]:
         """Return the indices of the choices."""
@@ -63,17 +66,17 @@ class Answer:
 
     def sampled(self) -> list[int]:
         """Return the indices of the choices that have tokens in this response or chunk."""
-        absent = (NULL, msgspec.Raw(b"[]"))
-        return [_index(c) for c in self.choices if c.get("token_ids", NULL) not in absent]
+        return [_index(c) for c in self.choices if c.get("token_ids", NULL) not in _NO_TOKENS]
 
 
 def _hide(fields: Fields, hidden: frozenset[str]) -> Fields:
-    return {k: NULL if k in hidden else v for k, v in fields.items()}
+    present = hidden.intersection(fields)
+    return fields | dict.fromkeys(present, NULL) if present else fields
 
 
 def _is_for_tokens(choice: Fields) -> bool:
     delta, reason = choice.get("delta"), choice.get("finish_reason", NULL)
-    return delta is not None and bytes(delta) == _EMPTY_DELTA and reason == NULL
+    return delta == _EMPTY_DELTA and reason == NULL
 
 
 def _index(choice: Fields) -> int:

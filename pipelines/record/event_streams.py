@@ -16,6 +16,7 @@ from schemas.errors import EngineError
 
 DONE = b"[DONE]"
 _DATA = b"data:"
+_BLANK = b"\n\n"
 _END_BYTES = 4
 
 # Possessive \r\n?+: a \r\n split over two reads must not be parsed as two line ends.
@@ -45,16 +46,26 @@ class Events:
         Raises:
             EngineError: `answer_size`: the incomplete event is larger than `max_event_bytes`.
         """
-        self._buffer += content
+        if self._buffer or b"\r" in content:
+            self._buffer += content
+            events = self._complete()
+        else:  # fast path: whole events, as engines send them
+            *contents, rest = content.split(_BLANK)
+            events = [content + _BLANK for content in contents]
+            self._buffer += rest
+        self._num_seen = len(self._buffer)
+        if self._num_seen > self._max_event_bytes:
+            raise too_large("a line or an event", self._max_event_bytes)
+        return events
+
+    def _complete(self) -> list[bytes]:
+        """Remove the complete events from the buffer and return them."""
         events, begin, look = list[bytes](), 0, max(self._num_seen - _END_BYTES, 0)
         while (found := _END.search(self._buffer, look)) is not None:
             look = found.end()
             events.append(bytes(self._buffer[begin:look]))
             begin = look
         del self._buffer[:begin]
-        self._num_seen = len(self._buffer)
-        if self._num_seen > self._max_event_bytes:
-            raise too_large("a line or an event", self._max_event_bytes)
         return events
 
     def rest(self) -> bytes:
@@ -97,9 +108,7 @@ class StreamedCall:
         if self._num_events > MOST_EVENTS:
             got = f"more than {MOST_EVENTS:,} events"
             raise EngineError(ANSWER_SIZE, "engine", got, message=f"The engine sent {got}")
-        lines = event.splitlines()
-        data = [line[len(_DATA) :] for line in lines if line.startswith(_DATA)]
-        content = b"\n".join(data).strip()
+        content, others = _data_of(event)
         if content == DONE:
             self.is_done = True
             return event
@@ -116,8 +125,7 @@ class StreamedCall:
             return event
         if shown is None:
             return None
-        others = [line for line in lines if line and not line.startswith(_DATA)]
-        return b"\n".join([*others, b"data: " + shown]) + b"\n\n"
+        return b"\n".join([*others, b"data: " + shown]) + _BLANK
 
     def recorded(self, reason: str) -> msgspec.Raw | None:
         """Return the chunks as a JSON list; None if the stream ended before a token was sampled.
@@ -141,3 +149,13 @@ class StreamedCall:
         return b"".join(
             chunk for chunk in chunks if self._sampled.issuperset(Answer(chunk[:-1]).indices())
         )
+
+
+def _data_of(event: bytes) -> tuple[bytes, list[bytes]]:
+    """Return the data of an event, and its other lines."""
+    if event.startswith(_DATA) and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+        return event[len(_DATA) :].strip(), []  # fast path: a single line
+    lines = event.splitlines()
+    data = [line[len(_DATA) :] for line in lines if line.startswith(_DATA)]
+    others = [line for line in lines if line and not line.startswith(_DATA)]
+    return b"\n".join(data).strip(), others

@@ -218,7 +218,7 @@ class Journal:
         return sorted(int(path.name) for path in self._root.iterdir() if path.name.isdigit())
 
     def _path(self, folder: int, name: File) -> Path:
-        return self._root / f"{folder:05d}" / f"{name}.jsonl"
+        return self._root / f"{folder:05d}/{name}.jsonl"
 
 
 def _append(path: Path, offset: int, content: bytes) -> None:

@@ -45,6 +45,7 @@ async def answering(
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=stop_s,
     )
     server = _Server(config)

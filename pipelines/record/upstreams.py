@@ -126,7 +126,7 @@ class Upstreams:
         num_bytes = response.content_length or 0
         if num_bytes <= self._max_answer_bytes:
             num_bytes = 0
-            async for content in response.content.iter_any():
+            while content := await response.content.readany():
                 num_bytes += len(content)
                 if num_bytes > self._max_answer_bytes:
                     break

@@ -95,7 +95,8 @@ class Exchange:
         num_bytes = 0
         while True:
             try:
-                message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT_S)
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    message = await self._receive()
             except TimeoutError:
                 got = f"no part of the body arrived for {BODY_TIMEOUT_S:g} s"
                 raise InputError("body_timeout", self.raw_path, got) from None
