@@ -16,7 +16,7 @@ from pipelines.record.engine_requests import Asked
 from pipelines.record.event_streams import Events, StreamedCall
 from pipelines.record.exact_prefix import FIRST, PATH, ChatShown, ExactPrefix, Unsure
 from pipelines.record.recorder import Recorder
-from pipelines.record.sessions import Session
+from pipelines.record.sessions import Seen, Session
 from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
 from pipelines.record.wire import Exchange
 from schemas.errors import EngineError, RolloutError
@@ -131,8 +131,9 @@ class Call:
             self.recorder.metrics.cut_off.inc()
         recorded = stream.recorded(BROKEN_OFF)
         await self._record(asked, recorded)
+        seen = await self._read(recorded)
         await self.exchange.finish(bytes(held))
-        self._count(recorded)
+        self._count(seen)
 
     async def _forward(self, response: Answered, stream: StreamedCall) -> bytearray:
         """Forward events as they arrive, but hold back and return the end of the response."""
@@ -162,7 +163,7 @@ class Call:
             self._lost(error)
         else:
             self.is_recorded = recorded is not None
-            self._count(recorded)
+            self._count(await self._read(recorded))
 
     async def _answer(self, response: Answered, asked: Asked) -> None:
         try:
@@ -179,9 +180,10 @@ class Call:
             return
         recorded = msgspec.Raw(content)
         await self._record(asked, recorded)
+        seen = await self._read(recorded)
         shown = self._shown(answer) if self.as_chat is None else self.as_chat.whole(answer)
         await self.exchange.answer(200, shown or content, headers)
-        self._count(recorded)
+        self._count(seen)
 
     def _shown(self, answer: Answer) -> bytes | None:
         assert self.asked is not None
@@ -234,9 +236,13 @@ class Call:
             self.recorder.metrics.unrecorded.inc()
         self.recorder.warn(error.rule, f"session {self.session.name}: {error}")
 
-    def _count(self, recorded: msgspec.Raw | None) -> None:
-        seen = None
-        if recorded is not None:
-            seen = self.recorder.count(self.session, self.agent, recorded)
-        if seen is not None and self.exact is not None and self.asked is not None:
+    async def _read(self, recorded: msgspec.Raw | None) -> Seen | None:
+        # Before the client receives the end: its next call may continue this one.
+        return None if recorded is None else await self.recorder.read(self.session, recorded)
+
+    def _count(self, seen: Seen | None) -> None:
+        if seen is None:
+            return
+        self.recorder.count(self.session, self.agent, seen)
+        if self.exact is not None and self.asked is not None:
             self.exact.remember(self.session, self.agent, self.asked, seen)

@@ -25,7 +25,7 @@ from pipelines.record.shards import Shards, ended_of
 from rollout_io.conversion.rewards import parse_outcome
 from rollout_io.dataset.atomic_files import replace_text
 from rollout_io.formats.parsing.bodies import Answer as LoggedAnswer
-from rollout_io.formats.parsing.bodies import Request
+from rollout_io.formats.parsing.bodies import Request, Response
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.streams import whole_response
 from rollout_io.formats.parsing.tokens import strict_ids
@@ -34,7 +34,9 @@ from schemas.metadata import DatasetMetadata
 
 _LOG = logging.getLogger(__name__)
 MOST_A_SHARD, SHARD_BYTES = 1024, 64 << 20
-_ANSWER = msgspec.json.Decoder(LoggedAnswer)
+LONG_BYTES = 128 << 10
+_ANSWER, _CHUNKS = msgspec.json.Decoder(LoggedAnswer), msgspec.json.Decoder(list[msgspec.Raw])
+_CHUNK = msgspec.json.Decoder(Response)
 _TICK_S = 0.25
 
 
@@ -191,22 +193,26 @@ class Recorder:
             session.places.append(await self.journal.append(session.folder, "calls", record))
         self.metrics.calls.inc()
 
-    def count(self, session: Session, agent: str | None, response: msgspec.Raw) -> Seen | None:
-        """Count the tokens of a recorded call and return them; None if they are unusable."""
+    async def read(self, session: Session, response: msgspec.Raw) -> Seen | None:
+        """Read the tokens of a recorded call; None if they are unusable.
+
+        A long response is read in a thread: it would delay all other calls.
+        """
         where = f"session {session.name}"
         try:
-            answer = whole_response(_ANSWER.decode(response), where)
-            steps = read_choices(answer, Request(), where)
-            prompt = _ids(steps[0].prompt_token_ids)
-            seen = Seen(answer, prompt, [_ids(step.response_ids) for step in steps])
+            if memoryview(response).nbytes > LONG_BYTES:
+                return await asyncio.to_thread(_read, response, where)
+            return _read(response, where)
         except (RolloutError, msgspec.MsgspecError) as error:
             text = f"its session will be marked as failed: {error}"
             self.warn("a call has no usable tokens", text)
             return None
+
+    def count(self, session: Session, agent: str | None, seen: Seen) -> None:
+        """Count the tokens of a recorded call."""
         self.metrics.tokens.inc(sum(map(len, seen.responses)))
         if session.count(agent, seen):
             self.metrics.drifts.inc()
-        return seen
 
     async def end(self, name: str, said: Mapping[str, Any]) -> Session:
         """End a session; repeating the same outcome has no effect.
@@ -348,6 +354,22 @@ def losses_of(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any
     if session is not None and session.num_lost and not said.get("error"):
         found["error"] = f"calls_lost: {count(session.num_lost, 'call')} could not be written"
     return found
+
+
+def _read(response: msgspec.Raw, where: str) -> Seen:
+    answer = whole_response(_decoded(response), where)
+    steps = read_choices(answer, Request(), where)
+    prompt = _ids(steps[0].prompt_token_ids)
+    return Seen(answer, prompt, [_ids(step.response_ids) for step in steps])
+
+
+def _decoded(response: msgspec.Raw) -> LoggedAnswer:
+    content = memoryview(response)
+    if content.nbytes > LONG_BYTES and bytes(content[:1]) == b"[":
+        # Chunk by chunk, because other threads wait while msgspec decodes.
+        return [_CHUNK.decode(chunk) for chunk in _CHUNKS.decode(response)]
+    answer: LoggedAnswer = _ANSWER.decode(response)
+    return answer
 
 
 def _ids(ids: Any) -> Any:

@@ -1,8 +1,10 @@
 import asyncio
 import json
+import threading
 
 import pytest
 
+from pipelines.record import recorder
 from pipelines.record.client import RecorderClient
 from pipelines.record.targets import key_of, path_of, target_of
 from rollout_io.cli.main import run
@@ -278,3 +280,30 @@ def test_the_helper_opens_a_session_and_ends_it_with_its_block(engine, tmp_path)
     asyncio.run(main())
     assert outcomes(tmp_path / "ds") == {"a_3": (1.0, None), "a_0": (None, "KeyError: 'gone'")}
     assert rows(tmp_path / "ds", "policy_version")[0] == {"policy_version": 5}
+
+
+def test_other_calls_go_on_while_a_long_answer_is_read(tmp_path, monkeypatch):
+    read, reading, others_done = recorder._read, threading.Event(), threading.Event()
+
+    def slow_read(response, where):
+        if where == "session long/0":
+            reading.set()
+            assert others_done.wait(10)
+        return read(response, where)
+
+    monkeypatch.setattr(recorder, "_read", slow_read)
+    monkeypatch.setattr(recorder, "LONG_BYTES", 1000)
+    stream = CHAT | {"stream": True}
+
+    async def main(url):
+        async with recording(tmp_path / "ds", url) as client:
+            long = asyncio.ensure_future(client.post("/s/long/0/v1/chat/completions", json=stream))
+            await asyncio.to_thread(reading.wait, 10)
+            answer = await client.get("/health")
+            assert (answer.status_code, long.done()) == (200, False)
+            others_done.set()
+            assert b"[DONE]" in (await long).content
+            assert (await client.get("/s/long/0")).json()["tokens"] == 6
+
+    with running(FakeEngine()) as url:
+        asyncio.run(main(url))
