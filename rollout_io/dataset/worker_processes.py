@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, TypeVar
 
+from rollout_io.dataset.arrow_startup import keep_pandas_out_of_arrow
 from schemas.errors import InputError, RolloutError
 
 T = TypeVar("T")
@@ -124,6 +125,7 @@ def _alive(worker: _Worker) -> Iterator[None]:
 def _work(connection: Connection) -> None:
     """Run a worker: receive the function and a task, then send results and receive tasks."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    keep_pandas_out_of_arrow()
     with suppress(EOFError, OSError):
         function, task = connection.recv()
         while True:

@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pyarrow as pa
+
 from rollout_io.dataset.parallel import Workers
 from schemas.errors import RolloutError
 
@@ -41,6 +43,12 @@ def fail(_):
 def unchanged(table):
     """Here, because a worker imports the module of its function: this one imports little."""
     return table
+
+
+def imports_pandas(values):
+    """Whether pandas has been imported once an Arrow array was built."""
+    pa.array(values)
+    return "pandas" in sys.modules
 
 
 def list_children():

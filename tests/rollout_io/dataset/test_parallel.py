@@ -22,6 +22,7 @@ from schemas import RolloutError
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.conversion_helpers import files_in
 from tests.helpers.table_helpers import STEPS
+from tests.helpers.worker_helpers import imports_pandas
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,10 @@ def test_work_ends_when_processes_fail_or_it_is_interrupted_with_large_messages_
     assert done.returncode == 0, done.stderr
     assert ("killed by SIGKILL" in done.stdout) == name.startswith("die")
     assert ("No space left on device" in done.stdout) == (name == "fail")
+
+
+def test_a_worker_process_builds_arrow_arrays_without_importing_pandas():
+    assert dict(Workers(2).map(imports_pandas, [[0], [1]])) == {0: False, 1: False}
 
 
 def test_a_task_of_a_conversion_holds_places_and_no_records(tmp_path):

@@ -1,4 +1,4 @@
-"""A faster start for verbs that build Arrow arrays from Python lists."""
+"""A faster start for processes that build Arrow arrays from Python lists."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 
 def keep_pandas_out_of_arrow() -> None:
-    """Stop `pa.array` from importing pandas, which takes 0.2 s on its first call.
+    """Stop `pa.array` from importing pandas on its first call, which takes as long as all our imports.
 
     pyarrow imports pandas once, if it is installed, to recognise pandas objects. We pass none, so
     the import is blocked during a first call; afterwards pandas can be imported as usual. Only the
-    command line may call this: a library must not block imports of the program that uses it.
+    command line and worker processes may call this: a library must not block imports of the program
+    that uses it.
     """
     if "pandas" in sys.modules:
         return
