@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from rollout_io.dataset.arrow_startup import keep_pandas_out_of_arrow
 from rollout_io.cli.formats import note_failures
 from rollout_io.cli.output import (
     emit_json,
@@ -19,6 +18,7 @@ from rollout_io.cli.output import (
     warn,
 )
 from rollout_io.cli.workers import num_for, workers_options
+from rollout_io.dataset.arrow_startup import keep_pandas_out_of_arrow
 from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import count
 

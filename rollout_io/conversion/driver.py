@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -20,7 +22,7 @@ from rollout_io.conversion.chunk import Chunk, Report, convert_chunk, repeated, 
 from rollout_io.conversion.finished import finished, record_of
 from rollout_io.conversion.inputs import PathLike, digests_of, open_file, paths_of
 from rollout_io.conversion.log import Log, Opened, open_log
-from rollout_io.conversion.plan import CHUNK_BYTES, Plan, chunks, plan_logs, refuse_nothing
+from rollout_io.conversion.plan import Plan, chunk_size, chunks, plan_logs, refuse_nothing
 from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
@@ -37,6 +39,7 @@ from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
+T = TypeVar("T")
 Progress = Callable[[int, int], object]
 # Keys of the history that describe the inputs; all other keys are facts about the logs.
 _OF_INPUTS = frozenset({"verb", "tool", "format", "inputs", "rewards"})
@@ -83,7 +86,7 @@ def convert(
     *,
     workers: Workers | int = 1,
     progress: Progress | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Conversion:
     """Convert logs in one or several formats to a rollout dataset.
 
@@ -100,7 +103,8 @@ def convert(
         workers: Processes that read and write chunks; `Workers(2, "ray")` uses Ray.
         progress: Called with (bytes, rows) since the last call; each input byte is counted twice,
             because logs are read twice.
-        chunk_bytes: Number of log bytes per chunk.
+        chunk_bytes: Number of log bytes per chunk; None: a sixteenth of the logs, but between 32 and
+            128 MiB.
 
     Raises:
         RolloutError: An argument is invalid or, with `on_error="fail"`, a record is invalid; no
@@ -128,18 +132,20 @@ def convert(
             paths_of(inputs), choices.format, spool, ignored, skips=skips, strict=choices.strict
         )
         rewards = open_file(choices.rewards, spool) if choices.rewards else None
-        identity = identity_of(opened.logs, rewards, choices, chunk_bytes)
-        identity["unused"] = [[r.place.where, digest_of(r.place.path)] for r in opened.unused]
-        if done := _done_before(staging, opened, identity):
+        chunk_bytes = chunk_size(opened.inputs) if chunk_bytes is None else chunk_bytes
+        # Hashing the logs takes as long as finding their runs, and needs no interpreter.
+        identified = _in_background(partial(identity_of, opened, rewards, choices, chunk_bytes))
+        if staging.out.datasets() and (done := _done_before(staging, opened, identified.result())):
             return done
         refuse_misfits(choices, opened.logs)
-        staging.begin(identity)
         named = {} if rewards is None else read_rewards(*rewards)
         found = (log.find(lambda n: report(n, 0), spool) for log in opened.logs)
         with without_collector():
             plans, outcomes = plan_logs(found, named, choices.group_by)
         plans[-1].rejected += opened.unused
         refuse_nothing(plans, opened.inputs)
+        identity = identified.result()
+        staging.begin(identity)
         settings = settings_of(choices, opened.logs, [planned.about for planned in plans], spool)
         parts = [
             (i, runs) for i, made in enumerate(plans) for runs in chunks(made.runs, chunk_bytes)
@@ -178,19 +184,34 @@ def _facts(metadata: DatasetMetadata) -> dict[str, Any]:
     return found
 
 
+def _in_background(work: Callable[[], T]) -> Future[T]:
+    """Start work in a thread; an interrupted process does not wait for it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def identity_of(
-    logs: Sequence[Log], rewards: Input | None, choices: Choices, chunk_bytes: int
+    opened: Opened, rewards: Input | None, choices: Choices, chunk_bytes: int
 ) -> dict[str, Any]:
     """Return the identity of a conversion as JSON: file contents, choices and version."""
-    files = [*(given for log in logs for given in log.inputs), *([rewards] if rewards else [])]
+    files = [*opened.inputs, *([rewards] if rewards else [])]
     return {
         "tool": tool_name(),
-        "formats": [log.format for log in logs],
+        "formats": [log.format for log in opened.logs],
         "choices": asdict(choices)
         | {"group_by": list(choices.group_by), "rewards": rewards and rewards.name},
         "chunk_bytes": chunk_bytes,
         "inputs": [[file.name, digests_of(file)] for file in files],
         "tokenizer": [digests_of(file) for file in _tokenizer_files(choices)],
+        "unused": [[r.place.where, digest_of(r.place.path)] for r in opened.unused],
     }
 
 

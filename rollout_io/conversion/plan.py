@@ -14,8 +14,9 @@ from rollout_io.formats.base import About, Found, Input, Rejected, Run
 from rollout_io.formats.clues import empty_file
 from schemas.errors import ConfigError, InputError, InvariantError
 
-# Size of the log records of one chunk; an interruption loses at most one chunk per worker.
-CHUNK_BYTES = 128 << 20
+# Size of the log records of one chunk. An interruption loses at most one chunk per worker.
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 32 << 20, 128 << 20
+_NUM_CHUNKS = 16  # with fewer, a worker would often wait for the last chunk of another
 
 
 @dataclass(slots=True)
@@ -117,7 +118,18 @@ def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
         raise InputError("no_calls", where, "the log contains no calls", "", hint)
 
 
-def chunks(runs: Sequence[Run], chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[Run]]:
+def chunk_size(inputs: Iterable[Input]) -> int:
+    """Return the number of bytes per chunk for logs of this size.
+
+    It does not depend on the number of workers, so that another number resumes the same chunks.
+    """
+    paths = [given.path for given in inputs]
+    files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
+    num_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    return min(max(num_bytes // _NUM_CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
+
+
+def chunks(runs: Sequence[Run], chunk_bytes: int) -> Iterator[list[Run]]:
     """Cut consecutive runs into non-empty chunks of about `chunk_bytes` of records."""
     chunk: list[Run] = []
     num_bytes = 0

@@ -21,6 +21,7 @@ MAX_DOCUMENT_BYTES = 4 << 30
 """Size limit of an input that is read into memory entirely."""
 
 _BUFFER_BYTES = 1 << 20
+_HASHED_BYTES = 8 << 20  # large, because a thread waits for the interpreter after each block
 _OPEN_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)|/dev/stdin")
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -128,8 +129,11 @@ def digest_of(path: str | os.PathLike[str]) -> str:
     Raises:
         InputError: `input_file`: see `open_input`.
     """
+    digest = hashlib.sha256()
     with open_input(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(_HASHED_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _irregular(where: str, mode: int) -> InputError:

@@ -16,7 +16,7 @@ import pytest
 from rollout_io import Choices, RolloutWriter, convert, read, read_log
 from rollout_io.cli.main import run
 from rollout_io.conversion.driver import identity_of
-from rollout_io.conversion.log import Log
+from rollout_io.conversion.log import Log, Opened
 from rollout_io.dataset.opening import read_input
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.formats.calls import ADAPTER
@@ -127,12 +127,12 @@ def test_a_tokenizer_and_a_chat_template_are_told_by_their_contents_without_the_
     template = write(tmp_path / "template.jinja", {"b": 1})
     named = Choices(format="calls", tokenizer=str(tokenizer), chat_template=str(template))
     log = Log("calls", ADAPTER, [])
-    first = identity_of([log], None, named, 1)
+    first = identity_of(Opened([log]), None, named, 1)
     (tokenizer / "model.safetensors").write_bytes(b"others!")
-    assert identity_of([log], None, named, 1) == first
+    assert identity_of(Opened([log]), None, named, 1) == first
     for path in (tokenizer / "tokenizer.json", template):
         replaced(path, path.read_bytes().replace(b"1", b"2"))
-        assert identity_of([log], None, named, 1) != first
+        assert identity_of(Opened([log]), None, named, 1) != first
         replaced(path, path.read_bytes().replace(b"2", b"1"))
 
 

@@ -131,7 +131,7 @@ def test_a_task_of_a_conversion_holds_places_and_no_records(tmp_path):
     path = tmp_path / "calls.jsonl"
     path.write_text(lines)
     found = find_sessions([Input("calls.jsonl", path)], lambda _: None)
-    (runs,) = chunks(plan(found, {}).runs)
+    (runs,) = chunks(plan(found, {}).runs, 1 << 30)
     assert len(pickle.dumps(Chunk(part=Part(writing=""), runs=runs, out=""))) < len(lines) / 50
 
 
