@@ -17,7 +17,7 @@ from rollout_io.cli.output import (
     progress_bar,
     warn,
 )
-from rollout_io.cli.workers import num_for, workers_options
+from rollout_io.cli.workers import num_converters, workers_options
 from rollout_io.dataset.arrow_startup import keep_pandas_out_of_arrow
 from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import count
@@ -171,12 +171,13 @@ def convert(
         def progress(num_bytes: int, num_rows: int) -> None:
             advance(num_bytes / _READS, num_rows)
 
+        num = workers or num_converters(_num_bytes(inputs), retokenizes=tokenizer is not None)
         try:
             done = driver.convert(
                 inputs,
                 out,
                 choices,
-                workers=Workers(workers or num_for(_num_bytes(inputs)), engine),
+                workers=Workers(num, engine),
                 progress=progress,
             )
         except driver.NothingUsable as error:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _BYTES_PER_PROCESS = 64 << 20  # starting a process takes as long as reading tens of MB
 
+_CONVERTED_ALONE_BYTES = 1 << 30
+"""Logs up to this size are converted by one process: two were not reliably faster on 500 MB."""
+
 _LOG = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,3 +65,14 @@ def num_for(num_bytes: int) -> int:
     from rollout_io.dataset.parallel import num_cores
 
     return min(num_cores(), 1 + num_bytes // _BYTES_PER_PROCESS)
+
+
+def num_converters(num_bytes: int, *, retokenizes: bool) -> int:
+    """Return the default number of processes that convert logs of this size.
+
+    Args:
+        num_bytes: Size of the logs.
+        retokenizes: True if there is a tokenizer, which makes the conversion many times slower.
+    """
+    is_small = num_bytes <= _CONVERTED_ALONE_BYTES
+    return 1 if is_small and not retokenizes else num_for(num_bytes)
