@@ -60,6 +60,12 @@ class Ragged:
         """Return the row that contains each flat position."""
         return np.searchsorted(self.offsets, positions, side="right") - 1
 
+    def take(self, rows: IntArray) -> Ragged:
+        """Return the rows with the given indices, in that order."""
+        valid = self.valid[rows]
+        joined = _as_bytes(self).take(to_arrow(rows))
+        return _of_bytes(joined, self.lengths[rows], valid, self.values.dtype)
+
     def to_arrow(self, element_type: pa.DataType) -> pa.Array:
         """Convert to an Arrow list array (large if 32-bit offsets do not suffice)."""
         mask = None if self.valid.all() else to_arrow(~self.valid)
@@ -107,3 +113,44 @@ def gather(values: npt.NDArray[Any], starts: IntArray, lengths: IntArray) -> npt
         parts = [values[a:b] for a, b in zip(starts.tolist(), ends, strict=True)]
         return np.concatenate(parts)
     return values[ranges(starts, lengths)]
+
+
+def zipped(*parts: Ragged) -> Ragged:
+    """Concatenate the rows of several columns: row i of the result is row i of each part in turn.
+
+    A null row of a part is left out, whatever its offsets are; a row of the result is null if it
+    is null in all parts.
+
+    Args:
+        parts: Columns of N rows whose values have the same dtype.
+
+    Example:
+        >>> a = Ragged.from_arrow(pa.array([[1], [2, 3]]))
+        >>> b = Ragged.from_arrow(pa.array([[7], []]))
+        >>> zipped(a, b).values.tolist()
+        [1, 7, 2, 3]
+    """
+    rows = map(_as_bytes, parts)
+    joined = pc.binary_join_element_wise(*rows, _no_bytes(), null_handling="skip")
+    lengths = np.sum([np.where(part.valid, part.lengths, 0) for part in parts], axis=0)
+    valid = np.logical_or.reduce([part.valid for part in parts])
+    return _of_bytes(joined, lengths, valid, parts[0].values.dtype)
+
+
+def _as_bytes(column: Ragged) -> pa.Array:
+    """[N] View the rows as byte strings: Arrow's kernels for them copy a row at once, lists do not."""
+    validity = None if column.valid.all() else to_arrow(column.valid).buffers()[1]
+    values = np.ascontiguousarray(column.values)
+    buffers = [validity, pa.py_buffer(column.offsets * values.itemsize), pa.py_buffer(values)]
+    return pa.Array.from_buffers(pa.large_binary(), len(column.valid), buffers)
+
+
+def _no_bytes() -> pa.Scalar:
+    # `pa.scalar` would import pandas.
+    return _as_bytes(Ragged(np.empty(0, np.uint8), np.zeros(2, np.int64), np.ones(1, np.bool_)))[0]
+
+
+def _of_bytes(rows: pa.Array, lengths: IntArray, valid: BoolArray, dtype: np.dtype[Any]) -> Ragged:
+    offsets = offsets_of(lengths)
+    values = np.frombuffer(rows.buffers()[2] or b"", dtype, int(offsets[-1]))
+    return Ragged(values, offsets, valid)

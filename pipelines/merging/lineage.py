@@ -63,7 +63,9 @@ def continued_rows(
     joins = whole & (keys >= 0) & (keys == keys[tree.parent])
     parent = np.where(joins, tree.parent, -1)
     reach = len(parent) if rule == "lineage" else 1
-    steps_back = np.where(np.isin(tree.start, tree.start[keys < 0]), 1, reach)
+    steps_back = np.full(len(parent), reach)
+    steps_back[tree.start[keys < 0]] = 1
+    steps_back = steps_back[tree.start]
     undecided = list(_undecided(tree, parent, steps_back))
     whole = Ancestry(tree).whole if undecided else parent
     for start, end in undecided:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelines.merging.prefix_tree import PrefixTree, followed
-from schemas.ragged import BoolArray, IntArray, offsets_of
+from schemas.ragged import BoolArray, IntArray, Ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,6 @@ class Sequences:
         start: [N] start of the step's response in the response of its sequence.
         known: [N] number of leading tokens of the step's prompt that earlier steps of its sequence
             contain.
-        offsets: [M + 1] start of each sequence's response when all responses are concatenated.
     """
 
     order: IntArray
@@ -33,7 +32,6 @@ class Sequences:
     of: IntArray
     start: IntArray
     known: IntArray
-    offsets: IntArray
 
     @classmethod
     def of_steps(cls, tree: PrefixTree, continued: IntArray) -> Sequences:
@@ -51,18 +49,29 @@ class Sequences:
         length = tree.prompt + tree.response
         known = np.where(continued < 0, 0, length[continued])
         start = tree.prompt - tree.prompt[head][of]
-        offsets = offsets_of(length[last] - tree.prompt[head])
-        return cls(order, first, head, last, of, start, known, offsets)
+        return cls(order, first, head, last, of, start, known)
 
     @property
     def count(self) -> IntArray:
         """[M] Number of steps in each sequence."""
         return np.diff(np.append(self.first, len(self.order)))
 
+    def joined(self, steps: Ragged) -> Ragged:
+        """[M] Concatenate the rows of each sequence's steps; null if its first step's row is null.
+
+        Args:
+            steps: [N] a row for each step.
+        """
+        if (self.order[1:] < self.order[:-1]).any():
+            steps = steps.take(self.order)
+        ends = np.append(self.first, len(self.order))
+        return Ragged(steps.values, steps.offsets[ends], steps.valid[self.first])
+
     def interleaved(self, tree: PrefixTree) -> BoolArray:
         """[M] True for every sequence of a trajectory whose sequences are interleaved."""
-        moved = self.order != np.arange(len(self.order))
-        return np.isin(tree.start[self.head], tree.start[moved])
+        moved = np.zeros(len(self.order), np.bool_)
+        moved[tree.start[self.order != np.arange(len(self.order))]] = True
+        return moved[tree.start[self.head]]
 
 
 def _ordered(continued: IntArray) -> tuple[IntArray, IntArray]:

@@ -19,7 +19,7 @@ from pipelines.tables import (
 )
 from rollout_io.dataset.prefix_layout import trajectory_starts
 from schemas.numpy_arrays import to_arrow, to_numpy
-from schemas.ragged import BoolArray, IntArray, Ragged, gather, offsets_of, ranges
+from schemas.ragged import BoolArray, IntArray, Ragged, gather, offsets_of, zipped
 from schemas.types import without_views
 
 
@@ -57,7 +57,7 @@ def _tokens(out: pa.Table, table: pa.Table, steps: Steps) -> pa.Table:
     prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
     responses = Ragged.from_arrow(table.column("response_ids"))
     length = np.where(steps.length < 0, responses.lengths[steps.row], steps.length)
-    whole = _prompt_and_response(prompts, responses)
+    whole = zipped(prompts, responses)
     prompt_length = prompts.lengths[steps.row] + steps.start
     prompt = gather(whole.values, whole.offsets[steps.row], prompt_length)
     valid = np.ones(len(steps.row), np.bool_)
@@ -71,15 +71,6 @@ def _tokens(out: pa.Table, table: pa.Table, steps: Steps) -> pa.Table:
             part = gather(values.values, values.offsets[steps.row] + steps.start, kept)
             out = set_column(out, name, Ragged(part, offsets_of(kept), known).to_arrow(kind))
     return out
-
-
-def _prompt_and_response(prompts: Ragged, responses: Ragged) -> Ragged:
-    lengths = prompts.lengths + responses.lengths
-    offsets = offsets_of(lengths)
-    values = np.empty(int(offsets[-1]), np.int32)
-    values[ranges(offsets[:-1], prompts.lengths)] = prompts.values
-    values[ranges(offsets[:-1] + prompts.lengths, responses.lengths)] = responses.values
-    return Ragged(values, offsets, prompts.valid)
 
 
 def _in_step_order(out: pa.Table, table: pa.Table, joined: BoolArray) -> pa.Table:
