@@ -172,6 +172,22 @@ def test_merging_from_the_prefix_columns_equals_merging_from_full_prompts(table,
     assert merge_table(encode_prefixes(table), rule).equals(merge_table(table, rule))
 
 
+def test_a_fork_within_a_response_gets_the_shared_prompt_and_response_tokens():
+    prompts = pl.Series([[1, 2], [1, 2, 3, 9]], dtype=pl.List(pl.Int32))
+    responses = pl.Series([[3, 4], [5, 6]], dtype=pl.List(pl.Int32))
+    pairs = [[True, True]] * 2
+    logprobs = pl.Series([[-0.5, -0.25]] * 2, dtype=pl.List(pl.Float32))
+    steps = STEPS.with_columns(
+        prompt_token_ids=prompts,
+        response_ids=responses,
+        loss_mask=pl.Series(pairs),
+        rollout_logprobs=logprobs,
+    )
+    stored = encode_prefixes(as_table(steps.collect()))
+    assert stored.column("prefix_length").to_pylist() == [0, 3]
+    assert merge_table(stored).column("prompt_token_ids").to_pylist() == prompts.to_list()
+
+
 @given(rollout_tables(max_steps=6))
 @relaxed
 def test_a_table_merged_by_one_rule_can_be_merged_by_the_other(table):
