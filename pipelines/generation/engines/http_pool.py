@@ -10,7 +10,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -148,44 +148,49 @@ class Servers:
         urls = self._order(session)
         headers = {} if session is None else {"X-Session-ID": session}
         attempts = self.limits.max_attempts
-        return await self._repeat(urls, path, body, headers, attempts)
+        return await self._repeat(self._within_limits, urls, path, body, headers, attempts)
 
     async def call_each(self, path: str, body: Body = None) -> list[bytes]:
         """Call every server, as `call` does; responses are in the order of `urls`.
 
         There are at most three attempts, because these requests have side effects.
         """
-        return list(await asyncio.gather(*(self._call_one(url, path, body) for url in self.urls)))
+        return list(await asyncio.gather(*(self.call_one(url, path, body) for url in self.urls)))
 
-    async def change_each(self, requests: Sequence[tuple[str, Body]]) -> None:
-        """Send the requests that change the weights to every server.
+    async def call_one(
+        self, url: str, path: str, body: Body = None, *, attempts: int = _EACH_ATTEMPTS
+    ) -> bytes:
+        """Call the server with this root, as `call` does, but outside the limits on calls.
+
+        Running calls may hold all slots until such a request lets them go on.
+        """
+        attempts = min(self.limits.max_attempts, attempts)
+        return await self._repeat(self._send, [url], path, body, {}, attempts)
+
+    async def change_each(self, change: Callable[[str], Awaitable[None]]) -> None:
+        """Change the weights of every server: `change` gets the root of each, at the same time.
 
         A server that fails while another one succeeds gets no calls until it has accepted
-        `when_returned`, so set `when_returned` to these requests afterwards.
+        `when_returned`, so set `when_returned` before.
 
         Raises:
             EngineError: As for `call`; a request was refused, or all servers failed.
         """
 
-        async def change(url: str) -> ServerError | None:
+        async def try_to(url: str) -> ServerError | None:
             try:
-                for path, body in requests:
-                    await self._call_one(url, path, body)
+                await change(url)
             except ServerError as error:
                 return error
             return None
 
-        found = await asyncio.gather(*(change(url) for url in self.urls))
+        found = await asyncio.gather(*(try_to(url) for url in self.urls))
         failed = [(url, error) for url, error in zip(self.urls, found, strict=True) if error]
         if len(failed) == len(self.urls):
             raise failed[0][1]
         for url, error in failed:
             _LOGGER.warning("%s did not load new weights, and gets no calls: %s", url, error.got)
             self.lose(url)
-
-    async def _call_one(self, url: str, path: str, body: Body) -> bytes:
-        attempts = min(self.limits.max_attempts, _EACH_ATTEMPTS)
-        return await self._repeat([url], path, body, {}, attempts)
 
     def _order(self, session: str | None) -> list[str]:
         if session is None:
@@ -195,6 +200,7 @@ class Servers:
 
     async def _repeat(
         self,
+        send: Callable[[str, Callable[[], Body] | Body, dict[str, str]], Awaitable[_Answer]],
         urls: Sequence[str],
         path: str,
         body: Callable[[], Body] | Body,
@@ -207,7 +213,7 @@ class Servers:
             url = root + path
             try:
                 await self.welcome_back(root)
-                answer = await self._once(url, body, headers)
+                answer = await send(url, body, headers)
             except (aiohttp.ClientError, ConnectionError) as error:
                 self.lose(root)
                 got = f"{type(error).__name__} {error}".strip()
@@ -253,27 +259,32 @@ class Servers:
                 return
             self._lost[root] = time.monotonic() + self.limits.max_backoff_s
             for path, body in self.when_returned:
-                answer = await self._once(root + path, body, {})
+                answer = await self._send(root + path, body, {})
                 if not answer.is_success:
                     raise aiohttp.ClientConnectionError(f"status {answer.status} from {path}")
             del self._lost[root]
 
-    async def _once(
+    async def _within_limits(
         self, url: str, body: Callable[[], Body] | Body, headers: dict[str, str]
     ) -> _Answer:
         async with self._slots:
             await self._start()
-            async with asyncio.timeout(self.limits.timeout_s):
-                asked, method, data = body() if callable(body) else body, "GET", None
-                if asked is not None:
-                    method, data = "POST", payload(msgspec.json.encode(asked))
-                    headers = {"Content-Type": "application/json", **headers}
-                async with self._client.request(
-                    method, url, data=data, headers=headers, allow_redirects=False
-                ) as response:
-                    content = await response.read()
-                retry_after = response.headers.get("Retry-After", "")
-                return _Answer(response.status, response.reason or "", retry_after, content)
+            return await self._send(url, body, headers)
+
+    async def _send(
+        self, url: str, body: Callable[[], Body] | Body, headers: dict[str, str]
+    ) -> _Answer:
+        async with asyncio.timeout(self.limits.timeout_s):
+            asked, method, data = body() if callable(body) else body, "GET", None
+            if asked is not None:
+                method, data = "POST", payload(msgspec.json.encode(asked))
+                headers = {"Content-Type": "application/json", **headers}
+            async with self._client.request(
+                method, url, data=data, headers=headers, allow_redirects=False
+            ) as response:
+                content = await response.read()
+            retry_after = response.headers.get("Retry-After", "")
+            return _Answer(response.status, response.reason or "", retry_after, content)
 
     async def _start(self) -> None:
         """Wait until the rate limit allows another call."""

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -17,8 +17,9 @@ from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling, is
 from pipelines.generation.engines.completion_answers import read_sampled
 from pipelines.generation.engines.http_pool import Body, Limits, ServerError, Servers
 from pipelines.generation.engines.output_layers import OutputLayers, lacks_output_layer
+from pipelines.generation.engines.weight_transfer import OpenSender, Transfers
 from rollout_io.formats.parsing.jsonl import decode_line
-from schemas.errors import ConfigError, EngineError, InputError, count
+from schemas.errors import ConfigError, EngineError, InputError, MissingExtra, count
 from schemas.metadata import LogprobsMode
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
@@ -75,6 +76,8 @@ class VllmEngine:
         api_key: The servers' `--api-key`.
         policy_version: Version of the servers' weights.
         logprobs_mode: Distribution of their log-probabilities; None to detect it with a few calls.
+        senders: How to open a connection that transfers weights, by the `backend` of the servers'
+            `--weight-transfer-config`; other servers load files.
 
     Attributes:
         servers: HTTP client of the servers.
@@ -89,6 +92,7 @@ class VllmEngine:
         api_key: str | None = None,
         policy_version: int = 0,
         logprobs_mode: LogprobsMode | None = None,
+        senders: Mapping[str, OpenSender] | None = None,
     ) -> None:
         urls = [urls] if isinstance(urls, str) else urls
         self.servers = Servers(urls, limits or Limits(), api_key=api_key)
@@ -98,6 +102,7 @@ class VllmEngine:
         self._logprobs_mode = logprobs_mode
         self.policy_version = policy_version
         self.context_tokens: int | None = None
+        self._transfers = Transfers(self.servers, senders or {})
         self._output_layers = OutputLayers()
         self._uses_cpu: bool | None = None
 
@@ -115,6 +120,7 @@ class VllmEngine:
     async def __aenter__(self) -> Self:
         await self.servers.__aenter__()
         try:
+            await self._transfers.check()
             if self._model is None:
                 bodies = await self.servers.call_each("/v1/models")
                 listed = [decode_line(_MODELS, b, "/v1/models") for b in bodies]
@@ -129,6 +135,7 @@ class VllmEngine:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        await self._transfers.close()
         await self.servers.__aexit__(*error)
         self._output_layers.close()
 
@@ -170,6 +177,9 @@ class VllmEngine:
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`; the servers must see the same files under the same path.
 
+        A server with one of the `senders` gets the tensors of the files instead, and loads the files
+        only if the transfer fails.
+
         A server that disconnects and comes back loads the weights again, because a restarted server
         has its initial weights. A path that is not a model directory is rejected here, because it
         would make vLLM exit. On a CPU, the servers load a model with tied embeddings from a copy
@@ -180,10 +190,10 @@ class VllmEngine:
         if is_adapter(path):
             await self._load_adapter(path, policy_version)
         else:
-            await self._load_model(path)
+            await self._load_model(path, policy_version)
         self.policy_version = policy_version
 
-    async def _load_model(self, path: str) -> None:
+    async def _load_model(self, path: str, policy_version: int) -> None:
         weights, is_copy = Path(path).absolute(), False
         if not any(weights.glob("*.safetensors")):
             got = "not a Hugging Face model directory: it has no *.safetensors"
@@ -192,10 +202,22 @@ class VllmEngine:
             weights, is_copy = await asyncio.to_thread(self._output_layers.add, weights), True
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
         # Cached keys and values come from the old weights.
-        requests = [("/collective_rpc", body), ("/reset_prefix_cache", {})]
-        self._base_requests = self.servers.when_returned = requests
+        requests: list[tuple[str, Body]] = [("/collective_rpc", body), ("/reset_prefix_cache", {})]
+        await self._transfers.begin()
+        after = self._transfers.requests_after_files(policy_version)
+        # Twice if a transfer may have broken: vLLM 0.32 then still holds weights of some layers, and
+        # mixes them into the first load.
+        loads = [requests[0], *requests, *after] if after else requests
+        self._base_requests = self.servers.when_returned = loads
+
+        async def change(url: str) -> None:
+            if self._transfers.takes(url):
+                await _to_its_end(self._transfer(url, weights, policy_version))
+            else:
+                await self._send(url, requests)
+
         try:
-            await self.servers.change_each(requests)
+            await self.servers.change_each(change)
         except ServerError as error:
             if error.status != 500:
                 raise
@@ -211,6 +233,23 @@ class VllmEngine:
         else:
             self._output_layers.close()
 
+    async def _transfer(self, url: str, weights: Path, policy_version: int) -> None:
+        """Transfer weights to a server; if that fails, let it load the files before any call."""
+        try:
+            await self._transfers.send(url, weights, policy_version)
+        except (ConfigError, MissingExtra):
+            raise
+        except Exception as error:  # also those of the sender's library
+            got = f"{type(error).__name__}: {error}"
+            _LOG.warning("%s loads the files of new weights, whose transfer failed: %s", url, got)
+            await self._transfers.recover(url)
+            self.servers.lose(url)
+            await self.servers.call_one(url, "/weight_info")  # after `when_returned`
+
+    async def _send(self, url: str, requests: Sequence[tuple[str, Body]]) -> None:
+        for path, body in requests:
+            await self.servers.call_one(url, path, body)
+
     async def _load_adapter(self, path: str, policy_version: int) -> None:
         """Load an adapter, keep the current one loaded, and unload the one before it."""
         # The name depends on the contents: vLLM may still cache another run's adapter of the same
@@ -223,7 +262,7 @@ class VllmEngine:
         loads = [(_LOAD_ADAPTER, request) for request in kept]
         self.servers.when_returned = [*self._base_requests, *loads]
         try:
-            await self.servers.change_each(loads[-1:])
+            await self.servers.change_each(lambda url: self._send(url, loads[-1:]))
         except EngineError as error:
             if isinstance(error, ServerError) and error.status is None:
                 raise
@@ -328,6 +367,16 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
     return fields
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that a cancellation does not break off; it is raised afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 def _digest(path: str) -> str:
