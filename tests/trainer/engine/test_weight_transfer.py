@@ -1,0 +1,43 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from schemas.errors import MissingExtra
+from trainer.engine.weight_transfer import Checkpoint, open_nccl_sender
+
+
+def test_the_tensors_of_a_checkpoint_are_those_of_its_index_under_their_names(
+    tmp_path: Path,
+) -> None:
+    saved = {
+        "model.a": torch.arange(6.0).view(2, 3),
+        "model.b": torch.ones(4, dtype=torch.bfloat16),
+        "lm_head.weight": torch.zeros((), dtype=torch.float16),
+    }
+    shards = {name: f"model-{number}.safetensors" for number, name in enumerate(saved)}
+    for name, file in shards.items():
+        save_file({name: saved[name]}, tmp_path / file)
+    source = Checkpoint(tmp_path)
+    save_file({"other": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    assert "other" in dict(source)
+    index = {"weight_map": shards}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for _ in range(2):
+        found = dict(source)
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in found.items())
+    described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source]
+    assert source.metadata() == described
+
+
+def test_without_vllm_here_the_error_names_both_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingExtra, match="needs vLLM in the trainer's environment") as error:
+        open_nccl_sender("http://localhost:1", lambda *_: b"")
+    assert error.value.hint is not None
+    assert "install the servers' version of vLLM" in error.value.hint
+    assert "without --weight-transfer-config" in error.value.hint
