@@ -15,7 +15,8 @@ The model is a Qwen3-0.6B built from its configuration, with random weights and 
 - `recompiles`: updates on trees of other shapes, and the number of graphs compiled for them.
 - `vllm`: a vLLM server on the same card. Seconds to write and load new weights, and to sample the
   first token with them; tokens per second of concurrent calls. `--python` names the interpreter of an
-  environment with vLLM.
+  environment with vLLM. With a second card, and vLLM in this environment too, the server runs there, and
+  gets the weights by transfer.
 - `rl`: `rollouts rl` with the embedded engine, from sampling to new weights.
 
 With `--device cpu --tiny`, every part runs with a model of 2 layers. This shows that the script works;
@@ -48,7 +49,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import training, trees
 from benchmarks.padded import micro_batches, padded_step
-from benchmarks.weight_sync import timed
+from benchmarks.weight_sync import ON_SECOND_GPU, TRANSFER, can_transfer, timed
 from pipelines.generation.engines.base import Sampling
 from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
@@ -56,6 +57,7 @@ from schemas.ragged import IntArray
 from trainer import rl
 from trainer.batches.data import Batch
 from trainer.batches.packing import cut_batch
+from trainer.engine.weight_transfer import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION
 from trainer.models.policy import Policy, load_policy
 from trainer.run.settings import objective_of, packing_of
@@ -419,6 +421,8 @@ def measure_vllm(arguments: argparse.Namespace) -> Figures:
         }  # fmt: skip
     else:
         given += ["--gpu-memory-utilization", "0.4"]
+        if can_transfer():
+            given, variables = [*given, *TRANSFER], variables | ON_SECOND_GPU
     with _setup(arguments) as setup, tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), setup.arguments.model
         with VllmServer(
@@ -439,7 +443,7 @@ async def _use_server(url: str, setup: Setup, folder: Path) -> Figures:
     arguments = setup.arguments
     num_calls, num_tokens = (4, 8) if arguments.tiny else (256, 256)
     rounds = []
-    async with VllmEngine(url) as engine:
+    async with VllmEngine(url, senders={"nccl": open_nccl_sender}) as engine:
         for number in range(arguments.rounds + 1):
             path, source = folder / str(number), Path(arguments.model)
             rounds.append(await timed(engine, setup.policy, path, source, as_adapter=False))
@@ -451,7 +455,13 @@ async def _use_server(url: str, setup: Setup, folder: Path) -> Figures:
     later = rounds[1:]  # the first one warms up
     parts = {f"{k} seconds": statistics.median(r[k] for r in later) for k in later[0]}
     tokens = sum(len(each.response_ids) for each in sampled)
-    return {**parts, "sampled_tokens": tokens, "sampled_tokens_per_s": tokens / seconds}
+    way = "transfer" if can_transfer() else "files"
+    return {
+        "weights by": way,
+        **parts,
+        "sampled_tokens": tokens,
+        "sampled_tokens_per_s": tokens / seconds,
+    }
 
 
 class Length:

@@ -2,28 +2,40 @@
 
     python -m benchmarks.weight_sync [--model DIR] [--python .venv-vllm/bin/python] [--rounds 5]
 
-A LoRA policy goes to the same vLLM server as a whole model and as an adapter, in turn. Each round
-changes the adapter, writes it, loads it, and samples one token. The output is the median of each
-part and the ratio of the sums.
+A LoRA policy goes to the same vLLM server as a whole model in files, as a whole model by transfer, and
+as an adapter, in turn. Each round changes the adapter, writes it, loads it, and samples one token. The
+output is the median of each part and the ratio of the sums. The transfer needs a second GPU, for the
+server, and vLLM in this environment; without them it is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 from pipelines.generation.engines.base import Sampling
 from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
+from trainer.engine.weight_transfer import open_nccl_sender
 from trainer.models.lora import AdapterSettings, add_adapter, save_adapter
 from trainer.models.policy import Policy, load_policy
 from trainer.run.checkpoint import write_model
 
 Times = dict[str, float]
+TRANSFER = ["--weight-transfer-config", '{"backend": "nccl"}']
+ON_SECOND_GPU = {"CUDA_VISIBLE_DEVICES": "1"}  # NCCL refuses two processes on one GPU
+
+
+def can_transfer() -> bool:
+    """True if weights can be transferred from here to a server on a second GPU."""
+    return torch.cuda.device_count() > 1 and importlib.util.find_spec("vllm") is not None
 
 
 def main() -> None:
@@ -37,6 +49,8 @@ def main() -> None:
     given += ["--max-loras", "2", "--max-lora-rank", str(arguments.rank)]
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
     variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+    if can_transfer():
+        given, variables = [*given, *TRANSFER], variables | ON_SECOND_GPU
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with VllmServer(
@@ -50,26 +64,29 @@ def main() -> None:
 
 
 async def compare(url: str, policy: Policy, folder: Path, arguments: argparse.Namespace) -> None:
-    times: dict[bool, list[Times]] = {True: [], False: []}
-    async with VllmEngine(url) as engine:
-        for number in range(2 * (arguments.rounds + 1)):
-            as_adapter = number % 2 == 1
-            for name, weight in policy.model.named_parameters():
-                if "lora_B" in name:
-                    weight.data += 1e-3
-            path = folder / str(number)
-            times[as_adapter].append(
-                await timed(engine, policy, path, Path(arguments.model), as_adapter=as_adapter)
-            )
+    senders = {"nccl": open_nccl_sender}
+    async with VllmEngine(url) as by_files, VllmEngine(url, senders=senders) as by_transfer:
+        ways = {"whole model by files": (by_files, False)}
+        if can_transfer():
+            ways["whole model by transfer"] = by_transfer, False
+        ways["adapter"] = by_files, True
+        times: dict[str, list[Times]] = {way: [] for way in ways}
+        for number in range(arguments.rounds + 1):
+            for way, (engine, as_adapter) in ways.items():
+                for name, weight in policy.model.named_parameters():
+                    if "lora_B" in name:
+                        weight.data += 1e-3
+                path, source = folder / f"{number} {way}", Path(arguments.model)
+                times[way].append(await timed(engine, policy, path, source, as_adapter=as_adapter))
     totals = {}
-    for as_adapter, all_rounds in times.items():
+    for way, all_rounds in times.items():
         rounds = all_rounds[1:]  # the first one warms up
         parts = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-        totals[as_adapter] = statistics.median(sum(one.values()) for one in rounds)
+        totals[way] = statistics.median(sum(one.values()) for one in rounds)
         shown = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts.items())
-        kind = "adapter" if as_adapter else "whole model"
-        print(f"{kind}: {totals[as_adapter]:.2f} s ({shown})")
-    print(f"whole model / adapter: {totals[False] / totals[True]:.1f}x")
+        print(f"{way}: {totals[way]:.2f} s ({shown})")
+    for way in list(totals)[:-1]:
+        print(f"{way} / adapter: {totals[way] / totals['adapter']:.1f}x")
 
 
 async def timed(
