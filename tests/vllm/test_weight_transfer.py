@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import sys
 
 import numpy as np
@@ -156,9 +157,12 @@ def test_a_transfer_that_breaks_within_a_layer_is_made_good_by_the_files(
 
     async def use(engine):
         monkeypatch.setattr(vllm, "packed_nccl_broadcast_producer", breaks)
+        begin = len(server.log.read_text())
         await engine.load_weights(str(versions[1]), policy_version=1)
         monkeypatch.setattr(vllm, "packed_nccl_broadcast_producer", whole)
         assert "ConnectionError: the line is cut" in caplog.text
+        said = server.log.read_text()[begin:]
+        assert re.findall(r"POST /collective_rpc HTTP/1.1. (\d+)", said) == ["200"]
         first = await version_of(engine), await sampled_of(engine, tokenizer)
         caplog.clear()
         await engine.load_weights(str(versions[2]), policy_version=2)

@@ -205,10 +205,7 @@ class VllmEngine:
         requests: list[tuple[str, Body]] = [("/collective_rpc", body), ("/reset_prefix_cache", {})]
         await self._transfers.begin()
         after = self._transfers.requests_after_files(policy_version)
-        # Twice if a transfer may have broken: vLLM 0.32 then still holds weights of some layers, and
-        # mixes them into the first load.
-        loads = [requests[0], *requests, *after] if after else requests
-        self._base_requests = self.servers.when_returned = loads
+        self._base_requests = self.servers.when_returned = [*requests, *after]
 
         async def change(url: str) -> None:
             if self._transfers.takes(url):

@@ -28,6 +28,8 @@ Post = Callable[[str, Body], bytes]
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _CLOSE_S = 10.0
+_PAUSE = "/pause?mode=keep"
+_SHUTDOWN = "/shutdown_weight_transfer_engine"
 _RESUME: tuple[str, Body] = ("/resume", {})
 
 
@@ -161,7 +163,7 @@ class Transfers:
                 self._senders[url] = await requests.run(lambda: opened(url, requests)), requests
             sender, requests = self._senders[url]
             # A server between two of the requests below must not compute with its weights.
-            await self._servers.call_one(url, "/pause?mode=keep", {}, attempts=1)
+            await self._servers.call_one(url, _PAUSE, {}, attempts=1)
             await requests.run(lambda: sender.send(directory, policy_version))
             await self._check_version(url, policy_version)
             for path, body in (("/reset_prefix_cache", {}), _RESUME):
@@ -178,18 +180,24 @@ class Transfers:
             raise EngineError("engine_answer", url, got, expected)
 
     async def recover(self, url: str) -> None:
-        """End a broken transfer on the server; its sender is opened again for the next one."""
-        for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
-            with suppress(EngineError):  # the server may be down, or have ended the update itself
-                await self._servers.call_one(url, path, {}, attempts=1)
+        """End a broken transfer on the server; its sender is opened again for the next one.
+
+        A whole update without weights follows, because vLLM 0.32 still holds those that it received
+        for incomplete layers: the next load would take them for a part of its own, and fail.
+        """
+        with suppress(EngineError):  # the server may be down
+            # Again, because a server that came back was resumed.
+            await self._servers.call_one(url, _PAUSE, {}, attempts=1)
+            for path in ("/start_weight_update", "/finish_weight_update", _SHUTDOWN):
+                with suppress(EngineError):  # the broken update may go on, so that none can start
+                    await self._servers.call_one(url, path, {}, attempts=1)
 
     async def close(self) -> None:
         """Close all senders."""
         for url in list(self._senders):
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
-                    path = "/shutdown_weight_transfer_engine"
-                    await self._servers.call_one(url, path, {}, attempts=1)
+                    await self._servers.call_one(url, _SHUTDOWN, {}, attempts=1)
             self._drop(url)
 
     def _drop(self, url: str) -> None:
