@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.view.bundle_files import FOLDER as BUNDLE
 from rollout_io.cli.main import run
 from tests.conftest import EXAMPLES
 
@@ -184,6 +185,8 @@ def test_there_are_forty():
 def test_a_wrong_command_answers_in_one_message_that_names_the_fix(
     folder, monkeypatch, capsys, command, code, rule, words
 ):
+    if rule == "tokenizer" and command.startswith("view") and not BUNDLE.is_dir():
+        pytest.skip("the page of the viewer is not built (make view), which is reported first")
     monkeypatch.chdir(folder)
     before = sorted(folder.rglob("*"))
     start_s = time.process_time()
