@@ -28,11 +28,18 @@ from schemas.columns import arrow_schema
 from schemas.errors import InputError, InvariantError
 from schemas.metadata import DatasetMetadata
 from schemas.numpy_arrays import empty_table, to_numpy
-from schemas.types import PREFIX_TYPES, as_table, cast_column, cast_table
+from schemas.types import (
+    PREFIX_TYPES,
+    as_table,
+    cast_column,
+    cast_table,
+    without_null_elements,
+)
 
 ROW_GROUP_ROWS = 4096
 ROW_GROUP_BYTES = 128 << 20  # bounds memory: readers and transforms hold one row group at a time
 SHARD_BYTES = 512 << 20
+_SPLIT = frozenset({"prompt_token_ids", "prompt_suffix_ids", "response_ids", "rollout_logprobs"})
 
 
 class RolloutWriter:
@@ -235,6 +242,7 @@ class _Shard:
 
     def __init__(self, folder: Location, final: Location, schema: pa.Schema) -> None:
         self.schema, self.num_bytes = schema, 0
+        self._stored = without_null_elements(schema)
         self._num_rows: list[int] = []
         self._final, self._temporary = final, temporary(final)
         self._writer: pq.ParquetWriter | None = None
@@ -242,7 +250,7 @@ class _Shard:
             folder.fs.makedirs(folder.path, exist_ok=True)
             self._file = folder.fs.open(self._temporary.path, "wb")
         try:
-            self._writer = self._open(schema)
+            self._writer = self._open(self._stored)
         except BaseException:
             self.discard()
             raise
@@ -271,8 +279,8 @@ class _Shard:
         assert self._writer is not None
         whole = _concat([empty_table(self.schema), table]).select(self.schema.names)
         self.num_bytes += whole.nbytes
-        columns = [cast_column(whole.column(f.name), f.type) for f in self.schema]
-        whole = pa.Table.from_arrays(columns, schema=self.schema)
+        columns = [cast_column(whole.column(f.name), f.type) for f in self._stored]
+        whole = pa.Table.from_arrays(columns, schema=self._stored)
         with _writable(self._final):
             self._writer.write_table(whole, row_group_size=max(1, whole.num_rows))
         self._num_rows.append(whole.num_rows)
@@ -285,10 +293,10 @@ class _Shard:
             footer: Further key-value pairs.
         """
         assert self._writer is not None
-        placed = dict(footer) if place is None else {**footer, **place.encode()}
-        digest = seal(self.schema, self.schema.metadata | placed, self._num_rows)
+        pairs = {**footer, **({} if place is None else place.encode())}
+        digest = seal(self._stored, self._stored.metadata | pairs, self._num_rows)
         with _writable(self._final):
-            self._writer.add_key_value_metadata(placed | digest)
+            self._writer.add_key_value_metadata(pairs | digest)
             self._writer.close()
             self._file.close()
             publish(self._temporary, self._final)
@@ -323,12 +331,11 @@ def _writable(final: Location) -> Iterator[None]:
 def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
     """Choose dictionary encoding for columns whose values recur.
 
-    Token ids of the `prefix` layout rarely recur: without a dictionary they compress better and
-    faster. Log-probabilities are split by byte significance.
+    Token ids and log-probabilities are split by byte significance: they compress better and faster
+    than with a dictionary.
     """
-    split = [f.name for f in schema if f.name == "rollout_logprobs"]
-    plain = {"prompt_suffix_ids", "response_ids", *split}
-    dictionary = [path for f in schema if f.name not in plain for path in _leaves(f.name, f.type)]
+    split = [f.name for f in schema if f.name in _SPLIT]
+    dictionary = [path for f in schema if f.name not in split for path in _leaves(f.name, f.type)]
     return dictionary, {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in split}
 
 

@@ -46,7 +46,7 @@ def test_any_flipped_bit_in_a_data_page_is_noticed(tmp_path):
     wanted = read(file)
     column = pq.ParquetFile(file).metadata.row_group(0).column(5)
     assert column.path_in_schema == "prompt_token_ids.list.element"
-    start = column.dictionary_page_offset
+    start = column.data_page_offset
     noticed = 0
     for offset in range(start, start + column.total_compressed_size):
         file.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -58,6 +59,34 @@ def test_scalar_columns_have_statistics_and_lists_have_none(tmp_path):
     known = {c.path_in_schema for c in columns if c.is_stats_set}
     assert known == {c.path_in_schema for c in columns if ".list." not in c.path_in_schema}
     assert "step_index" in known
+
+
+def test_lists_of_numbers_are_stored_without_null_elements_and_read_as_declared(tmp_path):
+    users = pa.array([[1, None], [2]], pa.list_(pa.int32()))
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(pa.table(STEPS).append_column("notes", users))
+    stored = pq.read_schema(tmp_path / "ds" / "part-00000.parquet")
+    for name in ("prompt_suffix_ids", "response_ids", "loss_mask"):
+        assert not stored.field(name).type.value_field.nullable
+    assert stored.field("notes").type.value_field.nullable
+    table = read(tmp_path / "ds")
+    assert table.schema.field("response_ids").type == pa.list_(pa.int32())
+    assert table["notes"].to_pylist() == [[1, None], [2]]
+
+
+@pytest.mark.parametrize("is_old_first", [True, False])
+def test_shards_with_nullable_and_with_non_null_elements_are_one_dataset(is_old_first, tmp_path):
+    file = write_example(tmp_path)
+    table, other = read(file), tmp_path / f"ds/part-{'!' if is_old_first else '1'}.parquet"
+    renamed = table.set_column(2, "trajectory_id", pa.array(["b_0", "b_0"]))
+    renamed = renamed.set_column(0, "instance_id", pa.array(["b", "b"]))
+    pq.write_table(renamed.replace_schema_metadata(None), other)
+    both = [table, renamed] if not is_old_first else [renamed, table]
+    expected = pl.concat([pl.from_arrow(one) for one in both])
+    assert pl.from_arrow(read(tmp_path / "ds")).equals(expected)
+    assert pl.read_parquet(tmp_path / "ds").equals(expected)
+    assert ds.dataset(tmp_path / "ds").to_table().num_rows == 4
+    assert not pl.concat(check_dataset(tmp_path / "ds")).filter(severity="error").height
 
 
 @given(rollout_tables())
