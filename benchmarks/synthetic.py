@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 
-from schemas.ragged import Ragged, offsets_of
+from schemas.ragged import Ragged, gather, offsets_of
 
 VOCAB_SIZE = 49_152
 
@@ -33,26 +35,68 @@ def growing_trajectories(
     return _table(prompts, responses, num_trajectories, num_turns, rng)
 
 
+def short_trajectories(first: int, num: int, *, seed: int = 0) -> pa.Table:
+    """Generate trajectories of 1 to 3 short steps, numbered from `first`, without Python lists.
+
+    Eight trajectories form a group. Groups have random names, so that ids are in no order.
+    """
+    rng = np.random.default_rng([seed, first])
+    steps = rng.integers(1, 4, num)
+    bounds = offsets_of(steps)
+    number = np.repeat(np.arange(first, first + num), steps)
+    step = np.arange(len(number)) - np.repeat(bounds[:-1], steps)
+    observed, answered = rng.integers(10, 60, (2, len(number)))
+    ends = offsets_of(observed + answered)
+    chat = (rng.zipf(1.3, int(ends[-1])) % VOCAB_SIZE).astype(np.int32)
+    begins = np.repeat(ends[bounds[:-1]], steps)
+    split = ends[:-1] + observed
+    valid = np.ones(len(number), np.bool_)
+    prompts = Ragged(gather(chat, begins, split - begins), offsets_of(split - begins), valid)
+    response = Ragged(gather(chat, split, answered), offsets_of(answered), valid)
+    name = number.astype(np.uint64) // 8 * np.uint64(0x9E3779B97F4A7C15)
+    ids = pl.DataFrame({"name": name, "repetition": (number % 8).astype(np.int32)}).select(
+        instance_id=pl.format("task-{}", "name"),
+        repetition_id="repetition",
+        trajectory_id=pl.format("task-{}_{}", "name", "repetition"),
+    )
+    last = np.append(step[1:] == 0, True)
+    return _columns(ids.to_arrow(), step.astype(np.int32), last, prompts, response, rng)
+
+
 def _table(
     prompts: list, responses: list, num: int, turns: int, rng: np.random.Generator
 ) -> pa.Table:
     step = np.tile(np.arange(turns, dtype=np.int32), num)
     instance = [f"task-{i // 8}" for i in range(num) for _ in range(turns)]
     repetition = [i % 8 for i in range(num) for _ in range(turns)]
-    response = _ragged(responses)
-    logprobs = -rng.exponential(0.7, len(response.values)).astype(np.float32)
-    mask = np.ones(len(response.values), np.bool_)
-    last = step == turns - 1
-    return pa.table(
+    ids = pa.table(
         {
             "instance_id": pa.array(instance),
             "repetition_id": pa.array(repetition, pa.int32()),
             "trajectory_id": pa.array(
                 [f"{i}_{r}" for i, r in zip(instance, repetition, strict=True)]
             ),
+        }
+    )
+    return _columns(ids, step, step == turns - 1, _ragged(prompts), _ragged(responses), rng)
+
+
+def _columns(
+    ids: pa.Table,
+    step: np.ndarray,
+    last: np.ndarray,
+    prompts: Ragged,
+    response: Ragged,
+    rng: np.random.Generator,
+) -> pa.Table:
+    logprobs = -rng.exponential(0.7, len(response.values)).astype(np.float32)
+    mask = np.ones(len(response.values), np.bool_)
+    return pa.table(
+        {
+            **{name: ids.column(name) for name in ids.column_names},
             "step_index": pa.array(step),
             "is_last_step": pa.array(last),
-            "prompt_token_ids": _ragged(prompts).to_arrow(pa.int32()),
+            "prompt_token_ids": prompts.to_arrow(pa.int32()),
             "response_ids": response.to_arrow(pa.int32()),
             "loss_mask": Ragged(mask, response.offsets, response.valid).to_arrow(pa.bool_()),
             "rollout_logprobs": Ragged(logprobs, response.offsets, response.valid).to_arrow(
@@ -77,6 +121,15 @@ def best_of(runs: int, action: Callable[[], Any]) -> tuple[float, Any]:
         result = action()
         times.append(time.perf_counter() - start)
     return min(times), result
+
+
+def best_of_each(runs: int, actions: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Run actions in turn, several times; return the shortest time of each in seconds."""
+    best = dict.fromkeys(actions, math.inf)
+    for _ in range(runs):
+        for name, action in actions.items():
+            best[name] = min(best[name], best_of(1, action)[0])
+    return best
 
 
 def num_tokens(table: pa.Table) -> int:

@@ -69,7 +69,7 @@ def inspect(
     frame = open_dataset(dataset)
     if tokenizer is not None:
         warn_of_other_tokenizer(dataset, tokenizer)
-    ids = matching(frame, where)
+    ids = candidates(frame, where, trajectory)
     if trajectory is not None:
         ids = [known(trajectory, ids)]
     try:
@@ -96,6 +96,17 @@ def inspect(
     found = f"{len(views)} of {count(len(ids), 'trajectory')} shown"
     note(found if ids else f"no trajectory matches: {where}" if where else "the dataset is empty")
     ctx.exit(int(problem is not None))
+
+
+def candidates(frame: pl.LazyFrame, where: str | None, trajectory: str | None) -> list[str]:
+    """Return the ids that match a condition, or only `trajectory` if it exists and there is none.
+
+    Looking one trajectory up reads few row groups; listing all ids reads every row group.
+    """
+    if trajectory is None or where is not None:
+        return matching(frame, where)
+    is_there = len(rows_of(frame.select("trajectory_id"), [trajectory])) > 0
+    return [trajectory] if is_there else matching(frame, None)
 
 
 def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:

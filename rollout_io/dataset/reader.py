@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io.dataset.footer import Place, refuse_incomplete, verify
+from rollout_io.dataset.id_filters import row_groups_with
 from rollout_io.dataset.opening import refuse_irregular, too_many_open_files
 from rollout_io.dataset.partitions import partition_fields, partition_values, with_partition
 from rollout_io.dataset.polars_sources import lazy_frame
@@ -317,11 +318,16 @@ class _Shard:
     ) -> Iterator[tuple[int, pa.Table]]:
         """Yield row groups in their stored layout, upgraded to the current schema version.
 
-        Row groups in which no row satisfies `predicate` are skipped. List and string columns have
+        Row groups in which no row satisfies `predicate` are skipped; if it limits the ids, most of
+        them without being read (`rollout_io.dataset.id_filters`). List and string columns have
         plain types, even if the file has large or view types.
         """
+        numbers: Sequence[int] = range(self._footer.num_row_groups)
+        if predicate is not None and not self._partition:
+            with _readable(self.location):
+                numbers = row_groups_with(predicate, self.pairs, len(numbers)).tolist()
         with self._opened() as file:
-            for index in range(self._footer.num_row_groups):
+            for index in numbers:
                 if predicate is None or self._keeps_some(file, index, predicate):
                     yield index, self._row_group(file, index, names)
 
@@ -365,6 +371,7 @@ class _Shard:
         for index, table in self.row_groups([n for n in stored if n in self.names], predicate):
             if has_prompts:
                 raise_errors(check_references(table), f"{self.location.path}, row group {index}")
+                table = table if predicate is None else _trajectories_with(table, predicate)
                 table = decode_prefixes(table) if decode else table
             yield table.select([n for n in wanted if n in table.column_names])
 
@@ -528,6 +535,19 @@ def _physical(names: Sequence[str]) -> list[str]:
     prefix = [field.name for field in PREFIX_FIELDS]
     at = names.index("prompt_token_ids")
     return [*names[:at], *prefix, *names[at + 1 :]]
+
+
+def _trajectories_with(table: pa.Table, predicate: pl.Expr) -> pa.Table:
+    """Return the rows of the trajectories in which a row satisfies the predicate.
+
+    If the predicate needs decoded prompts, return all rows.
+    """
+    used = set(predicate.meta.root_names())
+    if not used <= set(table.column_names):
+        return table
+    rows = _frame(table.select(list(used | {"trajectory_id"})))
+    ids = rows.filter(predicate)["trajectory_id"].unique()
+    return table.filter(to_arrow(rows["trajectory_id"].is_in(ids.implode()).to_numpy()))
 
 
 def _frame(table: pa.Table) -> pl.DataFrame:

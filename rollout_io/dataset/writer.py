@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.footer import Part, Place, Places, seal
+from rollout_io.dataset.id_filters import IdFilters
 from rollout_io.dataset.prefix_layout import encode_prefixes, trajectory_starts
 from rollout_io.dataset.storage import (
     SHARD_PREFIX,
@@ -244,6 +245,7 @@ class _Shard:
         self.schema, self.num_bytes = schema, 0
         self._stored = without_null_elements(schema)
         self._num_rows: list[int] = []
+        self._ids = IdFilters()
         self._final, self._temporary = final, temporary(final)
         self._writer: pq.ParquetWriter | None = None
         with _writable(final):
@@ -284,6 +286,7 @@ class _Shard:
         with _writable(self._final):
             self._writer.write_table(whole, row_group_size=max(1, whole.num_rows))
         self._num_rows.append(whole.num_rows)
+        self._ids.add(whole)
 
     def publish(self, place: Place | None, footer: Mapping[bytes, bytes]) -> Location:
         """Write the footer and rename the file.
@@ -293,7 +296,7 @@ class _Shard:
             footer: Further key-value pairs.
         """
         assert self._writer is not None
-        pairs = {**footer, **({} if place is None else place.encode())}
+        pairs = {**footer, **self._ids.encode(), **({} if place is None else place.encode())}
         digest = seal(self._stored, self._stored.metadata | pairs, self._num_rows)
         with _writable(self._final):
             self._writer.add_key_value_metadata(pairs | digest)
