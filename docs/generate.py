@@ -139,9 +139,9 @@ The following were compared with the settings that were kept:
 
 A shard's footer also stores Bloom filters of the `trajectory_id` and `instance_id` of each row group, 12 bits per id, with
 digests. A filter on an id, as in `scan(DS).filter(pl.col("trajectory_id") == "shop-2_1")` or `inspect --where`, reads the tokens of
-only the row groups that have it. With a million trajectories of 1 to 3 short rows (390 MB, 490 row groups), this took 0.05 s of
-CPU time instead of 0.66 s. Row groups stay at 4,096 rows: most of the rest is reading the footers, which smaller row groups
-lengthen, and one row group. Parquet's own statistics and Bloom filters were not used for this, because random ids spread over
+only the row groups that have it. With a million trajectories of 1 to 3 short rows (390 MB, 490 row groups), this took 0.05 to
+0.07 s of CPU time (medians of two runs) instead of 0.66 s: two fifths to open the shards, a quarter for the filters, a quarter
+for one row group. Other sizes of row groups were not compared. Parquet's own statistics and Bloom filters were not used for this, because random ids spread over
 every row group's range, and because no checksum covers them: a flipped bit could hide rows.
 
 In the `full` layout, `BYTE_STREAM_SPLIT` instead of a dictionary for `prompt_token_ids` makes 60-turn trajectories 4.0 times
