@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _BYTES_PER_PROCESS = 64 << 20  # starting a process takes as long as reading tens of MB
 
-_CONVERTED_ALONE_BYTES = 1 << 30
-"""Logs up to this size are converted by one process: two were not reliably faster on 500 MB."""
+_CONVERTED_ALONE_BYTES = 320 << 20
+"""Logs up to this size are converted by one process: with two, starting them takes what they save."""
 
 _LOG = logging.getLogger(__name__)
 

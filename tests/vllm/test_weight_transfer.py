@@ -108,6 +108,7 @@ def test_every_transferred_version_speaks_with_all_its_layers(server, versions, 
     assert "transfer failed" not in caplog.text
 
 
+@pytest.mark.nightly
 def test_calls_that_run_during_a_transfer_go_on_with_the_new_weights(server, versions, tokenizer):
     async def use(engine):
         long = Sampling(max_tokens=300, extra={"ignore_eos": True})
@@ -124,6 +125,7 @@ def test_calls_that_run_during_a_transfer_go_on_with_the_new_weights(server, ver
     check_says_what_the_model_says(after, versions[3])
 
 
+@pytest.mark.nightly
 def test_a_loop_over_transfers_samples_from_each_update(
     config_of, server, smollm2_dir, tmp_path, caplog
 ):
@@ -174,6 +176,7 @@ def test_a_transfer_that_breaks_within_a_layer_is_made_good_by_the_files(
         check_says_what_the_model_says(sampled, versions[version])
 
 
+@pytest.mark.nightly
 def test_a_server_killed_in_the_middle_loads_the_files_when_it_is_back(
     vllm, server, versions, tokenizer, monkeypatch
 ):
