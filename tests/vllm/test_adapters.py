@@ -1,5 +1,6 @@
 import asyncio
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -69,13 +70,14 @@ def test_a_swap_under_load_serves_no_token_of_another_version(
     lora_server, smollm2_dir, adapters, tokenizer
 ):
     prompts = prompt_ids(tokenizer, QUESTIONS[:8])
-    swapped = asyncio.Event()
+    swapped, num_done = asyncio.Event(), Counter()
 
     async def ask(engine, prompt, number):
         found = []
         while not swapped.is_set():
             sampling = Sampling(max_tokens=8 + 4 * number, seed=len(found))
             found.append(await engine.sample(prompt, sampling, session=str(number)))
+            num_done[found[-1].policy_version] += 1
         return found
 
     async def swap(engine):
@@ -83,7 +85,9 @@ def test_a_swap_under_load_serves_no_token_of_another_version(
         for version in range(1, 5):
             path = str(adapters / f"version_{version}")
             await engine.load_weights(path, policy_version=version)
-            await asyncio.sleep(3)
+            async with asyncio.timeout(300):
+                while num_done[version] < 4:
+                    await asyncio.sleep(0.05)
         swapped.set()
 
     async def use():
