@@ -107,45 +107,46 @@ cannot be skipped.
 
 ### How columns are stored
 
-Shards are Parquet with zstd (level 1), pages of 1 MiB, page checksums, and row groups of up to 4,096 rows. Token ids and
-log-probabilities are encoded with `BYTE_STREAM_SPLIT`, other columns with a dictionary. Declared lists of numbers have elements
-that are not null, so that Parquet stores one level less per element; the reader returns the declared types, and reads older
-files, whose elements may be null. Polars, pandas, pyarrow, DuckDB, Daft, `datasets` and Ray read both, also in one directory.
+Shards are Parquet files with zstd compression (level 1), 1 MiB pages, page checksums, and row groups of up to 4,096 rows. Token
+ids and log-probabilities are encoded with `BYTE_STREAM_SPLIT`, other columns with a dictionary. The elements of declared lists of
+numbers are not nullable, which saves Parquet one level per element; the reader returns the declared types, and still reads older
+files with nullable elements. Polars, pandas, pyarrow, DuckDB, Daft, `datasets` and Ray read both, even in one directory.
 
-These settings were compared on real logs of vLLM (770 rows) and on synthetic trajectories: 60 turns with ids by Zipf's law
-or uniform, and short ones of 1 to 3 turns. The table shows size and CPU time relative to the settings before (ids plain, elements
-nullable); times are minima of 25 interleaved rounds in one thread, on a machine under load, so differences below a tenth mean
-little.
+These settings were compared on real vLLM logs (770 rows) and on synthetic trajectories: long ones of 60 turns, with ids from a
+Zipf or a uniform distribution, and short ones of 1 to 3 turns. The table shows size and CPU time relative to the previous
+settings (plain ids, nullable elements). Times are minima over 25 interleaved rounds in one thread on a loaded machine, so ignore
+differences below 10 %.
 
 | setting | kept | size (real, Zipf, uniform, short) | write | read everything |
 |---|---|---|---|---|
 | ids with `BYTE_STREAM_SPLIT` | yes | 1.00, 0.87, 0.89, 0.88 | 0.7 to 1.0 | 0.8 to 1.1 |
-| with `BYTE_STREAM_SPLIT`, and elements not null | yes | 1.00, 0.87, 0.89, 0.88 | 0.6 to 1.1 | 0.6 to 1.0 |
+| ids with `BYTE_STREAM_SPLIT`, elements not nullable | yes | 1.00, 0.87, 0.89, 0.88 | 0.6 to 1.1 | 0.6 to 1.0 |
 | ids with a dictionary | no | 1.02, 1.01, 0.97, 1.01 | 0.9 to 1.5 | 0.9 to 1.0 |
 | ids with `DELTA_BINARY_PACKED` | no | 1.09, 1.24, 0.93, 1.23 | 0.8 to 1.1 | 0.8 to 1.2 |
-| log-probabilities plain | no | 1.01, 1.05, 1.03, 1.05 | 0.9 | 1.1 |
+| plain log-probabilities | no | 1.01, 1.05, 1.03, 1.05 | 0.9 | 1.1 |
 
-The following were compared with the settings that were kept:
+The next table is relative to the settings that were kept:
 
 | setting | kept | size (real, Zipf, uniform, short) | write | read everything |
 |---|---|---|---|---|
 | zstd level 3 | no | 0.99, 1.01, 1.00, 1.01 | 1.0 to 1.4 | 0.9 to 1.0 |
 | lz4 | no | 1.17, 1.22, 1.04, 1.25 | 0.7 to 0.9 | 0.5 to 0.9 |
 | no compression | no | 3.86, 2.28, 1.65, 2.34 | 0.6 to 0.8 | 0.5 to 0.9 |
-| pages of 256 KiB; of 4 MiB | no | 1.00 to 1.03; 0.99 to 1.00 | no difference | 1.0 to 1.1; 1.0 |
-| data pages of version 2 | no | 1.02, 1.00, 1.00, 1.05 | no difference | no difference |
+| 256 KiB pages; 4 MiB pages | no | 1.00 to 1.03; 0.99 to 1.00 | no difference | 1.0 to 1.1; 1.0 |
+| data page version 2 | no | 1.02, 1.00, 1.00, 1.05 | no difference | no difference |
 | page index | no | 1.00 to 1.01 | no difference | no difference |
 | no page checksums | no | 1.00 | no difference | 0.9 to 1.0 |
 
-A shard's footer also stores Bloom filters of the `trajectory_id` and `instance_id` of each row group, 12 bits per id, with
-digests. A filter on an id, as in `scan(DS).filter(pl.col("trajectory_id") == "shop-2_1")` or `inspect --where`, reads the tokens of
-only the row groups that have it. With a million trajectories of 1 to 3 short rows (390 MB, 490 row groups), this took 0.05 to
-0.07 s of CPU time (medians of two runs) instead of 0.66 s: two fifths to open the shards, a quarter for the filters, a quarter
-for one row group. Other sizes of row groups were not compared. Parquet's own statistics and Bloom filters were not used for this, because random ids spread over
-every row group's range, and because no checksum covers them: a flipped bit could hide rows.
+For each row group, the shard's footer also stores Bloom filters of `trajectory_id` and `instance_id` (12 bits per id, with
+digests). A query for an id, such as `scan(DS).filter(pl.col("trajectory_id") == "shop-2_1")` or one with `inspect --where`, reads
+tokens only from row groups that may contain the id. With a million trajectories of 1 to 3 short rows (390 MB, 490 row groups),
+this took 0.05 to 0.07 s of CPU time (medians of two runs) instead of 0.66 s: two fifths to open the shards, a quarter to check the
+filters, and a quarter to read one row group. Other row group sizes were not compared. Parquet's own statistics and Bloom filters
+do not suffice: random ids span the whole range in every row group, and no checksum covers either, so a flipped bit could hide
+rows.
 
-In the `full` layout, `BYTE_STREAM_SPLIT` instead of a dictionary for `prompt_token_ids` makes 60-turn trajectories 4.0 times
-smaller (22.9 and 5.8 MB) and takes 0.3 of the time to read; real logs become 6 to 11 % smaller.
+In the `full` layout, encoding `prompt_token_ids` with `BYTE_STREAM_SPLIT` instead of a dictionary makes 60-turn trajectories
+4.0 times smaller (5.8 MB instead of 22.9 MB) and cuts their read time to 30 %; real logs become 6 to 11 % smaller.
 
 ## Object stores
 
