@@ -27,7 +27,7 @@ _KEY = "rollout_io."
 DIGEST, PLACE = b"rollout_io.digest", b"rollout_io.place"
 """Keys for a shard's digest and its position in the dataset (see `rollout_io.dataset.footer`)."""
 ID_FILTERS = b"rollout_io.id_filters"
-"""Key for the filters of ids of each row group (see `rollout_io.dataset.id_filters`)."""
+"""Key for each row group's filters of ids (see `rollout_io.dataset.id_filters`)."""
 CONVERSION = b"rollout_io.conversion"
 """Key for the record that identifies a conversion (see `rollout_io.conversion.finished`)."""
 _OF_ROWS = (
@@ -182,9 +182,8 @@ def upgrade(
 def _ours(pairs: Mapping[bytes, bytes] | None) -> dict[str, Any]:
     found = {}
     for key, value in (pairs or {}).items():
-        if (
-            key.startswith(_KEY.encode()) and key != ID_FILTERS
-        ):  # large, and no metadata of the dataset
+        # The filters of ids are large, and not metadata of the dataset.
+        if key.startswith(_KEY.encode()) and key != ID_FILTERS:
             try:
                 found[key.decode().removeprefix(_KEY)] = json.loads(value)
             except (ValueError, RecursionError):

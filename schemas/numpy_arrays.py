@@ -73,7 +73,7 @@ def _slots(chunk: pa.Array) -> npt.NDArray[Any]:
 
 
 def _bits(buffer: pa.Buffer, chunk: pa.Array) -> npt.NDArray[np.bool_]:
-    """[N] Unpack a bitmap of a chunk: ten times faster than Polars."""
+    """[N] Unpack a bitmap of a chunk, ten times faster than Polars."""
     begin, end = chunk.offset, chunk.offset + len(chunk)
     packed = np.frombuffer(buffer, np.uint8)[begin // 8 :]
     unpacked = np.unpackbits(packed, count=end - begin // 8 * 8, bitorder="little")

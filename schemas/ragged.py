@@ -118,8 +118,8 @@ def gather(values: npt.NDArray[Any], starts: IntArray, lengths: IntArray) -> npt
 def zipped(*parts: Ragged) -> Ragged:
     """Concatenate the rows of several columns: row i of the result is row i of each part in turn.
 
-    A null row of a part is left out, whatever its offsets are; a row of the result is null if it
-    is null in all parts.
+    Null rows of a part are skipped, whatever their offsets are; a row of the result is null if it is
+    null in all parts.
 
     Args:
         parts: Columns of N rows whose values have the same dtype.
@@ -138,7 +138,7 @@ def zipped(*parts: Ragged) -> Ragged:
 
 
 def _as_bytes(column: Ragged) -> pa.Array:
-    """[N] View the rows as byte strings: Arrow's kernels for them copy a row at once, lists do not."""
+    """[N] View the rows as byte strings, which Arrow copies a row at a time, unlike lists."""
     validity = None if column.valid.all() else to_arrow(column.valid).buffers()[1]
     values = np.ascontiguousarray(column.values)
     buffers = [validity, pa.py_buffer(column.offsets * values.itemsize), pa.py_buffer(values)]

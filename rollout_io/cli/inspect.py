@@ -99,9 +99,9 @@ def inspect(
 
 
 def candidates(frame: pl.LazyFrame, where: str | None, trajectory: str | None) -> list[str]:
-    """Return the ids that match a condition, or only `trajectory` if it exists and there is none.
+    """Return the ids that match a condition; without one, only `trajectory` if it exists.
 
-    Looking one trajectory up reads few row groups; listing all ids reads every row group.
+    Looking up one trajectory reads few row groups; listing all ids reads every row group.
     """
     if trajectory is None or where is not None:
         return matching(frame, where)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _BYTES_PER_PROCESS = 64 << 20  # starting a process takes as long as reading tens of MB
 
 _CONVERTED_ALONE_BYTES = 320 << 20
-"""Logs up to this size are converted by one process: with two, starting them takes what they save."""
+"""Logs up to this size are converted by one process: starting a second takes longer than it saves."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def num_converters(num_bytes: int, *, retokenizes: bool) -> int:
 
     Args:
         num_bytes: Size of the logs.
-        retokenizes: True if there is a tokenizer, which makes the conversion many times slower.
+        retokenizes: True if text is re-tokenized, which makes the conversion many times slower.
     """
     is_small = num_bytes <= _CONVERTED_ALONE_BYTES
     return 1 if is_small and not retokenizes else num_for(num_bytes)

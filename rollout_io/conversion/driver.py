@@ -133,7 +133,7 @@ def convert(
         )
         rewards = open_file(choices.rewards, spool) if choices.rewards else None
         chunk_bytes = chunk_size(opened.inputs) if chunk_bytes is None else chunk_bytes
-        # Hashing the logs takes as long as finding their runs, and needs no interpreter.
+        # Hash the logs in a thread: it takes as long as finding their runs, and releases the GIL.
         identified = _in_background(partial(identity_of, opened, rewards, choices, chunk_bytes))
         if staging.out.datasets() and (done := _done_before(staging, opened, identified.result())):
             return done
@@ -185,7 +185,7 @@ def _facts(metadata: DatasetMetadata) -> dict[str, Any]:
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:
-    """Start work in a thread; an interrupted process does not wait for it."""
+    """Start work in a daemon thread, so that an interrupted process does not wait for it."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -16,7 +16,7 @@ from schemas.errors import ConfigError, InputError, InvariantError
 
 # Size of the log records of one chunk. An interruption loses at most one chunk per worker.
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 32 << 20, 128 << 20
-_NUM_CHUNKS = 16  # with fewer, a worker would often wait for the last chunk of another
+_NUM_CHUNKS = 16  # with fewer, workers are often idle while the last chunk is converted
 
 
 @dataclass(slots=True)
@@ -119,9 +119,9 @@ def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
 
 
 def chunk_size(inputs: Iterable[Input]) -> int:
-    """Return the number of bytes per chunk for logs of this size.
+    """Return the number of bytes per chunk for these logs.
 
-    It does not depend on the number of workers, so that another number resumes the same chunks.
+    It does not depend on the number of workers, so a conversion can be resumed with another number.
     """
     paths = [given.path for given in inputs]
     files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]

@@ -1,9 +1,9 @@
 """Bloom filters of the ids in each row group of a shard, stored in its footer.
 
 A query for a few trajectories or instances reads only the row groups that may contain them.
-Parquet's own statistics and Bloom filters would not do: random ids spread over every row group's
-range, and neither is covered by a checksum, so that a flipped bit could hide rows. These filters
-have digests, which the footer's digest (`rollout_io.dataset.footer`) covers.
+Parquet's own statistics and Bloom filters do not suffice: random ids span the whole range in every
+row group, and no checksum covers either, so a flipped bit could hide rows. The filters here have
+digests, which the footer's digest (`rollout_io.dataset.footer`) covers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from schemas.ragged import BoolArray, IntArray, offsets_of
 
 ID_COLUMNS = ("trajectory_id", "instance_id")
 
-_FILTERS_OF = b"rollout_io_id_filters."  # not one of the keys that the footer's digest covers
+_FILTERS_OF = b"rollout_io_id_filters."  # prefix of keys that the footer's digest does not cover
 _BITS_PER_ID = 12
-_NUM_HASHES = 8  # with 12 bits per id, a filter takes 1 of 300 other ids for one of its own
+_NUM_HASHES = 8  # with 12 bits per id, the false-positive rate is 1 in 300
 
 
 @dataclass(slots=True)
@@ -49,8 +49,8 @@ class IdFilters:
     def encode(self) -> dict[bytes, bytes]:
         """Return the filters as Parquet key-value pairs.
 
-        The footer's digest covers only the digests of the filters, which are large: a reader that
-        does not use them need not check them.
+        The filters are large, so the footer's digest covers only their digests: a reader that does
+        not use them does not have to check them.
         """
         joined = {n: base64.b64encode(b"".join(self._filters[n])) for n in ID_COLUMNS}
         facts = {n: {"num_ids": self._num_ids[n], "digest": _digest(joined[n])} for n in ID_COLUMNS}
@@ -61,11 +61,11 @@ class IdFilters:
 def row_groups_with(
     predicate: pl.Expr, pairs: Mapping[bytes, bytes], num_row_groups: int
 ) -> IntArray:
-    """Return the indices of the row groups that may have a row that satisfies a predicate.
+    """Return the indices of the row groups that may contain rows that satisfy a predicate.
 
     Args:
-        predicate: A condition on each row.
-        pairs: Key-value pairs of the shard's footer, which agree with its digest.
+        predicate: Condition on a row.
+        pairs: Key-value pairs of the shard's footer, already checked against its digest.
         num_row_groups: Number of row groups of the shard.
 
     Raises:
@@ -75,14 +75,14 @@ def row_groups_with(
     if DIGEST in pairs and ID_FILTERS in pairs:
         for name in ID_COLUMNS:
             ids = required_ids(predicate, name)
-            # Among so many ids, each row group probably has one.
+            # With more ids, each row group probably contains one.
             if ids is not None and len(ids) <= num_row_groups:
                 kept &= _may_have(pairs, name, ids)
     return np.flatnonzero(kept)
 
 
 def required_ids(predicate: pl.Expr, name: str) -> set[str] | None:
-    """Return a set of ids to which a predicate limits a column; None if it does not limit it.
+    """Return the ids to which a predicate limits a column; None if it does not limit it.
 
     Example:
         >>> required_ids(
@@ -146,13 +146,13 @@ def _num_bytes(num_ids: int) -> int:
 
 
 def _hashes(ids: Iterable[str | None]) -> npt.NDArray[np.uint32]:
-    """Return two hashes per id, [N, 2]; the same in every version and process."""
+    """[N, 2] Return two hashes per id, the same in every version and process."""
     digests = (hashlib.blake2b(i.encode(), digest_size=8).digest() for i in ids if i is not None)
     return np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2)
 
 
 def _positions(hashes: npt.NDArray[np.uint32], num_bits: int | IntArray) -> IntArray:
-    """Return the positions of ids in filters of `num_bits` bits, [N or G, _NUM_HASHES]."""
+    """[N or G, _NUM_HASHES] Return the positions of ids in filters of `num_bits` bits."""
     first, second = hashes.astype(np.int64).T[:, :, None]
     positions: IntArray = (first + second * np.arange(_NUM_HASHES)) % num_bits
     return positions

@@ -1,7 +1,7 @@
-"""The local filesystem, with the methods of fsspec's filesystems that datasets use.
+"""The local filesystem, with those methods of an fsspec filesystem that datasets use.
 
-Importing fsspec reads the entry points of every installed package and imports fifty modules, asyncio
-and ssl among them. Only remote paths and patterns need it.
+Importing fsspec reads the entry points of every installed package and imports fifty modules,
+including asyncio and ssl, so it is imported only for remote paths and glob patterns.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _URL = "file://"
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """Files on this machine; every path is absolute, as `local_path` returns it."""
+    """Files on this machine. All paths are absolute, as `local_path` returns them."""
 
     def exists(self, path: str) -> bool:
-        """True if the path exists; a link must lead to something that exists."""
+        """True if the path exists; false for a broken link."""
         return Path(path).exists()
 
     def isfile(self, path: str) -> bool:
@@ -36,7 +36,7 @@ class LocalFiles:
         return Path(path).stat().st_size
 
     def ls(self, path: str, detail: bool = False) -> list[str]:  # noqa: ARG002, FBT001 - as in fsspec
-        """Return the paths in a directory in any order, or the path of a file."""
+        """Return the paths in a directory, in any order; for a file, its own path."""
         if not Path(path).is_dir():
             Path(path).stat()  # raises for a missing path
             return [path]
@@ -48,7 +48,7 @@ class LocalFiles:
         return _fsspec().find(path)  # type: ignore[no-any-return]
 
     def glob(self, path: str, *, detail: bool = False) -> Any:
-        """Return the paths that match a pattern; if `detail`, with what fsspec knows of each."""
+        """Return the paths that match a pattern; if `detail`, with fsspec's facts about each."""
         return _fsspec().glob(path, detail=detail)
 
     def open(self, path: str, mode: str = "rb", **_: object) -> Any:
@@ -89,10 +89,10 @@ class LocalFiles:
 
 
 def local_path(url: str) -> str | None:
-    """Return the absolute path that fsspec finds for a local path or `file://` URL.
+    """Return the absolute path of a local path or `file://` URL, as fsspec resolves it.
 
     Returns:
-        The path, without a final "/"; None if fsspec must tell what the URL means.
+        The path, without a final "/"; None if fsspec must interpret the URL.
     """
     path = url.removeprefix(_URL)
     if "://" in path or "::" in path or path.startswith(("data:", "file:", "local:")):

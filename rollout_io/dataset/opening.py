@@ -21,7 +21,7 @@ MAX_DOCUMENT_BYTES = 4 << 30
 """Size limit of an input that is read into memory entirely."""
 
 _BUFFER_BYTES = 1 << 20
-_HASHED_BYTES = 8 << 20  # large, because a thread waits for the interpreter after each block
+_HASHED_BYTES = 8 << 20  # large, because a thread waits for the GIL after each block
 _OPEN_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)|/dev/stdin")
 _KINDS = {
     stat.S_IFDIR: "a directory",

@@ -318,8 +318,8 @@ class _Shard:
     ) -> Iterator[tuple[int, pa.Table]]:
         """Yield row groups in their stored layout, upgraded to the current schema version.
 
-        Row groups in which no row satisfies `predicate` are skipped; if it limits the ids, most of
-        them without being read (`rollout_io.dataset.id_filters`). List and string columns have
+        Row groups in which no row satisfies `predicate` are skipped. If it limits the ids, most are
+        skipped without being read (`rollout_io.dataset.id_filters`). List and string columns have
         plain types, even if the file has large or view types.
         """
         numbers: Sequence[int] = range(self._footer.num_row_groups)
@@ -538,7 +538,7 @@ def _physical(names: Sequence[str]) -> list[str]:
 
 
 def _trajectories_with(table: pa.Table, predicate: pl.Expr) -> pa.Table:
-    """Return the rows of the trajectories in which a row satisfies the predicate.
+    """Return the rows of the trajectories in which any row satisfies the predicate.
 
     If the predicate needs decoded prompts, return all rows.
     """

@@ -334,8 +334,8 @@ def _writable(final: Location) -> Iterator[None]:
 def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
     """Choose dictionary encoding for columns whose values recur.
 
-    Token ids and log-probabilities are split by byte significance: they compress better and faster
-    than with a dictionary.
+    Token ids and log-probabilities are split by byte significance, which compresses them better and
+    faster than a dictionary.
     """
     split = [f.name for f in schema if f.name in _SPLIT]
     dictionary = [path for f in schema if f.name not in split for path in _leaves(f.name, f.type)]
