@@ -212,14 +212,14 @@ def _fill_blanks(prompt: Ragged, response: Ragged, tree: PrefixTree, sequences: 
     steps = np.flatnonzero(tree.shared > sequences.known)
     known, shared = sequences.known[steps], tree.shared[steps]
     into, origin = sequences.of[steps], sequences.of[tree.parent[steps]]
-    # The tokens to copy may begin in the prompt of `origin` and end in its response: two pieces.
+    # The tokens may begin in the prompt of `origin` and end in its response: copy two pieces.
     cut = np.clip(prompt.lengths[origin], known, shared)
     begin, end = np.column_stack([known, cut]).ravel(), np.column_stack([cut, shared]).ravel()
     kept = np.flatnonzero(begin < end)
     begin, count = begin[kept], (end - begin)[kept]
     to = _places(prompt, response, into[kept // 2], begin)
     at = _places(prompt, response, origin[kept // 2], begin)
-    # Slices of memoryviews are copied in half the time of small NumPy slices.
+    # Copying small slices of memoryviews takes half the time of NumPy slices.
     values = prompt.values.data, response.values.data
     for target, to_start, source, start, num in zip(*to, *at, count.tolist(), strict=True):
         values[target][to_start : to_start + num] = values[source][start : start + num]
@@ -228,7 +228,7 @@ def _fill_blanks(prompt: Ragged, response: Ragged, tree: PrefixTree, sequences: 
 def _places(
     prompt: Ragged, response: Ragged, sequence: IntArray, position: IntArray
 ) -> tuple[list[bool], list[int]]:
-    """[K] Whether a position is in the response of its sequence, and the flat index of its token."""
+    """[K] True for positions in the response of their sequence; and the flat index of each token."""
     after = position - prompt.lengths[sequence]
     in_prompt, in_response = prompt.offsets[sequence] + position, response.offsets[sequence] + after
     return (after >= 0).tolist(), np.where(after < 0, in_prompt, in_response).tolist()

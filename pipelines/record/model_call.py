@@ -237,7 +237,7 @@ class Call:
         self.recorder.warn(error.rule, f"session {self.session.name}: {error}")
 
     async def _read(self, recorded: msgspec.Raw | None) -> Seen | None:
-        # Before the client receives the end: its next call may continue this one.
+        # Read before the client receives the end, because its next call may continue this one.
         return None if recorded is None else await self.recorder.read(self.session, recorded)
 
     def _count(self, seen: Seen | None) -> None:

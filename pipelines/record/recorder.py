@@ -196,7 +196,7 @@ class Recorder:
     async def read(self, session: Session, response: msgspec.Raw) -> Seen | None:
         """Read the tokens of a recorded call; None if they are unusable.
 
-        A long response is read in a thread: it would delay all other calls.
+        A long response is decoded in a thread, so that it does not delay other calls.
         """
         where = f"session {session.name}"
         try:
@@ -366,7 +366,7 @@ def _read(response: msgspec.Raw, where: str) -> Seen:
 def _decoded(response: msgspec.Raw) -> LoggedAnswer:
     content = memoryview(response)
     if content.nbytes > LONG_BYTES and bytes(content[:1]) == b"[":
-        # Chunk by chunk, because other threads wait while msgspec decodes.
+        # Decode chunk by chunk, because msgspec holds the GIL while it decodes.
         return [_CHUNK.decode(chunk) for chunk in _CHUNKS.decode(response)]
     answer: LoggedAnswer = _ANSWER.decode(response)
     return answer

@@ -138,10 +138,10 @@ async def serve(
 
 
 def _shorten_pauses() -> None:
-    """Tune this process: nothing may delay the events of all streams by many milliseconds."""
+    """Shorten the pauses in which this process delays the events of all streams."""
     gc.collect()
-    gc.freeze()  # full collections skip the imported modules, a pass over which takes 30 ms
-    sys.setswitchinterval(_SWITCH_S)  # while a thread reads a long response
+    gc.freeze()  # full collections then skip the imported modules, which take 30 ms
+    sys.setswitchinterval(_SWITCH_S)  # for threads that decode long responses
 
 
 async def _warn_if_silent(url: str, tell: Callable[[str], object]) -> None:

@@ -41,13 +41,13 @@ from trainer.audit.verdicts import FAULTS, OFFSETS, Span, Verdict, is_suspicious
 from trainer.models.policy import Policy
 
 UNKNOWN, MISSING = -1, -2
-"""Labelled candidate of a row without a version, and of one whose weights are not given."""
+"""Labels of rows without a version, and of rows whose weights are not among the candidates."""
 
 MIXED, AGAIN = 0.03, 0.05
 """Maximum number of tokens forwarded a second time, relative to candidates x distinct tokens: because
 rows of a group have different labels, and because a first pass scored only a part of a row."""
 SMALLEST_PORTION = 8
-"""Divisor of `AGAIN` below which no tokens are left for another portion of a first pass."""
+"""Once less than `AGAIN` / `SMALLEST_PORTION` is left, the first pass scores whole rows."""
 
 
 class Chunk:
@@ -167,7 +167,7 @@ class Chunk:
     def second_pass(self, noise: Noise, mode: LogprobsMode) -> int:
         """Score suspicious rows under all candidates; return their number."""
         rest = np.setdiff1d(self._usable, self._sample)
-        if self._among is not None:  # of the others, some tokens were judged in the first pass
+        if self._among is not None:  # the first pass has judged some tokens of all others
             rest = rest[self._complete[:, rest].any(0) | (self._label[rest] == UNKNOWN)]
         self._suspicious |= self._suspicious_among(rest, noise, mode)
         wanted = np.array(sorted(self._suspicious), np.int64)
@@ -275,7 +275,7 @@ class Chunk:
         return "processed" if balance > 0 else "raw", num_tokens
 
     def best_residuals(self, *, of_sample: bool = False) -> list[Residuals]:
-        """Return the residuals of the best simple fit of each span, optionally of the sample."""
+        """Return the residuals of the best simple fit of each span, or only of the sample."""
         return [
             min(
                 (r for mode in MODES for r in _residuals(span, mode, offsets=True)),
@@ -306,7 +306,7 @@ class Chunk:
         return found
 
     def apart(self, mode: LogprobsMode) -> tuple[dict[tuple[int, int], float], float | None]:
-        """Compute the mean absolute difference between each two candidates on the sample.
+        """Compute the mean absolute difference of each pair of candidates on the sample.
 
         Returns:
             The difference of each pair in nats; and the smallest difference relative to the mean
@@ -434,7 +434,7 @@ def _likelihood(residuals: Residuals, noise: Noise) -> float:
 
 MODES: tuple[LogprobsMode, ...] = ("raw", "processed")
 CLEARLY = 0.5
-"""Ratio of the differences below which a span shows the kind of its log-probabilities."""
+"""A span shows its mode if the residuals under one are less than this share of the other's."""
 
 
 def _residuals(

@@ -20,7 +20,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Described(NamedTuple):
-    """Name, dtype and shape of a tensor, as `vllm.distributed.weight_transfer.ParamMeta` has them."""
+    """Name, dtype and shape of a tensor, like `vllm.distributed.weight_transfer.ParamMeta`."""
 
     name: str
     dtype: torch.dtype
@@ -28,9 +28,9 @@ class Described(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of a model directory, in the way vLLM's `WeightSource` yields them.
+    """The tensors of a model directory, with the interface of vLLM's `WeightSource`.
 
-    The files are mapped, so that a tensor is read when it is sent, and only once.
+    The files are memory-mapped, so each tensor is read only once, when it is sent.
 
     Args:
         directory: A Hugging Face model directory with *.safetensors.
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 class _Client:
-    """The requests of vLLM's sender, as vLLM's `VLLMWeightSyncClient` declares them."""
+    """Makes the requests of vLLM's sender, with the interface of its `VLLMWeightSyncClient`."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -95,8 +95,8 @@ class _NcclSender:
 def open_nccl_sender(url: str, post: Post) -> WeightSender:
     """Connect to a server that was started with `--weight-transfer-config '{"backend": "nccl"}'`.
 
-    This process is rank 0 of a group with the server's workers. Its GPU must not be one of theirs,
-    and they must reach it on a port that is chosen here.
+    This process becomes rank 0 of a group with the server's workers. It must not share a GPU with
+    them, and they must be able to reach it on a port that is chosen here.
 
     Raises:
         MissingExtra: `extra_installed`: vLLM cannot be imported in this process.
@@ -105,9 +105,9 @@ def open_nccl_sender(url: str, post: Post) -> WeightSender:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     except ImportError as error:
-        got = f"the transfer of weights to {url} needs vLLM in the trainer's environment: {error}"
-        hint = "install the servers' version of vLLM there, or start them without"
-        hint = f"{hint} --weight-transfer-config, to send weights as files"
+        got = f"transferring weights to {url} needs vLLM in the trainer's environment: {error}"
+        hint = "install the servers' version of vLLM there, or start the servers without"
+        hint = f"{hint} --weight-transfer-config to send weights as files"
         raise MissingExtra("extra_installed", url, got, hint=hint, message=got) from None
     num_workers = json.loads(post("/get_world_size", None))["world_size"]
     address, port = _reachable_from(url)

@@ -195,7 +195,7 @@ def merged_weights(state: Mapping[str, Tensor], scaling: float) -> dict[str, Ten
             merged[name] = tensor
         elif rest == "weight":
             low, high = (state[f"{layer}.lora_{part}.{NAME}.weight"] for part in "AB")
-            # In place, because fresh memory takes longer than the arithmetic.
+            # In place, because allocating memory takes longer than the arithmetic.
             merged[f"{layer}.weight"] = (high @ low).mul_(scaling).add_(tensor)
         else:
             merged[f"{layer}.{rest}"] = tensor

@@ -160,18 +160,18 @@ class Servers:
     async def call_one(
         self, url: str, path: str, body: Body = None, *, attempts: int = _EACH_ATTEMPTS
     ) -> bytes:
-        """Call the server with this root, as `call` does, but outside the limits on calls.
+        """Call the server at this root like `call`, but ignore the limits on concurrency and rate.
 
-        Running calls may hold all slots until such a request lets them go on.
+        Running calls may occupy all slots until such a request lets them continue.
         """
         attempts = min(self.limits.max_attempts, attempts)
         return await self._repeat(self._send, [url], path, body, {}, attempts)
 
     async def change_each(self, change: Callable[[str], Awaitable[None]]) -> None:
-        """Change the weights of every server: `change` gets the root of each, at the same time.
+        """Change the weights of all servers concurrently; `change` is called with each root.
 
         A server that fails while another one succeeds gets no calls until it has accepted
-        `when_returned`, so set `when_returned` before.
+        `when_returned`, so set `when_returned` first.
 
         Raises:
             EngineError: As for `call`; a request was refused, or all servers failed.

@@ -76,8 +76,8 @@ class VllmEngine:
         api_key: The servers' `--api-key`.
         policy_version: Version of the servers' weights.
         logprobs_mode: Distribution of their log-probabilities; None to detect it with a few calls.
-        senders: How to open a connection that transfers weights, by the `backend` of the servers'
-            `--weight-transfer-config`; other servers load files.
+        senders: Functions that open a connection for weight transfer, keyed by the `backend` in a
+            server's `--weight-transfer-config`. Servers with other backends load files.
 
     Attributes:
         servers: HTTP client of the servers.
@@ -177,8 +177,8 @@ class VllmEngine:
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`; the servers must see the same files under the same path.
 
-        A server with one of the `senders` gets the tensors of the files instead, and loads the files
-        only if the transfer fails.
+        A server whose backend is in `senders` receives the tensors instead, and loads the files only
+        if the transfer fails.
 
         A server that disconnects and comes back loads the weights again, because a restarted server
         has its initial weights. A path that is not a model directory is rejected here, because it
@@ -231,14 +231,14 @@ class VllmEngine:
             self._output_layers.close()
 
     async def _transfer(self, url: str, weights: Path, policy_version: int) -> None:
-        """Transfer weights to a server; if that fails, let it load the files before any call."""
+        """Transfer weights to a server; if that fails, make it load the files before any call."""
         try:
             await self._transfers.send(url, weights, policy_version)
         except (ConfigError, MissingExtra):
             raise
-        except Exception as error:  # also those of the sender's library
+        except Exception as error:  # including those of the sender's library
             got = f"{type(error).__name__}: {error}"
-            _LOG.warning("%s loads the files of new weights, whose transfer failed: %s", url, got)
+            _LOG.warning("%s: weight transfer failed, loading the files instead: %s", url, got)
             await self._transfers.recover(url)
             self.servers.lose(url)
             await self.servers.call_one(url, "/weight_info")  # after `when_returned`
@@ -367,7 +367,7 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await work that a cancellation does not break off; it is raised afterwards."""
+    """Await work to its end even if cancelled, and raise the cancellation afterwards."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

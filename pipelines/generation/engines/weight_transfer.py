@@ -1,8 +1,8 @@
 """Transfer of new weights to vLLM servers through vLLM's weight-transfer interface.
 
 Each server that was started with `--weight-transfer-config` has a sender, which is opened at the
-first transfer and used for all versions. During a transfer, the server's calls are paused: its
-weights are incomplete.
+first transfer and used for all versions. During a transfer, the server's calls are paused,
+because its weights are incomplete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout_io.formats.parsing.jsonl import decode_line
 from schemas.errors import EngineError, RolloutError, count
 
 Post = Callable[[str, Body], bytes]
-"""Sends one request (path and body; None: GET) to a server, and blocks until its response."""
+"""Sends a request (path, and body or None for GET) to a server, and blocks until it responds."""
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -34,17 +34,17 @@ _RESUME: tuple[str, Body] = ("/resume", {})
 
 
 class WeightSender(Protocol):
-    """Sends model directories to one server; the methods block, and run in threads."""
+    """Sends model directories to one server. The methods block, so they are called in threads."""
 
     def send(self, directory: Path, policy_version: int) -> None:
         """Send all tensors in the directory's *.safetensors, and set the server's `weight_version`."""
 
     def close(self) -> None:
-        """Close the connection, also while `send` waits in another thread."""
+        """Close the connection, even while `send` is waiting in another thread."""
 
 
 OpenSender = Callable[[str, Post], WeightSender]
-"""Opens a sender to the server with this root; blocks until the server has accepted it."""
+"""Opens a sender to the server at this root; blocks until the server has accepted it."""
 
 
 class _Config(msgspec.Struct):
@@ -76,7 +76,7 @@ class Transfers:
 
     Args:
         servers: HTTP client of the servers.
-        openers: How to open a sender, by the name of vLLM's backend.
+        openers: Functions that open a sender, keyed by vLLM's name of the backend.
     """
 
     def __init__(self, servers: Servers, openers: Mapping[str, OpenSender]) -> None:
@@ -85,25 +85,25 @@ class Transfers:
         self._senders: dict[str, tuple[WeightSender, _Requests]] = {}
 
     async def check(self) -> None:
-        """Check that no server waits for the rest of a transfer.
+        """Check that no server is still waiting for the rest of a transfer.
 
         Raises:
-            EngineError: `engine_refused`: a server is paused, so it would respond to no call.
+            EngineError: `engine_refused`: a server is paused, so it would not respond to any call.
         """
         if not self._openers:
             return
         for url in self._servers.urls:
-            with suppress(RolloutError):  # it has no such request, or is down: calls will show it
+            with suppress(RolloutError):  # no such route, or server is down: calls will show it
                 answer = await self._servers.call_one(url, "/is_paused", attempts=1)
                 if decode_line(_PAUSED, answer, "/is_paused").is_paused:
                     break
         else:
             return
-        got = "the server is paused, maybe because a transfer of weights was broken off"
+        got = "the server is paused, possibly because a weight transfer was interrupted"
         raise EngineError("engine_refused", url, got, hint="restart the server")
 
     async def begin(self) -> None:
-        """Ask each server, once, how it gets weights, and say so.
+        """Ask each server, once, for its backend, and log how it will get weights.
 
         Raises:
             EngineError: `engine_down`: a server does not respond.
@@ -115,7 +115,7 @@ class Transfers:
         self._backends = dict(zip(urls, found, strict=True))
         ways = Counter(map(self._way, found))
         parts = (f"{way} to {count(number, 'server')}" for way, number in ways.items())
-        _LOG.info("whole models go %s", ", ".join(parts))
+        _LOG.info("whole models are sent %s", ", ".join(parts))
 
     async def _backend(self, url: str) -> str | None:
         path = "/server_info?config_format=json"
@@ -129,7 +129,7 @@ class Transfers:
                 raise
             return None
         except RolloutError:
-            return None  # without VLLM_SERVER_DEV_MODE=1, or of an earlier version
+            return None  # VLLM_SERVER_DEV_MODE=1 is not set, or vLLM is too old
         return config.backend if config else None
 
     def _way(self, backend: str | None) -> str:
@@ -138,11 +138,11 @@ class Transfers:
         return f"as files (the backend {backend} is not supported)" if backend else "as files"
 
     def takes(self, url: str) -> bool:
-        """True if weights can be sent to the server with this root, once `begin` has ended."""
+        """True if weights can be transferred to the server at this root; await `begin` first."""
         return self._backends.get(url) in self._openers
 
     def requests_after_files(self, policy_version: int) -> list[tuple[str, Body]]:
-        """Return requests to send after files were loaded instead, because a transfer broke."""
+        """Return the requests to send after the files were loaded because a transfer failed."""
         if not any(map(self.takes, self._backends)):
             return []
         return [("/update_weight_version", {"new_version": str(policy_version)}), _RESUME]
@@ -150,7 +150,7 @@ class Transfers:
     async def send(self, url: str, directory: Path, policy_version: int) -> None:
         """Send the weights in a directory to a server, which then samples from them.
 
-        After an error, the server is paused, and its weights are incomplete.
+        After an error, the server is paused and its weights are incomplete.
 
         Raises:
             Exception: The server or the connection failed.
@@ -162,7 +162,7 @@ class Transfers:
                 opened = self._openers[self._backends[url] or ""]
                 self._senders[url] = await requests.run(lambda: opened(url, requests)), requests
             sender, requests = self._senders[url]
-            # A server between two of the requests below must not compute with its weights.
+            # Until the last request below, the server must not compute with its weights.
             await self._servers.call_one(url, _PAUSE, {}, attempts=1)
             await requests.run(lambda: sender.send(directory, policy_version))
             await self._check_version(url, policy_version)
@@ -180,16 +180,16 @@ class Transfers:
             raise EngineError("engine_answer", url, got, expected)
 
     async def recover(self, url: str) -> None:
-        """End a broken transfer on the server; its sender is opened again for the next one.
+        """End a failed transfer on the server. The next transfer opens a new sender.
 
-        A whole update without weights follows, because vLLM 0.32 still holds those that it received
-        for incomplete layers: the next load would take them for a part of its own, and fail.
+        This includes an update without weights, because vLLM 0.32 keeps the weights that it received
+        for incomplete layers: the next load would mistake them for its own, and fail.
         """
         with suppress(EngineError):  # the server may be down
-            # Again, because a server that came back was resumed.
+            # Pause it again, because a server that came back was resumed.
             await self._servers.call_one(url, _PAUSE, {}, attempts=1)
             for path in ("/start_weight_update", "/finish_weight_update", _SHUTDOWN):
-                with suppress(EngineError):  # the broken update may go on, so that none can start
+                with suppress(EngineError):  # the failed update may still block a new one
                     await self._servers.call_one(url, path, {}, attempts=1)
 
     async def close(self) -> None:
@@ -207,7 +207,7 @@ class Transfers:
 
 
 class _Requests:
-    """A sender's requests to its server, from the threads of the sender."""
+    """Sends requests to a sender's server, from the sender's threads."""
 
     def __init__(self, servers: Servers, url: str) -> None:
         self._servers, self._url = servers, url
@@ -215,7 +215,7 @@ class _Requests:
         self._ended: asyncio.Future[Any] = self._loop.create_future()
 
     def __call__(self, path: str, body: Body = None) -> bytes:
-        """See `Post`; a request that fails also ends `run`."""
+        """See `Post`; a failed request also ends `run`."""
         call = self._servers.call_one(self._url, path, body, attempts=1)
         try:
             return asyncio.run_coroutine_threadsafe(call, self._loop).result()
@@ -224,10 +224,10 @@ class _Requests:
             raise
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run work of the sender in a thread.
+        """Run the sender's work in a thread.
 
-        Returns as soon as a request failed: a sender whose server is gone may wait for it forever.
-        Its thread is then abandoned; as a daemon, it does not delay the end of the process.
+        Raises as soon as a request fails, because a sender may wait forever for a server that is
+        gone. The thread is then abandoned; it is a daemon, so it does not keep the process alive.
         """
         self._ended = self._loop.create_future()
 

@@ -1,4 +1,4 @@
-"""Weights that are transferred to servers, in the requests that these get."""
+"""Transfer of weights to servers, seen through the requests that they receive."""
 
 import asyncio
 import logging
@@ -31,11 +31,11 @@ FILES_AFTER = [*FILES, "/update_weight_version", "/resume"]
 
 
 class Vllm(Server):
-    """Answers by path, as vLLM does: it is paused and resumed, and knows its version.
+    """Answers like vLLM: can be paused and resumed, and reports the version of its weights.
 
     Attributes:
         broken: Paths that are answered with status 500.
-        version: What `/weight_info` says.
+        version: Version that `/weight_info` reports.
     """
 
     def __init__(self, backend="nccl"):
@@ -79,7 +79,7 @@ class Vllm(Server):
 
 
 class Sender:
-    """Makes the requests of a transfer, whose data go nowhere."""
+    """Makes the requests of a transfer, without sending any data."""
 
     def __init__(self, post):
         self.post, self.closed = post, threading.Event()
@@ -96,7 +96,7 @@ class Sender:
 
 
 class Opener:
-    """Opens senders of a kind, and keeps them."""
+    """Opens senders of a class, and keeps them."""
 
     def __init__(self, kind=Sender):
         self.kind, self.opened = kind, []
@@ -113,7 +113,7 @@ def weights(tmp_path):
 
 
 def with_engine(servers, use, opener=None, **settings):
-    """Returns the requests of each server during `use`, without those of the engine's start."""
+    """Run `use` with an engine for the servers."""
 
     async def run():
         urls = [server.url for server in servers]
@@ -126,7 +126,7 @@ def with_engine(servers, use, opener=None, **settings):
 
 
 def changes(server):
-    """Paths of the requests, without the questions before the first transfer."""
+    """Return the paths of the requests, without the queries before the first transfer."""
     asked = ["/is_paused", "/server_info?config_format=json", "/weight_info"]
     assert server.paths[:3] == asked
     return server.paths[3:]
@@ -151,7 +151,7 @@ def test_one_connection_transfers_every_version_while_calls_are_paused(weights):
 
 
 @pytest.mark.parametrize("backend", [None, "ipc"])
-def test_a_server_without_a_backend_that_we_have_loads_files(backend, weights, caplog):
+def test_a_server_with_no_backend_or_another_one_loads_files(backend, weights, caplog):
     async def use(engine):
         await engine.load_weights(weights, policy_version=1)
 
@@ -165,7 +165,7 @@ def test_a_server_without_a_backend_that_we_have_loads_files(backend, weights, c
 
 
 @pytest.mark.parametrize("route", ["/server_info?config_format=json", "/weight_info"])
-def test_a_server_that_does_not_tell_loads_files(route, weights):
+def test_a_server_that_does_not_report_its_backend_or_version_loads_files(route, weights):
     async def use(engine):
         server.broken = {route}
         await engine.load_weights(weights, policy_version=1)
@@ -190,7 +190,7 @@ def test_a_server_whose_transfer_fails_gets_no_call_until_it_has_loaded_the_file
     opener = Opener()
     with serving(Vllm()) as good, serving(Vllm()) as bad:
         with_engine([good, bad], use, opener)
-    assert f"{bad.url} loads the files of new weights, whose transfer failed" in caplog.text
+    assert f"{bad.url}: weight transfer failed, loading the files instead" in caplog.text
     assert "it broke" in caplog.text
     found = changes(bad)
     until_first_call = found[: found.index("/v1/completions")]
@@ -219,7 +219,7 @@ def test_a_server_that_reports_another_version_loads_the_files(weights, caplog):
     assert server.version == "5"
 
 
-def test_a_sender_that_waits_for_a_server_in_vain_is_left_behind(weights):
+def test_a_sender_that_hangs_is_abandoned_when_a_request_fails(weights):
     class Stuck(Sender):
         def send(self, directory, policy_version):
             with suppress(RolloutError):
@@ -248,7 +248,7 @@ def test_running_calls_wait_for_the_transfer_even_if_they_fill_all_slots(weights
         with_engine([server], use, limits=Limits(max_concurrent=2, timeout_s=20))
 
 
-def test_a_cancelled_load_ends_first_so_that_no_server_is_left_paused(weights):
+def test_a_cancelled_load_finishes_first_so_that_no_server_is_left_paused(weights):
     class Slow(Sender):
         def send(self, directory, policy_version):
             begun.set()
@@ -272,7 +272,7 @@ def test_a_cancelled_load_ends_first_so_that_no_server_is_left_paused(weights):
     assert server.version == "1"
 
 
-def test_a_server_that_waits_for_the_rest_of_a_transfer_is_refused_at_once():
+def test_a_server_paused_by_an_interrupted_transfer_is_refused_at_once():
     with serving(Vllm()) as server:
         server.running.clear()
         with pytest.raises(RolloutError, match="is paused") as error:
@@ -292,7 +292,7 @@ def test_a_sender_that_cannot_be_opened_here_ends_the_run_and_leaves_no_server_p
     assert changes(server) == []
 
 
-def test_weights_that_no_server_gets_either_way_are_an_error(weights):
+def test_an_error_is_raised_if_no_server_gets_the_weights_either_way(weights):
     async def use(engine):
         server.broken = {"/update_weights", "/collective_rpc"}
         await engine.load_weights(weights, policy_version=1)
