@@ -130,7 +130,7 @@ def halves(log: Path, folder: Path) -> list[Path]:
 
 
 def parse_at_once(logs: Sequence[Path]) -> None:
-    """Parse each log in a new process, all at once."""
+    """Parse all logs at once, each in a new process."""
     spawn = multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=typed_parse, args=(log,)) for log in logs]
     for process in processes:
@@ -214,7 +214,7 @@ def compare(name: str, log: Path, folder: Path) -> None:
     two_s = min(seconds(lambda: ours(2)) for _ in range(2))
     print(f"rollout_io.convert, 2 workers: {two_s:.2f} s, {num_mb / two_s:,.0f} MB/s")
     print(
-        f"  limit: typed parses of two halves at once, {limit_s:.2f} s; {limit_s / two_s:.0%} of it reached"
+        f"  limit: typed parses of both halves at once, {limit_s:.2f} s; {limit_s / two_s:.0%} of it reached"
     )
     print(f"  {ours_s / two_s:.2f}x as fast as 1 worker")
     for fields, work in (("all fields", glue), ("the kept fields", lean_glue)):

@@ -15,8 +15,8 @@ The model is a Qwen3-0.6B built from its configuration, with random weights and 
 - `recompiles`: updates on trees of other shapes, and the number of graphs compiled for them.
 - `vllm`: a vLLM server on the same card. Seconds to write and load new weights, and to sample the
   first token with them; tokens per second of concurrent calls. `--python` names the interpreter of an
-  environment with vLLM. With a second card, and vLLM in this environment too, the server runs there, and
-  gets the weights by transfer.
+  environment with vLLM. With a second card, and vLLM in this environment too, the server runs on
+  that card and gets the weights by transfer.
 - `rl`: `rollouts rl` with the embedded engine, from sampling to new weights.
 
 With `--device cpu --tiny`, every part runs with a model of 2 layers. This shows that the script works;

@@ -1,13 +1,13 @@
-"""Compare the `prefix` and `full` layouts, each figure beside its limit in the same run.
+"""Compare the `prefix` and `full` layouts, each figure next to its limit in the same run.
 
     python -m benchmarks.layouts [--trajectories N]
 
-The first table is about trajectories of 60 turns, with contexts that grow to about 85,000 tokens;
-both layouts are written with the same settings (zstd, checksums). Limits of reading are a
-memory-mapped Arrow IPC file of the same columns, which copies nothing, and a copy of its bytes;
-limits of writing are writing and syncing the finished file's bytes, and Arrow IPC with zstd. The
-second table is about one random trajectory among N short ones with ids in no order; its limit is to
-read, with pyarrow alone, the row group that contains it, from an open file.
+The first table compares trajectories of 60 turns, with contexts that grow to about 85,000 tokens;
+both layouts are written with the same settings (zstd, checksums). The limits of reading are mapping
+an Arrow IPC file of the same columns into memory, which copies nothing, and copying its bytes; the
+limits of writing are writing and syncing the finished file's bytes, and writing Arrow IPC with zstd.
+The second table shows the time to look up one random trajectory among N short ones with ids in
+random order; its limit is reading its row group from an open file with pyarrow alone.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def compare_layouts(folder: Path) -> None:
     packed = {k: partial(write_ipc, folder / "ipc", stored[k], "zstd") for k in LAYOUTS}
     synced, ipc = best_of_each(3, again), best_of_each(3, packed)
 
-    print(f"{'':28}{'full':>10}{'prefix':>10}{'ratio':>8}   limit: share of it that is reached")
+    print(f"{'':28}{'full':>10}{'prefix':>10}{'ratio':>8}   limit: share of it reached")
     size = {k: len(files[k]) / 1e6 for k in LAYOUTS}
     tokens = {k: sum(map(len, flat(stored[k]))) for k in LAYOUTS}
     limit = tokens["full"] / tokens["prefix"]
@@ -118,7 +118,7 @@ def measure_lookup(folder: Path, num: int) -> None:
         row = group.slice(int(rng.integers(group.num_rows)), 1)
         for name in names:
             wanted = row.column(name)[0].as_py()
-            # The first time counts: who looks one trajectory up has not opened the dataset before.
+            # The first time counts: users have not opened the dataset before they look up a trajectory.
             found_s, found = best_of(1, partial(look_up, path, name, wanted))
             assert set(found[name]) == {wanted}
             times[name].append(found_s)

@@ -6,7 +6,7 @@
 The engine sends a token every `--gap-ms` to each of the concurrent sessions. Client, engine and
 recorder are separate processes. The limits are two relays that record nothing: `http` uses the
 recorder's libraries, and `tcp` copies bytes between sockets. Rounds of all four alternate; the output is
-their medians, and the CPU time that each process takes for a token.
+the median of each, with the CPU time per token of each process.
 `--trajectories` instead records and ends that many sessions of one call, and checks the dataset.
 """
 
@@ -117,7 +117,7 @@ def _added_ms(found: Round, direct: Round) -> float:
 
 
 def measured(engine: Server, server: Server, path: str, arguments: argparse.Namespace) -> Round:
-    """Make calls in concurrent sessions."""
+    """Make calls in concurrent sessions, and measure them."""
     before = time.process_time(), _cpu_s(engine), _cpu_s(server)
     began = time.monotonic()
     firsts = uvloop.run(calls(server.url, path, arguments))
@@ -152,13 +152,13 @@ async def calls(url: str, path: str, arguments: argparse.Namespace) -> list[floa
 
 
 class Call(asyncio.Protocol):
-    """A streamed call on a connection of its own.
+    """A streamed call on its own connection.
 
     Args:
         request: Bytes of the request.
 
     Attributes:
-        ended: Its result is the seconds to the first token.
+        ended: Done when the response has ended; the result is the seconds to the first token.
     """
 
     def __init__(self, request: bytes) -> None:

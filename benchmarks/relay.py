@@ -1,6 +1,6 @@
 """Relays that forward calls to an engine without reading them: `python -m benchmarks.relay KIND URL`.
 
-They are the limits of `benchmarks.record`: `http` uses the recorder's libraries (uvicorn and aiohttp on
+`benchmarks.record` uses them as limits: `http` uses the recorder's libraries (uvicorn and aiohttp on
 uvloop), and `tcp` copies bytes between two sockets.
 """
 
@@ -51,7 +51,7 @@ class TcpRelay(asyncio.Protocol):
     """One side of a pair of connections; what it receives goes to its peer.
 
     Args:
-        host: Host of the engine; "" for the side of the engine.
+        host: Host of the engine; "" for the connection to the engine.
         port: Port of the engine.
         peer: Transport of the other side, if it is connected.
     """

@@ -1,10 +1,10 @@
-"""Measure each verb on tiny data, beside the time that importing its libraries takes.
+"""Time each verb on tiny data, next to the time it takes to import its libraries.
 
     python -m benchmarks.startup [--rounds N]
 
-The limit is an interpreter that imports polars, pyarrow, numpy, msgspec and click, or for help
-click alone. Verbs and limits alternate; each time is the least of all rounds, with the CPU time of
-user and system.
+The limit is an interpreter that imports polars, pyarrow, numpy, msgspec and click, or click alone for
+verbs that need no other. Verbs and limits alternate; each time is the minimum over all rounds, and
+CPU time is user plus system.
 """
 
 from __future__ import annotations

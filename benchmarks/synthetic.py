@@ -38,7 +38,7 @@ def growing_trajectories(
 def short_trajectories(first: int, num: int, *, seed: int = 0) -> pa.Table:
     """Generate trajectories of 1 to 3 short steps, numbered from `first`, without Python lists.
 
-    Eight trajectories form a group. Groups have random names, so that ids are in no order.
+    Eight trajectories form a group. Groups have random names, so ids are not sorted.
     """
     rng = np.random.default_rng([seed, first])
     steps = rng.integers(1, 4, num)

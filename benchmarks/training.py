@@ -10,7 +10,7 @@ their micro-batch, with logits and log-softmax at every position (benchmarks/pad
 merges the same steps and packs them as chains. The two sides alternate in separate processes, and
 the fastest round of each counts. Peak memory is the memory that a step needs in addition to weights
 and gradients; on a CPU, it is the high-water mark of the process, and CPU seconds are printed
-besides wall time. The limit of each ratio of times is the ratio of the tokens that the two sides
+next to wall time. The limit of each ratio of times is the ratio of the tokens that the two sides
 forward. On a GPU, the share of its peak arithmetic is printed too (`--peak-tflops`).
 """
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.weight_sync [--model DIR] [--python .venv-vllm/bin/python] [--rounds 5]
 
-A LoRA policy goes to the same vLLM server as a whole model in files, as a whole model by transfer, and
-as an adapter, in turn. Each round changes the adapter, writes it, loads it, and samples one token. The
-output is the median of each part and the ratio of the sums. The transfer needs a second GPU, for the
-server, and vLLM in this environment; without them it is left out.
+A LoRA policy is sent to the same vLLM server as a whole model in files, as a whole model by transfer,
+and as an adapter, in turn. Each round changes the adapter, writes it, loads it, and samples one token. The
+output is the median of each part and the ratio of the sums. The transfer needs a second GPU for the
+server, and vLLM in this environment; otherwise it is skipped.
 """
 
 from __future__ import annotations
