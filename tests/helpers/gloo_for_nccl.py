@@ -1,7 +1,8 @@
-"""Gloo in the place of NCCL, so that vLLM's own weight transfer runs on CPUs.
+"""Gloo instead of NCCL, so that vLLM's own weight transfer runs on CPUs.
 
-`install` replaces what needs a GPU in vLLM's backend `nccl`: its communicator, and the packing of tensors
-into its messages. A server runs it as a plugin of vLLM, and a test in its own process; all else is vLLM's.
+`install` replaces the parts of vLLM's `nccl` backend that need a GPU: the communicator, and the packing
+of tensors into messages. A server runs it as a vLLM plugin, and a test calls it in its own process.
+Everything else is vLLM's code.
 """
 
 from datetime import timedelta

@@ -46,7 +46,7 @@ def unchanged(table):
 
 
 def imports_pandas(values):
-    """Whether pandas has been imported once an Arrow array was built."""
+    """Build an Arrow array; return whether pandas has been imported."""
     pa.array(values)
     return "pandas" in sys.modules
 

@@ -1,4 +1,4 @@
-"""Ragged arrays give what the same operations on Python lists give."""
+"""Operations on ragged arrays give the same results as on Python lists."""
 
 from itertools import chain
 
@@ -25,7 +25,7 @@ def parts(draw: st.DrawFn) -> list[pa.Array]:
 
 
 @given(parts())
-def test_zipped_rows_are_joined_in_order_without_the_null_ones(columns):
+def test_zipped_rows_are_joined_in_order_without_null_rows(columns):
     found = zipped(*map(Ragged.from_arrow, columns)).to_arrow(columns[0].type.value_type)
     rows = zip(*(column.to_pylist() for column in columns), strict=True)
     known = [[part for part in row if part is not None] for row in rows]
@@ -34,14 +34,14 @@ def test_zipped_rows_are_joined_in_order_without_the_null_ones(columns):
 
 
 @given(parts(), st.randoms(use_true_random=False))
-def test_taken_rows_are_those_that_arrow_takes(columns, random):
+def test_take_gives_the_same_rows_as_arrow(columns, random):
     column = columns[0]
     rows = [random.randrange(len(column)) for _ in column for _ in range(2)]
     found = Ragged.from_arrow(column).take(np.array(rows, np.int64))
     assert found.to_arrow(column.type.value_type).equals(column.take(pa.array(rows, pa.int64())))
 
 
-def test_a_null_row_is_left_out_whatever_its_offsets_are():
+def test_a_null_row_is_skipped_whatever_its_offsets_are():
     part = Ragged(np.array([1, 2, 3]), np.array([0, 2, 3]), np.array([False, True]))
     assert zipped(part, part).values.tolist() == [3, 3]
     assert zipped(part).lengths.tolist() == [0, 1]

@@ -113,7 +113,7 @@ def check_each_once(run, num_trajectories):
 
 
 def trained_rows(run):
-    """By update: each row that entered its loss, and the version of the weights that sampled it."""
+    """Count, for each update, the rows in its loss, with the version that sampled each."""
     version = {row["trajectory_id"]: row["policy_version"] for row in rows_of(run).to_dicts()}
     return {
         file.name: Counter((name, version[name]) for name in pl.read_parquet(file)["trajectory_id"])
@@ -212,10 +212,10 @@ def test_a_trainer_killed_between_update_and_sync_goes_on_where_it_was(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(2))
-def test_random_kills_of_trainer_and_server_leave_the_rows_of_an_undisturbed_run(
+def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
     seed, overrides_of, server, smollm2_dir, tmp_path
 ):
-    """Five kills at random times; two or more of the server, which starts again."""
+    """Kill trainer or server five times at random, the server at least twice, and restart it."""
     rng, usual = random.Random(seed), {"num_iterations": 4, "train__record_tokens": "all"}
     command = [sys.executable, "-m", "rollout_io", "rl", EXAMPLE, "--resume"]
 

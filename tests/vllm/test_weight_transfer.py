@@ -1,4 +1,4 @@
-"""vLLM's own transfer of weights between its own classes; only NCCL is replaced, by Gloo."""
+"""Transfer of weights between vLLM's own classes; only NCCL is replaced, by Gloo."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ __all__ = ["config_of", "overrides_of"]
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm():
-    """The backend `nccl` of vLLM in this process, over Gloo."""
+    """vLLM's `nccl` backend in this process, over Gloo."""
     (packages,) = (ROOT / ".venv-vllm" / "lib").glob("python*/site-packages")
     sys.path.append(str(packages))
     from vllm.distributed.weight_transfer import nccl_engine
@@ -54,7 +54,7 @@ def server(start_vllm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def versions(smollm2_dir, tmp_path_factory):
-    """Three models that differ in every part."""
+    """Save three models that differ in every weight."""
     folder = tmp_path_factory.mktemp("weights")
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
     paths = {}
@@ -91,7 +91,9 @@ def check_says_what_the_model_says(sampled, path):
     assert np.abs(differences(policy, sampled)).max() < 1e-3
 
 
-def test_every_transferred_version_speaks_with_all_its_layers(server, versions, tokenizer, caplog):
+def test_the_server_samples_from_all_layers_of_each_transferred_version(
+    server, versions, tokenizer, caplog
+):
     async def use(engine):
         found = {}
         for version in (1, 2):
@@ -109,7 +111,9 @@ def test_every_transferred_version_speaks_with_all_its_layers(server, versions, 
 
 
 @pytest.mark.nightly
-def test_calls_that_run_during_a_transfer_go_on_with_the_new_weights(server, versions, tokenizer):
+def test_calls_that_run_during_a_transfer_continue_with_the_new_weights(
+    server, versions, tokenizer
+):
     async def use(engine):
         long = Sampling(max_tokens=300, extra={"ignore_eos": True})
         (prompt,) = prompt_ids(tokenizer, QUESTIONS[:1])
@@ -143,7 +147,7 @@ def test_a_loop_over_transfers_samples_from_each_update(
     assert with_engine(server, use) == "2"
 
 
-def test_a_transfer_that_breaks_within_a_layer_is_made_good_by_the_files(
+def test_a_server_loads_the_files_after_a_transfer_that_breaks_within_a_layer(
     vllm, server, versions, tokenizer, monkeypatch, caplog
 ):
     whole = vllm.packed_nccl_broadcast_producer
@@ -177,7 +181,7 @@ def test_a_transfer_that_breaks_within_a_layer_is_made_good_by_the_files(
 
 
 @pytest.mark.nightly
-def test_a_server_killed_in_the_middle_loads_the_files_when_it_is_back(
+def test_a_server_killed_during_a_transfer_loads_the_files_when_it_is_back(
     vllm, server, versions, tokenizer, monkeypatch
 ):
     whole = vllm.packed_nccl_broadcast_producer

@@ -282,7 +282,7 @@ def test_the_helper_opens_a_session_and_ends_it_with_its_block(engine, tmp_path)
     assert rows(tmp_path / "ds", "policy_version")[0] == {"policy_version": 5}
 
 
-def test_other_calls_go_on_while_a_long_answer_is_read(tmp_path, monkeypatch):
+def test_other_calls_continue_while_a_long_response_is_decoded(tmp_path, monkeypatch):
     read, reading, others_done = recorder._read, threading.Event(), threading.Event()
 
     def slow_read(response, where):

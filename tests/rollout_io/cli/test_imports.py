@@ -1,4 +1,4 @@
-"""The modules that each verb may import: imports are nearly all of the time of a verb on tiny data."""
+"""Modules that each verb may import: on tiny data, a verb spends nearly all of its time on imports."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ HEAVY = (
     *("torch", "transformers", "tokenizers", "datasets", "matplotlib", "ray", "jinja2", "pandas"),
     *("rich", "fsspec", "pyarrow.dataset", "multiprocessing.connection"),
 )
-"""Modules that no verb needs on a small local dataset, without a tokenizer and a terminal."""
+"""Modules that no verb needs on a small local dataset, without a tokenizer or a terminal."""
 LIGHT = ("polars", "pyarrow", "numpy", "msgspec", "difflib", *HEAVY)
 """Modules that help does not need."""
 DATASET_VERBS = {
@@ -34,7 +34,7 @@ DATASET_VERBS = {
 
 
 def imported(arguments, names):
-    """Which of the modules a command imports, in a process of its own."""
+    """Return which of the modules a command imports in a new process."""
     code = (
         "import sys; from rollout_io.cli.main import run\n"
         "assert run(sys.argv[2:]) == 0\n"
@@ -56,7 +56,7 @@ def shop(tmp_path_factory):
 @pytest.mark.parametrize("name", DATASET_VERBS)
 def test_a_verb_on_a_dataset_imports_no_heavy_library(name, shop, tmp_path):
     options = [str(tmp_path / "out") if o == "OUT" else o for o in DATASET_VERBS[name]]
-    drawn = "['rich']" if name == "stats" else "[]"  # its screen is made of rich's tables
+    drawn = "['rich']" if name == "stats" else "[]"  # it prints rich's tables
     assert imported([name.split()[0], shop, *options], HEAVY) == drawn
 
 

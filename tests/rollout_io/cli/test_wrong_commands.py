@@ -186,7 +186,7 @@ def test_a_wrong_command_answers_in_one_message_that_names_the_fix(
     folder, monkeypatch, capsys, command, code, rule, words
 ):
     if rule == "tokenizer" and command.startswith("view") and not BUNDLE.is_dir():
-        pytest.skip("the page of the viewer is not built (make view), which is reported first")
+        pytest.skip("the viewer's page is not built (make view), and this is reported first")
     monkeypatch.chdir(folder)
     before = sorted(folder.rglob("*"))
     start_s = time.process_time()

@@ -75,7 +75,7 @@ def test_lists_of_numbers_are_stored_without_null_elements_and_read_as_declared(
 
 
 @pytest.mark.parametrize("is_old_first", [True, False])
-def test_shards_with_nullable_and_with_non_null_elements_are_one_dataset(is_old_first, tmp_path):
+def test_shards_with_nullable_and_non_nullable_elements_form_one_dataset(is_old_first, tmp_path):
     file = write_example(tmp_path)
     table, other = read(file), tmp_path / f"ds/part-{'!' if is_old_first else '1'}.parquet"
     renamed = table.set_column(2, "trajectory_id", pa.array(["b_0", "b_0"]))

@@ -19,7 +19,7 @@ TRAJECTORY, INSTANCE = pl.col("trajectory_id"), pl.col("instance_id")
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    """3,000 trajectories with ids in no order, in several shards of row groups of about 100 rows."""
+    """3,000 trajectories with unsorted ids, in several shards with row groups of about 100 rows."""
     path = tmp_path_factory.mktemp("ids") / "ds"
     with RolloutWriter(path, row_group_rows=100, shard_bytes=500_000) as writer:
         for first in range(0, 3000, 500):
@@ -35,7 +35,7 @@ def rows(dataset):
 
 @pytest.fixture
 def read_groups(monkeypatch):
-    """Columns of each row group that is read."""
+    """List the columns of each row group that is read."""
     groups = []
     original = pq.ParquetFile.read_row_group
 
@@ -49,7 +49,7 @@ def read_groups(monkeypatch):
 
 @pytest.mark.parametrize("name", ["trajectory_id", "instance_id"])
 def test_a_filter_on_one_id_reads_the_tokens_of_one_row_group(name, dataset, rows, read_groups):
-    # A group of 8 trajectories may lie across two row groups: take the first ids of the dataset.
+    # A group of 8 trajectories may span two row groups: take the first id of each group.
     for row in rows.unique("instance_id", maintain_order=True)[::75].iter_rows(named=True):
         read_groups.clear()
         query = scan(dataset).filter(pl.col(name) == row[name])
@@ -123,7 +123,7 @@ def test_only_a_predicate_that_limits_the_ids_selects_row_groups(predicate, expe
     assert required_ids(predicate, "trajectory_id") == expected
 
 
-def test_a_flipped_bit_in_the_filters_is_refused_by_those_who_use_them(dataset, rows, tmp_path):
+def test_a_query_that_uses_the_filters_notices_a_flipped_bit(dataset, rows, tmp_path):
     content, file = next(dataset.iterdir()).read_bytes(), tmp_path / "part-00000.parquet"
     one = rows["trajectory_id"][0]
     starts = [content.index(key) for key in (ID_FILTERS, b"rollout_io_id_filters.trajectory_id")]

@@ -109,7 +109,7 @@ def replaced(path, content):
 
 
 @pytest.mark.parametrize("changed", ["log", "rewards"])
-def test_an_input_of_the_same_size_and_time_is_told_by_its_content(changed, tmp_path):
+def test_inputs_of_the_same_size_and_time_are_distinguished_by_content(changed, tmp_path):
     log = write(tmp_path / "log", call("a/0", 5))
     rewards = write(tmp_path / "rewards", {"session": "a/0", "reward": 1})
     choices = Choices(format="calls", rewards=str(rewards))
@@ -120,7 +120,9 @@ def test_an_input_of_the_same_size_and_time_is_told_by_its_content(changed, tmp_
     assert refusal(log, tmp_path / "ds", choices).rule == "out_is_free"
 
 
-def test_a_tokenizer_and_a_chat_template_are_told_by_their_contents_without_the_weights(tmp_path):
+def test_a_tokenizer_and_a_chat_template_are_identified_by_their_contents_without_the_weights(
+    tmp_path,
+):
     tokenizer = tmp_path / "tokenizer"
     write(tokenizer / "tokenizer.json", {"a": 1})
     (tokenizer / "model.safetensors").write_bytes(b"weights")
@@ -152,7 +154,7 @@ def stop_at_second(seen, table):
     return table
 
 
-def test_a_shard_of_the_same_size_and_time_is_told_by_its_content(tmp_path):
+def test_shards_of_the_same_size_and_time_are_distinguished_by_content(tmp_path):
     dataset, others = tmp_path / "ds", tmp_path / "others"
     for path, name in ((dataset, "a"), (dataset, "b"), (dataset, "c"), (others, "d")):
         with RolloutWriter(path, append=True) as writer:

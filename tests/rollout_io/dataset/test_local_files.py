@@ -38,7 +38,7 @@ def test_every_url_of_a_local_file_is_local(url):
     assert Location.of(url) == Location(LocalFiles(), "/a")
 
 
-def test_questions_are_answered_as_fsspec_answers_them(tmp_path):
+def test_the_local_filesystem_answers_as_that_of_fsspec(tmp_path):
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("file")
@@ -57,7 +57,7 @@ def test_questions_are_answered_as_fsspec_answers_them(tmp_path):
         ours.ls(str(tmp_path / "absent"))
 
 
-def test_removing_a_link_leaves_its_folder(tmp_path):
+def test_removing_a_link_leaves_its_target(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("folder")
     LocalFiles().rm(str(tmp_path / "link"), recursive=True)

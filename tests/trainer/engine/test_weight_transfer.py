@@ -10,7 +10,7 @@ from schemas.errors import MissingExtra
 from trainer.engine.weight_transfer import Checkpoint, open_nccl_sender
 
 
-def test_the_tensors_of_a_checkpoint_are_those_of_its_index_under_their_names(
+def test_a_checkpoint_yields_the_tensors_that_its_index_lists(
     tmp_path: Path,
 ) -> None:
     saved = {
@@ -34,7 +34,7 @@ def test_the_tensors_of_a_checkpoint_are_those_of_its_index_under_their_names(
     assert source.metadata() == described
 
 
-def test_without_vllm_here_the_error_names_both_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_vllm_names_both_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingExtra, match="needs vLLM in the trainer's environment") as error:
         open_nccl_sender("http://localhost:1", lambda *_: b"")
