@@ -220,7 +220,7 @@ def _digests(rows: pl.Series) -> pl.Series:
 
 def _digest(prompt: Tokens, response: Tokens, start: int, length: int) -> int:
     """Hash one step of a row; its prompt is everything before response token `start`."""
-    # The prompt's length is hashed too: the same tokens, split differently, are another step.
+    # Hash the prompt's length too: the same tokens, split differently, are a different step.
     digest = blake2b((len(prompt) + start).to_bytes(8, "big"), digest_size=12)
     for tokens in (prompt, response[: start + length]):
         digest.update(tokens.astype(np.int32).tobytes())

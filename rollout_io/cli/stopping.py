@@ -21,8 +21,8 @@ def announced_stop(waits_for: str) -> Iterator[None]:
     """Announce that an interrupt or SIGTERM stops the verb; a second one ends the process at once.
 
     Python runs signal handlers only between bytecodes of the main thread, and a computation in C
-    can take minutes. Python also writes the signal's number to a pipe immediately, which a thread
-    reads here. Ending at once is as safe as SIGKILL. Outside the main thread, this does nothing.
+    can take minutes. But Python immediately writes the signal's number to a pipe, which a thread here
+    reads. Ending at once is as safe as SIGKILL. Outside the main thread, this does nothing.
 
     Args:
         waits_for: Work that is completed first, such as "the current micro-batch".

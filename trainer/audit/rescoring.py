@@ -50,7 +50,7 @@ class Weights:
         self._checked = set[str]()
 
     def policy(self, number: int) -> Policy:
-        """Return the policy of a candidate, and load it first if necessary."""
+        """Return the policy of a candidate, loading it if necessary."""
         if number in self._given:
             return self._given[number]
         if number not in self._cached:

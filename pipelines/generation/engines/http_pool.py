@@ -35,7 +35,7 @@ BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError)
 """Exceptions raised if a connection fails, breaks or times out."""
 
 KEEP_ALIVE_S = 4.0
-"""Seconds to keep an idle connection; uvicorn closes it after 5 s, and it must not be reused then."""
+"""Seconds to keep an idle connection: less than the 5 s after which uvicorn closes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
