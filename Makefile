@@ -35,10 +35,10 @@ export TOKENIZERS_PARALLELISM := false
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo view wheel test test-all test-lowest test-vllm test-gpu test-skyrl test-s3 lint bench docs site model format clean
+.PHONY: help demo view wheel test test-all test-lowest test-nightly test-vllm test-gpu test-skyrl test-s3 lint bench docs site model format clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO) $(MODEL)/model.safetensors  ## From real vLLM logs to a policy update, step by step (CPU, minutes)
 	$(BIN)/python examples/demo.py
@@ -56,6 +56,10 @@ test-all: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors  ## Run the 
 
 test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests of a change with the lowest versions allowed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly and not vllm and not gpu and not browser"
+
+test-nightly: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that take too long for CI (hours)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and not vllm and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and vllm"
 
 test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM server
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "vllm and not nightly" tests/vllm

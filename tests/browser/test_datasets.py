@@ -23,9 +23,9 @@ LOGS = {
     "public_inspect": "harness_logs/inspect_ai/2025-05-12T20-28-26-04-00_security-guide.json",
 }
 OPENED = [
-    ("forks", "long"),
+    pytest.param(("forks", "long"), marks=pytest.mark.nightly),
     ("claude_code", "harbor"),
-    ("inspect", "public_inspect"),
+    pytest.param(("inspect", "public_inspect"), marks=pytest.mark.nightly),
     ("public_claude_code", "public_harbor"),
     ("million", "thousand"),
 ]

@@ -7,7 +7,7 @@ from tests.helpers.guide_helpers import follow
 PART = "Two stories: a stale server, and shifted log-probabilities"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/vllm/test_audit.py finds a stale vLLM server on every change
 @pytest.mark.model
 def test_the_stale_server_and_the_shifted_logprobs_are_found(smollm2_dir, tmp_path):
     del smollm2_dir

@@ -49,13 +49,13 @@ def printed_by(given, places):
     return printed
 
 
-def claude_code_commands(smollm2_dir, tmp_path, logs=ROOT / "examples" / "claude_code"):
+def claude_code_commands(model, tmp_path, logs=ROOT / "examples" / "claude_code"):
     outputs = ("claude", "claude-imitated", "claude-rewarded", "claude-weighted", "claude-good")
     rewards = "examples/claude_code.rewards.jsonl"
     places = {
         "examples/claude_code": str(logs),
         rewards: str(ROOT / rewards),
-        ".cache/smollm2": str(smollm2_dir),
+        ".cache/smollm2": str(model),
         **{f"runs/{name}": str(tmp_path / name) for name in outputs},
     }
     return list(commands("claude_code.md", places))
@@ -63,8 +63,8 @@ def claude_code_commands(smollm2_dir, tmp_path, logs=ROOT / "examples" / "claude
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_a_folder_of_claude_code_sessions_becomes_a_checkpoint(smollm2_dir, tmp_path, capsys):
-    given = claude_code_commands(smollm2_dir, tmp_path)
+def test_a_folder_of_claude_code_sessions_becomes_a_checkpoint(small_smollm2, tmp_path, capsys):
+    given = claude_code_commands(small_smollm2, tmp_path)
     verbs = ["convert", "validate", "stats", "inspect", "train", "convert", "train", "filter"]
     assert [words[0] for words in given] == verbs
     page = (GUIDES / "claude_code.md").read_text()
@@ -75,7 +75,7 @@ def test_a_folder_of_claude_code_sessions_becomes_a_checkpoint(smollm2_dir, tmp_
             said = capsys.readouterr().err.replace(str(tmp_path / "claude"), "runs/claude")
             assert printed in said
     for name in ("claude-imitated", "claude-weighted"):
-        check_trained(tmp_path / name, smollm2_dir)
+        check_trained(tmp_path / name, small_smollm2)
         updates = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         assert json.loads(updates[-1])["grad_norm"] > 0
     good = rollout_io.scan(tmp_path / "claude-good").collect()

@@ -18,7 +18,7 @@ def checkpoint_of(folder):
     return AutoModelForCausalLM.from_pretrained(last).num_parameters()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/vllm/test_guides.py follows the guide with a vLLM server on every change
 @pytest.mark.model
 def test_a_loop_around_an_openai_server_becomes_a_checkpoint(smollm2_dir, tmp_path):
     with served(smollm2_dir) as url:

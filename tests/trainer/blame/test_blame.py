@@ -142,25 +142,30 @@ def own_reduction(row: Any, micro_batch: Any) -> Any:
     return 1 / (1.0 + np.bincount(row)[row]) / (1.0 + micro_batch)
 
 
+ON_EVERY_CHANGE: list[dict[str, Any]] = [
+    {"sequence_layout": "tree", "policy_loss_type": "gspo"},
+    {"loss_reduction": "token_mean_legacy"},
+    {"lora_rank": 2, "policy_loss_type": "cross_entropy"},
+    {"advantage_estimator": "gae", "critic_learning_rate": 1e-3},
+]
+NIGHTLY: list[dict[str, Any]] = [
+    {"sequence_layout": "step", "loss_reduction": "sequence_mean"},
+    {"sequence_layout": "merge", "policy_loss_type": "gspo"},
+    {"sequence_layout": "step", "policy_loss_type": "gspo", "loss_reduction": "prompt_mean"},
+    {"sequence_layout": "step", "loss_reduction": "trajectory_mean"},
+    {"loss_reduction": f"{HERE}:own_reduction"},
+    {"policy_loss_type": f"{HERE}:own_loss", "sequence_layout": "step"},
+    {"policy_loss_type": "kl_cov", "kl_cov_frac": 0.2, "learning_rate": 0.1},
+    {"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": -9.0},
+    {"policy_loss_type": "sapo", "tis_ratio_type": "sequence"},
+    {"kl_loss_coef": 0.1, "entropy_loss_coef": 0.01},
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"sequence_layout": "step", "loss_reduction": "sequence_mean"},
-        {"sequence_layout": "tree", "policy_loss_type": "gspo"},
-        {"sequence_layout": "merge", "policy_loss_type": "gspo"},
-        {"sequence_layout": "step", "policy_loss_type": "gspo", "loss_reduction": "prompt_mean"},
-        {"sequence_layout": "step", "loss_reduction": "trajectory_mean"},
-        {"loss_reduction": "token_mean_legacy"},
-        {"loss_reduction": f"{HERE}:own_reduction"},
-        {"policy_loss_type": f"{HERE}:own_loss", "sequence_layout": "step"},
-        {"policy_loss_type": "kl_cov", "kl_cov_frac": 0.2, "learning_rate": 0.1},
-        {"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": -9.0},
-        {"policy_loss_type": "sapo", "tis_ratio_type": "sequence"},
-        {"lora_rank": 2, "policy_loss_type": "cross_entropy"},
-        {"kl_loss_coef": 0.1, "entropy_loss_coef": 0.01},
-        {"advantage_estimator": "gae", "critic_learning_rate": 1e-3},
-    ],
+    [*ON_EVERY_CHANGE, *(pytest.param(one, marks=pytest.mark.nightly) for one in NIGHTLY)],
     ids=str,
 )
 def test_leaving_any_row_out_is_training_without_it(
@@ -170,8 +175,17 @@ def test_leaving_any_row_out_is_training_without_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["merge", "step"])
-@pytest.mark.parametrize("reduction", ["sequence_mean", "trajectory_mean", "prompt_mean"])
+@pytest.mark.parametrize(
+    ("reduction", "layout"),
+    [
+        ("sequence_mean", "merge"),
+        ("prompt_mean", "step"),
+        pytest.param("sequence_mean", "step", marks=pytest.mark.nightly),
+        pytest.param("prompt_mean", "merge", marks=pytest.mark.nightly),
+        pytest.param("trajectory_mean", "merge", marks=pytest.mark.nightly),
+        pytest.param("trajectory_mean", "step", marks=pytest.mark.nightly),
+    ],
+)
 def test_steps_without_targets_leave_with_their_row(
     tmp_path: Path, layout: str, reduction: str
 ) -> None:

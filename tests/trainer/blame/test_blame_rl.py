@@ -25,7 +25,15 @@ def model(tmp_path_factory, tokenizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "critic",
+        "gspo_by_step",
+        pytest.param("plain", marks=pytest.mark.nightly),
+        pytest.param("lora_kl", marks=pytest.mark.nightly),
+    ],
+)
 def test_updates_of_the_loop_are_attributed_as_replays_without_a_row_are_made(
     tmp_path, model, tokenizer, monkeypatch, kind
 ):

@@ -71,8 +71,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 5, None])
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
+EVERY_KIND = [
+    pytest.param(kind, every, marks=pytest.mark.slow if every == 5 else pytest.mark.nightly)
+    for kind in KINDS
+    for every in (1, 5, None)
+]
+
+
+@pytest.mark.parametrize(("kind", "every"), EVERY_KIND)
 def test_five_updates_of_each_kind_are_bit_for_bit_the_same(kind, every, paths, tmp_path):
     run = train(paths, tmp_path / "run", save_every_updates=every, **KINDS[kind])
     for update in [*some(4), 12]:
@@ -109,7 +115,11 @@ def test_updates_before_and_after_a_resumption_are_made_with_the_settings_of_the
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [("lora", "kl_loss"), ("critic", "kl_reward")], ids="_".join)
+@pytest.mark.parametrize(
+    "kinds",
+    [("critic", "kl_reward"), pytest.param(("lora", "kl_loss"), marks=pytest.mark.nightly)],
+    ids="_".join,
+)
 def test_updates_before_and_after_a_kill_are_bit_for_bit_the_same(kinds, paths, tmp_path):
     """The run is killed at a random one of 48 updates, and resumed from its latest checkpoint."""
     rng = np.random.default_rng()

@@ -177,7 +177,7 @@ def test_errors_are_sentences_with_hints(run, tmp_path, capsys):
     assert "missing option --update. [usage]" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the tests above replay a tiny model
 @pytest.mark.model
 def test_an_update_of_the_real_model_is_made_again(smollm2_dir, shop_dataset, tmp_path, capsys):
     """SmolLM2-135M on real logs, in the layout that shares tokens, from the checkpoint before."""
