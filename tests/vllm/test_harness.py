@@ -134,7 +134,8 @@ def test_a_harness_trains_on_the_embedded_engine_killed_and_resumed(
 def test_a_harness_trains_on_vllm_killed_and_resumed(
     harness, max_staleness, loop_of, server, smollm2_dir, tmp_path
 ):
-    config = loop_of(harness, smollm2_dir, server.url, max_staleness=max_staleness)
+    settings = {"max_staleness": max_staleness, "num_iterations": 2}
+    config = loop_of(harness, smollm2_dir, server.url, **settings)
     check_killed_and_resumed(config, harness, tmp_path)
     if not max_staleness:
         check_the_engine_spoke_for_the_policy(tmp_path / "run", smollm2_dir)
