@@ -67,8 +67,8 @@ atif_version: The ATIF file has an unknown `schema_version`.
 audit_rows: No row of the dataset can be audited, or a candidate's vocabulary lacks a token of a row.
     Pass weights of the labelled versions, with the dataset's tokenizer, and rows with
     `rollout_logprobs`.
-blame_rows: A loss of your own computes the loss of a row from other rows of its micro-batch, so the
-    gradient has no parts that belong to single rows.
+blame_rows: The custom policy loss computes the loss of a row from other rows of its micro-batch, so
+    the gradient cannot be split into rows.
     Replay the update without a row instead: `rollouts replay RUN --update N --without ID`.
 body_timeout: The client stopped sending the body of its request.
     Send the body without pausing for a minute or longer.
@@ -177,7 +177,7 @@ incomplete_trajectory: A different record of the same run was rejected, and runs
     Correct the record that the message names, or remove it if the run is complete without it.
 input_file: The input cannot be read, is not a regular file, is empty, too large or damaged, or
     changed during the conversion.
-    Check the path, and copy the file again once its program has finished.
+    Check the path, and copy the file again when the program that writes it has finished.
 inspect_archive: The zip archive is not an Inspect log: it has no `header.json`.
     Pass an `.eval` file that Inspect wrote.
 iteration_failed: All trajectories of an iteration failed.
@@ -197,8 +197,8 @@ last_flag: `is_last_step` of a GeneratorOutput contains a value other than true 
     Store one boolean per row.
 lfs_pointer: The file is a Git LFS pointer, not its content.
     Run `git lfs pull`.
-logprob_tokens: The log-probabilities of a call belong to tokens other than those in its token ids
-    or text.
+logprob_tokens: The log-probabilities of a call belong to different tokens than its token ids or
+    text.
     Collect the call again, and log the response as the engine returned it.
 logprobs_kind: Some exported rows have `rollout_logprobs` and others do not.
     Drop the column, or keep only the rows that have it.
@@ -231,7 +231,7 @@ model_config: `config.json` lacks the layers, heads or sizes that the FLOP estim
 model_directory: The path is not a local Hugging Face model directory.
     Download the model with `hf download ORG/NAME --local-dir DIR`, and pass DIR.
 model_layers: The model has layers or attention that the trainer does not support, or its
-    log-probabilities of packed rows differ from those of its own forward pass.
+    log-probabilities for packed rows differ from its own forward pass.
     Choose an architecture that docs/models.md lists, or pass `--set sequence_layout=merge` if only
     the tree differs.
 model_load: The weights, the adapter or the value head cannot be loaded, or do not match
@@ -288,19 +288,19 @@ policy_loss_type_raised: The custom policy loss raised an exception.
     Correct the function at the line that the message names.
 process_lost: A training process of the run was killed, failed or stopped responding, and the others
     cannot continue without it.
-    Look for the first error of the run or a lack of memory, then continue with `--resume`.
+    Find the run's first error, or check whether memory ran out; then continue with `--resume`.
 readable_file: A Parquet shard of the dataset is damaged, cut off, or not Parquet.
     Restore the shard from a copy, or convert the dataset again.
 record_type: A field of a log record has the wrong type, or a required field is missing.
     Compare the record with its format in docs/formats.md.
 recorder: The recorder did not respond, or rejected a request to open or end a session.
     Start `rollouts record`, and check the recorder's URL and the session's name.
-remote_store: The object store or web server refuses the request, or kept failing when it was repeated.
+remote_store: The object store or web server refused the request, or failed on every attempt.
     Check the URL, the credentials and the network, and run the same command again.
 replay_routing: The dataset records routed experts that this model cannot replay.
     Train the model that sampled the data, or pass `--set replay_routing=false`.
 replay_run: The directory does not contain a run of `rollouts train` or `rollouts rl`.
-    Name the directory that was the run's `--out`.
+    Pass the directory that the run wrote (its `--out`).
 replay_skipped: A mini-batch before the update is skipped now but was not skipped in the run, or
     vice versa.
     Replay on the machine of the run, with the same versions of its packages.
@@ -335,7 +335,7 @@ reward_line: A reward record does not name exactly one trajectory, has neither a
     error, repeats a trajectory, or uses a reserved key.
     Write one record per trajectory, such as `{"session": "shop-1/0", "reward": 1.0}`.
 rollout_logprobs: The loss or the importance weights need the sampler's log-probabilities, which are
-    missing, or are not those of the distribution that was sampled.
+    missing, or were computed for a different distribution than the sampled one.
     Record log-probabilities with vLLM's `--logprobs-mode processed_logprobs`, or pass
     `--set tis_ratio_type=none`.
 routing_complete: The export to slime needs routed experts for all tokens but the last, and the row
@@ -349,7 +349,7 @@ sampled_item: A Responses log has token ids on an input item instead of on an it
 schema_version: The dataset was written by a newer version of rollout-io, or by a version that this
     one cannot upgrade.
     Run `pip install --upgrade rollout-io`.
-session_ended: The session has already ended, or is ended again with a different outcome.
+session_ended: The session has already ended, possibly with a different outcome.
     Give the next run a different repetition.
 session_key: The API key is missing, or is not the key of this session.
     Use the `base_url` and key that `POST /sessions` returned.
@@ -569,8 +569,8 @@ policy_loss_type: The custom policy loss cannot be imported, has the wrong param
     losses or metrics of the wrong shape, type or values.
     Return one finite, differentiable loss per target, from a function with the parameters in
     docs/algorithms.md.
-resume_config: The configuration differs from that of the run to resume or asks for fewer updates
-    than the run has made, or the run's `config.json` is missing or invalid.
+resume_config: The configuration differs from the run to resume, or asks for fewer updates than the
+    run has made; or the run's `config.json` is missing or invalid.
     Use the settings in the run's `config.json`, or start a new run.
 reward_key: `--reward` names a reward that the log does not have, the log has several rewards and
     none was chosen, or the log's format has fixed rewards.

@@ -182,7 +182,7 @@ def upgrade(
 def _ours(pairs: Mapping[bytes, bytes] | None) -> dict[str, Any]:
     found = {}
     for key, value in (pairs or {}).items():
-        # The filters of ids are large, and not metadata of the dataset.
+        # The id filters are large, and do not describe the dataset.
         if key.startswith(_KEY.encode()) and key != ID_FILTERS:
             try:
                 found[key.decode().removeprefix(_KEY)] = json.loads(value)

@@ -138,7 +138,7 @@ def zipped(*parts: Ragged) -> Ragged:
 
 
 def _as_bytes(column: Ragged) -> pa.Array:
-    """[N] View the rows as byte strings, which Arrow copies a row at a time, unlike lists."""
+    """[N] View the rows as byte strings: Arrow copies these row by row, but lists by element."""
     validity = None if column.valid.all() else to_arrow(column.valid).buffers()[1]
     values = np.ascontiguousarray(column.values)
     buffers = [validity, pa.py_buffer(column.offsets * values.itemsize), pa.py_buffer(values)]

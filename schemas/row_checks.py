@@ -186,7 +186,7 @@ class SegmentSpans:
 
 
 def check_routing(view: View) -> Iterator[pl.DataFrame]:
-    """Check routing_shape: routing covers 1 or more tokens, no more than exist; experts are >= 0."""
+    """Check routing_shape: routing covers 1 to prompt + response tokens; experts are >= 0."""
     name = "rollout_expert_indices"
     prompts = view.prompt_lengths()
     if prompts is None or not view.has(name, "response_ids"):

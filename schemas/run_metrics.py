@@ -37,9 +37,9 @@ METRICS = {
     "grad_norm": Metric("1", "L2 norm of the gradient before clipping; null if not finite."),
     "clip_ratio": Metric(
         "fraction",
-        "Trained tokens restricted by the bounds of the policy loss: those without gradient or,"
-        " with cispo, with a clipped weight. Your own loss can return this metric, and others that"
-        " are named `policy_loss/...`.",
+        "Trained tokens that the bounds of the policy loss clip: tokens without gradient or, with"
+        " cispo, tokens with a clipped weight. A custom loss can return this metric, and others"
+        " named `policy_loss/...`.",
     ),
     "cispo/ratio_mean": Metric(
         "1",

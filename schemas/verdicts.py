@@ -27,7 +27,7 @@ MEANINGS = {
     "noise": "the labelled weights in a lower precision",
     "prompt": "sampled from another prompt",
     "unknown_model": "sampled by none of the candidates",
-    "too_short": "too few tokens to tell",
+    "too_short": "too few tokens to decide",
     "not_checked": "not checked",
 }
 """Meaning of each kind of verdict."""
