@@ -51,9 +51,8 @@ def _cut(step: Logged) -> Logged | None:
 def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
     """Reject a conversation whose prompt ends with the conversation's first answer.
 
-    If the prompt contains the answer more often than earlier conversations of the trajectory
-    produced it, the log recorded the prompt after the call. Short answers are exempt, see
-    `MIN_CHARS`.
+    If the answer occurs in the prompt more often than earlier conversations of the trajectory
+    produced it, the prompt was logged after the call. Short answers are exempt, see `MIN_CHARS`.
     """
     answered: Counter[bytes] = Counter()
     for conversation in conversations:

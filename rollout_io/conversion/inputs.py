@@ -306,7 +306,7 @@ def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
         if given.path.is_file() and (num_bytes := given.path.stat().st_size):
             by_size[num_bytes].append(given)
     first: dict[str, str] = {}
-    # Only files of equal size are read: a digest of every log would cost a pass over all of them.
+    # Only files of equal size are read: hashing every log would require reading all of them.
     for given in (given for twins in by_size.values() if len(twins) > 1 for given in twins):
         other = first.setdefault(digest_of(given.path), given.name)
         if other != given.name:

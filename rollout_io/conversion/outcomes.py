@@ -1,4 +1,4 @@
-"""Outcomes of trajectories: the log's rewards, merged with those of the rewards file."""
+"""Outcomes of trajectories: rewards in the log, merged with the rewards file."""
 
 from __future__ import annotations
 

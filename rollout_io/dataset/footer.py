@@ -57,7 +57,7 @@ class Place:
         index: Index of the shard in its part, from 0.
         is_last: True for the part's last shard.
         before: Digest of the ids and lengths of the part's rows before this shard.
-        after: Digest of the same, including this shard's rows.
+        after: Digest of the same values, including this shard's rows.
     """
 
     writing: str

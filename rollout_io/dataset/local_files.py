@@ -1,4 +1,4 @@
-"""The local filesystem, with those methods of an fsspec filesystem that datasets use.
+"""The local filesystem, with the fsspec methods that datasets use.
 
 Importing fsspec reads the entry points of every installed package and imports fifty modules,
 including asyncio and ssl, so it is imported only for remote paths and glob patterns.
@@ -48,7 +48,7 @@ class LocalFiles:
         return _fsspec().find(path)  # type: ignore[no-any-return]
 
     def glob(self, path: str, *, detail: bool = False) -> Any:
-        """Return the paths that match a pattern; if `detail`, with fsspec's facts about each."""
+        """Return the paths that match a pattern; if `detail`, with fsspec's details of each."""
         return _fsspec().glob(path, detail=detail)
 
     def open(self, path: str, mode: str = "rb", **_: object) -> Any:

@@ -174,7 +174,7 @@ def to_hf(path: PathLike) -> Any:
 
 
 _CACHED_BYTES = 64 << 20
-_BLOCK_BYTES = 1 << 20  # what a store is asked for beyond a column chunk; s3fs' default is 50 MB
+_BLOCK_BYTES = 1 << 20  # read-ahead beyond a column chunk; the default of s3fs is 50 MB
 
 
 class RowReader:

@@ -1,7 +1,7 @@
-"""Remote filesystems whose reads are repeated if a store is busy or a connection breaks.
+"""Remote filesystems that retry reads if a store is busy or a connection breaks.
 
-This is the only place that repeats reads. Amazon's client below it repeats single requests; s3fs,
-which would multiply both, repeats nothing.
+Reads are retried only here. Amazon's client below retries single requests too, but retries in s3fs
+are disabled, because they would multiply the number of attempts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAX_ATTEMPTS = 6
 FIRST_PAUSE_S = 0.5
 """Pause after the first failure; each following pause is twice as long."""
 LONGEST_S = 60.0
-"""No attempt begins later than this after the first one began."""
+"""No attempt begins more than this many seconds after the first one began."""
 
 _QUESTIONS = frozenset({"find", "glob", "head", "info", "isfile", "ls", "size"})
 _CHANGES = frozenset({"makedirs", "mv", "rm", "rm_file", "rmdir"})
-# Answers of a filesystem, not failures; `FileNotFoundError` is judged by `_is_answer`.
+# Exceptions that are valid answers, not failures; `_is_answer` handles `FileNotFoundError`.
 _ANSWERS = (RolloutError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _CLIENTS = frozenset({"adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs",
                       "google", "requests", "s3fs", "urllib3"})  # fmt: skip
@@ -34,12 +34,12 @@ _GONE = (404, 410)
 
 
 class RemoteFiles:
-    """A remote fsspec filesystem that repeats what only reads, and reports what keeps failing.
+    """A remote fsspec filesystem that retries reads, and reports reads that keep failing.
 
-    Every attribute is that of the filesystem. Questions about files, and reading files that were
-    opened with `open`, raise an `InputError` (`remote_store`) after several failures. An answer that
-    a file does not exist is not a failure. Changes are not repeated here; when they fail, they raise
-    an `OSError`, as on a local disk.
+    All attributes are forwarded to the filesystem. Queries, and reads of files opened with `open`,
+    raise an `InputError` (`remote_store`) if all attempts fail; the answer that a file does not
+    exist is not a failure. Changes are not retried here: if they fail, they raise an `OSError`, as
+    on a local disk.
 
     Example:
         >>> RemoteFiles(fsspec.filesystem("s3")).ls("bucket/rollouts", detail=False)
@@ -70,7 +70,7 @@ class RemoteFiles:
         return str(self._files.unstrip_protocol(path))
 
     def exists(self, path: str) -> bool:
-        """True if the store has the path. Filesystems answer false if they cannot ask the store."""
+        """True if the path exists; unlike in fsspec, an unreachable store is an error."""
         with suppress(FileNotFoundError):
             self.info(path)
             return True
@@ -85,18 +85,18 @@ class RemoteFiles:
         return False
 
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        """Open a file to read it, with repeated reads, or to write it."""
+        """Open a file for reading, with retries, or for writing."""
         if mode != "rb":
             return _WrittenFile(_as_os_errors(self._files.open)(path, mode, **options))
         return _PatientFile(partial(self._files.open, path, mode, **options), self._url(path))
 
 
 class _PatientFile(io.RawIOBase):
-    """A file that is opened again, at the same place, if reading it fails.
+    """A file that is reopened at the same position if a read fails.
 
     Args:
         opened: Opens the file.
-        url: Its URL, for messages.
+        url: URL of the file, for messages.
     """
 
     def __init__(self, opened: Callable[[], Any], url: str) -> None:
@@ -117,7 +117,7 @@ class _PatientFile(io.RawIOBase):
         return self._at
 
     def size(self) -> int | None:
-        """Size in bytes, which Arrow asks for; None if the server does not tell."""
+        """Size in bytes, for Arrow; None if the server does not report it."""
         return self._size
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -129,7 +129,7 @@ class _PatientFile(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         if self._size is None:
-            # Such a stream cannot be continued, but it can be begun again.
+            # Such a stream cannot be resumed in the middle, but it can be restarted.
             read = partial(self._file.read, -1 if size is None else size)
             data = _reported(read, self._url) if self._at else self._repeated(self._streamed, size)
         else:
@@ -160,7 +160,7 @@ class _PatientFile(io.RawIOBase):
         return data
 
     def _whole(self, num: int) -> bytes:
-        """Read exactly `num` bytes: a store, or a proxy in front of it, can give fewer."""
+        """Read exactly `num` bytes; raise if the store, or a proxy in front of it, returns fewer."""
         self._file.seek(self._at)
         data: bytes = self._file.read(num)
         if len(data) != num:
@@ -176,7 +176,7 @@ class _PatientFile(io.RawIOBase):
 
 
 class _WrittenFile(io.RawIOBase):
-    """A file being written, whose errors are those of a local file."""
+    """A file open for writing, which raises the same errors as a local file."""
 
     def __init__(self, file: Any) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class _WrittenFile(io.RawIOBase):
 
 
 def _as_os_errors(function: Callable[..., R]) -> Callable[..., R]:
-    """Return a function whose other errors of a store's client are an `OSError`."""
+    """Wrap a function so that all errors of a store's client are raised as an `OSError`."""
 
     @wraps(function)
     def called(*args: Any, **options: Any) -> R:
@@ -215,17 +215,17 @@ def _as_os_errors(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def repeated(read: Callable[[], R], url: str, before_next: Callable[[], None] = lambda: None) -> R:
-    """Return what a function reads; repeat it after failures that may pass.
+    """Return the result of `read`; retry it after temporary failures.
 
     Args:
         read: Function without side effects.
-        url: What it reads, for the message.
-        before_next: Called before each repetition; counts as part of it.
+        url: URL that it reads, for messages.
+        before_next: Called before each retry; its errors count as errors of that attempt.
 
     Raises:
         FileNotFoundError: The store does not have the path.
-        InputError: `remote_store`: the store refuses, or failed in `MAX_ATTEMPTS` attempts or for
-            `LONGEST_S` seconds.
+        InputError: `remote_store`: the store refused the request, or failed `MAX_ATTEMPTS` times or
+            for `LONGEST_S` seconds.
     """
     began = time.monotonic()
     for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -245,7 +245,7 @@ def repeated(read: Callable[[], R], url: str, before_next: Callable[[], None] = 
 
 
 def _reported(read: Callable[[], R], url: str) -> R:
-    """Return what a function reads, which cannot be repeated."""
+    """Return the result of `read`, which cannot be retried; report its errors."""
     try:
         return read()
     except Exception as error:
@@ -275,7 +275,7 @@ def _is_of_client(error: BaseException) -> bool:
 
 def _is_answer(error: BaseException) -> bool:
     if isinstance(error, FileNotFoundError):
-        # fsspec's HTTP client says so of any URL that it cannot ask about.
+        # fsspec's HTTP client raises it for every URL that it cannot query.
         status = getattr(error.__cause__, "status", None)
         is_http = type(error.__cause__).__module__.startswith("aiohttp")
         return not is_http or status in _GONE

@@ -19,7 +19,7 @@ SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
 _EXTRAS = {"https": "http", "gs": "gcs"}  # extras of fsspec by protocol
 _S3 = ("s3://", "s3a://")
-_LISTED_S = 2  # one look at a dataset lists its directory several times
+_LISTED_S = 2  # opening a dataset lists its directory several times
 _ROOT_MARK = "/./"  # as in rsync: separates the dataset's directory from the path inside it
 _PARTITION = re.compile(r"[^._=][^=]*=.*")
 PARTITION_HINT = "name the directories COLUMN=VALUE, with the same columns everywhere"
@@ -110,10 +110,10 @@ def _resolved(url: str) -> tuple[LocalFiles | RemoteFiles, str]:
     from fsspec.implementations.local import LocalFileSystem
 
     if url.startswith(_S3):
-        # s3fs would remember listings forever, and miss what other processes write. The option also
-        # makes this filesystem ours, and not the one that the user's program shares.
+        # By default, s3fs caches listings forever, and would miss files of other processes. With the
+        # option, this is also a separate instance, not the one that the user's program shares.
         fs, inner = fsspec.core.url_to_fs(url, listings_expiry_time=_LISTED_S)
-        fs.retries = 1  # `remote_files` repeats
+        fs.retries = 1  # `remote_files` retries
     else:
         fs, inner = fsspec.core.url_to_fs(url)
     return LocalFiles() if isinstance(fs, LocalFileSystem) else RemoteFiles(fs), inner

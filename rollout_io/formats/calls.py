@@ -4,9 +4,9 @@
      "request": {"messages": [...], "temperature": 1.0, ...},
      "response": {"prompt_token_ids": [...], "choices": [{"token_ids": [...], ...}], ...}}
 
-`request` and `response` are those of an OpenAI-compatible server, with `return_token_ids` and
-`logprobs` requested. `final`, `reward`, `policy_version`, `agent` and `time` are optional; without
-`time`, the calls of a session are in file order.
+`request` and `response` are the bodies that an OpenAI-compatible server receives and returns, with
+`return_token_ids` and `logprobs` requested. `final`, `reward`, `policy_version`, `agent` and `time`
+are optional; without `time`, the calls of a session are in file order.
 
 A first pass records the places of each session's calls; then the sessions are read one by one.
 Memory use is a few words per call, regardless of context length.

@@ -125,8 +125,8 @@ def sort_by_format(
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the inputs of each format, in order, and the inputs that match no format.
 
-    An input that matches several formats is assigned to the format that all inputs match, or to a
-    format that is the only match of another input.
+    An input that matches several formats is assigned to the format that all inputs match, or else
+    to a format that another input matches exclusively.
 
     Args:
         paths: Paths by their names in messages.

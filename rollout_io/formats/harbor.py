@@ -1,6 +1,6 @@
 """The `harbor` format: job and trial directories, `result.json`, and single ATIF trajectories.
 
-A trial is one trajectory. Its steps are the model calls in order, including those of compactions
+A trial is one trajectory. Its steps are the model calls in order, including calls of compactions
 and sub-agents. Harbor does not number attempts, so the trials of one task (name and checksum) in
 one job form a group and are numbered in the order of their names. The history of the dataset
 records that the groups were inferred. A single ATIF file is a separate instance, as ATIF records

@@ -7,7 +7,7 @@
               "attachments": {HASH: text}, "error": {...}, "limit": {...}}
 
 A sample is a run: its id is the instance, its epoch the repetition. The calls are the `model`
-events except those of scorers; their raw responses may have the engine's tokens. Without events,
+events, except calls of scorers; their raw responses may have the engine's tokens. Without events,
 the messages of the sample are one context.
 """
 

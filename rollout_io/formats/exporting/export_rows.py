@@ -101,7 +101,7 @@ class Failures:
         return np.asarray(pc.is_in(table.column("trajectory_id"), self.trajectories))
 
     def masked(self, table: pa.Table) -> BoolArray:
-        """Return [N] booleans: true for failed trajectories and those masked because of them."""
+        """Return [N] booleans: true for failed trajectories and for trajectories masked with them."""
         in_group: BoolArray = np.asarray(pc.is_in(table.column("instance_id"), self.groups))
         return self.failed(table) | in_group
 
