@@ -98,7 +98,7 @@ def _called(turn: Turn) -> Turn:
     return Turn(turn.role, re.sub(r"\s*(</?tool_call>)\s*", r"\1", text))
 
 
-# Each form ignores more than the one before it, so the first that matches is the cause.
+# Each form ignores more than the previous form, so the first form that matches is the cause.
 _FORMS: tuple[tuple[str, Callable[[Turn], Turn]], ...] = (
     ("special tokens, or whitespace where messages begin or end,", _bordered),
     ("think blocks", _unthinking),

@@ -29,9 +29,9 @@ class Filter:
 
     Attributes:
         name: Name in reports; unique among the filters of one pass.
-        drops: True where a trajectory is dropped (null: kept). May use position (in the table),
-            instance_id, trajectory_id, return (null: failed or unknown), error and value. Sees only
-            trajectories that no earlier filter dropped.
+        drops: Expression that is true where a trajectory is dropped (null: kept). May use position
+            (in the table), instance_id, trajectory_id, return (null: failed or unknown), error and
+            value. Sees only trajectories that no earlier filter dropped.
         row: Expression over the columns of one row (merged or not) and `pl.col(STEPS)`, from which
             `value` is computed.
         fold: Aggregates the values of a trajectory's rows into its `value`.

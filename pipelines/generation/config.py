@@ -205,7 +205,7 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
         yield " and ".join(given), " and ".join(given.values()), "only one of them"
     for name in given.keys() & {"agent", "harness"}:
         if c.history != "append":
-            yield f"history and {name}", c.history, "append: history applies to environments only"
+            yield f"history and {name}", c.history, "append, as only environments use history"
     if c.harness is not None and c.requests_per_s is not None:
         expected = "no requests_per_s with a harness"
         yield "requests_per_s and harness", str(c.requests_per_s), expected
@@ -214,7 +214,7 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
         yield f"{' and '.join(given)} and generator", str(c.generator), expected
     for key in ("zero_reward_on_non_stop", "mask_overlong"):
         if c.generator is not None and getattr(c, key):
-            yield f"{key} and generator", "true", "false: the generator sets rewards and masks"
+            yield f"{key} and generator", "true", "false, as the generator sets rewards and masks"
     if (c.engine == "vllm") != bool(c.urls):
         yield (
             "engine and urls",

@@ -83,7 +83,7 @@ def find_harness(harness: str) -> Harness:
 
 
 class FunctionHarness:
-    """A function of an `Endpoint` and a `Task`; a synchronous one runs in its own thread."""
+    """A function of an `Endpoint` and a `Task`; a synchronous function runs in its own thread."""
 
     def __init__(self, function: Callable[[Endpoint, Task], Any]) -> None:
         self._function = function

@@ -108,7 +108,7 @@ class Recorder:
         self.metrics.waiting.set(self.num_waiting)
 
     def warn(self, what: str, text: str) -> None:
-        """Report a problem to the user, but only the first with the same `what`."""
+        """Report a problem to the user, only once for each value of `what`."""
         if what not in self._said:
             self._said.add(what)
             self._tell(f"{what}: {text}")

@@ -140,8 +140,8 @@ async def serve(
 def _shorten_pauses() -> None:
     """Shorten the pauses in which this process delays the events of all streams."""
     gc.collect()
-    gc.freeze()  # full collections then skip the imported modules, which take 30 ms
-    sys.setswitchinterval(_SWITCH_S)  # for threads that decode long responses
+    gc.freeze()  # full collections then skip the imported modules, which saves 30 ms
+    sys.setswitchinterval(_SWITCH_S)  # limits the delay by threads that decode long responses
 
 
 async def _warn_if_silent(url: str, tell: Callable[[str], object]) -> None:

@@ -140,7 +140,7 @@ class _Lane:
         return [(turn.role, turn.text) for turn in turns_of_ids(ids, tokenizer)]
 
     def _continued(self, messages: list[Message]) -> tuple[int, Counter[tuple[str, str]]]:
-        """Compare the messages of a step with those of the agent's previous step.
+        """Compare the messages of a step with the messages of the agent's previous step.
 
         Returns:
             The number of leading messages that are equal; and how often each other message, as

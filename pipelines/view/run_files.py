@@ -101,7 +101,7 @@ def read_metrics(run: Path) -> dict[str, Any]:
             is_evaluation = any(name.startswith(_EVALUATION) for name in record)
             (evaluations if is_evaluation else updates)[record["global_step"]] = record
     steps = sorted({*updates, *evaluations})
-    # The update comes first: its `iteration` is the one that it trained on.
+    # The update comes first: its `iteration` is the iteration whose data it trained on.
     lines = {step: {**evaluations.get(step, {}), **updates.get(step, {})} for step in steps}
     names = dict.fromkeys(name for step in steps for name in lines[step])
     metrics = {name: [_number(lines[step].get(name)) for step in steps] for name in names}

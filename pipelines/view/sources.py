@@ -44,8 +44,8 @@ class Dataset:
         number: Id of the dataset in the viewer, such as "d0".
         name: Short name for the page.
         path: Path of the dataset.
-        tokenizer: Directory of its tokenizer; None: the tokenizer named in the dataset, or that of
-            the model of a run that trained on it.
+        tokenizer: Directory of its tokenizer; None: the tokenizer named in the dataset, or the
+            tokenizer of the model of a run that trained on it.
         tokenizers: Loads tokenizers.
     """
 
@@ -303,8 +303,8 @@ class Sources:
 
         Args:
             paths: Datasets, directories of runs, and tables of verdicts or shares about their rows.
-            tokenizer: Directory of the tokenizer; None: the tokenizer named in each dataset, or
-                that of the model of its run.
+            tokenizer: Directory of the tokenizer; None: the tokenizer named in each dataset, or the
+                tokenizer of its run's model.
 
         Raises:
             RolloutError: A path is not a dataset, a run or such a table, or its data is invalid.

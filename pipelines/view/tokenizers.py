@@ -1,4 +1,4 @@
-"""Find and load the tokenizer of a dataset: the tokenizer that it names, or that of a run's model."""
+"""Find and load the tokenizer of a dataset: the one that it names, or the one of a run's model."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Servers:
         self._next_start_s = 0.0
         self._turn = itertools.count()
         self.when_returned: Sequence[tuple[str, Body]] = ()
-        self._lost: dict[str, float] = {}  # and from when on, in monotonic seconds, to try again
+        self._lost: dict[str, float] = {}  # and the time of the next attempt, in monotonic seconds
         self._returning = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -189,7 +189,7 @@ class Servers:
         if len(failed) == len(self.urls):
             raise failed[0][1]
         for url, error in failed:
-            _LOGGER.warning("%s did not load new weights, and gets no calls: %s", url, error.got)
+            _LOGGER.warning("%s did not load new weights, and is skipped: %s", url, error.got)
             self.lose(url)
 
     def _order(self, session: str | None) -> list[str]:

@@ -1,8 +1,8 @@
 """Model directories with an explicit output layer, which vLLM needs on a CPU to load new weights.
 
 On a CPU, vLLM packs the weights of each linear layer, and `reload_weights` packs only layers whose
-weights are in the directory. If embeddings are tied, the output layer has no weights of its own
-there, so it would keep the packed weights of the model that was loaded before.
+weights are in the directory. If embeddings are tied, the directory has no weights for the output
+layer, which would therefore keep the packed weights of the previously loaded model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OWN_FILE, INDEX = "output_layer.safetensors", "model.safetensors.index.json"
 _OUTPUT = ("lm_head", "embed_out", "output.weight", "output_layer")
 """Parts of the names of output layers."""
 _MOST_BYTES = 100_000_000
-"""Size of a header above which a file is not in the format safetensors."""
+"""Maximum size of a header; a file with a larger header is not in safetensors format."""
 
 
 def lacks_output_layer(path: Path) -> bool:
@@ -47,7 +47,7 @@ class OutputLayers:
         self._folders: list[tempfile.TemporaryDirectory[str]] = []
 
     def add(self, path: Path) -> Path:
-        """Copy a model directory, and add the output layer; return the directory of the copy.
+        """Copy a model directory, add the output layer, and return the directory of the copy.
 
         Raises:
             EngineError: `engine_refused`: no tensor has the usual name of the embeddings.
@@ -90,7 +90,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if not 0 < size <= _MOST_BYTES:
-            raise ValueError(f"{file} is not in the format safetensors")
+            raise ValueError(f"{file} is not in safetensors format")
         described = json.loads(opened.read(size))
     described.pop("__metadata__", None)
     return described, 8 + size

@@ -236,12 +236,13 @@ class VllmEngine:
             await self._transfers.send(url, weights, policy_version)
         except (ConfigError, MissingExtra):
             raise
-        except Exception as error:  # including those of the sender's library
+        except Exception as error:  # including errors of the sender's library
             got = f"{type(error).__name__}: {error}"
             _LOG.warning("%s: weight transfer failed, loading the files instead: %s", url, got)
             await self._transfers.recover(url)
             self.servers.lose(url)
-            await self.servers.call_one(url, "/weight_info")  # after `when_returned`
+            # Any call makes the client send `when_returned` first, which loads the files.
+            await self.servers.call_one(url, "/weight_info")
 
     async def _send(self, url: str, requests: Sequence[tuple[str, Body]]) -> None:
         for path, body in requests:
@@ -253,7 +254,7 @@ class VllmEngine:
         # version, and prefixes computed with it.
         name = f"policy_version_{policy_version}_{_digest(path)}"
         others = [request for request in self._adapters if request["lora_name"] != name]
-        # In place, because a server may have it already: a connection may break after the load.
+        # Load in place: the server may already have it if the connection broke after a load.
         loaded = {"lora_name": name, "lora_path": str(Path(path).absolute()), "load_inplace": True}
         kept = [*others[-1:], loaded]
         loads = [(_LOAD_ADAPTER, request) for request in kept]
@@ -275,7 +276,7 @@ class VllmEngine:
         self._adapters = kept
 
     async def _on_cpu(self) -> bool:
-        """Return whether one of the servers computes on a CPU; the first call may take seconds."""
+        """True if at least one server runs on a CPU; the first call may take seconds."""
         if self._uses_cpu is None:
             try:
                 answers = await self.servers.call_each("/server_info")
@@ -284,8 +285,8 @@ class VllmEngine:
                 if error.rule != "engine_refused":
                     raise
                 _LOG.warning(
-                    "cannot tell whether vLLM computes on a CPU (%s); there, it would not load the"
-                    " output layer of this model, because its embeddings are tied",
+                    "cannot tell whether vLLM computes on a CPU (%s); if it does, it does not load"
+                    " this model's output layer, because the embeddings are tied",
                     error.got,
                 )
                 self._uses_cpu = False
@@ -367,7 +368,7 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await work to its end even if cancelled, and raise the cancellation afterwards."""
+    """Await work to completion even if cancelled, then raise the cancellation."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

@@ -93,7 +93,7 @@ class Transfers:
         if not self._openers:
             return
         for url in self._servers.urls:
-            with suppress(RolloutError):  # no such route, or server is down: calls will show it
+            with suppress(RolloutError):  # later calls report a missing route or a dead server
                 answer = await self._servers.call_one(url, "/is_paused", attempts=1)
                 if decode_line(_PAUSED, answer, "/is_paused").is_paused:
                     break
@@ -142,7 +142,7 @@ class Transfers:
         return self._backends.get(url) in self._openers
 
     def requests_after_files(self, policy_version: int) -> list[tuple[str, Body]]:
-        """Return the requests to send after the files were loaded because a transfer failed."""
+        """Return the requests that end a failed transfer once the server has loaded the files."""
         if not any(map(self.takes, self._backends)):
             return []
         return [("/update_weight_version", {"new_version": str(policy_version)}), _RESUME]
@@ -186,7 +186,7 @@ class Transfers:
         for incomplete layers: the next load would mistake them for its own, and fail.
         """
         with suppress(EngineError):  # the server may be down
-            # Pause it again, because a server that came back was resumed.
+            # Pause the server again: a server that was lost and came back was resumed.
             await self._servers.call_one(url, _PAUSE, {}, attempts=1)
             for path in ("/start_weight_update", "/finish_weight_update", _SHUTDOWN):
                 with suppress(EngineError):  # the failed update may still block a new one

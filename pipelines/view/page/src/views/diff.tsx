@@ -60,7 +60,7 @@ export function DiffView(): JSX.Element {
 
 const HEADS: Head[] = [
   { name: "instance_id", title: "task", numeric: false },
-  { name: "difference", title: "mean return B − A", help: "Difference of the mean returns", numeric: true },
+  { name: "difference", title: "mean return B − A", help: "Difference between the mean returns", numeric: true },
   { name: "bar", title: "", numeric: false },
   { name: "return_a", title: "mean return A", help: "Mean return in A", numeric: true },
   { name: "return_b", title: "mean return B", help: "Mean return in B", numeric: true },

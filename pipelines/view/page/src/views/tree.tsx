@@ -300,7 +300,7 @@ function NodeDetails({ node }: { node: TreeNode | null }): JSX.Element {
     return (
       <aside class="details" aria-label="Node">
         <h2>Node</h2>
-        <p class="note">Each box is a run of tokens shared by the rows to its right; its width is their number. Click a box, or press an arrow key.</p>
+        <p class="note">Each box is a run of tokens shared by the rows to its right; its width is the number of tokens. Click a box, or press an arrow key.</p>
       </aside>
     );
   }
