@@ -76,7 +76,7 @@ METRICS = {
     "is_ratio_min": Metric("1", "Smallest of these ratios."),
     "tis_token_clip_high_ratio": Metric(
         "fraction",
-        "Fraction of trained tokens whose weight is capped, among those that the masks kept.",
+        "Of the trained tokens that the masks kept, the fraction whose weight is capped.",
     ),
     "tis_seq_clip_high_ratio": Metric(
         "fraction",
@@ -87,7 +87,7 @@ METRICS = {
     "outlier_seq_under_low_ratio": Metric("fraction", "Rows with a token below the threshold."),
     "token_mask_ratio": Metric(
         "fraction",
-        "Trained tokens left out individually, as a fraction of those in rows that are kept.",
+        "Trained tokens left out individually, as a fraction of the trained tokens in kept rows.",
     ),
     "geo_sequence_mask_masked_ratio": Metric(
         "fraction", "Rows left out because the geometric mean of their ratios is out of bounds."
@@ -135,7 +135,7 @@ METRICS = {
     "reward/mean_positive_reward": Metric("reward", "Mean return, with negative returns as 0."),
     "reward/avg_pass_at_n": Metric(
         "fraction",
-        "Groups with a return above 0, as a fraction of those with a trajectory that did not fail.",
+        "Groups with a return above 0, as a fraction of groups with a trajectory that did not fail.",
     ),
     "loss/avg_final_rewards": Metric("reward", "Mean return of the trained trajectories."),
     "loss/avg_raw_advantages": Metric(

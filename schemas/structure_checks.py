@@ -121,7 +121,7 @@ def _boundaries(view: View, runs: Runs) -> pl.DataFrame:
     is_end = np.zeros(len(last), np.bool_)
     is_end[runs.end] = True
     differs = last != is_end
-    differs[-1:] = False  # decided by the next table, or by final_row_is_last
+    differs[-1:] = False  # the next table, or final_row_is_last, decides this
     rule, column = "boundary_alignment", "is_last_step"
     early, late = np.flatnonzero(differs & last), np.flatnonzero(differs & ~last)
     found = [

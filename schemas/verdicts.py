@@ -79,7 +79,7 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
     _optional("margin", pa.float64(), "evidence for the best version against the next, nats"),
     _optional("next_version", pa.int32(), "the version that fits next best"),
     _optional("num_decisive", pa.int32(), "tokens that favour either side by over 0.5 nats"),
-    _optional("noise_scale", pa.float64(), "noise of the span relative to that of the dataset"),
+    _optional("noise_scale", pa.float64(), "noise of the span relative to the dataset's noise"),
     _optional("mean_difference", pa.float64(), "mean absolute difference from the best fit, nats"),
     _optional("reason", pa.string(), "explanation of the finding"),
 )

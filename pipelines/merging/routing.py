@@ -1,7 +1,7 @@
 """Join the routed experts of merged rows without loss, and split them again.
 
 In a merged row, each token has the routes of the earliest step that recorded routes for it: the
-prompt has the first step's routes, and a response has those of the step that sampled it. The
+prompt has the first step's routes, and a response has the routes of the step that sampled it. The
 response's last token, which the engine has not routed when sampling ends, and the observation after
 it have the next step's routes.
 """
@@ -100,7 +100,7 @@ def routed_alike(table: pa.Table, num_prompt: IntArray, continued: IntArray) -> 
 def split_routing(
     column: pa.ChunkedArray, segments: pa.StructArray, row: IntArray, segment: IntArray
 ) -> pa.Array:
-    """[S] Split the routes of merged rows into those of their steps: the inverse of `join_routing`.
+    """[S] Split the routes of merged rows into routes of their steps: undo `join_routing`.
 
     Args:
         column: [N] routes of the merged rows.

@@ -144,7 +144,7 @@ class StreamedCall:
         return msgspec.Raw(b"[" + (content + b",".join(ends)).removesuffix(b",") + b"]")
 
     def _of_sampled(self) -> bytes:
-        """Return the chunks of a cut-off call, except those of choices without tokens."""
+        """Return the chunks of a cut-off call, except chunks of choices without tokens."""
         chunks = (bytes(self._content[a:b]) for a, b in pairwise([0, *self._ends]))
         return b"".join(
             chunk for chunk in chunks if self._sampled.issuperset(Answer(chunk[:-1]).indices())

@@ -123,7 +123,7 @@ class Call:
             raise
         except BROKEN:
             await self._record_cut(stream, BROKEN_OFF)
-            return  # without a final chunk, like the engine's response
+            return  # end without a final chunk, like the engine's response
         except RolloutError as error:
             await self._record_cut(stream, error.rule)
             raise
@@ -198,7 +198,7 @@ class Call:
             async for content in self.upstreams.parts(response):
                 await self.exchange.more(content)
         except (*BROKEN, RolloutError):
-            return  # without a final chunk
+            return  # end without a final chunk
         await self.exchange.finish()
 
     async def _record(self, asked: Asked, response: msgspec.Raw | None) -> None:

@@ -1,4 +1,4 @@
-"""Find and load the tokenizer of a dataset: the one that it names, or the one of a run's model."""
+"""Find and load a dataset's tokenizer, as named in its metadata or by the model of a run."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Choices:
 
     Attributes:
         format: Format of the logs; `auto` detects it from their content.
-        rewards: JSONL file of outcomes, which replace those of the logs.
+        rewards: JSONL file of outcomes, which replace the outcomes in the logs.
         group_by: Labels that identify the instance (the group), replacing the format's rule.
         options: Options for reading runs.
         tokenizer: Tokenizer to re-tokenize text and to check exact tokens: a local directory, or

@@ -126,7 +126,7 @@ class _Thread:
             self.contexts.append(_Context())
 
     def add(self, line: Line, parent: Line | None) -> None:
-        """Add a line; a prompt that continues an earlier line goes back to that line first."""
+        """Add a line; a prompt that continues an earlier line returns to that line first."""
         lines = self.contexts[-1].lines
         if parent is not None and line.is_prompt and lines[-1:] != [parent]:
             found = next((c.lines for c in reversed(self.contexts) if parent in c.lines), None)

@@ -111,7 +111,7 @@ _CONTENT_DECODER = msgspec.json.Decoder(str | None)
 
 
 def read_calls(history: Sequence[msgspec.Raw], where: str) -> Iterator[Call]:
-    """Yield the calls of a history in order, including those of sub-agents.
+    """Yield the calls of a history in order, including calls of sub-agents.
 
     Args:
         history: Events; in old logs, pairs of an action and its observation.

@@ -62,7 +62,7 @@ class ChatTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Exclusive upper bound of the ids, including those of added tokens."""
+        """Exclusive upper bound of the ids, including ids of added tokens."""
         return 1 + int(max(self.backend.get_vocab().values()))
 
     @cached_property
