@@ -1,9 +1,9 @@
 """Verdicts: the table that `rollouts audit` writes, one row for each sampled span.
 
-An audit compares the stored log-probabilities of a span with those of candidate weights and
-settings. `dataset`, `trajectory_id` and `step_index` identify the row (for merged rows, the step as
-`unmerge` numbers it); `token_sum` and `num_response_tokens` show whether it has changed since.
-Positions are indices into the row's `response_ids`.
+An audit compares the stored log-probabilities of a span with log-probabilities under candidate
+weights and settings. `dataset`, `trajectory_id` and `step_index` identify the row (for merged rows,
+the step as `unmerge` numbers it); `token_sum` and `num_response_tokens` show whether it has changed
+since. Positions are indices into the row's `response_ids`.
 """
 
 from __future__ import annotations

@@ -147,7 +147,9 @@ def _shown(text: str | None) -> str:
 
 
 def _lengths(lengths: Mapping[str, Distribution]) -> Iterable[RenderableType]:
-    table = _table("tokens (last: rows)", "mean", "median", "p95", "max", left=("from min to max",))
+    table = _table(
+        "tokens (last line: rows)", "mean", "median", "p95", "max", left=("from min to max",)
+    )
     for label, one in lengths.items():
         mean = "-" if one.mean is None else f"{one.mean:,.1f}"
         ends = [readable(value) for value in (one.median, one.p95, one.max)]

@@ -105,17 +105,17 @@ def tell(found: Break, parting: Parting, read: Callable[[], Reading | None]) -> 
         evidence = "the prompt ends within that step: a retry, or a return to an earlier turn"
         return "overlap", evidence
     if not len(parting.lost):
-        return "overlap", "all of that step is repeated, and another step continues it"
+        return "overlap", "the prompt repeats that entire step, which another step continues"
     reading = read()
     if found.is_new_agent and (reading is None or reading[0] not in _REPEATS):
         if found.fork >= 0:
-            return "overlap", "another agent's branch of a history that continues elsewhere"
+            return "overlap", "another agent branches off a history that another step continues"
         return "new_agent", "the first step of this agent"
     if reading is None:
         return _from_ids(found, parting)
     change, evidence = reading
     if change == "messages" and found.fork >= 0 and not parting.answer_returns:
-        return "overlap", "an entire earlier step is repeated, but none of its continuation"
+        return "overlap", "the prompt repeats an entire earlier step, but not its continuation"
     if change == "system" and found.is_new_agent is False:
         return "reset", evidence
     return _BY_CHANGE[change], evidence
@@ -125,7 +125,7 @@ def _from_ids(found: Break, parting: Parting) -> Told:
     """Find the cause from ids only, which reveal dropped messages, but not why tokens changed."""
     if parting.shared < parting.num_prompt and not parting.answer_returns:
         if found.fork >= 0:
-            return "overlap", "an entire earlier step is repeated, but no ids of its continuation"
+            return "overlap", "the prompt repeats an entire earlier step, but not its continuation"
         if found.is_new_agent is False:
             return "reset", "the same agent, but no ids of that step's response recur"
         return "unknown", "no ids of that step's response recur: a new context or another agent"
