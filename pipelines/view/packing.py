@@ -1,14 +1,14 @@
 """Pack the answers of a report, without loss: JSON texts together, and tables by column.
 
 A report stores blobs: raw deflate streams in base64, which browsers decompress. The first blob is a
-JSON index from the key of each answer to its place. JSON answers are concatenated in blobs of about
-100 KB. Tables with the same columns are concatenated in one Arrow stream, and an answer is a range of
-its records, so that ids and numbers of all rows are compressed together; token ids are indices into
-one vocabulary. Numeric columns are transposed by byte (first bytes of all numbers, then second bytes,
-...), because signs and exponents repeat, but the last bytes of log-probabilities do not. A column
-that other columns predict (old and new log-probabilities, importance weights) is stored as the
-difference between the bit patterns of values and predictions. Predictions use only operations that
-round identically on every machine.
+JSON index, which maps the key of each answer to its position. JSON answers are concatenated in
+blobs of about 100 KB. Tables with the same columns are concatenated in one Arrow stream, and an
+answer is a range of its records, so that ids and numbers of all rows are compressed together; token
+ids are indices into one vocabulary. Numeric columns are transposed by byte (first bytes of all
+numbers, then second bytes, ...), because signs and exponents repeat, but the last bytes of
+log-probabilities do not. A column that other columns predict (old and new log-probabilities,
+importance weights) is stored as the difference between the bit patterns of values and predictions.
+Predictions use only operations that round identically on every machine.
 """
 
 from __future__ import annotations

@@ -121,7 +121,8 @@ def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
 def chunk_size(inputs: Iterable[Input]) -> int:
     """Return the number of bytes per chunk for these logs.
 
-    It does not depend on the number of workers, so a conversion can be resumed with another number.
+    It does not depend on the number of workers, so a conversion can be resumed with a different
+    number of workers.
     """
     paths = [given.path for given in inputs]
     files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
