@@ -311,6 +311,7 @@ The number of processes is not part of the configuration and does not change res
 and forwards some of the micro-batches, and the processes exchange values: advantages, denominators, metrics and the
 gradient equal those of one process up to rounding (tested to a relative difference of 1e-4). Only `num_micro_batches` may
 increase: micro-batches are split until each process has equally many, and balanced so that each round has similar cost.
+
 Only reductions that depend on micro-batches give different results: `token_mean_legacy`, and your own functions that use
 `micro_batch`. All processes run the same number of forward passes; a process without a micro-batch forwards a single token
 without a target, which contributes no gradient. Checkpoints do not depend on the number of processes, so you can resume
