@@ -76,8 +76,8 @@ Each row is one sequence; freshly converted data with exact ids has one row per 
 absent.
 
 {documentation_table()}
-In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`; [Open a
-dataset with other tools](other_tools.md) shows how to rebuild it with only Polars or DuckDB:
+In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`; [Open a dataset with other
+tools](other_tools.md) shows how to rebuild the prompts with only Polars or DuckDB:
 
 | column | type |
 |---|---|
@@ -138,12 +138,12 @@ The next table is relative to the settings that were kept:
 | no page checksums | no | 1.00 | no difference | 0.9 to 1.0 |
 
 For each row group, the shard's footer also stores Bloom filters of `trajectory_id` and `instance_id` (12 bits per id, with
-digests). A query for an id, such as `scan(DS).filter(pl.col("trajectory_id") == "shop-2_1")` or one with `inspect --where`, reads
-tokens only from row groups that may contain the id. With a million trajectories of 1 to 3 short rows (390 MB, 490 row groups),
-this took 0.05 to 0.07 s of CPU time (medians of two runs) instead of 0.66 s: two fifths to open the shards, a quarter to check the
-filters, and a quarter to read one row group. Other row group sizes were not compared. Parquet's own statistics and Bloom filters
-do not suffice: random ids span the whole range in every row group, and no checksum covers either, so a flipped bit could hide
-rows.
+digests). A query for an id, such as `scan(DS).filter(pl.col("trajectory_id") == "shop-2_1")` or one with `inspect --where`,
+reads tokens only from row groups that may contain the id. With a million trajectories of 1 to 3 short rows (390 MB, 490 row
+groups), this took 0.05 to 0.07 s of CPU time (medians of two runs) instead of 0.66 s: two fifths to open the shards, a
+quarter to check the filters, and a quarter to read one row group. Other row group sizes were not compared. Parquet's own
+statistics and Bloom filters do not suffice: with random ids, every row group spans the whole range, and no checksum covers
+the statistics or the filters, so a flipped bit could hide rows.
 
 In the `full` layout, encoding `prompt_token_ids` with `BYTE_STREAM_SPLIT` instead of a dictionary makes 60-turn trajectories
 4.0 times smaller (5.8 MB instead of 22.9 MB) and cuts their read time to 30 %; real logs become 6 to 11 % smaller.
@@ -151,12 +151,12 @@ In the `full` layout, encoding `prompt_token_ids` with `BYTE_STREAM_SPLIT` inste
 ## Object stores
 
 Wherever a dataset is expected, a URL that fsspec opens works too (`s3://bucket/ds`, after `pip install s3fs`). Only the
-columns that are used are read, and `train` reads the next batch while it trains on the current one. A read that fails is
-repeated up to {MAX_ATTEMPTS - 1} times within a minute, because a store may be busy (503), break the connection within an
-answer, give fewer bytes than asked for, or not respond. The rows are then the same as those of a local directory; otherwise
-the command ends with an error (`remote_store`). Listings are remembered for two seconds. Writing (`--out s3://...`) is
-repeated only by the store's own client; after an error, run the same command again to resume. `make test-s3` tests this with
-a real S3 server behind a proxy that spoils every third answer.
+columns that are used are read, and `train` reads the next batch while it trains on the current one. A failed read is
+retried up to {MAX_ATTEMPTS - 1} times within a minute, because a store may be busy (503), close the connection during a
+response, return fewer bytes than requested, or not respond. The command reads the same rows as from a local directory, or
+ends with an error (`remote_store`). Listings are cached for two seconds. Failed writes (`--out s3://...`) are retried only
+by the store's own client; after an error, run the same command again to resume. `make test-s3` tests this with a real S3
+server behind a proxy that breaks every third response.
 
 ## Named invariants
 
@@ -164,10 +164,11 @@ a real S3 server behind a proxy that spoils every third answer.
 |---|---|---|---|
 {rules}
 
-`response_in_prompt` compares tokens. The last {HEADER_TOKENS} tokens of a prompt identify the header of the answer. The prompt's
-last assistant message starts after the last earlier occurrence of these tokens. A row breaks the rule if its first sampled range
-is trained on, has at least {MIN_ANSWER_TOKENS} tokens, and is how that message begins. It is exempt if an earlier row of its trajectory
-sampled the same tokens, because then the model repeated itself. Shorter answers are not compared.
+`response_in_prompt` compares tokens. The last {HEADER_TOKENS} tokens of a prompt identify the header of the answer. The
+prompt's last assistant message starts after the last earlier occurrence of these tokens. A row breaks the rule if its first
+sampled range is trained on and has at least {MIN_ANSWER_TOKENS} tokens, and if that message begins with this range. It is
+exempt if an earlier row of its trajectory sampled the same tokens, because then the model repeated itself. Shorter answers
+are not compared.
 """
 
 
@@ -226,17 +227,17 @@ current batch and the next one, which is read in the background.
 
 **Defaults.** Advantages are GRPO's: computed from the trajectory's return and applied to all its rows. The loss is PPO's
 clipped loss, averaged over the trained tokens of the mini-batch, with truncated importance weights if the sampler's
-log-probabilities are known. Neither the layout (`step`, `merge` or `tree`, [Prefix trees](tree.md)) nor the micro-batch size
-changes the gradient. [Algorithms](algorithms.md) has the equations of all algorithms, and says with which reductions and
-corrections the layout does change the loss.
+log-probabilities are known. Neither the layout (`step`, `merge` or `tree`, [Prefix trees](tree.md)) nor the micro-batch
+size changes the gradient. [Algorithms](algorithms.md) has the equations of all algorithms, and lists the reductions and
+corrections with which the layout does change the loss.
 
 **Output.** RUN contains `config.json` (the resolved configuration), `metrics.jsonl` (one line per update),
 `checkpoints/global_step_N/` (model directories that Transformers can load) and `tokens/` ([what each token
-contributed](#what-each-token-contributed)). Progress goes to stderr. On a terminal, a bar counts the updates, and a row below
-it shows the pass of the current update (old log-probabilities, reference, training, ...), tokens, tokens/s and the time left.
-Otherwise, each update is one line, and long updates add at most one line every 30 seconds. `-q` hides both.
-Suspicious values cause a warning, once per run. In Python, `trainer.train` writes these lines to
-the logger `trainer`: `logging.basicConfig(level="INFO")` shows them.
+contributed](#what-each-token-contributed)). Progress goes to stderr. On a terminal, a bar counts the updates, and a row
+below it shows the pass of the current update (old log-probabilities, reference, training, ...), tokens, tokens/s and the
+time left. Otherwise, each update prints one line, and a long update prints a progress line at most every 30 seconds. `-q`
+hides the bar and these lines. Suspicious values cause a warning, once per run. In Python, `trainer.train` writes these
+lines to the logger `trainer`: `logging.basicConfig(level="INFO")` shows them.
 
 Ctrl-C and SIGTERM stop a run after its current micro-batch, which can take a minute on a CPU; a second signal ends it at once.
 In both cases, `--resume` continues from the latest checkpoint (`save_every_updates`), bit for bit.
@@ -253,25 +254,25 @@ In both cases, `--resume` continues from the latest checkpoint (`save_every_upda
   a KL nor an entropy term has a gradient. reinforce++ and gae warn during training instead, because their advantages are
   only known per batch.
 
-**Partial groups** have fewer or more trajectories than `group_size` (default: the size of the largest group, counting failed
-trajectories). Trajectories lost to infrastructure failures are missing from baselines and bias them, because trajectories are
-not lost at random: long ones time out more often. Estimators that compare groups (grpo, rloo, maxrl) therefore reject
-partial groups by default; `partial_groups` can instead mask such groups, or train on the trajectories that exist.
+**Partial groups** have fewer or more trajectories than `group_size` (default: the size of the largest group, counting
+failed trajectories). Trajectories lost to infrastructure failures bias the baselines, because they are not lost at random:
+long trajectories time out more often. Estimators that compare groups (grpo, rloo, maxrl) therefore reject partial groups by
+default; `partial_groups` can instead mask such groups, or train on the trajectories that exist.
 
 **Mismatch of sampler and trainer.** Every line of `metrics.jsonl` compares the policy's log-probabilities with
-`rollout_logprobs`: mean, spread and percentiles of the absolute differences, the signed mean (`rollout_logprobs_diff_mean`; near 0 if
-the differences are only noise), and the effective sample size of the ratios. If the mean difference exceeds 0.3 nats, rounding cannot explain it. A
-warning then names the likely cause, which is found by evaluating the policy at other temperatures and at neighbouring
-tokens.
+`rollout_logprobs`: mean, spread and percentiles of the absolute differences, the signed mean (`rollout_logprobs_diff_mean`;
+near 0 if the differences are only noise), and the effective sample size of the ratios. Rounding cannot explain a mean
+difference of more than 0.3 nats. In this case, the trainer evaluates the policy at other temperatures and at neighbouring
+tokens, and a warning names the likely cause.
 
 ## The plan: `--dry-run`
 
 `rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machine-readable output)
 and writes nothing. For one epoch and each layout, it prints the number of sequences, the number of tokens to forward, the
-length of the longest row, the number of micro-batches per update, and the share of tokens repeated by cutting trees. Masked
-trajectories, and the last trained token of a row and all tokens after it, are not forwarded. A dry run loads the models as
-training does, reads the dataset once per layout, and forwards 192 tokens to measure activations; a note reports how long each
-part took.
+length of the longest row, the number of micro-batches per update, and the share of tokens that are forwarded again because
+trees are cut. Two kinds of tokens are not forwarded: all tokens of masked trajectories and, in each row, the last trained
+token and the tokens after it. A dry run loads the models as training does, reads the dataset once per layout, and forwards
+192 tokens to measure activations; a note reports how long each part took.
 
 It also estimates the peak memory of one process, in bytes, for P weights of which T are trained:
 
@@ -302,18 +303,19 @@ it does not lag behind trends or jumps. The image format follows from the file e
     accelerate launch --multi_gpu --num_processes 8 --no_python rollouts train DS --model DIR --out RUN
     torchrun --nproc_per_node 2 --no-python rollouts train DS --model DIR --out RUN
 
-`--num-processes` starts the processes on this machine: one per GPU, or on the CPU. They meet at a file, so no port is needed,
-and end together if one of them or the command itself is killed. `accelerate launch` and `torchrun` work too, for example for
-FSDP2. [`rollouts rl`](rl.md#several-processes) also trains in several processes.
+`--num-processes` starts the processes on this machine: one per GPU, or on the CPU. They find each other through a file, so
+no port is needed, and they end together if one of them or the command itself is killed. `accelerate launch` and `torchrun`
+work too, for example for FSDP2. [`rollouts rl`](rl.md#several-processes) also trains in several processes.
 
-The number of processes is not part of the configuration and does not
-change results: groups are distributed for reading and micro-batches for forwarding, and values are exchanged, so that
-advantages, denominators, metrics and the gradient equal those of one process up to rounding (tested to a relative difference
-of 1e-4). Only `num_micro_batches` may increase: micro-batches are split until each process has equally many, and
-balanced so that each round has similar cost. The exceptions are reductions that depend on micro-batches: `token_mean_legacy`, and
-functions of your own that use `micro_batch`. All processes run the same number of forward passes; a process without a micro-batch forwards a
-single token without a target, which contributes no gradient. Checkpoints do not depend on the number of processes, so you can
-resume with a different number.
+The number of processes is not part of the configuration and does not change results. Each process reads some of the groups
+and forwards some of the micro-batches, and the processes exchange values: advantages, denominators, metrics and the
+gradient equal those of one process up to rounding (tested to a relative difference of 1e-4). Only `num_micro_batches` may
+increase: micro-batches are split until each process has equally many, and balanced so that each round has similar cost.
+
+Only reductions that depend on micro-batches give different results: `token_mean_legacy`, and your own functions that use
+`micro_batch`. All processes run the same number of forward passes; a process without a micro-batch forwards a single token
+without a target, which contributes no gradient. Checkpoints do not depend on the number of processes, so you can resume
+with a different number.
 
 Only the main process writes files and messages. An error in one process ends all of them with one message. Processes wait up
 to two hours for each other, enough to write a large checkpoint.
@@ -333,14 +335,13 @@ are rejected.
 ## Checkpoints and `--resume`
 
 `rollouts train ... --resume` continues the run in RUN from its latest checkpoint, or starts it if there is none; if RUN
-contains no run, it says so and names runs with a similar name. A resumed run
-has the same weights and `metrics.jsonl` (except times) as an uninterrupted one: bit for bit on a CPU with the same libraries
-and number of threads.
+contains no run, a message reports this and names runs with a similar name. A resumed run has the same weights and
+`metrics.jsonl` (except times) as an uninterrupted one: bit for bit on a CPU with the same libraries and number of threads.
 
 `checkpoints/global_step_N/` is complete or absent: it is written under a temporary name, synced and renamed.
-`checkpoints/latest` names the latest checkpoint. To go back, write an earlier name into it; `--resume` then removes the later
-ones. `keep_checkpoints` limits how many are kept. A checkpoint contains the model, the critic in `critic/`, and `state/` with
-safetensors and JSON, no pickle:
+`checkpoints/latest` names the latest checkpoint. To return to an earlier checkpoint, write its name into this file;
+`--resume` then removes the later checkpoints. `keep_checkpoints` limits how many are kept. A checkpoint contains the model,
+the critic in `critic/`, and `state/` with safetensors and JSON, no pickle:
 
 | file | contents |
 |---|---|
@@ -438,21 +439,21 @@ for this).
   numbered as in the model, including dense ones; routes recorded for a dense layer are ignored.
 - **Passes.** The passes for old, new and reference log-probabilities all replay the experts, and `gradient_checkpointing`
   recomputes with the same experts. The critic is routed normally, because it does not have to match a sampler.
-- **Layouts.** A token's hidden state depends on the experts of all tokens before it. In `tree`, rows share a token only if they
-  agree on it and all tokens before it, including experts. In `merge`, a step joins the one before it only if their routes agree,
-  and merged rows are split where they do not, whatever `merge_rule` is. So every layout gives the same results as `step`. If
-  an engine routes a repeated prompt differently in every turn, little can be merged; an engine with a prefix cache returns the
-  routes of the cached tokens.
+- **Layouts.** A token's hidden state depends on the experts of all tokens before it. In `tree`, rows share a token only if
+  they agree on it and all tokens before it, including experts. In `merge`, a step joins the one before it only if their
+  routes agree, and merged rows are split where they do not, regardless of `merge_rule`. So every layout gives the same
+  results as `step`. If an engine routes a repeated prompt differently in every turn, little can be merged; an engine with a
+  prefix cache returns the routes of the cached tokens.
 
 Transformers models are not modified: a forward hook on each router replaces the experts and their weights. Qwen2-MoE,
 Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 are supported. To support another family, add one function to
-`trainer/models/router_replay.py` that maps logits and experts to weights. When a supported model is loaded, rows that replay
-its own selection are compared with its eager forward pass.
+`trainer/models/router_replay.py` that maps logits and experts to weights. When a supported model is loaded, rows that
+replay the model's own selection of experts are compared with its eager forward pass.
 
-The run is rejected (`replay_routing`) before anything is written if the dataset has routes and the model belongs to an
-unsupported family, has a different number of layers or of experts per token, or lacks a recorded expert, or if a token lists
-an expert twice. `--set replay_routing=false` ignores the routes, with a message. A warning counts the tokens that are
-forwarded without a route.
+If the dataset has routes, the run is rejected (`replay_routing`), before anything is written, in these cases: the model
+belongs to an unsupported family, has a different number of layers or of experts per token, or lacks a recorded expert, or a
+token lists an expert twice. `--set replay_routing=false` ignores the routes, with a message. A warning counts the tokens
+that are forwarded without a route.
 
 ## Memory and speed
 
