@@ -170,7 +170,7 @@ _UNSUPPORTED = (
     *("exclude_modules", "layers_to_transform", "layer_replication", "target_parameters"),
     *("trainable_token_indices", "lora_bias", "fan_in_fan_out"),
 )
-"""Settings of peft that change what an adapter computes, and that are not applied here."""
+"""peft settings that change the output of an adapter, and that an audit does not support."""
 
 
 def _check_adapter(settings: dict[str, Any], path: Path) -> None:

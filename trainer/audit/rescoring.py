@@ -108,7 +108,7 @@ class Cost:
 
     @property
     def speed(self) -> float:
-        """Tokens per second, without the first micro-batch unless it is the only one."""
+        """Tokens per second, excluding the first micro-batch unless it is the only one."""
         tokens, seconds = self.first or (0, 0.0)
         if tokens == self.num_tokens:
             tokens, seconds = 0, 0.0

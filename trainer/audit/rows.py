@@ -166,7 +166,7 @@ def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFram
     if "sampling_extra" not in present:
         extra = sampling_extra_of(metadata.made_by)
         table = table.with_columns(sampling_extra=pl.lit(extra, pl.String))
-    order = table["instance_id"].rank("dense").to_numpy()  # rows that share tokens side by side
+    order = table["instance_id"].rank("dense").to_numpy()  # adjacent rows then share tokens
     return table[np.argsort(order, kind="stable")]
 
 

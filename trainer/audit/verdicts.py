@@ -58,29 +58,30 @@ FAULTS: tuple[Kind, ...] = (
     *("offset", "noise", "prompt", "unknown_model"),
 )
 PENALTY = 10.0
-"""Minimum log-likelihood ratio of any fault, in nats: prior odds of 22,000 to 1 against it."""
+"""Minimum log-likelihood ratio for reporting a fault, in nats: prior odds of 22,000 to 1 against it."""
 DOUBT = 2.0
-"""Log-likelihood ratio, in nats, from which a fit to the label is suspicious."""
+"""Log-likelihood ratio against the label, in nats, above which a span is suspicious."""
 COLDEST = INVERSE_TEMPERATURES[-1]
 """Largest inverse temperature of the grid."""
 OFFSETS = (-2, -1, 1, 2)
 SMALLEST_SQUARE = 0.25
-"""Mean square of the differences, relative to the noise, below which a common sign means nothing."""
+"""Mean square of the differences, relative to the noise, below which a common sign is no evidence."""
 UNUSUAL = 6.0
-"""Mean difference of a span or of its end, relative to `Noise.usual`, that is suspicious. The model of
-the noise has a smallest scale, which is far above the differences of a float32 engine."""
+"""A span is suspicious if the mean difference of the span, or of its end, exceeds this multiple of
+`Noise.usual`. The smallest scale of the noise model would hide such differences for a float32 engine."""
 SMALLEST_NOISE = 1.6
-"""Factor of the noise below which it is not reported as a fault."""
+"""Minimum scale, relative to the usual noise, at which larger noise is reported as a fault."""
 SIMILAR_NOISE = 1.5
-"""Ratio of scales up to which noise is attributed to the labelled weights."""
+"""Larger noise is attributed to the labelled weights if their scale is at most this multiple of the
+scale under the best-fitting weights."""
 UNRELATED_SCALE, UNRELATED_FACTOR = 0.05, 8.0
-"""Typical scale above which differences are not attributed to rounding: an absolute one, about that
-of bfloat16, and one relative to the dataset's noise. Both must be exceeded."""
+"""Differences whose typical scale exceeds both limits are not attributed to rounding: an absolute limit,
+about the scale of bfloat16, and a multiple of the dataset's noise."""
 REFINED = 9
-"""Number of temperatures tried between two neighbours in the grid."""
+"""Number of temperatures tried between two neighbouring temperatures of the grid."""
 SHORT_TOKENS = 20
 DECIDED = 3.0
-"""Ratio, in nats, below which a short span is undecided between two versions."""
+"""Log-likelihood ratio, in nats, below which a short span is undecided between two versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
