@@ -292,7 +292,9 @@ class GhostNorms:
         if self._is_inside or not isinstance(output, Tensor) or not output.requires_grad:
             return
         if len(args) != 1 or not isinstance(args[0], Tensor):
-            raise UnsupportedLayerError(f"a layer of type {type(module).__name__} has other inputs")
+            raise UnsupportedLayerError(
+                f"a layer of type {type(module).__name__} takes inputs other than one tensor"
+            )
         watched: Any = output
         watched.register_hook(partial(self._add, module, args[0].detach()))
 
