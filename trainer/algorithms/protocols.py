@@ -1,11 +1,11 @@
 """Arguments and results of user functions: policy losses, estimators and reductions.
 
-A configuration names a user function as `module:function`. Parameters named like an input receive
-that input. All other parameters are keys: each gets the value of that key in the configuration, or
-in the table `[loss]` (`[train.loss]` for `rollouts rl`), or keeps its default. `**keys` gets every
-key of that table.
+A configuration names a user function as `module:function`. A parameter that has the name of an
+input receives that input. All other parameters are keys: each gets its value from the
+configuration or from the table `[loss]` (`[train.loss]` for `rollouts rl`), or keeps its default.
+`**keys` gets every key of that table.
 
-Parameters, keys and the module are checked before a model is loaded; results after every call.
+Parameters, keys and the module are checked before a model is loaded, and results after every call.
 Built-in functions are called in the same way.
 """
 

@@ -258,7 +258,7 @@ def _compared(found: Reconstruction, made: _Made, *, is_changed: bool) -> Replay
     compared = [count(len(names), "metric")]
     if found.forwarded:
         on_the_way = count(len(found.forwarded), "update")
-        compared.append(f"the metrics of {on_the_way} on the way")
+        compared.append(f"the metrics of {on_the_way} before it")
     if token_record_path(recorded.path, update).is_file():
         differences += token_differences(recorded.path, update, made.update.tokens)
         compared.append("the recorded tokens")

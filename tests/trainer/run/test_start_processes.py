@@ -77,7 +77,7 @@ def test_a_killed_process_ends_all_with_one_sentence(
         start.start_processes(3, serve, "run it again")
     thread.join()
     assert str(error.value) == (
-        f"rank {killed} (of 3 processes): the process was killed by SIGKILL; the others were ended."
+        f"rank {killed} (of 3 processes): the process was killed by SIGKILL; the others were stopped."
         " [process_lost]"
     )
     assert error.value.hint == "check the free memory, then run it again"
