@@ -181,7 +181,7 @@ def run(
 
 
 class Sampler(NamedTuple):
-    """What the main process needs to sample."""
+    """Engine, tokenizer and tasks, with which the main process samples."""
 
     engine: WeightSwapEngine
     tokenizer: ChatTokenizer
@@ -336,8 +336,8 @@ class Loop:
 
     async def _sync(self) -> None:
         begun = time.perf_counter()
-        # Engines may read the files of both loaded adapters again, the older of which
-        # `load_weights` replaces.
+        # An engine may read the files of both loaded adapters again until `load_weights`
+        # has replaced the older one.
         keep = max(self.config.keep_weights, 3) if self.as_adapter else self.config.keep_weights
         write = functools.partial(self.together.write_weights, keep, as_adapter=self.as_adapter)
         path = await self._in_thread(write)

@@ -78,9 +78,9 @@ def _check_order(rows: pl.DataFrame) -> None:
     )
     got = "the rows of this trajectory are not contiguous"
     _refuse(rows, pl.col("again"), "contiguous_trajectory", got)
-    got = "its instance_id differs from that of the previous row"
+    got = "its instance_id differs from the instance_id of the previous row"
     _refuse(rows, pl.col("moved"), "unique_trajectory", got)
-    got = "its step_index is not greater than that of the previous row"
+    got = "its step_index is not greater than in the previous row"
     _refuse(rows, pl.col("back"), "step_index_sequence", got)
 
 
