@@ -25,8 +25,8 @@ class PolicyLoss(Protocol):
     """Signature of a `policy_loss_type` function, which is called once per micro-batch.
 
     A target is a trained response token. Tensors are [M], one element per target, on the device of
-    the policy. M is at least 1. All targets of a row are in one micro-batch; those of a trajectory
-    or a group may be spread over several.
+    the policy. M is at least 1. All targets of a row are in one micro-batch; the targets of a
+    trajectory or a group may be spread over several.
 
     Args:
         logprobs: [M] float32 nats: log-probability of each target under the current policy, at

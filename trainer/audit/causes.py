@@ -61,9 +61,9 @@ def _versions(own: pl.DataFrame, checked: pl.DataFrame, candidates: Sequence[Can
         yield (
             number,
             (
-                f"Labels are {abs(shift)} {side} the version that sampled the row in all"
-                f" {count(number, 'row')} of {count(num_labels, 'label')}: the label is read at"
-                " the wrong time, or counts from a different number."
+                f"Labels are {abs(shift)} {side} the version that sampled the row, in all"
+                f" {count(number, 'row')} of {count(num_labels, 'label')}: labels are read at"
+                " the wrong time, or count from a different number."
             ),
         )
         return

@@ -289,7 +289,7 @@ class Chunk:
     def _agreements(self, noise: Noise, mode: LogprobsMode) -> list[list[float]]:
         """Return the `Noise.agreement` of each span of the sample with all candidates but the best.
 
-        The residuals are those of the best candidate, which need not be the labelled one. Spans
+        The residuals are computed under the best candidate, which may differ from the label. Spans
         that fit no candidate are left out.
         """
         found = []

@@ -1,4 +1,4 @@
-"""Choose the rows and tokens that an audit forwards first, so that no token is forwarded in vain."""
+"""Choose the rows and tokens that an audit forwards first, so that little work is repeated later."""
 
 from __future__ import annotations
 

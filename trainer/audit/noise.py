@@ -136,7 +136,7 @@ class Noise:
         return float(score / max(information, 1e-12) ** 0.5)
 
     def prior(self, scales: Array) -> Array:
-        """Return the log-prior of factors of a span's sigma, relative to that of a factor of 1."""
+        """Return the log-prior of factors of a span's sigma, minus the log-prior of the factor 1."""
         return -0.5 * (np.log(scales) / self.spread) ** 2
 
 
@@ -161,7 +161,7 @@ def relative_mean(residuals: Residuals) -> float:
 
 
 def typical_noise(noise: Noise) -> float:
-    """Return the `typical_scale` of spans with a dataset's noise."""
+    """Return the `typical_scale` that spans with this noise are expected to have."""
     return DEGREES[noise.degrees] * float(np.median(noise.kappa))
 
 

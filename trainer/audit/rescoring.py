@@ -117,7 +117,7 @@ class Cost:
 
 @dataclass(kw_only=True)
 class Scored:
-    """Scores of response tokens under one candidate; tokens may have no score.
+    """Scores of response tokens under one candidate; some tokens may have none.
 
     Attributes:
         place: [T] index of each token's score; -1 if the token has none.

@@ -233,7 +233,7 @@ def _spans(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Return the row, flat start and length of each sampled span.
 
-    Without `segments`, tokens after the last one that has a log-probability or is trained on are
+    Without `segments`, trailing tokens that have no log-probability and are not trained on are
     excluded, because a harness may have appended them. If the row has trained tokens, any earlier
     token that is not trained and has no log-probability is part of an observation, and ends a span.
     """

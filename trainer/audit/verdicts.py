@@ -2,8 +2,8 @@
 
 Each hypothesis predicts the log-probability of every token. The differences from the stored ones,
 relative to the engine's noise, give a likelihood. A hypothesis replaces the label only if its
-log-likelihood exceeds that of the label by more than its penalty, and not because of a single
-token.
+log-likelihood exceeds the label's by more than its penalty, and only if this does not depend on a
+single token.
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ class Hypothesis:
 
     Attributes:
         kind: The fault, or `as_labelled`.
-        candidate: Weights; for a swap, those of the first part.
+        candidate: Weights; for a swap, the weights of the first part.
         second: Weights of the second part of a swap.
         position: First token of the second part of a swap.
         inverse_temperature: Inverse temperature of the log-probabilities.
         sampled_inverse: Inverse temperature at which the tokens were sampled.
         truncation: Truncation of the log-probabilities.
-        offset: Position of the predicted token minus that of the stored log-probability.
+        offset: Position of the predicted token minus the position of the stored log-probability.
         penalty: Log-likelihood in nats by which the hypothesis must exceed the label.
         bonus: Log-likelihood of the sampled tokens, minus their log-likelihood under the label.
     """
@@ -202,10 +202,10 @@ class Verdict:
     Attributes:
         kind: The fault, or `as_labelled`.
         hypothesis: The best hypothesis.
-        log_likelihood_ratio: Log-likelihood of the best hypothesis minus that of the label, in
-            nats; 0 for `as_labelled`. Without a label, the best candidate minus the second best.
-        margin: Log-likelihood of the best version minus that of the next one, in nats; NaN with a
-            single candidate.
+        log_likelihood_ratio: Log-likelihood of the best hypothesis minus the label's, in nats;
+            0 for `as_labelled`. Without a label, the best candidate minus the second best.
+        margin: Log-likelihood of the best version minus the next best version's, in nats; NaN with
+            a single candidate.
         rival: Candidate of the next best version; None with a single candidate.
         num_decisive: Number of tokens that favour either hypothesis by more than 0.5 nats.
         total: Log-likelihood of the best hypothesis, in nats.
@@ -556,7 +556,7 @@ def _rests_on_several(best: Fit, label: Fit) -> bool:
 
 
 def _evidence(span: Span, fit: Fit, noise: Noise) -> float:
-    """Log-likelihood ratio of a fit against weights that differ as much as the candidates do."""
+    """Return the log-likelihood ratio between a fit and weights that differ as much as candidates do."""
     inverse, difference = fit.hypothesis.inverse_temperature, span.stored - fit.predicted
     sigma = noise.sigma(fit.predicted, inverse) * fit.scale
     other = noise.apart * Residuals(difference, fit.predicted, inverse).sensitivity

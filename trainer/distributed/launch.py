@@ -100,7 +100,7 @@ def _join_started() -> None:
     if os.getppid() != int(os.environ[STARTER]):
         # The command was killed after it started this process, but before it could record that
         # this process must end with it.
-        raise InputError("process_lost", "--num-processes", "the command itself has been killed")
+        raise InputError("process_lost", "--num-processes", "the `rollouts` command was killed")
     num_processes, on_gpus = int(os.environ["WORLD_SIZE"]), torch.accelerator.is_available()
     num_gpus = torch.accelerator.device_count()
     if on_gpus and num_processes > num_gpus:

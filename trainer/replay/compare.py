@@ -1,4 +1,4 @@
-"""Compare a replayed update with what the run recorded, bit for bit."""
+"""Compare a replayed update with the records of the run, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read what a run of `rollouts train` or `rollouts rl` recorded, to replay its updates."""
+"""Read the records of a run of `rollouts train` or `rollouts rl`, to replay its updates."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def corrects_for_sampler(
 
 
 def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, off: str) -> None:
-    """Reject log-probabilities of a distribution other than the one that was sampled from."""
+    """Reject log-probabilities that do not belong to the sampled distribution."""
     got = "its rollout_logprobs belong to re-tokenized text, not to the engine's tokens"
     is_retokenized = pl.col("token_source") == "retokenized"
     _refuse(rows, is_retokenized, "rollout_logprobs", got, hint=off)

@@ -187,5 +187,5 @@ def test_a_process_whose_starter_was_killed_at_once_does_not_wait_for_the_others
     variables = {STORE: str(tmp_path / "store"), STARTER: "1", "WORLD_SIZE": "2", "RANK": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=r"the command itself has been killed\. \[process_lost\]"):
+    with pytest.raises(InputError, match=r"the `rollouts` command was killed\. \[process_lost\]"):
         make_accelerator(out=str(tmp_path / "run"))
