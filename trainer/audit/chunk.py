@@ -168,7 +168,7 @@ class Chunk:
     def second_pass(self, noise: Noise, mode: LogprobsMode) -> int:
         """Score suspicious rows under all candidates; return their number."""
         rest = np.setdiff1d(self._usable, self._sample)
-        if self._among is not None:  # the first pass judged other rows by some tokens
+        if self._among is not None:  # the first pass judged all other rows
             rest = rest[self._complete[:, rest].any(0) | (self._label[rest] == UNKNOWN)]
         self._suspicious |= self._suspicious_among(rest, noise, mode)
         wanted = np.array(sorted(self._suspicious), np.int64)

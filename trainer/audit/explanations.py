@@ -110,7 +110,7 @@ class Search:
     def _parts(self, numbers: Sequence[int]) -> Iterator[IntArray]:
         """Yield the rows of the given spans in two parts: a few to try first, then the rest.
 
-        The first part covers the whole range of noise scales, because causes may differ between them.
+        The first part covers the whole range of noise scales, because their causes may differ.
         """
         spans = np.array(numbers)
         scales = [verdict.scale if (verdict := self.found[one]) else 0.0 for one in numbers]

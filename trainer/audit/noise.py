@@ -78,7 +78,7 @@ class Residuals(NamedTuple):
 
     @property
     def sensitivity(self) -> Array:
-        """[n] (1 - p) / temperature, which scales the effect of an error of the logits."""
+        """[n] (1 - p) / temperature, which scales the effect of an error in the logits."""
         return -np.expm1(self.predicted.astype(np.float64)) * self.inverse_temperature
 
 
@@ -87,7 +87,7 @@ class Noise:
     """Model of the differences between an engine's log-probabilities and recomputed ones.
 
     Attributes:
-        kappa: Scale of the errors of logits, by range of the log-probability.
+        kappa: Scale of the errors in the logits, by range of the log-probability.
         degrees: Degrees of freedom of the Student t distribution.
         spread: Standard deviation of the log of a span's scale.
         mean_difference: Mean absolute difference, in nats, of the spans used for the estimate.

@@ -20,9 +20,9 @@ from trainer.blame.blame import Blame
 
 WIDTH = 100
 STANDS_OUT = 4.0
-"""Score from which a row is reported as standing out."""
+"""Minimum score at which a row is reported as standing out."""
 MAJORITY = 0.5
-"""Share from which a trajectory of several rows is reported."""
+"""Minimum share at which a trajectory with several rows is reported."""
 
 
 def summary(found: Blame, limit: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ FILLER = Forest(
     target_token=NONE,
     target_slot=NONE,
 )
-"""A token without targets, forwarded by a process without a micro-batch while other processes forward one.
+"""A token without targets, for a process that has no micro-batch left while other processes have one.
 
 Its loss is 0 but depends on every parameter (with gradient 0), because wrappers that reduce
 gradients or gather parameters wait for every process.

@@ -45,7 +45,7 @@ def attend_by_blocks(
         raise ValueError("the model has attention dropout, which FlexAttention does not support")
     heads, key_heads, size = query.shape[1], key.shape[1], query.shape[2]
     groups = heads // key_heads
-    if groups & (groups - 1):  # not all versions of the kernel share keys among 3 or 7 heads
+    if groups & (groups - 1):  # some kernel versions cannot share keys among 3 or 7 heads
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     # Rotary embeddings leave queries and keys in float32 under autocast, but not values.
     dtype = autocast_dtype(query)

@@ -16,7 +16,7 @@ from trainer.batches.forest import Forest
 from trainer.models.router_replay import recorded
 
 WINDOW = 4
-"""Size of sliding windows during the check, so that its rows exceed them."""
+"""Size of sliding windows during the check: small enough that its rows exceed them."""
 ROWS = (
     tuple(range(11)),
     (*range(5), 11, 12, 13, 14),

@@ -58,7 +58,7 @@ class Reconstruction:
         step: The mini-batch: `step.prepared.batch` ([T] tokens), `step.forests` (its
             micro-batches), `step.prepared.known` ([T] `old_logprobs`, `ref_logprobs` and `values`,
             where the run computes them), `step.prepared.ref_logprobs` (as the loss uses them) and
-            `step.prepared.value_targets`. `make_update` makes the step.
+            `step.prepared.value_targets`. `make_update` takes the step.
     """
 
     recorded: RecordedRun

@@ -99,8 +99,8 @@ def replay(
 
     The run's directory is only read. The comparison covers the metrics of the update and of the
     updates replayed before it, the update's recorded tokens, and the weights and the state of a
-    checkpoint that the run saved after the update. With changes, the update is made twice from the
-    same state: unchanged, to compare metrics and tokens, and with the changes.
+    checkpoint that the run saved after the update. With changes, the update is computed twice from
+    the same state: unchanged, to compare metrics and tokens, and with the changes.
 
     Args:
         run: Directory of a run of `rollouts train` or `rollouts rl`.
@@ -179,7 +179,7 @@ def _made(run: TrainingRun, found: Reconstruction, passes: Passes) -> _Made:
 def _changed(
     found: Reconstruction, batch: ChangedBatch | None, changes: Changes
 ) -> tuple[TrainingRun, PreparedUpdate]:
-    """Apply the changes to a run and its mini-batch, without making the step."""
+    """Apply the changes to a run and its mini-batch, without taking the step."""
     run, step = batch.of(found.run, found.step) if batch else (found.run, found.step)
     return run, without_rows(run, step, changes) if changes.leaves_out else step
 

@@ -220,7 +220,7 @@ def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, fl
 
 
 def _read(config: RlConfig) -> list[Task]:
-    """Read the tasks, one attempt each, and check the tasks of evaluations."""
+    """Read the tasks, with one attempt each, and check the tasks of the evaluation sets."""
     tasks = read_tasks(config.tasks, 1)
     check_names({task.instance_id for task in tasks})
     for planned in config.evaluations(0).values():
