@@ -61,13 +61,13 @@ class Changes:
     The difference between the two steps is therefore the row's own contribution to the
     gradient; a new baseline would change the share of every other row of its group as well. In a
     merged row, the tokens of a step that is left out remain as the context of later steps; the row
-    no longer counts once no target of it remains.
+    no longer counts once none of its targets remains.
 
     Attributes:
         settings: `key=value` strings, as for `--set`.
         rows: Trajectories or rows to leave out: `TRAJECTORY` or `TRAJECTORY:STEP`, with the
             `step_index` that the dataset stores.
-        condition: SQL condition on the rows to leave out; None: none.
+        condition: SQL condition on the rows to leave out; None: no condition.
     """
 
     settings: Sequence[str] = ()

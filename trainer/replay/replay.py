@@ -105,7 +105,7 @@ def replay(
     Args:
         run: Directory of a run of `rollouts train` or `rollouts rl`.
         update: Number of the update: its `global_step`, counted from 1.
-        changes: Changes to the update; None: none.
+        changes: Changes to the update; None: no changes.
         out: New directory for the resulting model; None: it is not written.
 
     Raises:
@@ -349,7 +349,7 @@ def _refuse_taken(out: Path, run: Path) -> None:
         got, hint = "the output path already exists", "choose a different --out, or remove it"
         raise InputError("out_is_free", str(out), got, hint=hint)
     if out.resolve().is_relative_to(run.resolve()):
-        got, hint = "the output path is inside the run", "choose a directory outside of it"
+        got, hint = "the output path is inside the run", "choose a directory outside the run"
         raise InputError("out_is_free", str(out), got, hint=hint)
 
 
