@@ -65,7 +65,7 @@ def advantages_of_rewards(
 
 
 def _numbered(index: IntArray) -> IntArray:
-    """Map indices to 0, 1, 2, ... in order, so that there are no gaps.
+    """Renumber indices as 0, 1, 2, ... in order, so that there are no gaps.
 
     Gaps arise from trajectories or groups without trained tokens.
     """

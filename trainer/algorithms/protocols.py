@@ -1,11 +1,11 @@
 """Arguments and results of user functions: policy losses, estimators and reductions.
 
-A configuration names a user function as `module:function`. Parameters named like an input receive
-that input. All other parameters are keys: each gets the value of that key in the configuration, or
-in the table `[loss]` (`[train.loss]` for `rollouts rl`), or keeps its default. `**keys` gets every
-key of that table.
+A configuration names a user function as `module:function`. A parameter that has the name of an
+input receives that input. All other parameters are keys: each gets its value from the
+configuration or from the table `[loss]` (`[train.loss]` for `rollouts rl`), or keeps its default.
+`**keys` gets every key of that table.
 
-Parameters, keys and the module are checked before a model is loaded; results after every call.
+Parameters, keys and the module are checked before a model is loaded, and results after every call.
 Built-in functions are called in the same way.
 """
 
@@ -25,8 +25,8 @@ class PolicyLoss(Protocol):
     """Signature of a `policy_loss_type` function, which is called once per micro-batch.
 
     A target is a trained response token. Tensors are [M], one element per target, on the device of
-    the policy. M is at least 1. All targets of a row are in one micro-batch; those of a trajectory
-    or a group may be spread over several.
+    the policy. M is at least 1. All targets of a row are in one micro-batch; the targets of a
+    trajectory or a group may be spread over several.
 
     Args:
         logprobs: [M] float32 nats: log-probability of each target under the current policy, at

@@ -1,1 +1,1 @@
-"""Find the weights and settings that sampled stored tokens, and report wrong labels."""
+"""Find which weights and settings sampled the stored tokens, and report wrong labels."""

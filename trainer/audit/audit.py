@@ -1,7 +1,7 @@
 """Audit a dataset: find the weights and settings that sampled each span.
 
-All rows are forwarded under their labelled weights. A sample of rows, and those that do not fit
-their label, are also forwarded under all other candidates.
+All rows are forwarded under their labelled weights. A sample of the rows, and all rows that do not
+fit their label, are also forwarded under every other candidate.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from trainer.audit.rows import NO_WEIGHTS, TOO_LONG, AuditRows
 CHUNK_TOKENS = 200_000
 """Number of sampled tokens whose scores are in memory at once."""
 EXTRA = 1.1
-"""Maximum number of tokens to forward, relative to candidates x distinct tokens."""
+"""Limit on the number of tokens to forward, as a multiple of candidates x distinct tokens."""
 EXTRA_TOKENS = 10_000
-"""Tokens that may be forwarded in any case to explain differences: a few rows of a small dataset."""
+"""Number of tokens that may be forwarded to explain differences even beyond this limit, so that a few
+rows of a small dataset can be explained."""
 
 
 def labelled_candidates(rows: AuditRows, candidates: Sequence[Candidate]) -> IntArray:

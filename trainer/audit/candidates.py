@@ -56,8 +56,8 @@ def find_candidates(given: Sequence[str], base: str | None = None) -> list[Candi
     - a run of `rollouts rl`: the directories in `weights/`, the checkpoints, and the model that the
       run started from (version 0);
     - a folder of directories named `version_N`: these versions;
-    - a model directory or adapter, or VERSION=DIR; without a version, it follows from the name
-      `version_N`, or from the metrics of the run that a checkpoint is in.
+    - a model directory or adapter, or VERSION=DIR; if VERSION is missing, it follows from the name
+      `version_N`, or from the metrics of the run that contains the checkpoint.
 
     Args:
         given: Values, at least one.
@@ -170,7 +170,7 @@ _UNSUPPORTED = (
     *("exclude_modules", "layers_to_transform", "layer_replication", "target_parameters"),
     *("trainable_token_indices", "lora_bias", "fan_in_fan_out"),
 )
-"""Settings of peft that change what an adapter computes, and that are not applied here."""
+"""peft settings that change the output of an adapter, and that an audit does not support."""
 
 
 def _check_adapter(settings: dict[str, Any], path: Path) -> None:

@@ -39,7 +39,7 @@ Explain = Callable[[pl.DataFrame, pl.DataFrame, Sequence[Candidate]], Found]
 
 
 def _versions(own: pl.DataFrame, checked: pl.DataFrame, candidates: Sequence[Candidate]) -> Found:
-    """Explain rows that were sampled by weights other than those of their label."""
+    """Explain rows that were not sampled by the weights in their label."""
     pairs = own.group_by("labelled_version", "best_version", "best_weights").len()
     pairs = pairs.sort("labelled_version", "best_version", nulls_last=True)
     totals = dict(checked.group_by("labelled_version").len().iter_rows())
@@ -61,9 +61,9 @@ def _versions(own: pl.DataFrame, checked: pl.DataFrame, candidates: Sequence[Can
         yield (
             number,
             (
-                f"Labels are {abs(shift)} {side} the version that sampled the row in all"
-                f" {count(number, 'row')} of {count(num_labels, 'label')}: the label is read at"
-                " the wrong time, or counts from a different number."
+                f"Labels are {abs(shift)} {side} the version that sampled the row, in all"
+                f" {count(number, 'row')} of {count(num_labels, 'label')}: labels are read at"
+                " the wrong time, or count from a different number."
             ),
         )
         return
@@ -193,8 +193,8 @@ def _prompts(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Fou
 
 def _unknown(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
     text = (
-        f"{count(len(own), 'span')} fit none of the candidates: another model sampled them, in another"
-        " precision, or the engine received a different prompt."
+        f"{count(len(own), 'span')} fit none of the candidates: they were sampled by another model or"
+        " in another precision, or the engine received a different prompt."
     )
     yield len(own), text
 

@@ -44,10 +44,11 @@ UNKNOWN, MISSING = -1, -2
 """Labels of rows without a version, and of rows whose weights are not among the candidates."""
 
 MIXED, AGAIN = 0.03, 0.05
-"""Maximum number of tokens forwarded a second time, relative to candidates x distinct tokens: because
-rows of a group have different labels, and because a first pass scored only a part of a row."""
+"""Limits on the number of tokens forwarded twice, as a share of candidates x distinct tokens: `MIXED`
+if rows of a group have different labels, `AGAIN` if the first pass scored only a part of a row."""
 SMALLEST_PORTION = 8
-"""Once less than `AGAIN` / `SMALLEST_PORTION` is left, the first pass scores whole rows."""
+"""The first pass scores whole rows once less than 1 / `SMALLEST_PORTION` of the limit `AGAIN` is
+left."""
 
 
 class Chunk:
@@ -125,7 +126,7 @@ class Chunk:
         if self._rows.mode is None:
             found.mode, found.num_mode_tokens = self.likely_mode()
         noise = fit_noise([*known, *self.best_residuals()])
-        if not noise.num_tokens:  # rows that no label fits, outside of the sample
+        if not noise.num_tokens:  # rows outside the sample do not fit their labels
             noise = fit_noise(self.best_residuals(of_sample=True))
         found.apart, relative = self.apart(found.mode)
         noise = dataclasses.replace(noise, apart=relative or noise.apart)
@@ -135,8 +136,8 @@ class Chunk:
     def first_pass(self, noise: Noise, mode: LogprobsMode) -> None:
         """Score rows under their labelled weights: all tokens, or a selection of tokens.
 
-        A suspicious row of which only a selection was scored is forwarded again later. Once this
-        could exceed `AGAIN`, all tokens of the remaining rows are scored.
+        If only a selection of a row's tokens was scored and the row is suspicious, it is forwarded
+        again later. Once this could exceed `AGAIN`, all tokens of the remaining rows are scored.
         """
         rest = np.setdiff1d(self._usable, self._sample)
         if self._among is None:
@@ -167,7 +168,7 @@ class Chunk:
     def second_pass(self, noise: Noise, mode: LogprobsMode) -> int:
         """Score suspicious rows under all candidates; return their number."""
         rest = np.setdiff1d(self._usable, self._sample)
-        if self._among is not None:  # the first pass has judged some tokens of all others
+        if self._among is not None:  # the first pass judged all other rows
             rest = rest[self._complete[:, rest].any(0) | (self._label[rest] == UNKNOWN)]
         self._suspicious |= self._suspicious_among(rest, noise, mode)
         wanted = np.array(sorted(self._suspicious), np.int64)
@@ -176,7 +177,7 @@ class Chunk:
         return len(wanted)
 
     def _suspicious_among(self, rows: IntArray, noise: Noise, mode: LogprobsMode) -> set[int]:
-        """Return the rows that have no label, or that their labelled weights do not explain."""
+        """Return the rows without a label, and the rows that their labelled weights do not explain."""
         found = {int(row) for row in rows.tolist() if self._label[row] == UNKNOWN}
         for number in np.flatnonzero(np.isin(self._rows.span_row, rows)).tolist():
             row = int(self._rows.span_row[number])
@@ -255,10 +256,10 @@ class Chunk:
         return found
 
     def likely_mode(self) -> tuple[LogprobsMode, int]:
-        """Infer the mode of the stored log-probabilities: the one that fits spans with more tokens.
+        """Infer the mode of the stored log-probabilities from the spans that clearly fit only one mode.
 
-        Also returns the number of tokens in spans that clearly fit only one mode. Where the
-        temperature is unknown, processed log-probabilities may be at any temperature.
+        The mode that fits more tokens wins. Also returns the number of tokens in these spans. If
+        the temperature is unknown, processed log-probabilities may be at any temperature.
         """
         balance, num_tokens = 0.0, 0
         for span in self._spans():
@@ -288,7 +289,7 @@ class Chunk:
     def _agreements(self, noise: Noise, mode: LogprobsMode) -> list[list[float]]:
         """Return the `Noise.agreement` of each span of the sample with all candidates but the best.
 
-        The residuals are those of the best candidate, which need not be the labelled one. Spans
+        The residuals are computed under the best candidate, which may differ from the label. Spans
         that fit no candidate are left out.
         """
         found = []
@@ -434,7 +435,8 @@ def _likelihood(residuals: Residuals, noise: Noise) -> float:
 
 MODES: tuple[LogprobsMode, ...] = ("raw", "processed")
 CLEARLY = 0.5
-"""A span shows its mode if the residuals under one are less than this share of the other's."""
+"""A span clearly fits one mode if its typical residual under that mode is less than this share of its
+typical residual under the other."""
 
 
 def _residuals(

@@ -36,13 +36,14 @@ TRIED_ROWS = 8
 """Number of rows on which every cause is tried."""
 UNEXPLAINED: tuple[Kind, ...] = ("noise", "unknown_model")
 MOST_COMPUTED = 6.0
-"""Largest differences, relative to those of rounding the weights, that an engine has which also
-computes in this precision; vLLM with SmolLM2 in bfloat16 has 3 to 5."""
+"""Upper limit on the differences of an engine that also computes in this precision, as a multiple of
+the differences caused by rounding the weights. vLLM with SmolLM2 in bfloat16 has 3 to 5."""
 LEAST_COMPUTED = 2.0
-"""Noise of the dataset, relative to the differences of rounding the weights, above which the
-dataset's engine computes in this precision itself."""
+"""If the dataset's noise exceeds this multiple of the differences caused by rounding the weights, the
+dataset's engine itself computes in this precision."""
 DECISIVE = 3.0
-"""Loss by rounding the weights, in nats, from which a span does not come from such an engine."""
+"""A span does not come from an engine with this precision if rounding the weights lowers its
+log-likelihood by at least this many nats."""
 
 
 def _is_open(verdict: Verdict, noise: Noise) -> bool:
@@ -109,7 +110,7 @@ class Search:
     def _parts(self, numbers: Sequence[int]) -> Iterator[IntArray]:
         """Yield the rows of the given spans in two parts: a few to try first, then the rest.
 
-        The first ones differ in their noise, as they may have different causes.
+        The first part covers the whole range of noise scales, because their causes may differ.
         """
         spans = np.array(numbers)
         scales = [verdict.scale if (verdict := self.found[one]) else 0.0 for one in numbers]
@@ -122,9 +123,9 @@ class Search:
     def _try_prompts(
         self, weights: int, numbers: list[int], variants: PromptVariants, known: set[str]
     ) -> None:
-        """Try other prompts; `known` collects the names of those that explain a span of any weights.
+        """Try other prompts; add the names of prompts that explain a span to `known`.
 
-        A harness renders all prompts in the same way, whatever the weights.
+        `known` is shared by all weights, because a harness renders all prompts in the same way.
         """
         names: set[str] | None = None
         for part in self._parts(numbers):
@@ -177,8 +178,8 @@ class Search:
         """Decide whether spans without a cause come from another precision, or from another model.
 
         An engine that computes in a lower precision also rounds the weights, so rounded weights fit
-        its log-probabilities slightly better. They do not fit those of another model any better.
-        A single span rarely shows this, so all such spans of the dataset are taken together.
+        its log-probabilities slightly better. If another model sampled the span, they fit no better.
+        A single span rarely shows this, so all such spans of the dataset are judged together.
         """
         open_ones = [
             number

@@ -1,4 +1,4 @@
-"""Choose the rows and tokens that an audit forwards first, so that no token is forwarded in vain."""
+"""Choose the rows and tokens that an audit forwards first, so that little work is repeated later."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trainer.audit.rows import AuditRows
 from trainer.audit.token_scores import FloatArray
 
 SAMPLE_TOKENS, SAMPLE_ROWS = 4_000, 24
-"""Size of the sample from which the noise is estimated: the smaller limit applies."""
+"""Limits on the sample from which the noise is estimated; the smaller one applies."""
 MOST_REPEATED = 0.01
-"""Tokens of a sample's part of a group that other rows share, relative to all distinct tokens, above
-which the whole group is in the sample."""
+"""If splitting a group would forward more tokens than this twice, as a share of all distinct tokens,
+the sample includes the whole group."""
 GOLDEN = 0.6180339887
-"""Multiples of it, modulo 1, are spread evenly: an order in which any first few are far apart."""
+"""Multiples of this number, modulo 1, are spread evenly, and so are the first few of them."""
 FEWEST = 4
-"""Minimum number of tokens of a span that a first pass scores, if it has as many."""
+"""Minimum number of tokens that the first pass scores in each span; shorter spans are scored whole."""
 LAST_TOKENS = 12
-"""The last tokens of a span, from which half of its scored tokens are chosen."""
+"""Number of tokens at the end of a span from which half of its scored tokens are chosen."""
 
 
 def choose_sample(rows: AuditRows, usable: IntArray) -> IntArray:
@@ -72,8 +72,8 @@ def choose_tokens(rows: AuditRows, usable: IntArray, share: float) -> BoolArray:
     """[T] true at the tokens that a first pass scores: about `share` of the sampled tokens.
 
     The same number of tokens is chosen in every span, at least `FEWEST`, because checking the label
-    of a short span takes as many tokens as that of a long one. Half are chosen among the last
-    tokens, which would reveal weights swapped in mid-response, and half are spread over the rest.
+    of a short span takes as many tokens as checking the label of a long span. Half are chosen among
+    the last tokens, to reveal weights that were swapped mid-response; half are spread over the rest.
     Each is the least likely token of its part of the span, because a nearly certain token has the
     same log-probability under all weights.
     """
@@ -106,7 +106,7 @@ def _of_span(stored: FloatArray, number: int) -> list[int]:
 
 
 def first_portion(rows: AuditRows, among: IntArray, most: int) -> IntArray:
-    """Return the first of some rows: whole groups with at most `most` distinct tokens, or one group."""
+    """Return the first groups of `among`: up to `most` distinct tokens, but at least one group."""
     group = rows.group[among]
     ends = np.append(np.flatnonzero(np.diff(group) != 0) + 1, len(among))
     tokens = num_distinct_tokens(rows, among)

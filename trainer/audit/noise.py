@@ -23,24 +23,24 @@ import numpy.typing as npt
 Array = npt.NDArray[np.floating]
 
 FLOOR = 1e-3
-"""Smallest scale, in nats: rounding in float32, and interpolation between temperatures."""
+"""Smallest scale, in nats, due to rounding in float32 and interpolation between temperatures."""
 EDGES = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Limits of the ranges of -logprob, in nats, with one kappa each."""
+"""Boundaries between the ranges of -logprob, in nats; each range has its own kappa."""
 OUTLIERS, OUTLIER_SCALE = 0.01, 2.0
 """Share of outliers, and the scale of their Cauchy distribution in nats."""
 DEGREES = {2.0: 0.816, 3.0: 0.765, 4.0: 0.741, 6.0: 0.718, 12.0: 0.695}
-"""Degrees of freedom to choose from, each with the median of the absolute value."""
+"""Candidate degrees of freedom, each with the median absolute value of its distribution."""
 ASSUMED_KAPPA, SMALLEST_KAPPA, LARGEST_KAPPA = 0.08, 2e-3, 0.35
-"""Kappa if none can be estimated (bfloat16), and the limits of an estimate."""
+"""Kappa if it cannot be estimated (typical of bfloat16), and the limits of an estimate."""
 ASSUMED_APART = 0.05
-"""Difference from other weights, relative to the sensitivity, if none is known."""
+"""Assumed difference between weights, relative to the sensitivity, if it is unknown."""
 MOST_DEPENDENT = 4.0
-"""Largest `Noise.dependence`."""
+"""Upper limit of `Noise.dependence`."""
 ASSUMED_DEPENDENCE, ASSUMED_SPANS = 2.5, 8
-"""`Noise.dependence` of engines with reduced precision before any span is compared, and its weight in
-the estimate, in spans; 2.7 was measured for vLLM with SmolLM2 in bfloat16."""
+"""Assumed `Noise.dependence` of engines with reduced precision, and the weight of this assumption in
+the estimate, in spans. We measured 2.7 for vLLM with SmolLM2 in bfloat16."""
 EXACT_NOISE = 0.01
-"""`typical_noise` below which an engine computes in float32 and has no rounded weights."""
+"""If `typical_noise` is below this value, the engine computes in float32 and does not round weights."""
 CHI_SQUARED_MEDIAN = 0.455
 """Median of the square of a standard normal variable."""
 SCALES = tuple(float(x) for x in 2.0 ** np.arange(-1, 1.01, 0.25))
@@ -48,17 +48,17 @@ SCALES = tuple(float(x) for x in 2.0 ** np.arange(-1, 1.01, 0.25))
 LARGER_SCALES = tuple(float(x) for x in 2.0 ** np.arange(0.75, 9.01, 0.25))
 """Factors of sigma that indicate another source of noise."""
 LARGEST_MEAN = 0.5
-"""Mean absolute difference, relative to the mean of (1 - p) / temperature, above which spans fit no
-candidate, although most of their tokens may."""
+"""Mean absolute difference, relative to the mean of (1 - p) / temperature, above which a span fits no
+candidate, even if most of its tokens do."""
 SPREAD_BOUNDS = (0.12, 0.4)
 LEAST_SENSITIVE = 0.02
-"""Added to the sensitivity of a token, so that a certain one does not decide."""
+"""Added to the sensitivity of each token, so that an almost certain token is not decisive."""
 FEWEST_USUAL = 3
 """Minimum number of spans for `Noise.usual`."""
 PRIOR_TOKENS = 30
 """Weight of the common kappa in the estimate of a range, in tokens."""
 NEAR = 2.5
-"""Ratio of a span's typical scale to that of others up to which the span has the same noise."""
+"""A span has the usual noise if its typical scale is at most this multiple of the usual scale."""
 MIN_TOKENS = 8
 """Spans with fewer tokens are not used for the estimate, unless all are shorter."""
 
@@ -78,7 +78,7 @@ class Residuals(NamedTuple):
 
     @property
     def sensitivity(self) -> Array:
-        """[n] (1 - p) / temperature, which scales the effect of an error of the logits."""
+        """[n] (1 - p) / temperature, which scales the effect of an error in the logits."""
         return -np.expm1(self.predicted.astype(np.float64)) * self.inverse_temperature
 
 
@@ -87,12 +87,12 @@ class Noise:
     """Model of the differences between an engine's log-probabilities and recomputed ones.
 
     Attributes:
-        kappa: Scale of the errors of logits, by range of the log-probability.
+        kappa: Scale of the errors in the logits, by range of the log-probability.
         degrees: Degrees of freedom of the Student t distribution.
         spread: Standard deviation of the log of a span's scale.
         mean_difference: Mean absolute difference, in nats, of the spans used for the estimate.
         num_tokens: Number of tokens used for the estimate; 0 if the noise is assumed.
-        apart: Mean difference of the closest two candidates, relative to the mean sensitivity.
+        apart: Mean difference between the two closest candidates, relative to the mean sensitivity.
         dependence: Variance of `agreement` with other weights, relative to its variance for
             independent errors. It exceeds 1 if the engine rounds its weights, which makes large
             likelihood ratios between weights more frequent by chance.
@@ -136,7 +136,7 @@ class Noise:
         return float(score / max(information, 1e-12) ** 0.5)
 
     def prior(self, scales: Array) -> Array:
-        """Return the log-prior of factors of a span's sigma, relative to that of a factor of 1."""
+        """Return the log-prior of factors of a span's sigma, minus the log-prior of the factor 1."""
         return -0.5 * (np.log(scales) / self.spread) ** 2
 
 
@@ -161,7 +161,7 @@ def relative_mean(residuals: Residuals) -> float:
 
 
 def typical_noise(noise: Noise) -> float:
-    """Return the `typical_scale` of spans with a dataset's noise."""
+    """Return the `typical_scale` that spans with this noise are expected to have."""
     return DEGREES[noise.degrees] * float(np.median(noise.kappa))
 
 

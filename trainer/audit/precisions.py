@@ -69,5 +69,5 @@ PRECISIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 """
 
 COMPUTED = ("bfloat16", "float16")
-"""Precisions in which an engine also computes, so that rounded weights explain only a part of the
-differences: about a tenth of their log-likelihood per token, in SmolLM2."""
+"""Precisions in which engines also compute. Rounded weights then explain only a part of the
+differences: about a tenth of their log-likelihood per token for SmolLM2."""

@@ -30,7 +30,7 @@ SYSTEM_PROMPTS = (
     "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
 )
-"""System prompts that widespread chat templates add."""
+"""System prompts that common chat templates add."""
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _WHERE = "prompt"
 
@@ -175,7 +175,7 @@ def variant_rows(
     variants: PromptVariants,
     names: Collection[str] | None = None,
 ) -> VariantRows | None:
-    """Copy rows with every variant of their prompts, or those in `names`; None if there are none.
+    """Copy rows with each variant of their prompts, or only those in `names`; None without variants.
 
     Recorded experts are dropped, because they belong to the stored prompt's tokens.
     """

@@ -23,10 +23,10 @@ from trainer.audit.result import AuditResult, Plan
 from trainer.audit.verdicts import FAULTS
 
 _WIDTH = 100
-ASSUMED_RAW = " (assumed: no row shows the kind)"
+ASSUMED_RAW = " (assumed: no row reveals the kind)"
 TOO_CLOSE = 0.25
-"""Distance between candidates, relative to the engine's noise, below which the screen says that
-they are not told apart."""
+"""Candidates are reported as indistinguishable if their distance is less than this multiple of the
+engine's noise."""
 
 
 def estimate(plan: Plan, cost: Cost) -> str:
@@ -142,7 +142,7 @@ def _facts(result: AuditResult) -> list[str]:
     if noise.num_tokens:
         text = f"{noise.mean_difference:.2g} nats on average, from {noise.num_tokens:,} tokens"
     else:
-        text = "assumed to be that of bfloat16, because no candidate fits the rows"
+        text = "assumed to be typical of bfloat16, because no candidate fits the rows"
     lines = [f"log-probabilities   {result.mode}{inferred}", f"engine's noise      {text}"]
     if result.apart:
         least, most = min(result.apart.values()), max(result.apart.values())
@@ -151,7 +151,7 @@ def _facts(result: AuditResult) -> list[str]:
     for (a, b), distance in result.apart.items():
         if distance < TOO_CLOSE * noise.mean_difference:
             names = f"{result.candidates[a].name} and {result.candidates[b].name}"
-            lines.append(f"not told apart      {names}: a row that fits one also fits the other")
+            lines.append(f"indistinguishable   {names}: a row that fits one also fits the other")
     share = cost.num_tokens / max(result.plan.num_candidates * result.plan.num_distinct, 1)
     lines.append(
         f"forwarded           {cost.num_tokens:,} tokens in {duration(cost.seconds)} ({share:.0%} of"

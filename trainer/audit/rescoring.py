@@ -108,7 +108,7 @@ class Cost:
 
     @property
     def speed(self) -> float:
-        """Tokens per second, without the first micro-batch unless it is the only one."""
+        """Tokens per second, excluding the first micro-batch unless it is the only one."""
         tokens, seconds = self.first or (0, 0.0)
         if tokens == self.num_tokens:
             tokens, seconds = 0, 0.0
@@ -117,7 +117,7 @@ class Cost:
 
 @dataclass(kw_only=True)
 class Scored:
-    """Scores of response tokens under one candidate; tokens may have no score.
+    """Scores of response tokens under one candidate; some tokens may have none.
 
     Attributes:
         place: [T] index of each token's score; -1 if the token has none.

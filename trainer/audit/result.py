@@ -72,7 +72,7 @@ class AuditResult:
         num_first_scored: Tokens that the first pass scored, not counting rows of the sample.
         num_sampled: Sampled tokens of the audited rows.
         clean: Residuals of the spans without faults.
-        apart: Mean absolute difference in nats between two candidates, by their numbers.
+        apart: Mean absolute difference in nats between two candidates, by their indices.
     """
 
     verdicts: pl.DataFrame

@@ -166,7 +166,7 @@ def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFram
     if "sampling_extra" not in present:
         extra = sampling_extra_of(metadata.made_by)
         table = table.with_columns(sampling_extra=pl.lit(extra, pl.String))
-    order = table["instance_id"].rank("dense").to_numpy()  # rows that share tokens side by side
+    order = table["instance_id"].rank("dense").to_numpy()  # adjacent rows then share tokens
     return table[np.argsort(order, kind="stable")]
 
 
@@ -233,7 +233,7 @@ def _spans(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Return the row, flat start and length of each sampled span.
 
-    Without `segments`, tokens after the last one that has a log-probability or is trained on are
+    Without `segments`, trailing tokens that have no log-probability and are not trained on are
     excluded, because a harness may have appended them. If the row has trained tokens, any earlier
     token that is not trained and has no log-probability is part of an observation, and ends a span.
     """

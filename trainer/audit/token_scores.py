@@ -27,9 +27,9 @@ TOP_P = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 TOP_K = (1, 2, 5, 10, 20, 30, 40, 50, 64, 100)
 MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
 NUM_SORTED, MOST_SORTED = 128, 2048
-"""Number of the most likely tokens that usually suffice for truncation, and the maximum."""
+"""Number of most likely tokens that are sorted for truncation: at first, and at most."""
 SLACK = 1e-3
-"""Tolerance, in nats, when a token is compared with the least likely one that is kept."""
+"""Tolerance, in nats, for comparing a token with the least likely token that is kept."""
 OUTSIDE = -5.0
 """Change in the log-likelihood, in nats, of a token that a truncation would have excluded.
 

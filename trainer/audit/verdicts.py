@@ -2,8 +2,8 @@
 
 Each hypothesis predicts the log-probability of every token. The differences from the stored ones,
 relative to the engine's noise, give a likelihood. A hypothesis replaces the label only if its
-log-likelihood exceeds that of the label by more than its penalty, and not because of a single
-token.
+log-likelihood exceeds the label's by more than its penalty, and only if this does not depend on a
+single token.
 """
 
 from __future__ import annotations
@@ -58,29 +58,30 @@ FAULTS: tuple[Kind, ...] = (
     *("offset", "noise", "prompt", "unknown_model"),
 )
 PENALTY = 10.0
-"""Minimum log-likelihood ratio of any fault, in nats: prior odds of 22,000 to 1 against it."""
+"""Minimum log-likelihood ratio for reporting a fault, in nats: prior odds of 22,000 to 1 against it."""
 DOUBT = 2.0
-"""Log-likelihood ratio, in nats, from which a fit to the label is suspicious."""
+"""Log-likelihood ratio against the label, in nats, above which a span is suspicious."""
 COLDEST = INVERSE_TEMPERATURES[-1]
 """Largest inverse temperature of the grid."""
 OFFSETS = (-2, -1, 1, 2)
 SMALLEST_SQUARE = 0.25
-"""Mean square of the differences, relative to the noise, below which a common sign means nothing."""
+"""Mean square of the differences, relative to the noise, below which a common sign is no evidence."""
 UNUSUAL = 6.0
-"""Mean difference of a span or of its end, relative to `Noise.usual`, that is suspicious. The model of
-the noise has a smallest scale, which is far above the differences of a float32 engine."""
+"""A span is suspicious if the mean difference of the span, or of its end, exceeds this multiple of
+`Noise.usual`. The smallest scale of the noise model would hide such differences for a float32 engine."""
 SMALLEST_NOISE = 1.6
-"""Factor of the noise below which it is not reported as a fault."""
+"""Minimum scale, relative to the usual noise, at which larger noise is reported as a fault."""
 SIMILAR_NOISE = 1.5
-"""Ratio of scales up to which noise is attributed to the labelled weights."""
+"""Larger noise is attributed to the labelled weights if their scale is at most this multiple of the
+scale under the best-fitting weights."""
 UNRELATED_SCALE, UNRELATED_FACTOR = 0.05, 8.0
-"""Typical scale above which differences are not attributed to rounding: an absolute one, about that
-of bfloat16, and one relative to the dataset's noise. Both must be exceeded."""
+"""Differences whose typical scale exceeds both limits are not attributed to rounding: an absolute limit,
+about the scale of bfloat16, and a multiple of the dataset's noise."""
 REFINED = 9
-"""Number of temperatures tried between two neighbours in the grid."""
+"""Number of temperatures tried between two neighbouring temperatures of the grid."""
 SHORT_TOKENS = 20
 DECIDED = 3.0
-"""Ratio, in nats, below which a short span is undecided between two versions."""
+"""Log-likelihood ratio, in nats, below which a short span is undecided between two versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,13 +149,13 @@ class Hypothesis:
 
     Attributes:
         kind: The fault, or `as_labelled`.
-        candidate: Weights; for a swap, those of the first part.
+        candidate: Weights; for a swap, the weights of the first part.
         second: Weights of the second part of a swap.
         position: First token of the second part of a swap.
         inverse_temperature: Inverse temperature of the log-probabilities.
         sampled_inverse: Inverse temperature at which the tokens were sampled.
         truncation: Truncation of the log-probabilities.
-        offset: Position of the predicted token minus that of the stored log-probability.
+        offset: Position of the predicted token minus the position of the stored log-probability.
         penalty: Log-likelihood in nats by which the hypothesis must exceed the label.
         bonus: Log-likelihood of the sampled tokens, minus their log-likelihood under the label.
     """
@@ -201,10 +202,10 @@ class Verdict:
     Attributes:
         kind: The fault, or `as_labelled`.
         hypothesis: The best hypothesis.
-        log_likelihood_ratio: Log-likelihood of the best hypothesis minus that of the label, in
-            nats; 0 for `as_labelled`. Without a label, the best candidate minus the second best.
-        margin: Log-likelihood of the best version minus that of the next one, in nats; NaN with a
-            single candidate.
+        log_likelihood_ratio: Log-likelihood of the best hypothesis minus the label's, in nats;
+            0 for `as_labelled`. Without a label, the best candidate minus the second best.
+        margin: Log-likelihood of the best version minus the next best version's, in nats; NaN with
+            a single candidate.
         rival: Candidate of the next best version; None with a single candidate.
         num_decisive: Number of tokens that favour either hypothesis by more than 0.5 nats.
         total: Log-likelihood of the best hypothesis, in nats.
@@ -555,7 +556,7 @@ def _rests_on_several(best: Fit, label: Fit) -> bool:
 
 
 def _evidence(span: Span, fit: Fit, noise: Noise) -> float:
-    """Log-likelihood ratio of a fit against weights that differ as much as the candidates do."""
+    """Return the log-likelihood ratio between a fit and weights that differ as much as candidates do."""
     inverse, difference = fit.hypothesis.inverse_temperature, span.stored - fit.predicted
     sigma = noise.sigma(fit.predicted, inverse) * fit.scale
     other = noise.apart * Residuals(difference, fit.predicted, inverse).sensitivity

@@ -13,9 +13,9 @@ Value = TypeVar("Value")
 def one_ahead(read: Callable[[Key], Value], keys: Iterable[Key]) -> Iterator[Value]:
     """Yield `read(key)` for each key in order, reading the next value in the background.
 
-    At most two values are in memory: the last one yielded, and the next. An error in `read` is raised when
-    its value would be yielded. A caller that stops early does not wait: the thread ends after its
-    read, or with the process.
+    At most two values are in memory: the last one yielded, and the next. An error in `read` is raised
+    when its value would have been yielded. A caller that stops early does not wait: the thread ends
+    after its read, or with the process.
 
     Example:
         >>> list(one_ahead(str.upper, ["a", "b"]))

@@ -39,7 +39,7 @@ from trainer.run.update import Learner
 
 Values = npt.NDArray[np.float64]
 NUM_UNITS = 3
-"""Number of trajectories and of groups, by size of share, whose gradients are computed."""
+"""Number of trajectories, and of groups, whose gradients are computed: the largest shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +54,9 @@ class Blame:
 
         without_i = f_i (G - G_i)
 
-    such as f_i = M / (M - M_i) for `token_mean` with M targets, M_i of them in row i. Otherwise
-    (`prompt_mean`, `trajectory_mean`, clip_cov, kl_cov), computing without_i takes another pass of
-    the rows whose weights change by different factors: see `LeavingOut`.
+    for example f_i = M / (M - M_i) for `token_mean` with M targets, M_i of them in row i. Otherwise
+    (`prompt_mean`, `trajectory_mean`, clip_cov, kl_cov), computing without_i needs another pass
+    over the rows whose weights change by different factors: see `LeavingOut`.
 
     Attributes:
         run: Directory of the run, as given.
@@ -72,7 +72,7 @@ class Blame:
             dataset rows whose targets it contains), `selectors` (list of values of
             `rollouts replay --without` that select it), `instance_id`, `num_targets`;
             `advantage` (mean over its targets); `share`, <G_i, G> / |G|^2; `gradient_norm`, |G_i|;
-            `norm_without`, |without_i|, null where computing it takes another pass, unless the row
+            `norm_without`, |without_i|, null where computing it needs another pass, unless the row
             is one of the first rows; the traits `mismatch` and `surprise`; `score` and `trait`:
             see `outlier_scores`. For the first rows only, and null for the others: `step_share`,
             <G_i, s(G)> / <G, s(G)>, the row's share of the decrease in loss that the step achieves;

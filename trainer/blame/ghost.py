@@ -56,7 +56,7 @@ class ChainSquares:
     Attributes:
         first_slots: [C] slot of each chain's first target.
         squares: [C] float64 squared norm of each chain's gradient.
-        coefficients: [M] derivatives of the loss by log-probability and by entropy.
+        coefficients: [M] derivatives of the loss with respect to log-probability and entropy.
         logprobs: [M] log-probabilities, nats.
     """
 
@@ -144,8 +144,8 @@ class GhostNorms:
             forest: Chains side by side.
             temperature: [M].
             device: Device of the policy.
-            loss: [M] derivatives of the loss by log-probability and by entropy, or a function that
-                computes them from both.
+            loss: [M] derivatives of the loss with respect to log-probability and entropy, or a
+                function that computes the derivatives from both.
 
         Raises:
             UnsupportedLayerError: A layer was called in a way whose norms cannot be computed.
@@ -292,7 +292,9 @@ class GhostNorms:
         if self._is_inside or not isinstance(output, Tensor) or not output.requires_grad:
             return
         if len(args) != 1 or not isinstance(args[0], Tensor):
-            raise UnsupportedLayerError(f"a layer of type {type(module).__name__} has other inputs")
+            raise UnsupportedLayerError(
+                f"a layer of type {type(module).__name__} takes inputs other than one tensor"
+            )
         watched: Any = output
         watched.register_hook(partial(self._add, module, args[0].detach()))
 

@@ -7,10 +7,10 @@ entropy h_t of target t, and the derivatives c_t and e_t of the loss with respec
     G_i = the same sum over the targets of row i,        so that the sum of all G_i is G
 
 c_t and e_t contain everything else that the loss depends on: weights and denominators of the
-reduction, advantages, ratios, clipping, corrections, divergence. They are those of the update, with
+reduction, advantages, ratios, clipping, corrections, divergence. Their values come from the update with
 all rows. Quantities that depend on several rows (denominators, the selection of clip_cov and kl_cov)
 are constants: G_i does not contain their derivatives, and neither does the update's gradient. A
-user's loss that compares rows is refused: see `check_rows_are_separate`.
+user's loss that compares rows is rejected: see `check_rows_are_separate`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ forward_ad: Any = torch.autograd.forward_ad
 Direction = Mapping[str, Tensor]
 """A vector in parameter space: one tensor per trained parameter, by name."""
 TOLERANCE = {"no": 1e-3, "bf16": 0.1}
-"""Largest relative difference between fast and exact norms, by mixed precision."""
+"""Maximum relative difference between fast and exact norms, by mixed-precision mode."""
 BUDGET = 4096
 """Tokens per micro-batch when rows are forwarded alone."""
 
@@ -145,7 +145,7 @@ def gradient_of(
     coefficients: Coefficients,
     rows: IntArray,
 ) -> dict[str, Tensor]:
-    """Compute the sum of the gradients of the given rows, in forward and backward passes of them.
+    """Compute the sum of the gradients of the given rows by forwarding only these rows.
 
     Args:
         learner: Policy.

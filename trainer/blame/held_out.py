@@ -1,4 +1,4 @@
-"""The loss of rows that a run did not train on."""
+"""The gradient of the loss on rows that a run did not train on."""
 
 from __future__ import annotations
 

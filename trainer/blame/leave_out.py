@@ -29,10 +29,10 @@ from trainer.run.setup import TrainingRun
 from trainer.run.update import Learner, LossInputs, units_of
 
 SAME = 1e-5
-"""Relative difference up to which factors are taken to be equal: they come from float32."""
+"""Relative difference up to which factors count as equal, because they are computed in float32."""
 SEPARATE = 1e-3
-"""Largest change of a derivative of the loss when other rows are left out, relative to the largest
-derivative of the micro-batch, up to which rows are taken to be separate."""
+"""Rows count as separate if leaving out other rows changes the derivatives of their loss by at most
+this much, relative to the largest derivative of the micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,7 +212,7 @@ def check_rows_are_separate(
                 continue
             got = (
                 f"the loss of row {batch.names[int(number)]} depends on other rows of its"
-                " micro-batch, so the update has no shares of rows"
+                " micro-batch, so the update cannot be split into shares of rows"
             )
             hint = "rollouts replay --without shows the effect of leaving a row out"
             raise InputError("blame_rows", f"{POLICY_LOSS.key} {function.name}", got, hint=hint)

@@ -20,9 +20,9 @@ from trainer.blame.blame import Blame
 
 WIDTH = 100
 STANDS_OUT = 4.0
-"""Score from which a row is reported as standing out."""
+"""Minimum score at which a row is reported as standing out."""
 MAJORITY = 0.5
-"""Share from which a trajectory of several rows is reported."""
+"""Minimum share at which a trajectory with several rows is reported."""
 
 
 def summary(found: Blame, limit: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def summary(found: Blame, limit: int) -> dict[str, Any]:
 
 
 def finding(found: Blame) -> str:
-    """Return a sentence about the trajectory or row that stands out, or that there is none."""
+    """Return a sentence that names the trajectory or row that stands out, or says that none does."""
     if (unit := _dominant(found)) is not None:
         rows, share = count(unit["num_rows"], "row"), f"{100 * unit['share']:.0f} %"
         others = f"{found.gradient_norm:.3g} to {unit['norm_without']:.3g}"

@@ -41,7 +41,7 @@ def shares_table(
     The columns `share` and `token_shares` describe the stored row. All later columns describe the
     sequence that the update forwarded, which consists of several stored rows if these were merged:
     `sequence` is the rank of the sequence, `num_sequence_rows` is its number of stored rows, and
-    the remaining columns are those of `Blame.rows`.
+    the remaining columns are defined in `Blame.rows`.
 
     Args:
         run: Directory of the run.

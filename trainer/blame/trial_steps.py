@@ -1,4 +1,4 @@
-"""Optimizer steps that are computed but not made."""
+"""Optimizer steps that are computed but not applied."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer
     "--first-pass",
     type=click.FloatRange(0, 1, min_open=True),
     metavar="SHARE",
-    help="Score only this share of the sampled tokens under their labelled weights, from the start to"
-    " the end of each response; then rescore only suspicious rows.",
+    help="First score only this share of the sampled tokens, spread over each response, under their"
+    " labelled weights; then rescore only suspicious rows.",
 )
 @click.option("--thorough", is_flag=True, help="Forward every row under every candidate.")
 @click.option(
@@ -74,7 +74,7 @@ def audit(
     log-probabilities, another precision, another prompt or model. Exits with code 1 if it reports any.
 
     By default, each row is forwarded under its labelled weights, and under the other candidates only
-    if these do not fit.
+    if the labelled weights do not fit.
     """
     if first_pass is not None and thorough:
         raise click.UsageError("--first-pass and --thorough are mutually exclusive.")

@@ -63,7 +63,7 @@ def blame(
     settings: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Find the rows that moved an update of a training run.
+    """Find the rows that drove an update of a training run.
 
     Reconstructs the update from the newest checkpoint before it, and computes the gradient of each
     row: its share of the update's gradient, its norm, and the norm of the gradient without it. Rows

@@ -8,7 +8,7 @@ import shlex
 from rollout_io.cli.output import next_command, note
 
 _PACKAGES = {"view": ("httptools", "uvicorn", "jinja2"), "plot": ("matplotlib",)}
-"""Packages of the extra with the same name as the command."""
+"""Packages that each command needs; the extra with the name of the command installs them."""
 
 
 def suggest_next_steps(out: str, checkpoint: str) -> None:

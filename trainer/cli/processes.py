@@ -1,4 +1,4 @@
-"""The option `--num-processes`, and the end of a verb in one of several processes."""
+"""The option `--num-processes`, and the exit status of a verb in each of several processes."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def in_processes(num_processes: int, hint: str) -> int | None:
 
 
 def errors_printed_once(verb: Callable[..., int]) -> Callable[..., int]:
-    """Leave the errors of a verb in several processes to the main process.
+    """Print an error only in the main process if a verb runs in several processes.
 
-    If a process is lost, the one that started them prints the error: it knows which one, and why.
+    If a process is lost, the process that started them prints the error, because it knows which
+    process was lost and why.
     """
 
     @wraps(verb)

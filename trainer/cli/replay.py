@@ -121,7 +121,7 @@ def screen(found: Replay) -> str:
     where = "" if found.iteration is None else f" (iteration {found.iteration})"
     start = found.checkpoint or "the start model"
     if found.num_forwarded:
-        start += f", {count(found.num_forwarded, 'mini-batch', 'es')} on the way"
+        start += f", {count(found.num_forwarded, 'mini-batch', 'es')} replayed before the update"
     lines = [
         f"update     {found.update} of {found.run}{where}",
         f"from       {start}",

@@ -58,9 +58,9 @@ def rl(
     above 0, sampling continues during training.
 
     RUN/rollouts/ keeps every sampled rollout, one directory per iteration: `rollouts train
-    'RUN/rollouts/*'` repeats the same updates. RUN/metrics.jsonl is input for `rollouts plot`;
-    Transformers can load RUN/checkpoints/, and --resume continues from there without losing a
-    finished group.
+    'RUN/rollouts/*'` repeats the same updates. `rollouts plot` draws RUN/metrics.jsonl.
+    Transformers can load the models in RUN/checkpoints/, and --resume continues from the latest one
+    without losing a finished group.
     """
     from rollout_io.configuration import read_toml
     from trainer.distributed.processes import is_main

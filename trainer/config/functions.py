@@ -1,8 +1,8 @@
 """Functions named by the configuration: built-in ones, or your own as `module:function`.
 
-The names of a function's parameters determine its arguments. A parameter named like an input of its
-kind gets that array or tensor; all other parameters are keys of the table `[loss]` or of the
-configuration. See `trainer.algorithms.protocols` for the inputs and results of each kind.
+The names of a function's parameters determine its arguments. A parameter that has the name of an
+input of its kind receives that array or tensor; all other parameters are keys of the table `[loss]`
+or of the configuration. See `trainer.algorithms.protocols` for the inputs and results of each kind.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ class TrainConfig(LossConfig):
     keep_checkpoints: Count | None = None
     """Number of checkpoints to keep, newest first; >= 1. None: all."""
     record_tokens: Literal["none", "sampled", "all"] = "sampled"
-    """Which tokens of each update are recorded in `OUT/tokens/` (docs/training.md): none; those of 4
-    groups, chosen by `seed` and `global_step` (`sampled`); or all."""
+    """Which tokens of each update are recorded in `OUT/tokens/` (docs/training.md): none; the tokens
+    of 4 groups, chosen by `seed` and `global_step` (`sampled`); or all."""
     trackers: tuple[str, ...] = ()
     """Accelerate trackers that also receive the metrics, such as `tensorboard`."""
 

@@ -16,7 +16,7 @@ MicroBatches = Sequence[tuple[int, Forest]]
 Watch = Callable[[MicroBatches], Iterable[tuple[int, Forest]]]
 """Function that iterates over micro-batches, to observe which ones have been forwarded."""
 DEPTH_OF_DOUBLE_COST = 16_384
-"""Depth at which a token's attention costs as much as the rest: about 6 x hidden_size."""
+"""Depth at which a token's attention costs as much as its other operations: about 6 x hidden_size."""
 ONE = torch.zeros(1, dtype=torch.int64)
 NONE = torch.zeros(0, dtype=torch.int64)
 FILLER = Forest(
@@ -27,7 +27,7 @@ FILLER = Forest(
     target_token=NONE,
     target_slot=NONE,
 )
-"""A token without targets, forwarded by a process that has no micro-batch while others have one.
+"""A token without targets, for a process that has no micro-batch left while other processes have one.
 
 Its loss is 0 but depends on every parameter (with gradient 0), because wrappers that reduce
 gradients or gather parameters wait for every process.
@@ -40,7 +40,7 @@ def cost(forest: Forest) -> float:
 
 
 def balance(costs: Sequence[float], num_ranks: int) -> IntArray:
-    """Assign micro-batches of similar cost in each round, with similar totals per rank.
+    """Assign micro-batches to ranks, with similar costs in each round and similar totals per rank.
 
     Args:
         costs: Cost of each micro-batch.

@@ -93,13 +93,14 @@ def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
 
 
 def _join_started() -> None:
-    """Join the other processes of `--num-processes`, which meet at a file, without a port."""
+    """Connect to the other processes of `--num-processes` through a file, which needs no port."""
     file = os.environ.get(STORE)
     if not file or distributed.is_initialized():
         return
     if os.getppid() != int(os.environ[STARTER]):
-        # Killed after it had started this process, but before it could say whom to end with it.
-        raise InputError("process_lost", "--num-processes", "the command itself has been killed")
+        # The command was killed after it started this process, but before it could record that
+        # this process must end with it.
+        raise InputError("process_lost", "--num-processes", "the `rollouts` command was killed")
     num_processes, on_gpus = int(os.environ["WORLD_SIZE"]), torch.accelerator.is_available()
     num_gpus = torch.accelerator.device_count()
     if on_gpus and num_processes > num_gpus:

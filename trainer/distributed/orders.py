@@ -18,7 +18,7 @@ from trainer.distributed.processes import lost_processes
 FOREVER = timedelta(days=365)
 """Maximum time that processes wait for an order: sampling an iteration may take days."""
 BRIEFLY = timedelta(seconds=60)
-"""Maximum time between the moments at which processes notice a failure that all of them have."""
+"""Maximum time between the first and last process to notice a failure that affects all of them."""
 
 
 class Orders:
@@ -43,7 +43,7 @@ class Orders:
 
     @property
     def is_between(self) -> bool:
-        """True if the last order was carried out, or failed, in all processes alike."""
+        """True if the last order succeeded in all processes, or failed in all of them."""
         return self._is_between
 
     def give(self, order: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class Orders:
         """Carry out an order in this process.
 
         After an error in the user's data or settings, the processes check that all of them had
-        one, and can then go on with other orders. After any other error, no order can be given.
+        one; if so, they can carry out other orders. After any other error, no order can be given.
         """
         self._is_between = False
         try:

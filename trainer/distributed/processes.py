@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STORE = "ROLLOUTS_PROCESS_STORE"
-"""Environment variable with the file at which the processes of `--num-processes` meet."""
+"""Environment variable with the file through which the processes of `--num-processes` connect."""
 STARTER = "ROLLOUTS_PROCESS_STARTER"
-"""Environment variable with the id of the process that has started them."""
+"""Environment variable with the id of the process that started them."""
 
 
 def is_main() -> bool:

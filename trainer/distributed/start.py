@@ -24,19 +24,19 @@ LOST = 3
 """Exit status of a process that ends because another one has ended."""
 INTERVAL_S = 0.05
 NOTICE_S = 5.0
-"""Time in which the main process may notice that another one has ended, before it is told to end.
+"""Time that the main process has to notice that another process has ended, before it gets SIGTERM.
 It notices at once, except while it samples."""
 STOP_S = 60.0
-"""Time in which the main process may keep finished work after it is told to end."""
+"""Time that the main process has to save finished work after SIGTERM."""
 END_S = 10.0
-"""Time in which the others may end after the main process."""
+"""Time that the other processes have to end after the main process has ended."""
 
 
 def start_processes(num_processes: int, arguments: Sequence[str], hint: str) -> int:
     """Run a command of `rollouts` in several processes on this machine, and wait for them.
 
-    The processes meet at a file, so that no port is needed. Signals to this process are passed to
-    the main one. All processes end if one of them does, and if this process is killed.
+    The processes connect through a file, so that no port is needed. Signals to this process are
+    passed to the main one. All processes end if one of them ends, or if this process is killed.
 
     Args:
         num_processes: Number of processes, at least 2.
@@ -107,7 +107,7 @@ class _Processes:
             self._popens[0].send_signal(number)
 
     def wait(self) -> None:
-        """Wait until all processes have ended; after the first one, the others have limited time."""
+        """Wait until all processes have ended; once one has, the others have limited time."""
         ends_s: float | None = None
         told_s: float | None = None
         while len(self._codes) < self._size:
@@ -136,15 +136,15 @@ class _Processes:
         causes = {
             r: c for r, c in self._codes.items() if c not in (0, LOST) and r not in self._killed
         }
-        own = 0 if 0 in causes else next(iter(causes), 0)  # all may have the main one's error
+        own = 0 if 0 in causes else next(iter(causes), 0)  # an error may occur in all processes
         rank = next((r for r, code in causes.items() if code < 0), own)
         code = self._codes[rank]
         if rank == 0 and code not in (LOST, *range(-64, 0)):
-            return code  # it has printed its error
-        got = f"the process ended with exit status {code}; the others were ended"
+            return code  # the main process has printed its error
+        got = f"the process ended with exit status {code}; the others were stopped"
         if code < 0:
             name = signal.Signals(-code).name
-            got = f"the process was killed by {name}; the others were ended"
+            got = f"the process was killed by {name}; the others were stopped"
             if name == "SIGKILL":
                 hint = f"check the free memory, then {hint}"
         raise InputError("process_lost", f"rank {rank} (of {self._size} processes)", got, hint=hint)

@@ -75,7 +75,7 @@ class _Client:
         self._post("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        version = weight_version or self.weight_version  # `send_weights` passes none
+        version = weight_version or self.weight_version  # `send_weights` passes no version
         self._post("/finish_weight_update", {"weight_version": version})
 
 

@@ -2,8 +2,8 @@
 
 The number of tokens differs in every micro-batch, and FlexAttention must be compiled: its fallback
 allocates the tokens x tokens scores. Tokens are therefore padded to whole blocks, at least two
-of them, and all sizes are symbolic. What remains is one graph per kind of mask (with or without a
-window) and of gradient mode.
+of them, and all sizes are symbolic. This leaves one graph per kind of mask (with or without a
+window) and gradient mode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK = 128
 """Block size of FlexAttention's mask, for queries and keys."""
 LEAST = 2 * BLOCK
-"""Minimum number of tokens: sizes of 1 block, and fewer than 128 queries, would be compiled anew."""
+"""Minimum number of tokens: a single block, or fewer than 128 queries, would need another graph."""
 
 
 def attend_by_blocks(
@@ -45,7 +45,7 @@ def attend_by_blocks(
         raise ValueError("the model has attention dropout, which FlexAttention does not support")
     heads, key_heads, size = query.shape[1], key.shape[1], query.shape[2]
     groups = heads // key_heads
-    if groups & (groups - 1):  # not all versions of the kernel share keys among 3 or 7 heads
+    if groups & (groups - 1):  # some kernel versions cannot share keys among 3 or 7 heads
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
     # Rotary embeddings leave queries and keys in float32 under autocast, but not values.
     dtype = autocast_dtype(query)
@@ -129,7 +129,10 @@ def _sees(end: Tensor) -> MaskMod:
 
 
 def _sees_within(end: Tensor, depth: Tensor, limit: Tensor) -> MaskMod:
-    """Limit the depth of the queries that see each key; a window itself would be compiled in."""
+    """Limit the depth of the queries that see each key.
+
+    The limit is a tensor, because a window passed as a number would be compiled into the graph.
+    """
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[key]) & (depth[query] < limit[key])

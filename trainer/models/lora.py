@@ -207,9 +207,7 @@ class WithoutAdapter(nn.Module):
 
     def __init__(self, policy: nn.Module) -> None:
         super().__init__()
-        self.policy = (
-            policy,
-        )  # in a tuple, because the weights of a submodule would be counted twice
+        self.policy = (policy,)  # in a tuple: as a submodule, its weights would be counted twice
 
     def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """See `Policy.forward`."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def fix_frequencies(model: Any) -> None:
-    """Fix the frequencies of a model's rotary modules to those of its longest possible row.
+    """Fix the frequencies of a model's rotary modules at the values for its longest possible row.
 
     - LongRoPE: the long factors if `max_position_embeddings` (vLLM's default `max_model_len`) is
       above `original_max_position_embeddings`, else the short ones.

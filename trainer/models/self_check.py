@@ -16,13 +16,13 @@ from trainer.batches.forest import Forest
 from trainer.models.router_replay import recorded
 
 WINDOW = 4
-"""Size of sliding windows during the check, so that its rows exceed them."""
+"""Size of sliding windows during the check: small enough that its rows exceed them."""
 ROWS = (
     tuple(range(11)),
     (*range(5), 11, 12, 13, 14),
     (*range(5), 11, 12, 15, 16, 17),
 )
-"""Three rows that share tokens: a fork, and a fork below it. Numbers are in depth-first order."""
+"""Three rows that share tokens: a fork, and a fork below it. Tokens are numbered depth first."""
 SUPPORTED = "train a decoder with full or sliding-window attention and a linear head"
 TOLERANCE = 1e-3
 """Tolerated difference, nats. Rounding in float32 causes less than a tenth of this."""
@@ -92,7 +92,7 @@ def _tokens(model: Any) -> Tensor:
 
 
 def _plain_forward(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probabilities of all tokens of a row but the first, and its routes.
+    """Return the log-probabilities of all tokens of a row except the first, and the row's routes.
 
     Their shapes are [n - 1] and [n, layers, topk].
     """

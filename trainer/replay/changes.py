@@ -58,16 +58,16 @@ class Changes:
     the denominators of `loss_reduction` count only the rows, trajectories and groups that remain,
     and the gradient is clipped again. The advantages of the other rows are not recomputed: the row
     stays in their baseline. Old and reference log-probabilities and values do not change either.
-    The difference between the two steps is therefore what the row itself contributed to the
+    The difference between the two steps is therefore the row's own contribution to the
     gradient; a new baseline would change the share of every other row of its group as well. In a
     merged row, the tokens of a step that is left out remain as the context of later steps; the row
-    no longer counts once no target of it remains.
+    no longer counts once none of its targets remains.
 
     Attributes:
         settings: `key=value` strings, as for `--set`.
         rows: Trajectories or rows to leave out: `TRAJECTORY` or `TRAJECTORY:STEP`, with the
             `step_index` that the dataset stores.
-        condition: SQL condition on the rows to leave out; None: none.
+        condition: SQL condition on the rows to leave out; None: no condition.
     """
 
     settings: Sequence[str] = ()

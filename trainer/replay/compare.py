@@ -1,4 +1,4 @@
-"""Compare a replayed update with what the run recorded, bit for bit."""
+"""Compare a replayed update with the records of the run, bit for bit."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def compared_metrics(line: Mapping[str, Any], *, is_loop: bool) -> list[str]:
 def metric_differences(
     line: Mapping[str, Any], metrics: Mapping[str, Any], update: int, *, is_loop: bool
 ) -> Iterator[Difference]:
-    """Compare metrics with the line that the run wrote, in its order."""
+    """Compare metrics with the line that the run wrote, in the order of that line."""
     now = as_recorded(metrics)
     names = dict.fromkeys((*line, *now))
     for name in compared_metrics(names, is_loop=is_loop):

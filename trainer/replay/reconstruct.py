@@ -25,12 +25,12 @@ from trainer.run.starts import set_threads, start_of
 from trainer.run.state import Progress, load_progress
 
 Follow = Callable[[Progress | None], TrainingRun]
-"""Returns the run as it continues from a progress; None: from the progress it was loaded with."""
+"""Function that returns the run at a given progress; None: at the progress where it was loaded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forwarded:
-    """A mini-batch that was replayed on the way to the update to reconstruct.
+    """A mini-batch between the checkpoint and the update to reconstruct, which was replayed.
 
     Attributes:
         recorded: The line of `metrics.jsonl` that the run wrote.
@@ -58,7 +58,7 @@ class Reconstruction:
         step: The mini-batch: `step.prepared.batch` ([T] tokens), `step.forests` (its
             micro-batches), `step.prepared.known` ([T] `old_logprobs`, `ref_logprobs` and `values`,
             where the run computes them), `step.prepared.ref_logprobs` (as the loss uses them) and
-            `step.prepared.value_targets`. `make_update` makes the step.
+            `step.prepared.value_targets`. `make_update` takes the step.
     """
 
     recorded: RecordedRun
@@ -83,8 +83,8 @@ def reconstruct(
 
     Loads the newest checkpoint before the update that has a state, or the start model, and replays
     the updates in between with the code that trained the run. On a CPU, with the same number of
-    threads, the state equals that of the run bit for bit. The number of threads of this process is
-    set to that of the run. The run's directory is only read, so the run may still be training.
+    threads, the state equals the state in the run bit for bit. This process is set to use as many
+    threads as the run. The run's directory is only read, so the run may still be training.
 
     Args:
         run: Directory of a run of `rollouts train` or `rollouts rl`.
@@ -157,7 +157,7 @@ def _opened_run(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
     try:
         run = set_up_at(recorded.config, checkpoint)
         for other in () if checkpoint else checkpoints(recorded.path).values():
-            if (other / "state").is_dir():  # the dataset is the run's
+            if (other / "state").is_dir():  # check that the dataset is the run's
                 load_progress(other / "state", run.checkpoints.digest)
                 break
     except InputError as error:

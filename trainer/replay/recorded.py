@@ -1,4 +1,4 @@
-"""Read what a run of `rollouts train` or `rollouts rl` recorded, to replay its updates."""
+"""Read the records of a run of `rollouts train` or `rollouts rl`, to replay its updates."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RecordedRun:
 
 @contextmanager
 def naming_damaged(run: RecordedRun, update: int) -> Iterator[None]:
-    """Add a hint to errors about a damaged checkpoint: how to replay without this checkpoint."""
+    """Add a hint to errors about a damaged checkpoint that explains how to replay without it."""
     try:
         yield
     except InputError as error:

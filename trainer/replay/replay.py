@@ -99,13 +99,13 @@ def replay(
 
     The run's directory is only read. The comparison covers the metrics of the update and of the
     updates replayed before it, the update's recorded tokens, and the weights and the state of a
-    checkpoint that the run saved after the update. With changes, the update is made twice from the
-    same state: unchanged, to compare metrics and tokens, and with the changes.
+    checkpoint that the run saved after the update. With changes, the update is computed twice from
+    the same state: unchanged, to compare metrics and tokens, and with the changes.
 
     Args:
         run: Directory of a run of `rollouts train` or `rollouts rl`.
         update: Number of the update: its `global_step`, counted from 1.
-        changes: Changes to the update; None: none.
+        changes: Changes to the update; None: no changes.
         out: New directory for the resulting model; None: it is not written.
 
     Raises:
@@ -179,7 +179,7 @@ def _made(run: TrainingRun, found: Reconstruction, passes: Passes) -> _Made:
 def _changed(
     found: Reconstruction, batch: ChangedBatch | None, changes: Changes
 ) -> tuple[TrainingRun, PreparedUpdate]:
-    """Apply the changes to a run and its mini-batch, without making the step."""
+    """Apply the changes to a run and its mini-batch, without taking the step."""
     run, step = batch.of(found.run, found.step) if batch else (found.run, found.step)
     return run, without_rows(run, step, changes) if changes.leaves_out else step
 
@@ -258,7 +258,7 @@ def _compared(found: Reconstruction, made: _Made, *, is_changed: bool) -> Replay
     compared = [count(len(names), "metric")]
     if found.forwarded:
         on_the_way = count(len(found.forwarded), "update")
-        compared.append(f"the metrics of {on_the_way} on the way")
+        compared.append(f"the metrics of {on_the_way} before it")
     if token_record_path(recorded.path, update).is_file():
         differences += token_differences(recorded.path, update, made.update.tokens)
         compared.append("the recorded tokens")
@@ -349,7 +349,7 @@ def _refuse_taken(out: Path, run: Path) -> None:
         got, hint = "the output path already exists", "choose a different --out, or remove it"
         raise InputError("out_is_free", str(out), got, hint=hint)
     if out.resolve().is_relative_to(run.resolve()):
-        got, hint = "the output path is inside the run", "choose a directory outside of it"
+        got, hint = "the output path is inside the run", "choose a directory outside the run"
         raise InputError("out_is_free", str(out), got, hint=hint)
 
 

@@ -128,7 +128,7 @@ def _draw_lengths(
     low, high = ordered[0], ordered[-1]
     width = -(
         -(high - low + 1) // _MAX_BINS
-    )  # whole tokens, so that every bin covers equally many lengths
+    )  # whole numbers of tokens, so that all bins cover the same number of lengths
     edges = np.arange(low, high + 1 + width, width)
     if len(lengths) == 1:
         values = lengths[0]

@@ -80,8 +80,8 @@ class RlConfig:
     keep_weights: Count = 2
     """Number of newest versions to keep in `OUT/weights/`; >= 1."""
     audit_rows: CountOrZero = 4
-    """Number of rows per iteration, from different trajectories, to audit before training: were they
-    sampled by the weights and settings in their labels? 0: no audit."""
+    """Number of rows per iteration, from different trajectories, to audit before training. The audit
+    checks that the labelled weights and settings sampled them. 0: no audit."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """What to do if audited rows were not sampled as labelled: `warn`, or `stop` the run if there
     are at least two such rows."""

@@ -181,7 +181,7 @@ def run(
 
 
 class Sampler(NamedTuple):
-    """What the main process needs to sample."""
+    """Engine, tokenizer and tasks, with which the main process samples."""
 
     engine: WeightSwapEngine
     tokenizer: ChatTokenizer
@@ -220,7 +220,7 @@ def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, fl
 
 
 def _read(config: RlConfig) -> list[Task]:
-    """Read the tasks, one attempt each, and check the tasks of evaluations."""
+    """Read the tasks, with one attempt each, and check the tasks of the evaluation sets."""
     tasks = read_tasks(config.tasks, 1)
     check_names({task.instance_id for task in tasks})
     for planned in config.evaluations(0).values():
@@ -336,8 +336,8 @@ class Loop:
 
     async def _sync(self) -> None:
         begun = time.perf_counter()
-        # Engines may read the files of both loaded adapters again, the older of which
-        # `load_weights` replaces.
+        # An engine may read the files of both loaded adapters again until `load_weights`
+        # has replaced the older one.
         keep = max(self.config.keep_weights, 3) if self.as_adapter else self.config.keep_weights
         write = functools.partial(self.together.write_weights, keep, as_adapter=self.as_adapter)
         path = await self._in_thread(write)

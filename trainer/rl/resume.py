@@ -25,7 +25,7 @@ MAY_CHANGE = {
     *("train.tokens_per_micro_batch", "train.max_row_tokens", "train.record_tokens"),
     *(f"generate.{key}" for key in HOW_IT_RUNS - {"group_size"}),
 }
-"""Keys that do not affect existing results, like all keys of `[evaluate]`. `num_iterations` may
+"""Keys that do not affect existing results; neither do the keys of `[evaluate]`. `num_iterations` may
 only grow, and is fixed if the learning rate decays towards the last update."""
 
 

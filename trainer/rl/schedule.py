@@ -44,10 +44,10 @@ def place(room: Sequence[int], deadlines: Sequence[int]) -> int:
     latest = sorted(deadlines)
     spare = [
         free - bisect_right(latest, number) for number, free in enumerate(accumulate(room))
-    ]  # spare[j]: free slots up to j, minus the groups that need one of them
+    ]  # spare[j]: free slots up to j, minus the running groups that need one of them
     needed = len(room)
     while needed and spare[needed - 1] > 0:
         needed -= 1
     found = [number for number, free in enumerate(room) if free and number >= needed]
-    assert found, "more groups than places"
+    assert found, "more groups than slots"
     return found[0]

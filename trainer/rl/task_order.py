@@ -44,7 +44,7 @@ def first_name(name: str, names: Collection[str]) -> str:
 
 
 def check_names(names: Collection[str]) -> None:
-    """Reject ids that would collide with those of a later pass.
+    """Reject ids that would collide with ids of a later pass.
 
     Raises:
         InputError: `tasks`: the file contains both `NAME` and `NAME@NUMBER`.

@@ -146,8 +146,8 @@ class Learning:
     ) -> list[dict[str, Any]]:
         """Train on an iteration as `rollouts train` would on the same part of the dataset.
 
-        Returns the metrics of its mini-batches; those of the first include `numbers`. The main
-        process writes them to `log`, which is None in the others.
+        Returns the metrics of its mini-batches; the first of them includes `numbers`. The main
+        process writes them to `log`, which is None in the other processes.
 
         Raises:
             RolloutError: Rows cannot be used as configured, or every trajectory failed.

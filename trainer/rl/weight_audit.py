@@ -97,7 +97,7 @@ class WeightAudit:
         weights = Weights(
             candidates,
             device=next(policy.parameters()).device,
-            # A part of the policy is in each process: the main process loads the whole.
+            # Each process has only a shard of the policy, so the main process loads all of it.
             loaded={} if is_sharded(policy) else {len(candidates) - 1: policy},
             trees=False,
         )

@@ -78,9 +78,9 @@ def _check_order(rows: pl.DataFrame) -> None:
     )
     got = "the rows of this trajectory are not contiguous"
     _refuse(rows, pl.col("again"), "contiguous_trajectory", got)
-    got = "its instance_id differs from that of the previous row"
+    got = "its instance_id differs from the instance_id of the previous row"
     _refuse(rows, pl.col("moved"), "unique_trajectory", got)
-    got = "its step_index is not greater than that of the previous row"
+    got = "its step_index is not greater than in the previous row"
     _refuse(rows, pl.col("back"), "step_index_sequence", got)
 
 
@@ -236,7 +236,7 @@ def corrects_for_sampler(
 
 
 def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, off: str) -> None:
-    """Reject log-probabilities of a distribution other than the one that was sampled from."""
+    """Reject log-probabilities that do not belong to the sampled distribution."""
     got = "its rollout_logprobs belong to re-tokenized text, not to the engine's tokens"
     is_retokenized = pl.col("token_source") == "retokenized"
     _refuse(rows, is_retokenized, "rollout_logprobs", got, hint=off)

@@ -137,7 +137,7 @@ def _open(run: TrainingRun, held: ExitStack) -> None:
 
 
 def write_in_main(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
-    """Run `work` in the main process (other processes pass None); a full disk stops all."""
+    """Run `work` in the main process (other processes pass None); a full disk stops all processes."""
 
     def write() -> None:
         with stops_when_full(out):

@@ -107,7 +107,7 @@ def check_same(
     *,
     growing: str,
 ) -> None:
-    """Check that a configuration equals that of the run to resume.
+    """Check that a configuration equals the saved configuration of the run to resume.
 
     Raises:
         ConfigError: A key that must not change has a different value, or `growing` has decreased.

@@ -64,8 +64,8 @@ def _other_template(path: str, fingerprint: str | None) -> Remark:
     )
     file = f'"$(rollouts templates {name})"' if name else "TEMPLATE"
     text = (
-        f"the chat template of the dataset's prompts{f' ({name})' if name else ''} differs from that"
-        f" of {path}: prompts at inference will differ from those in training"
+        f"the chat template of the dataset's prompts{f' ({name})' if name else ''} differs from the"
+        f" template of {path}: prompts at inference will differ from those in training"
         f"\nHint: vllm serve CHECKPOINT --chat-template {file}, or"
         f" cp {file} CHECKPOINT/chat_template.jinja"
     )
@@ -111,7 +111,7 @@ def _other_tokenizer(config: TrainConfig, path: str, name: str) -> Remark:
         raise InputError(
             "tokenizer_fingerprint",
             config.dataset,
-            f"its token ids come from a different tokenizer ({name}) than that of {path}",
+            f"its tokenizer ({name}) differs from the tokenizer of {path}",
             hint="train the model whose tokenizer produced the ids; if the two tokenizers differ only"
             " by added tokens, pass --set allow_other_tokenizer=true",
         )

@@ -225,7 +225,7 @@ def test_the_kind_of_logprobs_is_inferred_at_an_unknown_temperature(
     assert said["verdicts"]["as_labelled"]["spans"] == 8
     run(["audit", path, "--weights", weights])
     text = " ".join(capsys.readouterr().out.split())
-    assert ("assumed: no row shows the kind" in text) == (mode == "raw")
+    assert ("assumed: no row reveals the kind" in text) == (mode == "raw")
 
 
 def test_rounded_weights_are_not_taken_for_the_version_before(tmp_path):

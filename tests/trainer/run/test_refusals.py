@@ -310,8 +310,8 @@ def test_a_model_with_another_tokenizer_is_refused_unless_it_is_allowed(
     dataset, model = recorded
     save_tokenizer(model, "b")
     parts = (
-        f"Error: {dataset}: its token ids come from a different tokenizer (letters)",
-        f"than that of {model}",
+        f"Error: {dataset}: its tokenizer (letters) differs",
+        f"from the tokenizer of {model}",
         "Hint: train the model whose tokenizer produced the ids",
     )
     refused(lambda out: train(dataset, str(model), out, dry_run=dry_run), tmp_path, capfd, parts)

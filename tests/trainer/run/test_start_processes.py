@@ -77,7 +77,7 @@ def test_a_killed_process_ends_all_with_one_sentence(
         start.start_processes(3, serve, "run it again")
     thread.join()
     assert str(error.value) == (
-        f"rank {killed} (of 3 processes): the process was killed by SIGKILL; the others were ended."
+        f"rank {killed} (of 3 processes): the process was killed by SIGKILL; the others were stopped."
         " [process_lost]"
     )
     assert error.value.hint == "check the free memory, then run it again"
@@ -187,5 +187,5 @@ def test_a_process_whose_starter_was_killed_at_once_does_not_wait_for_the_others
     variables = {STORE: str(tmp_path / "store"), STARTER: "1", "WORLD_SIZE": "2", "RANK": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=r"the command itself has been killed\. \[process_lost\]"):
+    with pytest.raises(InputError, match=r"the `rollouts` command was killed\. \[process_lost\]"):
         make_accelerator(out=str(tmp_path / "run"))

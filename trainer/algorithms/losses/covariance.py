@@ -1,4 +1,4 @@
-"""Losses that restrain the tokens that lower entropy most: Clip-Cov, KL-Cov (arXiv:2505.22617).
+"""Losses that restrain the tokens that reduce entropy most: Clip-Cov, KL-Cov (arXiv:2505.22617).
 
 The tokens are selected once per mini-batch, without gradient, from the policy's log-probabilities
 before the step, so the selection does not depend on micro-batches.
