@@ -91,10 +91,10 @@ sent for that call, and `response_text` has the answer.
 
 A dataset is a directory of Parquet shards. The writer stores page checksums, and the reader verifies them. The footer
 of a shard also stores a digest of its schema, metadata and row counts, and its position in the dataset. A flipped bit in
-a footer, a missing shard, and a shard of a different dataset under the same name are therefore errors (`readable_file`,
+a footer, a missing shard, and a shard of a different dataset under the same name are therefore detected (`readable_file`,
 `shards_complete`). Shards written by `record`, `generate` and `rl` are independent: any of them may be removed.
 
-A directory of directories named `COLUMN=VALUE` (Hive partitions, such as `DS/run=a/part-00000.parquet`) is a dataset too:
+A directory of directories named `COLUMN=VALUE` (Hive partitions, such as `DS/run=a/part-00000.parquet`) is also a dataset:
 every verb reads `run` as a column, and writes it as an ordinary column. Its values are integers if all of them are written as
 integers without leading zeros, and strings otherwise; a column of the table above keeps its type. A file that has the column
 itself must have the directory's value in all rows. Only directories below the path that you pass become columns; a glob
@@ -150,7 +150,7 @@ In the `full` layout, encoding `prompt_token_ids` with `BYTE_STREAM_SPLIT` inste
 
 ## Object stores
 
-Wherever a dataset is expected, a URL that fsspec opens works too (`s3://bucket/ds`, after `pip install s3fs`). Only the
+Wherever a dataset is expected, a URL that fsspec opens is also accepted (`s3://bucket/ds`, after `pip install s3fs`). Only the
 columns that are used are read, and `train` reads the next batch while it trains on the current one. A failed read is
 retried up to {MAX_ATTEMPTS - 1} times within a minute, because a store may be busy (503), close the connection during a
 response, return fewer bytes than requested, or not respond. The command reads the same rows as from a local directory, or
@@ -244,8 +244,8 @@ In both cases, `--resume` continues from the latest checkpoint (`save_every_upda
 
 **Checks.** All checks run before the first update and before anything is written. A run is rejected if, for example,
 
-- the model's tokenizer differs from the dataset's fingerprint. (A different chat template is a warning. A model without
-  tokenizer files cannot be compared; a dataset without a fingerprint is compared by model names. A message reports
+- the model's tokenizer differs from the dataset's fingerprint. (A different chat template only causes a warning. A model
+  without tokenizer files cannot be compared; a dataset without a fingerprint is compared by model names. A message reports
   what was compared.)
 - token ids exceed the vocabulary, or rows exceed the model's context (`max_row_tokens` truncates them instead);
 - rows are not in step order;
@@ -269,10 +269,10 @@ tokens, and a warning names the likely cause.
 
 `rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machine-readable output)
 and writes nothing. For one epoch and each layout, it prints the number of sequences, the number of tokens to forward, the
-length of the longest row, the number of micro-batches per update, and the share of tokens that are forwarded again because
-trees are cut. Two kinds of tokens are not forwarded: all tokens of masked trajectories and, in each row, the last trained
-token and the tokens after it. A dry run loads the models as training does, reads the dataset once per layout, and forwards
-192 tokens to measure activations; a note reports how long each part took.
+length of the longest row, the number of micro-batches per update, and the fraction of tokens that are forwarded again
+because trees are cut. Two kinds of tokens are not forwarded: all tokens of masked trajectories and, in each row, the last
+trained token and the tokens after it. A dry run loads the models as training does, reads the dataset once per layout, and
+forwards 192 tokens to measure activations; a note reports how long each part took.
 
 It also estimates the peak memory of one process, in bytes, for P weights of which T are trained:
 
@@ -294,7 +294,7 @@ second update took 3.68 GiB.
 `rollouts plot RUN [RUN2 ...] [--out FILE] [--metric NAME]...` plots `metrics.jsonl` over `global_step`, with one panel
 per metric and one color per run. Without `--metric`, it plots the most important metrics. Runs of up to 40 updates are
 drawn as marked points, longer runs as faint points behind a smoothed curve. The curve is smoothed by local linear regression in a centred window, so
-it does not lag behind trends or jumps. The image format follows from the file extension. It needs
+it does not lag behind trends or jumps. The image format follows from the file extension. Plotting needs
 `pip install "rollout-io[plot]"`, but not torch. `rollouts plot DS` draws a dataset ([Pictures](metrics.md#pictures)).
 
 ## Several processes
@@ -304,13 +304,14 @@ it does not lag behind trends or jumps. The image format follows from the file e
     torchrun --nproc_per_node 2 --no-python rollouts train DS --model DIR --out RUN
 
 `--num-processes` starts the processes on this machine: one per GPU, or on the CPU. They find each other through a file, so
-no port is needed, and they end together if one of them or the command itself is killed. `accelerate launch` and `torchrun`
-work too, for example for FSDP2. [`rollouts rl`](rl.md#several-processes) also trains in several processes.
+no port is needed, and they end together if one of them or the command itself is killed. You can also use `accelerate
+launch` or `torchrun`, for example for FSDP2. [`rollouts rl`](rl.md#several-processes) also trains in several processes.
 
 The number of processes is not part of the configuration and does not change results. Each process reads some of the groups
 and forwards some of the micro-batches, and the processes exchange values: advantages, denominators, metrics and the
-gradient equal those of one process up to rounding (tested to a relative difference of 1e-4). Only `num_micro_batches` may
-increase: micro-batches are split until each process has equally many, and balanced so that each round has similar cost.
+gradient are the same as with one process, up to rounding (tested to a relative difference of 1e-4). Only
+`num_micro_batches` may increase: micro-batches are split until every process has the same number, and balanced so that the
+processes take about equally long in each round.
 
 Only reductions that depend on micro-batches give different results: `token_mean_legacy`, and your own functions that use
 `micro_batch`. All processes run the same number of forward passes; a process without a micro-batch forwards a single token
@@ -346,8 +347,8 @@ the critic in `critic/`, and `state/` with safetensors and JSON, no pickle:
 | file | contents |
 |---|---|
 | `optimizer.safetensors`, `critic_optimizer.safetensors` | moments and step of each parameter, `PARAMETER.NAME` |
-| `run.json` | position (batches completed over all epochs, mini-batches completed of the next batch), KL coefficient, counters, and digests of the trajectories' returns and masks and of each row's lengths and token sums |
-| `batch.safetensors` | only within a batch: old log-probabilities, those of the reference model, and the critic's values, from the start of the batch |
+| `run.json` | position (batches completed over all epochs, mini-batches of the next batch that are already done), KL coefficient, counters, and a digest of the dataset (returns and masks of trajectories, lengths and token sums of rows) |
+| `batch.safetensors` | only if saved in the middle of a batch: the old and reference log-probabilities and the critic's values, computed at the start of the batch |
 | `rng.json` | random generators of torch, CUDA, NumPy and Python |
 
 Pass the same `--config` and `--set` again; if a key differs, the error names it. These keys may change:
@@ -355,8 +356,8 @@ Pass the same `--config` and `--set` again; if a key differs, the error names it
 `num_epochs`, which may grow, and `max_updates`, which may be any number not yet reached. (Other schedules decay towards the
 last planned update. The learning rate is a function of `global_step`, so schedules have no state.)
 
-Lines of `metrics.jsonl` and files in `tokens/` after the checkpoint are removed. Only one run at a time can use RUN. A full
-disk ends the run with one message and leaves earlier checkpoints intact.
+Lines of `metrics.jsonl` and files in `tokens/` that are newer than the checkpoint are removed. Only one run at a time can
+use RUN. A full disk ends the run with one message and leaves earlier checkpoints intact.
 
 ## What each token contributed
 
@@ -366,9 +367,9 @@ optimizer step has no file. `sampled`, the default, records {SAMPLED_GROUPS} gro
 `global_step`; `all` records every group; `none` turns recording off. The setting changes neither weights nor
 metrics, and a resumed run ends with the same files as an uninterrupted one, bit for bit under the same conditions.
 
-The values are copies of those from which the loss was computed; they are not recomputed. There is one record per stored row of
-the dataset, regardless of `sequence_layout`; its keys are `trajectory_id` and `step_index`. This example lists the ten targets
-with the largest share of an update's loss, and how much the log-probabilities of policy and sampler differ:
+The file stores the values that the loss was computed from; nothing is recomputed. There is one record per stored row of
+the dataset, regardless of `sequence_layout`; its keys are `trajectory_id` and `step_index`. This example lists the ten
+targets that contribute most to an update's loss, and how much the log-probabilities of policy and sampler differ:
 
 ```python
 import polars as pl
@@ -402,8 +403,8 @@ end, the log states the size of `tokens/`.
 
 ## Optimizer and learning rate
 
-The policy and the critic are trained with AdamW, in torch's fused implementation on a GPU. `optimizer = "adamw_8bit"` stores
-its moments in 8 bits, a quarter of the memory (`pip install "rollout-io[bnb]"`).
+The policy and the critic are trained with AdamW, in torch's fused implementation on a GPU. `optimizer = "adamw_8bit"`
+stores AdamW's moments in 8 bits, which takes a quarter of the memory (`pip install "rollout-io[bnb]"`).
 
 After `s` of `N` planned updates (`max_updates`, or all mini-batches), with `W = warmup_updates`, the next update's learning
 rate is `learning_rate` times this factor:
@@ -421,8 +422,8 @@ and the reference model of a KL term is the same model with its adapters disable
 one. Use about ten times the learning rate of full fine-tuning. In mixture-of-experts models, only attention layers get
 adapters; experts and routers are frozen. The GAE critic is always trained in full, without adapters.
 
-A checkpoint is a model directory with merged adapters, for Transformers and vLLM. Its `adapter/` can be loaded onto `model` with
-peft; `--resume` uses it too.
+A checkpoint is a model directory with merged adapters, for Transformers and vLLM. Its `adapter/` can be loaded onto `model`
+with peft; `--resume` also uses it.
 
 ## Router replay
 
@@ -441,9 +442,9 @@ for this).
   recomputes with the same experts. The critic is routed normally, because it does not have to match a sampler.
 - **Layouts.** A token's hidden state depends on the experts of all tokens before it. In `tree`, rows share a token only if
   they agree on it and all tokens before it, including experts. In `merge`, a step joins the one before it only if their
-  routes agree, and merged rows are split where they do not, regardless of `merge_rule`. So every layout gives the same
-  results as `step`. If an engine routes a repeated prompt differently in every turn, little can be merged; an engine with a
-  prefix cache returns the routes of the cached tokens.
+  routes agree, and merged rows are split where their routes disagree, regardless of `merge_rule`. So every layout gives the
+  same results as `step`. If an engine routes a repeated prompt differently in every turn, little can be merged; an engine
+  with a prefix cache returns the routes of the cached tokens.
 
 Transformers models are not modified: a forward hook on each router replaces the experts and their weights. Qwen2-MoE,
 Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 are supported. To support another family, add one function to
@@ -451,7 +452,7 @@ Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V2 and DeepSeek-V3 are supported. To support
 replay the model's own selection of experts are compared with its eager forward pass.
 
 If the dataset has routes, the run is rejected (`replay_routing`), before anything is written, in these cases: the model
-belongs to an unsupported family, has a different number of layers or of experts per token, or lacks a recorded expert, or a
+belongs to an unsupported family; it has a different number of layers or of experts per token; it lacks a recorded expert; a
 token lists an expert twice. `--set replay_routing=false` ignores the routes, with a message. A warning counts the tokens
 that are forwarded without a route.
 
@@ -463,9 +464,9 @@ supports windows); otherwise there is one call per row. Sliding windows are take
 that bypass Transformers' attention interface get a dense mask; models that cap attention scores (Gemma 2) are rejected.
 
 **Check at load.** When a model is loaded, its windows are temporarily reduced, and short rows that exceed them are forwarded
-individually, packed, packed with a row at the model's last position, and (for `tree`) as a tree. A model whose log-probabilities
-differ from those of its own eager forward by 0.001 nats or more is rejected (`model_layers`). [Models](models.md) lists the tested
-architectures.
+individually, packed, packed with a row at the model's last position, and (for `tree`) as a tree. If the log-probabilities
+differ from the model's own eager forward pass by 0.001 nats or more, the model is rejected (`model_layers`).
+[Models](models.md) lists the tested architectures.
 
 **Rotary frequencies** do not depend on packing. For LongRoPE and dynamic NTK, Transformers bases them on the longest row of a
 forward pass; this trainer chooses them once, as vLLM does. LongRoPE (Phi-3) uses the long factors if
