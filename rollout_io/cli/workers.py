@@ -30,8 +30,8 @@ def engine_option(command: F) -> F:
         type=click.Choice(["local", "ray"]),
         default="local",
         show_default=True,
-        help="local: processes on this machine. ray: Ray Data, on the cluster at RAY_ADDRESS or on "
-        "a new one on this machine (its ports are open to the network).",
+        help="local: processes on this machine. ray: Ray Data, on the cluster at RAY_ADDRESS, or on "
+        "a new cluster on this machine, whose ports are open to the network.",
     )(command)
 
 
