@@ -1,6 +1,6 @@
 """Catalogue of error ids with kind, cause and fix; docs/errors.md is generated from it.
 
-Only the documentation and the tests import this module. A test compares the ids with those that
+Only the documentation and the tests import this module. A test compares these ids with the ids that
 the code raises.
 """
 
@@ -98,7 +98,7 @@ duplicate_record: A record is an exact copy of an earlier one.
 engine_request: A request from a harness is not a JSON object, lacks `messages` or `prompt`, or uses
     a feature whose response cannot be recorded token by token.
     Send a chat or text completion request without the field that the message names.
-enough_groups: A dataset of the mixture has fewer groups than its share requires.
+enough_groups: A dataset of the mixture has fewer groups than its `--share` requires.
     Pass a smaller `--sample-groups`, or a smaller `--share` for this dataset.
 env_output: The environment returned a value of the wrong type, or lacks a required key.
     Return observations, reward and done as docs/generation.md describes.
@@ -132,7 +132,7 @@ foreign_origin: A web page of a different site sent the request.
     Open the server's page directly, or call it from a program instead of a web page.
 format_loads: An installed format cannot be imported, or is not an `Adapter`.
     Reinstall the package that provides the format, or remove it.
-free_name: The dataset has a column with the name of a column that the export format adds.
+free_name: A column of the dataset has the same name as a column that the export format adds.
     Rename the column in the dataset.
 generation_prompt: The chat template does not begin assistant messages with its generation prompt,
     or its generation prompt depends on the conversation.
@@ -286,8 +286,8 @@ pickle: The file is a pickle, which is never opened because it could run arbitra
     JSON Lines.
 policy_loss_type_raised: The custom policy loss raised an exception.
     Correct the function at the line that the message names.
-process_lost: A training process of the run was killed, failed or stopped responding, and the others
-    cannot continue without it.
+process_lost: A training process of the run was killed, failed or stopped responding, and the other
+    processes cannot continue without it.
     Find the run's first error, or check whether memory ran out; then continue with `--resume`.
 readable_file: A Parquet shard of the dataset is damaged, cut off, or not Parquet.
     Restore the shard from a copy, or convert the dataset again.
@@ -335,7 +335,7 @@ reward_line: A reward record does not name exactly one trajectory, has neither a
     error, repeats a trajectory, or uses a reserved key.
     Write one record per trajectory, such as `{"session": "shop-1/0", "reward": 1.0}`.
 rollout_logprobs: The loss or the importance weights need the sampler's log-probabilities, which are
-    missing, or were computed for a different distribution than the sampled one.
+    missing, or were not computed for the distribution that was sampled from.
     Record log-probabilities with vLLM's `--logprobs-mode processed_logprobs`, or pass
     `--set tis_ratio_type=none`.
 routing_complete: The export to slime needs routed experts for all tokens but the last, and the row
@@ -415,7 +415,7 @@ unknown_session: The session does not exist: it made no call, or its log file is
 unreadable_record: Reading the record raised an unexpected exception, which is a bug in the format's
     reader.
     Report the bug, and attach the record.
-usage_counts: The token counts in the log (`usage`) differ from the number of its token ids.
+usage_counts: The token counts in the log (`usage`) differ from the numbers of token ids.
     Collect the call again, because ids are missing or belong to a different call.
 view_bundle: The page of `rollouts view` is not built.
     Build it with `make view`, or install a released wheel, which contains it.
@@ -423,8 +423,8 @@ view_query: The viewer's page, or another client, sent a parameter that is missi
     Correct the parameter that the message names.
 view_size: A prefix tree has too many tokens to be shown at once.
     Open the tree of one trajectory, or merge the dataset first.
-view_table: A Parquet file given to `rollouts view` is neither a dataset nor a table of verdicts or
-    shares.
+view_table: A Parquet file given to `rollouts view` is neither a dataset nor a table that `rollouts
+    audit` or `rollouts blame` wrote.
     Pass a table that `rollouts audit` or `rollouts blame` wrote, together with its dataset or run.
 view_token: A request to the viewer has no token or the wrong token.
     Open the address that `rollouts view` printed.
@@ -501,7 +501,7 @@ resume: The output directory contains a dataset that was not generated, or that 
     Use the configuration that the dataset was generated with, or choose a different `--out`.
 sampling: A sampling setting is out of bounds, unknown, or set twice.
     Set it to a value that the message allows.
-shares: The shares of the mixture do not assign a number above 0 to each dataset.
+shares: A dataset of the mixture has no share above 0, or a share names no dataset.
     Pass one positive share per dataset, and leave out datasets that should not contribute.
 unique_filter: Two filters have the same name.
     Give every filter a different name.
@@ -575,7 +575,8 @@ resume_config: The configuration differs from the run to resume, or asks for few
 reward_key: `--reward` names a reward that the log does not have, the log has several rewards and
     none was chosen, or the log's format has fixed rewards.
     Set `--reward` to one of the names that the message lists, or leave it out.
-row_too_long: A row has more tokens than the model's context, or the configured lengths exceed it.
+row_too_long: A row has more tokens than the model's context, or the configured lengths exceed the
+    context.
     Lower `max_input_tokens` or `max_response_tokens`, or truncate rows with `max_row_tokens`.
 tokenizer: A tokenizer is required but missing, is not a local directory that can be loaded, or
     cannot encode the text.

@@ -1,4 +1,4 @@
-"""The column `messages`: the messages sent to the model and, in re-tokenized rows, its answers."""
+"""The column `messages`: messages sent to the model and, in re-tokenized rows, the answers."""
 
 from __future__ import annotations
 

@@ -237,10 +237,11 @@ def check_prompts(view: View) -> Iterator[pl.DataFrame]:
     """Check response_in_prompt: no row's answer is the last assistant message of its own prompt.
 
     The answer is the row's first sampled range. A prompt ends with the header of the answer, and
-    its last two tokens identify that header: the prompt's last assistant message follows the last
-    earlier occurrence of this pair. A row breaks the rule if its answer is trained on, has at least
-    `MIN_ANSWER_TOKENS` tokens, and that message begins with the same tokens. A row is exempt if an
-    earlier row of its trajectory sampled these tokens, because the model then repeated itself.
+    the last two tokens of the prompt identify this header. The last assistant message of the prompt
+    therefore begins after the last earlier occurrence of these two tokens. A row breaks the rule if
+    its answer is trained on, has at least `MIN_ANSWER_TOKENS` tokens, and occurs at the start of
+    that message. A row is exempt if an earlier row of its trajectory sampled the same answer,
+    because the model then repeated itself.
     """
     if not view.has("prompt_token_ids", "response_ids", "loss_mask", "trajectory_id"):
         return

@@ -84,7 +84,7 @@ def check_structure(view: View, runs: Runs, seen: set[str]) -> Iterator[pl.DataF
     yield view.breaches("unique_trajectory", rows, "trajectory_id", got, expected, sentence)
 
     rows = runs.start[split]
-    got = ["a trajectory that continues after rows of another"] * len(rows)
+    got = ["a trajectory that continues after rows of a different trajectory"] * len(rows)
     expected = "all rows of a trajectory next to each other"
     sentence = "the trajectory continues after rows of a different trajectory"
     yield view.breaches("contiguous_trajectory", rows, "trajectory_id", got, expected, sentence)

@@ -1,4 +1,4 @@
-"""Checks of Arrow types against the declared types, and casts to these."""
+"""Check Arrow types against the declared types, and cast to them."""
 
 from __future__ import annotations
 

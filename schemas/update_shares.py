@@ -1,8 +1,8 @@
-"""Shares of an update: the table that `rollouts blame` writes, one row for each row of the update.
+"""The table of the rows' shares of an update, which `rollouts blame` writes.
 
-`dataset`, `trajectory_id` and `step_index` identify the row of the dataset, as in token records;
-`token_sum` shows whether the row has changed since. The table may have further numeric columns,
-which the viewer also shows.
+It has one row for each row of the update. `dataset`, `trajectory_id` and `step_index` identify the
+row of the dataset, as in token records; `token_sum` shows whether the row has changed since. The
+table may have further numeric columns, which the viewer also shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pyarrow as pa
 from schemas.columns import Column, Length
 
 BLAME = "blame"
-"""Directory of the shares in a run: `RUN/blame/*.parquet`."""
+"""Directory of these tables in a run: `RUN/blame/*.parquet`."""
 
 UPDATE_SHARE_COLUMNS: tuple[Column, ...] = (
     Column(name="run", type=pa.string(), meaning="directory of the run, as specified"),
@@ -33,7 +33,8 @@ UPDATE_SHARE_COLUMNS: tuple[Column, ...] = (
         type=pa.list_(pa.float32()),
         nullable=True,
         length=Length.RESPONSE,
-        meaning="share of each response token, null where it is not a target; sums to `share`",
+        meaning="each response token's share of the update, null where the token is not a target;"
+        " sums to `share`",
     ),
 )
-"""Columns of a table of shares, declared like the columns of the rollout table."""
+"""Columns of such a table, declared like the columns of the rollout table."""

@@ -63,7 +63,7 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
     ),
     Column(name="kind", type=pa.string(), meaning="the fault, or `as_labelled`"),
     _optional("labelled_version", pa.int32(), "`policy_version` of the row"),
-    _optional("best_version", pa.int32(), "best-fitting version; for a swap, the first one"),
+    _optional("best_version", pa.int32(), "best-fitting version; for a swap, the version before"),
     _optional("best_weights", pa.string(), "path of these weights"),
     _optional("second_version", pa.int32(), "version after a swap"),
     _optional("swap_position", pa.int32(), "position of the first token after a swap"),
@@ -76,9 +76,9 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
     _optional(
         "log_likelihood_ratio", pa.float64(), "evidence for the verdict against the label, nats"
     ),
-    _optional("margin", pa.float64(), "evidence for the best version against the next, nats"),
-    _optional("next_version", pa.int32(), "the version that fits next best"),
-    _optional("num_decisive", pa.int32(), "tokens that favour either side by over 0.5 nats"),
+    _optional("margin", pa.float64(), "evidence for the best version against the next-best, nats"),
+    _optional("next_version", pa.int32(), "next-best version"),
+    _optional("num_decisive", pa.int32(), "tokens that favour one side by more than 0.5 nats"),
     _optional("noise_scale", pa.float64(), "noise of the span relative to the dataset's noise"),
     _optional("mean_difference", pa.float64(), "mean absolute difference from the best fit, nats"),
     _optional("reason", pa.string(), "explanation of the finding"),

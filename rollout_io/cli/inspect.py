@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from schemas.checker import ValidationError
 
 _WITHOUT_TOKENIZER = """\
-only logged text is shown: the last message of each prompt, and each response, or its token ids if \
-it has no text; pass --tokenizer DIR to see every token
+only logged text is shown: the last message of each prompt, and each response (as token ids if the \
+log lacks its text); pass --tokenizer DIR to see every token
 """
 EXAMPLE = example('rollouts inspect shop/ --where "reward > 0" --limit 2')
 
@@ -99,9 +99,10 @@ def inspect(
 
 
 def candidates(frame: pl.LazyFrame, where: str | None, trajectory: str | None) -> list[str]:
-    """Return the ids that match a condition; without one, only `trajectory` if it exists.
+    """Return the ids that match `where`, or all ids if `where` is None.
 
-    Looking up one trajectory reads few row groups; listing all ids reads every row group.
+    If only `trajectory` is given, and exists, return only this id. Looking up one trajectory reads
+    few row groups; listing all ids reads every row group.
     """
     if trajectory is None or where is not None:
         return matching(frame, where)

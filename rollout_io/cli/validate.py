@@ -87,7 +87,7 @@ def _text(
 
 
 def _place(breach: dict[str, Any], dataset: str, sizes: Mapping[str, int]) -> str:
-    """Return the location of a breach: its shard and row (from 0), or only the dataset."""
+    """Return the shard and row (from 0) of a breach, or only the dataset."""
     from schemas.checker import row_place
 
     if breach["row"] is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _BYTES_PER_PROCESS = 64 << 20  # starting a process takes as long as reading tens of MB
 
 _CONVERTED_ALONE_BYTES = 320 << 20
-"""Logs up to this size are converted by one process: starting a second takes longer than it saves."""
+"""One process converts logs up to this size, because starting a second process takes longer."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ def engine_option(command: F) -> F:
         type=click.Choice(["local", "ray"]),
         default="local",
         show_default=True,
-        help="local: processes on this machine. ray: Ray Data, on the cluster at RAY_ADDRESS or on "
-        "a new one on this machine (its ports are open to the network).",
+        help="local: processes on this machine. ray: Ray Data, on the cluster at RAY_ADDRESS, or "
+        "on a new cluster on this machine, whose ports are open to the network.",
     )(command)
 
 

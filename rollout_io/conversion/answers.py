@@ -1,4 +1,4 @@
-"""Selection of the answers in a conversation, which are trained on exactly once."""
+"""Selection of the answers in a conversation; each answer is trained on exactly once."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _cut(step: Logged) -> Logged | None:
 def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
     """Reject a conversation whose prompt ends with the conversation's first answer.
 
-    If the answer occurs in the prompt more often than earlier conversations of the trajectory
-    produced it, the prompt was logged after the call. Short answers are exempt, see `MIN_CHARS`.
+    The prompt was logged after the call if it contains the answer more often than earlier
+    conversations of the trajectory produced the answer. Short answers are exempt, see `MIN_CHARS`.
     """
     answered: Counter[bytes] = Counter()
     for conversation in conversations:

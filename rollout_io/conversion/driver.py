@@ -251,7 +251,7 @@ def _reports_before(staging: Staging, num_chunks: int, spool: Path) -> dict[int,
 
 
 def _located(rejected: Rejected, spool: Path) -> Rejected:
-    """If only this run's copy of an input exists, use its path, not the interrupted run's."""
+    """Point to this run's copy of an input if the interrupted run's copy no longer exists."""
     place, copy = rejected.place, spool / rejected.place.path.name
     if place.path.exists() or not copy.exists():
         return rejected

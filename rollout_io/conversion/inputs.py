@@ -163,7 +163,7 @@ class _Directories:
     unread: list[Path] = field(default_factory=list)
 
     def logs_in(self, directory: Path) -> list[Path]:
-        """Return the files and logs in a directory; if it is a log, only it and any logs inside."""
+        """Return the files and logs in a directory; for a log, only itself and the logs inside."""
         if self._is_ignored(_real(directory)):
             return []
         formats = set(self.formats_of(directory))

@@ -27,11 +27,12 @@ def settle(
     """Return a trajectory with its outcome stored in its steps.
 
     The outcome comes from the rewards file if it has one, otherwise from the log (the reward named
-    `reward_key`, if set). The rewards file overrides the log completely: differing values of the
-    log are kept as the metric `logged_reward` (unless a metric has this value) and the user value
-    `logged_error`. The last step gets the outcome and the metrics. If the outcome is known, earlier
-    steps without a reward get 0.0. The rewards of a failed trajectory become null, and their values
-    are kept as `metrics["reward"]`. A trajectory without steps becomes one row with empty lists.
+    `reward_key`, if set). The rewards file overrides the log completely. If the log differs, its
+    reward is kept as the metric `logged_reward` (unless a metric already has this value), and its
+    error as the user value `logged_error`. The last step gets the outcome and the metrics. If the
+    outcome is known, earlier steps without a reward get 0.0. The rewards of a failed trajectory
+    become null, and their values are kept as `metrics["reward"]`. A trajectory without steps
+    becomes one row with empty lists.
 
     Args:
         run: Identifies the trajectory.
@@ -167,8 +168,8 @@ def _rejected(
         else:
             got += " has a reward but no call in the logs"
             hint = (
-                "add the missing log file, or set `error` for a run that made no call; if the log is"
-                " only a part of what the rewards file covers, pass --on-error skip, which reports"
+                "add the missing log file, or set `error` for a run that made no call; if the"
+                " rewards file covers more runs than the logs, pass --on-error skip, which reports"
                 " the other rewards as rejected"
             )
             hint += f"; the nearest session is {near.pop()!r}" if near else ""

@@ -1,4 +1,4 @@
-"""Plan of a conversion: its runs, named, ordered and cut into chunks."""
+"""Plan of a conversion, which names and orders the runs and cuts them into chunks."""
 
 from __future__ import annotations
 

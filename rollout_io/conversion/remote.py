@@ -36,7 +36,8 @@ def copy_directory(url: str, spool: Path, ignored: Collection[str] = ()) -> Path
         OSError: The copy cannot be written.
 
     Example:
-        `s3://bucket/job` becomes `SPOOL/0.s3/bucket/job`, and `file:///job` `SPOOL/0.file./job`.
+        `s3://bucket/job` becomes `SPOOL/0.s3/bucket/job`, and `file:///job` becomes
+        `SPOOL/0.file./job`.
     """
     location = Location.of(url)
     protocol, _, inner = shown(url).partition("://")

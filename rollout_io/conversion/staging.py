@@ -7,9 +7,10 @@
     DS/.converting/chunk-00001.4f.tmp/  unfinished chunk, with its writer's id
     DS.rejected.jsonl                   rejected records, beside the dataset
 
-A chunk's directory is renamed once it is complete, so a directory with the final name and a report
-is complete; in an object store, its files are moved one by one, and then the report is written.
-Publishing moves the shards into the dataset, in order; if interrupted, it is resumed as well.
+A local chunk directory is renamed once it is complete. In an object store, the files of a chunk are
+moved one by one, and the report is written last. A directory with the final name and a report is
+therefore complete. Publishing moves the shards into the dataset, in order; an interrupted
+publication can be resumed too.
 """
 
 from __future__ import annotations

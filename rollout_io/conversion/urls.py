@@ -16,7 +16,7 @@ def is_url(path: str) -> bool:
 
 
 def shown(path: str) -> str:
-    """Return a path or URL for display, without a password or a web URL's user and query."""
+    """Return a path or URL for display: no passwords and, for web URLs, no user and no query."""
     if not is_url(path):
         return path
     protocol, _, rest = path.partition("://")

@@ -101,7 +101,7 @@ class Places:
 
     @classmethod
     def of_whole(cls, metadata: Mapping[bytes, bytes], table: pa.Table) -> Places:
-        """Return places for a dataset with one writer, identified by metadata and first rows."""
+        """Return places for a dataset with one writer; metadata and first rows identify it."""
         facts = {key.decode(): value.decode() for key, value in metadata.items()}
         first = cls(Part(writing=""))
         first.add(table)

@@ -127,8 +127,8 @@ class _TokenRange:
     Attributes:
         step: Index of the step in its trajectory.
         tokens: Bytes of the tokens from the range's start to the step's end.
-        exits: Branches to the ranges of other steps, as ascending positions from the step's start,
-            each with the ranges that begin there, keyed by first token.
+        exits: Branches to the ranges of other steps, in ascending order. A branch is a position
+            from the step's start, with the ranges that begin there, keyed by their first tokens.
     """
 
     __slots__ = ("exits", "step", "tokens")
@@ -142,13 +142,13 @@ _POSITION = itemgetter(0)
 
 
 class _Tree:
-    """The tokens of a trajectory's steps as a tree of runs (`_TokenRange`).
+    """The tokens of a trajectory's steps as a tree of ranges (`_TokenRange`).
 
     Each token belongs to the latest step that contains it. A new step descends from the root along
-    its tokens and takes over the runs that it passes. Where it leaves the tree, it finds a run of
-    the latest step with that common prefix; this run keeps only the tokens after that point. A step
-    visits O(log steps) runs on average, for any shape of tree (runs are the preferred paths of a
-    link-cut tree).
+    its tokens and takes over the ranges that it passes. Where it leaves the tree, it finds a range
+    of the latest step with that common prefix; this range keeps only the tokens after that point. A
+    step visits O(log steps) ranges on average, for any shape of tree (the ranges are the preferred
+    paths of a link-cut tree).
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class _Tree:
 
 
 def _num_held(run: bytes, tokens: bytes, at: int) -> int:
-    """Return the length in bytes of the common prefix of a run and `tokens[at:]`."""
+    """Return the length in bytes of the common prefix of a range and `tokens[at:]`."""
     if tokens.startswith(run, at):
         return len(run)
     rest = np.frombuffer(tokens, np.int32, offset=at)

@@ -22,7 +22,7 @@ MAX_ATTEMPTS = 6
 FIRST_PAUSE_S = 0.5
 """Pause after the first failure; each following pause is twice as long."""
 LONGEST_S = 60.0
-"""No attempt begins more than this many seconds after the first one began."""
+"""No attempt begins more than this many seconds after the first attempt began."""
 
 _QUESTIONS = frozenset({"find", "glob", "head", "info", "isfile", "ls", "size"})
 _CHANGES = frozenset({"makedirs", "mv", "rm", "rm_file", "rmdir"})

@@ -110,8 +110,8 @@ def _resolved(url: str) -> tuple[LocalFiles | RemoteFiles, str]:
     from fsspec.implementations.local import LocalFileSystem
 
     if url.startswith(_S3):
-        # By default, s3fs caches listings forever, and would miss files of other processes. With the
-        # option, this is also a separate instance, not the one that the user's program shares.
+        # By default, s3fs caches listings forever, and would miss files of other processes. Because
+        # of the option, s3fs also creates an instance that the user's program does not share.
         fs, inner = fsspec.core.url_to_fs(url, listings_expiry_time=_LISTED_S)
         fs.retries = 1  # `remote_files` retries
     else:

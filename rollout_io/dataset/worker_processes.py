@@ -1,7 +1,7 @@
 """Worker processes, each with a pipe that no other process holds open.
 
 Sending to a dead process therefore fails at once, and a partial result from it is an error. A queue
-shared by several processes would block in both cases, as its other end remains open.
+would block in both cases, because the other processes hold its other end open.
 """
 
 from __future__ import annotations

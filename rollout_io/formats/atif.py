@@ -127,7 +127,7 @@ def read_run(path: Path, document: Document) -> LoggedRun:
     Raises:
         RolloutError: `no_token_ids`: only some calls have ids, or a step combines several calls
             (the error names the missing field); `dangling_reference`: the target of a reference
-            does not exist. Also the errors of `read_trajectory`, and those for invalid tokens.
+            does not exist. Also any error of `read_trajectory`, and the errors for invalid tokens.
     """
     is_subagent = "parent_session_id" in (document.agent.extra or {})
     main = _Scope(

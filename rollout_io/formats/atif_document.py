@@ -1,4 +1,4 @@
-"""ATIF documents as logged: their fields, and checks of their versions and step numbers."""
+"""Fields of ATIF documents as logged, and checks of versions and step numbers."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class About(NamedTuple):
 HAS_TEXT = "has_text"
 """Name of the `About` fact that is true if a log has text to re-tokenize; the history omits it.
 
-Without this fact, `Adapter.is_text` decides.
+Without this fact, `Adapter.is_text` determines whether the log has text.
 """
 
 Found = Run | Rejected | About
@@ -133,7 +133,7 @@ class Options:
 
 
 Ids = npt.NDArray[np.int32] | bytes
-"""Token ids, [n] int32; or a JSON list of them as bytes, so that a batch can be parsed at once."""
+"""Token ids: [n] int32, or a JSON list as bytes, so that a batch can be parsed at once."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -155,7 +155,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
         token_source: `engine` or `retokenized`.
         num_counted: Numbers of prompt and response tokens that the engine reported; each may be
             None.
-        texts: Verbatim texts of the response, without special tokens, tool calls and the like.
+        texts: Verbatim parts of the response's text, without special tokens and tool calls.
         token_text: Tokens of the response, decoded one by one and concatenated, or None.
     """
 
@@ -287,8 +287,8 @@ class Adapter:
         is_text: True if all or most runs in this format have text but no token ids.
         is_table: True if `read` returns rows that already have ids and rewards.
         noun: Noun for a run in counts, such as "session".
-        line: Struct of a JSON line whose required keys identify the format, to explain why a line
-            that lacks one of them is not recognized; None if there is no such struct.
+        line: Struct of a JSON line whose required keys identify the format; None if there is none.
+            It is used to explain why a line without one of these keys is not recognized.
         is_export: Returns true for a file that this format recognizes but cannot read, because a
             tool exported it from the logs. It is skipped in a directory that also contains logs.
     """

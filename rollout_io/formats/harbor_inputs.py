@@ -272,7 +272,7 @@ def _refuse_repeated(sources: Iterable[Source]) -> None:
 
 
 def recognizes(path: Path) -> bool:
-    """True for a trial, a job, an ATIF trajectory, Harbor's text export, or a directory of those.
+    """True for a trial, job or ATIF trajectory, Harbor's text export, or a directory of such inputs.
 
     A trial that was stopped has a `config.json` but no result.
     """

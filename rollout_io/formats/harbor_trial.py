@@ -108,7 +108,7 @@ def keeps_text(trial: Trial) -> bool:
 
 
 def user_values(trial: Trial) -> dict[str, str]:
-    """Return the trial's strings: its name, model, exception, and Harbor's verdict on the reward.
+    """Return a trial's name, model and exception, and Harbor's verdict on its reward, as strings.
 
     `reward_valid` follows Harbor 0.25: a reward is valid if there was no exception, or if the agent
     exhausted its budget or refused the task.

@@ -1,4 +1,4 @@
-"""Samples of Inspect's logs: their calls, from events, and their scores."""
+"""The calls and scores of the samples in Inspect's logs."""
 
 from __future__ import annotations
 
@@ -270,7 +270,10 @@ def outcome_of(sample: Sample, where: str, options: Options) -> Trajectory:
 
 
 def _numbers(scores: Mapping[str, _Score], where: str) -> dict[str, float]:
-    """Return all numbers in scores, named "scorer.key" in a dictionary, "scorer[0]" in a list."""
+    """Return all numbers in the scores.
+
+    If a score is a dictionary, its numbers are named "scorer.key"; if it is a list, "scorer[0]".
+    """
     found: dict[str, float | None] = {}
     for name, score in scores.items():
         text, here = bytes(score.value), f"{where}.{name}"

@@ -11,9 +11,9 @@ response contains the rest. Each item becomes a message or part of one:
 
 Only token ids mark the end of a model call, so the calls are inferred: consecutive items of the
 model are one call, which ends at the next item of the environment (the output of a function, or a
-message that is not the assistant's). They become one assistant message, whose reasoning comes
-before its text, and its text before its tool calls. It is also inferred that each call saw all
-items before it. Items of the model in the request are part of the prompt.
+message that is not the assistant's). The items of a call become one assistant message, in the order
+reasoning, text, tool calls. It is also inferred that each call saw all items before it. Items of
+the model in the request are part of the prompt.
 """
 
 from __future__ import annotations

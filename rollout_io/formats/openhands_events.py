@@ -14,8 +14,8 @@ r"""Conversion of OpenHands events to the calls of its agents.
                                       the observation of this action
 
 Events that concern only the program are ignored: recall, state changes, null. The workspace
-description that OpenHands renders from a recall is therefore missing from the messages: the log
-does not contain it.
+description that OpenHands renders from a recall is missing from the messages, because the log does
+not contain it.
 """
 
 from __future__ import annotations

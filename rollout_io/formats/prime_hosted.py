@@ -194,7 +194,7 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
 
 
 class _Log(NamedTuple):
-    """A log: its file of rows, the page that has their total, and the run in `metadata.json`."""
+    """A log, with its file of rows, the page that counts the rows, and the run's metadata."""
 
     rows: Input
     page: Path | None

@@ -153,7 +153,7 @@ def read_sample(run: Run, _: Options) -> Trajectory:
 
 
 def _metrics(score: float | list[float] | None) -> dict[str, float]:
-    """Return the score; for one number per token, their sum and count."""
+    """Return the score; if it has one number per token, return their sum and count."""
     if isinstance(score, list):
         return {"score": sum(score), "num_response_tokens": float(len(score))} if score else {}
     return {} if score is None else {"score": score}

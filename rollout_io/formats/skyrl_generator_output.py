@@ -45,9 +45,10 @@ def to_generator_output(
 
     Rewards are per token if the column `rewards` has a value in every row, else scalars. The column
     `reward` of a merged row (one with `segments`) is the sum over its steps, but the exported
-    scalar is its last step's reward, because SkyRL's trainer reads the outcome there. SkyRL takes
+    scalar is the reward of its last step, which SkyRL's trainer reads as the outcome. SkyRL takes
     the return of a trajectory only from its last row. With `outcome` sum, a trajectory of several
-    rows therefore has scalar rewards: the sum of all rewards in the last row, 0 in the others.
+    rows therefore has scalar rewards: the sum of all rewards in the last row, and 0 in all other
+    rows.
 
     Args:
         table: A valid rollout table, in any Arrow-compatible form.
@@ -222,7 +223,7 @@ def _cut(flat: list[Any], column: Ragged) -> list[Any]:
 
 
 def _is_filled(table: pa.Table, name: str, masked: BoolArray, rule: str) -> bool:
-    """True if a column has a value in all rows except placeholders, false if in none of them."""
+    """True if a column has a value in all rows except placeholders; false if it has no values."""
     if name not in table.column_names:
         return False
     valid = np.asarray(pc.is_valid(table.column(name)))

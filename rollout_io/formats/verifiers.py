@@ -328,7 +328,7 @@ def _policy(episode: _Named) -> _Policy:
 
 
 def _prefixes(traces: Sequence[Trace]) -> list[tuple[str, Trace]]:
-    """Return each trace with a prefix for its metrics: its agent's name, or empty for the last."""
+    """Return each trace with the prefix of its metrics: the agent's name; "" for the last."""
     names = [trace.agent.name for trace in traces]
     shared = [n if names.count(n) == 1 else f"{n}{names[:i].count(n)}" for i, n in enumerate(names)]
     return [

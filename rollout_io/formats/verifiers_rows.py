@@ -104,7 +104,7 @@ def metadata_beside(path: Path) -> Metadata:
 
 
 def read_row(content: bytes, where: str, metadata: Metadata, options: Options) -> Trajectory:
-    """Read the run of a row: its calls if they have tokens, else its text.
+    """Read the run of a row, as calls if they have tokens, else as text.
 
     Metrics are the reward, `metrics` and all other numbers of the row. Step rewards are left out if
     each of them is a copy of the row's reward.
@@ -197,7 +197,7 @@ def _step(call: _Step, tokens: _Tokens, where: str, metadata: Metadata) -> Step:
 
 
 def _refuse_difference(tokens: _Tokens, others: _Tokens | None, where: str) -> None:
-    """Compare the tokens of a call with those of its response, if the row has both."""
+    """Compare a call's tokens with the tokens in its response, if the row has both."""
     if others is None:
         return
     for name in ("prompt_ids", "completion_ids"):

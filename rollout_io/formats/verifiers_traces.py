@@ -147,8 +147,8 @@ class Graph:
         """Yield the text of each path from the root to a leaf that has new model output.
 
         A node that several paths share counts as sampled only in the first path that is trained on,
-        and is part of the prompt in the others. A context ends before an assistant message that the
-        model did not sample.
+        and is part of the prompt in all other paths. A context ends before an assistant message
+        that the model did not sample.
         """
         sampled = set(self.sampled)
         for path, num_shared in self._branches():

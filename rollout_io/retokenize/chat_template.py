@@ -20,8 +20,8 @@ TEMPLATES = {
 """Templates in the package, for ChatML tokenizers (`<|im_start|>`, `<|im_end|>`), with summaries.
 
 - chatml_tools_thinking: everything in a conversation: all roles, tools, tool calls, reasoning in
-  <think> tags before the content, consecutive tool messages in one user block. It adds no text
-  besides these markers and the tool definitions. New messages never change earlier text.
+  <think> tags before the content, consecutive tool messages in one user block. The template adds no
+  text besides these markers and the tool definitions. New messages never change earlier text.
 - qwen3_acc_thinking: tools, tool calls, consecutive tool messages in one user block; assistant
   content verbatim, thinking kept in every message ("accumulated"), so that new messages never
   change earlier text. `reasoning_content` is not rendered: put thinking into the content.

@@ -4,8 +4,9 @@ Rendering messages by themselves would add a default system prompt. Rendering th
 conversation would not reproduce what the model generated either: templates like Qwen3's depend on
 the position. They strip <think>...</think> from assistant messages before the last user message,
 and put an empty think block into the last assistant message if it has none, so a message's text
-changes when another is appended. After the base, every assistant message is the last one and
-follows the last user message: the position in which it was generated, with its thinking.
+changes when another message is appended. After the base, every assistant message is the last
+message and follows the last user message. The model generated it in this position, with its
+thinking.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class FixedBase:
 
     Attributes:
         text: The rendered base.
-        anchor: Tail of `text` from its last EOS token (all of it if there is none). Tokenizers
-            split texts at special tokens, so this tail suffices as context to encode what follows
-            the base.
+        anchor: Tail of `text` from its last EOS token (the entire text if there is none).
+            Tokenizers split texts at special tokens, so this tail suffices as context to encode
+            what follows the base.
         anchor_ids: Ids of `anchor`.
         generation_prompt: Header of an assistant message after the base.
         generation_prompt_ids: Ids of that header.

@@ -23,7 +23,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class _Part(NamedTuple):
-    """A part of a message: its name for error messages, its text, and the message without it.
+    """A part of a message, with a name for errors, a text, and the message without the part.
 
     Attributes:
         text: None if it may be rendered in several ways, such as a tool's arguments.

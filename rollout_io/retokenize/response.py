@@ -77,8 +77,8 @@ def retokenize(
         response = the first answer after its header, then all later messages,
                    each encoded after a fixed base (`encode_messages`)
 
-    The ids may differ from those that were sampled, as text does not determine its tokenization:
-    mark such rows `token_source = "retokenized"`.
+    The ids may differ from the sampled ids, because text does not determine its tokenization: mark
+    such rows `token_source = "retokenized"`.
 
     Args:
         messages: The conversation: any roles up to the first assistant message, then assistant,
@@ -128,7 +128,7 @@ def encode_response(
     Each assistant message, and each run of other messages between two of them, is encoded after a
     fixed base (`encode_messages`) and appended. In an assistant message, the mask is false on the
     header (the generation prompt) and after the last EOS token; without an EOS token, it is true on
-    everything after the header. It is true on a token that fuses the header's end with leading
+    everything after the header. The mask is true on a token that fuses the header's end with leading
     whitespace of the message, and false on user and tool messages.
 
     Args:

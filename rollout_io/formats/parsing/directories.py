@@ -25,7 +25,7 @@ def logs_of(
 def logs_below(
     directory: Path, is_log: Callable[[str], bool], is_beside: Callable[[str], bool]
 ) -> list[Path]:
-    """Return the logs in a directory, in natural order; no logs if it may have other records.
+    """Return the logs in a directory, in natural order; none if it may have other records.
 
     Hidden directories and files are ignored. The result is also empty for a directory with more
     than 20,000 files or five levels, whose logs must be passed individually.

@@ -96,7 +96,7 @@ def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Ru
 def with_group_rule(
     found: Iterable[Found], rule: str = _BY_FILE, label: str = "instance_id"
 ) -> Iterator[Found]:
-    """Yield everything in `found`, and the rule for inferring groups if a run lacks the label."""
+    """Yield everything in `found`; if a run lacks the label, also yield the rule for its group."""
     is_inferred = False
     for item in found:
         is_inferred |= isinstance(item, Run) and label not in item.labels

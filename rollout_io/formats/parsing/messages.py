@@ -218,7 +218,7 @@ def openai_tools(tools: Any) -> list[Message] | None:
 
 
 def prompt_key(prompt: Sequence[Message] | str) -> str:
-    """Return a digest of a prompt: its text, or its messages before the first answer."""
+    """Return a digest of a prompt's text, or of its messages before the first answer."""
     if not isinstance(prompt, str):
         answers = (i for i, message in enumerate(prompt) if message["role"] == "assistant")
         prompt = prompt[: next(answers, len(prompt))]

@@ -102,7 +102,7 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
 def _with_shared(
     found: npt.NDArray[np.int64], ends: IntArray, extends: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int32], IntArray]:
-    """Rebuild the lists: one that `extends` the previous list has only new numbers in `found`."""
+    """Rebuild the lists; where a list `extends` the previous one, `found` has only new numbers."""
     new = found[found <= INT32_MAX].astype(np.int32)
     stops = ends - np.arange(len(ends))
     starts = np.maximum.accumulate(np.where(extends, 0, np.append(0, stops[:-1])))

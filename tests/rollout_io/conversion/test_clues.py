@@ -178,7 +178,7 @@ def test_rewards_of_more_than_the_log_are_skipped_as_the_hint_says(
     rewards = ("--rewards", str(EXAMPLES / "shop.rewards.jsonl"))
     message = refused(capsys, Path("part.jsonl"), *rewards)
     assert "[unknown_session]" in message
-    assert "only a part of what the rewards file covers, pass --on-error skip" in message
+    assert "the rewards file covers more runs than the logs, pass --on-error skip" in message
     assert run(["convert", "part.jsonl", "--out", "out", *rewards, "--on-error", "skip"]) == 0
     rows = rollout_io.scan("out").collect()
     assert len(rows) == 8
