@@ -48,9 +48,9 @@ def tasks(trajectories: pl.DataFrame, limit: int) -> dict[str, Any]:
         limit: Maximum number of tasks to list, at most `MAX_TASKS`.
 
     Returns:
-        `tasks`: instance_id, attempts (their number), num_returns (number of known returns), and
-        mean and spread of these returns. The spread is the largest minus the smallest, or None if
-        fewer than two are known; these tasks come last. `total`: the number of tasks.
+        `tasks`: instance_id, attempts (number of attempts), num_returns (number of known returns),
+        and mean and spread of these returns. The spread is the largest minus the smallest return,
+        or None if fewer than two are known; such tasks come last. `total`: the number of tasks.
     """
     known = pl.col("return").fill_nan(None)
     num = known.count()
