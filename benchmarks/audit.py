@@ -328,7 +328,7 @@ KINDS = {
     "foreign": "unknown_model",
     "prompt": "prompt",
 }
-"""Verdicts whose names differ from those of the faults."""
+"""Kinds of verdicts by fault, where the two names differ."""
 LENGTHS = [5, 10, 20, 40, 80]
 
 

@@ -7,8 +7,8 @@ both layouts are written with the same settings (zstd, checksums). Reading has t
 an Arrow IPC file of the same columns into memory, which copies nothing, and copying its bytes.
 Writing has two as well: writing and syncing the bytes of the finished file, and writing Arrow IPC
 with zstd.
-The second table shows the time to look up one random trajectory among N short ones with ids in
-random order; its limit is reading its row group from an open file with pyarrow alone.
+The second table shows the time to look up one random trajectory among N short trajectories
+with ids in random order; its limit is reading its row group from an open file with pyarrow alone.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def sampled_tokens(dataset: Dataset, number: int) -> Sampled:
 
 
 def sampled_mask(num_tokens: int, segments: list[dict[str, Any]] | None) -> BoolArray:
-    """Return the mask ([R] bool) of a response's sampled tokens: those in a segment.
+    """Return the mask ([R] bool) of a response's sampled tokens: the tokens in its segments.
 
     Without segments, all R tokens were sampled.
     """

@@ -101,7 +101,7 @@ class Findings:
         return self.rows.filter(pl.col("dataset") == path)
 
     def difference(self, named: str, path: str) -> str:
-        """Describe how the rows of the dataset at `path` differ from those that the table recorded.
+        """Describe how the rows of the dataset at `path` differ from the rows that were recorded.
 
         A row differs if no row of the dataset has the same ids and the same sum of tokens, or if
         the table refers to positions outside the row.
