@@ -1,12 +1,13 @@
-"""Measure `rollouts audit` on rollouts with planted faults, sampled by a real vLLM.
+"""Measure `rollouts audit` on rollouts with planted faults, sampled by a real vLLM server.
 
     python -m benchmarks.audit --make DIR --seed 1      # minutes, 10 GB of memory, 12 GB of disk
     python -m benchmarks.audit --measure DIR
 
 `--make` trains two short runs (all weights, and LoRA), keeps every version of their weights, samples
 from these versions with vLLM, and plants faults. `DIR/data/NAME` are the datasets, `DIR/run` and
-`DIR/lora_run` the candidates, and `DIR/labels.parquet` records the true origin of each row. The audit never
-reads the labels. `--measure` runs the audit on every dataset, and compares its verdicts with them.
+`DIR/lora_run` the candidates, and `DIR/labels.parquet` records the true origin of each row. The
+audit never reads the labels. `--measure` runs the audit on every dataset, and compares the verdicts
+with the labels.
 """
 
 from __future__ import annotations
@@ -128,9 +129,9 @@ Written by `python -m benchmarks.audit --make`. Audit a dataset with:
 |---|---|
 | `data/steps` | one step per row; float32 vLLM with processed log-probabilities |
 | `data/merged` | trajectories of 2 to 4 turns, merged; one turn may have a fault |
-| `data/raw` | as `steps`, with raw log-probabilities |
-| `data/bfloat16` | as `steps`, by a vLLM that computes in bfloat16 |
-| `data/adapter` | by a vLLM with LoRA adapters; the candidates are in `lora_run` |
+| `data/raw` | like `steps`, but with raw log-probabilities |
+| `data/bfloat16` | like `steps`, but from a vLLM server that computes in bfloat16 |
+| `data/adapter` | rows from a vLLM server with LoRA adapters; the candidates are in `lora_run` |
 | `data/in_flight` | the weights changed while the server sampled; cached keys and values stayed |
 | `run`, `lora_run` | the runs of `rollouts rl`, with every version in `weights/`; version 0 is `model` |
 | `labels.parquet` | the true origin of each step; never read by the audit |
@@ -218,7 +219,9 @@ def measure(out: Path, arguments: argparse.Namespace) -> None:
     print("\n== steps, merged and adapter (float32, processed)")
     report(spans.filter(pl.col("dataset").is_in(["steps", "merged", "adapter"])))
     if joined["first pass"]:
-        print("\n== first pass that scores 10% of the sampled tokens: share of faulty rows found")
+        print(
+            "\n== first pass that scores 10% of the sampled tokens: fraction of faulty rows found"
+        )
         print(table_text(found_by_fault(pl.concat(joined["first pass"]))))
     wrong = spans.filter(~pl.col("is_right"), pl.col("num_tokens") >= 20)
     wrong.select(*SHOWN).write_csv(out / "wrong.csv")
@@ -325,7 +328,7 @@ KINDS = {
     "foreign": "unknown_model",
     "prompt": "prompt",
 }
-"""Verdicts whose names differ from those of the faults."""
+"""Kinds of verdicts by fault, where the two names differ."""
 LENGTHS = [5, 10, 20, 40, 80]
 
 
@@ -338,7 +341,7 @@ def report(spans: pl.DataFrame) -> None:
     long = faulty.filter(pl.col("num_tokens") >= 20)
     every = spans.filter(pl.col("num_tokens") >= 20)
     print(
-        f"named right, 20 tokens and more: {_share(long)} faulty, {_share(every)} with clean ones"
+        f"named correctly, spans of 20 or more tokens: faulty {_share(long)}, all {_share(every)}"
     )
     for name in ("swap", "swap_in_flight"):
         swaps = long.filter(fault=name)
@@ -386,7 +389,9 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default=".cache/smollm2")
     parser.add_argument("--python", default=".venv-vllm/bin/python")
     parser.add_argument(
-        "--trajectories", type=int, help="with --measure: audit this many of each dataset"
+        "--trajectories",
+        type=int,
+        help="with --measure: number of trajectories to audit in each dataset",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0)

@@ -166,7 +166,7 @@ class Plan:
         self.cases.append(Case(name=name, dataset=dataset, server=server, calls=list(calls)))
 
     def version(self, first: int = 0) -> int:
-        """Draw a version, but none of the `first` oldest ones."""
+        """Draw a version, excluding the `first` oldest."""
         return self.random.choice(self.versions[first:])
 
     def older(self) -> tuple[int, int]:
@@ -227,7 +227,7 @@ def plan_steps(p: Plan) -> None:
 
 
 def quantised_versions(versions: Sequence[int]) -> tuple[int, int]:
-    """Choose the two versions of which copies with rounded weights are made."""
+    """Choose the two versions to copy with rounded weights."""
     return versions[len(versions) // 2], versions[-1]
 
 
@@ -304,7 +304,7 @@ def plan_bfloat16(p: Plan) -> None:
 
 
 def plan_adapters(p: Plan, server: str) -> None:
-    """Plan rows of a server with LoRA adapters; some come from an older adapter, or from none."""
+    """Plan rows of a server with LoRA adapters; some use an older adapter, or none."""
     for _ in p.repeat(100):
         v = p.version()
         p.add("adapter", server, p.call(f"adapter-{v}", v))
@@ -431,8 +431,8 @@ class Sampler:
     def settle_swaps(self, cases: Sequence[Case], scorer: Scorer) -> None:
         """Find the first token of each response that the new weights sampled.
 
-        It is the first token whose log-probability differs from that under the old weights.
-        Cases where it is too close to an end of the response are marked incomplete.
+        It is the first token whose recorded log-probability the old weights do not reproduce. A
+        case is marked incomplete if this token is too close to an end of the response.
         """
         for case in sorted(cases, key=lambda case: case.calls[0].weights):
             row = case.answers[0]
@@ -677,7 +677,7 @@ def server(
         log=log,
         arguments=[
             *("--served-model-name", "smollm2", "--max-model-len", "2048", "--dtype", dtype),
-            # Room for all prompts of a step: vLLM 0.32 on a CPU dies if it splits one of a call with a seed.
+            # Room for all prompts of a step: vLLM 0.32 on a CPU crashes if it splits a seeded one.
             *("--enforce-eager", "--max-num-batched-tokens", "16384", *arguments),
         ],
         environment={
@@ -716,10 +716,10 @@ class Scorer:
 
 
 def distances(table: pl.DataFrame, labels: pl.DataFrame, scorer: Scorer) -> dict[str, Any]:
-    """Measure by how many nats log-probabilities differ from those of the version that sampled.
+    """Measure how far log-probabilities are from the sampling version's, in nats.
 
-    Compares the log-probabilities that the engine reported, and those under the previous and next
-    version, on clean rows.
+    On clean rows, the log-probabilities reported by the engine, under the previous version, and
+    under the next version are compared with the sampling version's.
     """
     clean = labels.filter(
         pl.col("fault") == "clean",

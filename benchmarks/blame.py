@@ -1,4 +1,4 @@
-"""Find poisoned rows with `rollouts blame`, and compare its cost with that of an update.
+"""Find poisoned rows with `rollouts blame`, and compare its cost with the cost of an update.
 
 python -m benchmarks.blame [--updates 10] [--seed 0] [--json]     # poisoned rows
 python -m benchmarks.blame --cost [--rows 32] [--layers 4]        # seconds of blame and update
@@ -219,7 +219,7 @@ def _poisoned(
 
 
 def _all_updates(policy: Policy, pool: Pool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rank the rows of simulated updates, to see where the poisoned row of each is ranked."""
+    """Rank the rows of simulated updates, and print the rank of each poisoned row."""
     found = []
     for number in range(arguments.updates):
         rng = np.random.default_rng((arguments.seed, 2, number))

@@ -1,4 +1,4 @@
-"""Measure on one GPU what only a GPU shows: speed, memory, utilisation, vLLM on the same card, RL.
+"""Measure speed, memory and utilisation on one GPU, with vLLM and the RL loop on the same card.
 
     python -m benchmarks.gpu [--part training recompiles vllm rl] [--json]
     python -m benchmarks.gpu --device cpu --tiny
@@ -6,17 +6,17 @@
 The model is a Qwen3-0.6B built from its configuration, with random weights and SmolLM2's tokens
 (0.5B parameters), unless `--model` names a directory. The parts run in separate processes:
 
-- `training`: one optimizer step on the same rows and the same loss, by four sides: a padded
-  Transformers loop (benchmarks/padded.py), TRL's GRPO trainer, our packed rows (`step`), and our
-  trees. Tokens per second count the tokens of the rows, however many a side forwards. Memory is the peak
-  above weights and gradients. All gradients are compared with the padded loop's. Utilisation is the
-  share of the card's peak arithmetic that goes into tokens that a side must forward: padding and
-  recomputation do not count.
-- `recompiles`: updates on trees of other shapes, and the number of graphs compiled for them.
-- `vllm`: a vLLM server on the same card. Seconds to write and load new weights, and to sample the
-  first token with them; tokens per second of concurrent calls. `--python` names the interpreter of an
-  environment with vLLM. With a second card, and vLLM in this environment too, the server runs on
-  that card and gets the weights by transfer.
+- `training`: one optimizer step on the same rows with the same loss, in four implementations: a
+  padded Transformers loop (benchmarks/padded.py), TRL's GRPO trainer, our packed rows (`step`), and
+  our trees. Tokens per second count the tokens of the rows, even if fewer or more are forwarded.
+  Memory is the peak above weights and gradients. All gradients are compared with the padded loop's.
+  Utilisation is the fraction of the card's peak arithmetic that is spent on tokens that an
+  implementation must forward; padding and recomputation do not count.
+- `recompiles`: updates on trees of different shapes, and the number of graphs compiled for them.
+- `vllm`: a vLLM server on the same card: seconds to write and load new weights and to sample the
+  first token with them, and tokens per second of concurrent calls. `--python` names the interpreter
+  of an environment with vLLM. With a second card, and vLLM in this environment too, the server runs
+  on that card and gets the weights by transfer.
 - `rl`: `rollouts rl` with the embedded engine, from sampling to new weights.
 
 With `--device cpu --tiny`, every part runs with a model of 2 layers. This shows that the script works;
@@ -75,7 +75,8 @@ PEAK_TFLOPS = {
 }
 """Peak of dense bfloat16 matrix products, by a part of the card's name.
 
-Source: NVIDIA's data sheets of these cards (figures "with sparsity" halved). The longest name counts.
+Source: NVIDIA's data sheets of these cards (figures "with sparsity" halved). If several names
+match, the longest counts.
 """
 MOST_GRAPHS = 4
 
@@ -120,7 +121,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of 2 layers, and few rows")
     parser.add_argument("--model", help="a model directory instead of one built here")
-    parser.add_argument("--tokenizer", default=".cache/smollm2", help="of the model built here")
+    parser.add_argument(
+        "--tokenizer", default=".cache/smollm2", help="tokenizer of the model built here"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--trajectories", type=int, default=8)
     parser.add_argument("--turns", type=int, default=8)
@@ -238,7 +241,7 @@ def _setup(arguments: argparse.Namespace) -> Iterator[Setup]:
 
 
 def measure_training(arguments: argparse.Namespace) -> Figures:
-    """Measure one optimizer step of each side on the same rows."""
+    """Measure one optimizer step of each implementation on the same rows."""
     with _setup(arguments) as setup:
         batch = _rows(setup.arguments)
         sides: dict[str, Callable[[], Figures]] = {
@@ -360,7 +363,7 @@ def _trl_inputs(batch: Batch, rows: IntArray, device: torch.device) -> dict[str,
 
 
 def _with_utilisation(setup: Setup, batch: Batch, step: Callable[[], Any]) -> Figures:
-    """Measure a step that forwards every row, and count its operations like those of `packed`."""
+    """Measure a step that forwards every row, and count its operations as for packed rows."""
     figures = training._measured(setup.policy, step, num_warm=int(torch.cuda.is_available()))
     config = trees._config(setup.arguments, "-", **trees.SIDES["step"])
     (packed,) = cut_batch(batch, packing_of(config))
@@ -370,7 +373,7 @@ def _with_utilisation(setup: Setup, batch: Batch, step: Callable[[], Any]) -> Fi
 
 
 def count_recompiles(arguments: argparse.Namespace) -> Figures:
-    """Update on trees of other shapes; count the graphs that FlexAttention was compiled to."""
+    """Update on trees of different shapes; count the graphs compiled for FlexAttention."""
     rng, sizes = np.random.default_rng(0), set()
     counters = torch._dynamo.utils.counters["stats"]
     before, seconds = int(counters["unique_graphs"]), []
@@ -479,7 +482,7 @@ class Length:
         return {"observations": [], "reward": len(action) % 7 / 6, "done": True}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 def measure_rl(arguments: argparse.Namespace) -> Figures:

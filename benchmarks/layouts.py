@@ -1,13 +1,14 @@
-"""Compare the `prefix` and `full` layouts, each figure next to its limit in the same run.
+"""Compare the `prefix` and `full` layouts; print each figure with its limit from the same run.
 
     python -m benchmarks.layouts [--trajectories N]
 
 The first table compares trajectories of 60 turns, with contexts that grow to about 85,000 tokens;
-both layouts are written with the same settings (zstd, checksums). The limits of reading are mapping
-an Arrow IPC file of the same columns into memory, which copies nothing, and copying its bytes; the
-limits of writing are writing and syncing the finished file's bytes, and writing Arrow IPC with zstd.
-The second table shows the time to look up one random trajectory among N short ones with ids in
-random order; its limit is reading its row group from an open file with pyarrow alone.
+both layouts are written with the same settings (zstd, checksums). Reading has two limits: mapping
+an Arrow IPC file of the same columns into memory, which copies nothing, and copying its bytes.
+Writing has two as well: writing and syncing the bytes of the finished file, and writing Arrow IPC
+with zstd.
+The second table shows the time to look up one random trajectory among N short trajectories
+with ids in random order; its limit is reading its row group from an open file with pyarrow alone.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def compare_layouts(folder: Path) -> None:
     packed = {k: partial(write_ipc, folder / "ipc", stored[k], "zstd") for k in LAYOUTS}
     synced, ipc = best_of_each(3, again), best_of_each(3, packed)
 
-    print(f"{'':28}{'full':>10}{'prefix':>10}{'ratio':>8}   limit: share of it reached")
+    print(f"{'':28}{'full':>10}{'prefix':>10}{'ratio':>8}   limit: fraction of it reached")
     size = {k: len(files[k]) / 1e6 for k in LAYOUTS}
     tokens = {k: sum(map(len, flat(stored[k]))) for k in LAYOUTS}
     limit = tokens["full"] / tokens["prefix"]

@@ -7,8 +7,8 @@ replaced by a merge on Python lists with the same rule. Both sides start and end
 The parts of SkyRL's time are listed separately, to distinguish conversion to lists from merging;
 `alone` is its merge without conversions.
 
-Next to each figure is its limit, the time to move the bytes of its input and output once, in memory
-that is already mapped, and `reached`, the limit as a share of our time.
+Two columns follow each figure. `limit` is the time to move its input and output once, in memory
+that is already mapped. `reached` is the limit divided by our time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLUMNS = ("trajectory_id", "prompt_token_ids", "response_ids", "loss_mask", "ro
 TOKENS = COLUMNS[1:3]
 Row = dict[str, Any]
 Figures = dict[str, tuple[float, float]]
-"""Seconds of each operation, and its limit in seconds, by name."""
+"""Duration and limit of each operation, in seconds, by name."""
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def measured(table: pa.Table) -> tuple[pa.Table, Figures]:
 
 
 def limit(num_read: int, num_written: int = 0) -> float:
-    """Return the seconds to read and write so many bytes once, in memory that is already mapped."""
+    """Return the seconds to read and write these bytes once, in memory that is already mapped."""
     source, target = np.ones(num_read // 8, np.int64), np.ones(num_written // 8, np.int64)
     both = min(len(source), len(target))
 

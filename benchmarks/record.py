@@ -5,8 +5,9 @@
 
 The engine sends a token every `--gap-ms` to each of the concurrent sessions. Client, engine and
 recorder are separate processes. The limits are two relays that record nothing: `http` uses the
-recorder's libraries, and `tcp` copies bytes between sockets. Rounds of all four alternate; the output is
-the median of each, with the CPU time per token of each process.
+recorder's libraries, and `tcp` copies bytes between sockets. Rounds with the recorder, with each
+relay and without a proxy alternate. The output is the median of each, with the CPU time per token
+of each process.
 `--trajectories` instead records and ends that many sessions of one call, and checks the dataset.
 """
 

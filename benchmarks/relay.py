@@ -48,7 +48,7 @@ class HttpRelay:
 
 
 class TcpRelay(asyncio.Protocol):
-    """One side of a pair of connections; what it receives goes to its peer.
+    """One side of a pair of connections; it forwards all received bytes to its peer.
 
     Args:
         host: Host of the engine; "" for the connection to the engine.

@@ -2,9 +2,9 @@
 
     python -m benchmarks.startup [--rounds N]
 
-The limit is an interpreter that imports polars, pyarrow, numpy, msgspec and click, or click alone for
-verbs that need no other. Verbs and limits alternate; each time is the minimum over all rounds, and
-CPU time is user plus system.
+The limit is an interpreter that imports polars, pyarrow, numpy, msgspec and click, or only click
+for verbs that need no other library. Verbs and limits alternate; each time is the minimum over all
+rounds, and CPU time is user plus system.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _command(arguments: str) -> list[str]:
 
 
 def _measure(command: list[str], folder: str) -> tuple[float, float]:
-    """Run a command; return its wall time and its CPU time, seconds."""
+    """Run a command; return its wall time and its CPU time in seconds."""
     start_s = time.monotonic()
     process = subprocess.Popen(
         command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -11,7 +11,7 @@ merges the same steps and packs them as chains. The two sides alternate in separ
 the fastest round of each counts. Peak memory is the memory that a step needs in addition to weights
 and gradients; on a CPU, it is the high-water mark of the process, and CPU seconds are printed
 next to wall time. The limit of each ratio of times is the ratio of the tokens that the two sides
-forward. On a GPU, the share of its peak arithmetic is printed too (`--peak-tflops`).
+forward. On a GPU, the utilisation of its peak arithmetic is printed too (see `--peak-tflops`).
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@
 Model, steps, advantages (alternating 1 and -1), loss (clipped, mean over trained tokens) and tokens
 per micro-batch are the same, so the gradients must agree. Rows of `step` and `merge` are packed
 without padding. Layouts alternate; the output is the median of the rounds, for wall time and CPU
-time. Forests are built again in every round and timed separately. `--turns` generates rollouts of
-agents whose next prompt omits their thinking, instead of reading logs. On a GPU, the share of its
-peak arithmetic (`--peak-tflops`) and the mean log-probability of each layout are printed too.
+time. Forests are built again in every round and timed separately. `--turns` generates rollouts
+instead of reading logs; each prompt omits the agent's earlier thinking. On a GPU, the utilisation
+of its peak arithmetic (see `--peak-tflops`) and the mean log-probability of each layout are printed
+too.
 """
 
 from __future__ import annotations
@@ -248,9 +249,7 @@ def _show(figures: dict[str, Figures], *, as_json: bool) -> None:
         f"forests are built at {per_s:.0f} M tokens/s; {best['repeated_share']:.1%} of tokens are repeated"
     )
     if not torch.cuda.is_available():
-        print(
-            "no GPU: FlexAttention, its memory and its share of peak arithmetic were not measured"
-        )
+        print("no GPU: speed, memory and utilisation of FlexAttention were not measured")
     assert steps["num_targets"] == best["num_targets"]
 
 

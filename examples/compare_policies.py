@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def trained_groups(frame: pl.LazyFrame, run: str) -> list[str]:
-    """Return the groups that a run trained on: those with varying rewards, in dataset order."""
+    """Return the groups that a run trained on (rewards vary in each group), in dataset order."""
     lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
     num_groups = sum(json.loads(line)["num_groups"] for line in lines)
     returns = pipelines.trajectory_returns(frame).group_by("instance_id", maintain_order=True)

@@ -1,4 +1,4 @@
-"""Mix datasets: draw complete groups from each in given shares, and interleave them evenly."""
+"""Mix datasets: draw complete groups from each in given proportions, and interleave them evenly."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def mix(
 
     Args:
         frames: Rows of each dataset (complete trajectories), by dataset name.
-        shares: Share of groups per dataset, above 0, on any scale; None: proportional to the number
-            of groups in each dataset.
-        num_groups: Total number of groups; None: as many as the shares allow (without shares, all).
+        shares: Relative number of groups to draw from each dataset, above 0; None: proportional to
+            the number of groups in each dataset.
+        num_groups: Total number of groups; None: as many as `shares` allows, or all without it.
         seed: Seed for drawing the groups.
         prefix_names: Prefix ids with the dataset name to keep groups apart.
 
@@ -77,7 +77,7 @@ def mix(
 def group_quotas(
     sizes: Mapping[str, int], shares: Mapping[str, float] | None, num_groups: int | None
 ) -> dict[str, int]:
-    """Split the total number of groups by shares, with the largest-remainder method.
+    """Split the total number of groups in proportion to `shares`, by the largest-remainder method.
 
     Raises:
         InputError: `enough_groups`: a dataset has fewer groups than its share requires;
@@ -103,7 +103,7 @@ def group_quotas(
         quotas[name] += 1
     for name, quota in quotas.items():
         if quota > sizes[name]:
-            hint = "ask for fewer groups, or a smaller share of this dataset"
+            hint = "ask for fewer groups, or for a smaller fraction from this dataset"
             got = count(sizes[name], "group")
             raise InputError("enough_groups", name, got, f"at least {quota}", hint)
     if total == 0:

@@ -119,9 +119,9 @@ def place_rewards_table(table: pa.Table) -> pa.Table:
 def place_token_rewards(frame: Frame, column: str = "rewards") -> pl.LazyFrame:
     """Set `rewards` from a column of per-token rewards, and `reward` to their sum.
 
-    In a merged row, each step earns the rewards of the tokens from the previous step's end to its
-    end; the last step also earns the rewards of all later tokens. A null list makes both columns
-    null.
+    In a merged row, each step earns the rewards of the tokens after the previous step, up to its
+    own end. The last step also earns the rewards of all later tokens. A null list makes both
+    columns null.
 
     Args:
         frame: Rows of steps, merged or not.

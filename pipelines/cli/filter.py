@@ -106,7 +106,8 @@ WHOLE = click.IntRange(min=0)
     multiple=True,
     type=float,
     metavar="X",
-    help="Share of the groups in the mixture; pass one for DS, then one per --mix.",
+    help="Fraction of the mixture's groups to take from a dataset; pass one value for DS, then one "
+    "per --mix.",
 )
 @layout_option
 @click.option("--prefix-names", is_flag=True, help="Prefix instance ids with the dataset's name.")

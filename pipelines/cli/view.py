@@ -49,7 +49,8 @@ def view(
 ) -> None:
     """Show a dataset or a run in the browser, token by token.
 
-    Each TABLE is a file of verdicts from `rollouts audit`, or of shares from `rollouts blame`.
+    Each TABLE is a file written by `rollouts audit` (verdicts on rows) or by `rollouts blame` (the
+    rows' shares of an update).
 
     Serves a page on this machine only, at an address with a secret token, until Ctrl-C. With --out,
     writes the page and the selected trajectories as one file, which opens without a server.

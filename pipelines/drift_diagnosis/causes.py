@@ -43,7 +43,7 @@ HINTS: dict[Cause, str] = {
 """Advice on how to fix the harness, by cause."""
 
 KEEPS_TOKENS: frozenset[Cause] = frozenset({"new_agent", "overlap"})
-"""Causes that lose no tokens, because the step was never meant to continue the compared step."""
+"""Causes that lose no tokens, because the step was never meant to continue the earlier step."""
 
 _BY_CHANGE: dict[Change, Cause] = {
     "unchanged": "unknown",
@@ -62,9 +62,9 @@ class Parting:
     """The tokens on both sides of a break.
 
     Attributes:
-        before: Prompt and response of the compared step.
-        num_prompt: Length of the compared step's prompt.
-        prompt: The prompt that does not continue the compared step.
+        before: Prompt and response of the earlier step.
+        num_prompt: Length of the earlier step's prompt.
+        prompt: The prompt that does not continue the earlier step.
         shared: Number of leading tokens that `before` and `prompt` share.
     """
 

@@ -20,7 +20,7 @@ _COLUMNS = ("token_source", "messages", "response_text", "prompt_token_ids", "re
 
 @dataclass(slots=True)
 class TextReading:
-    """Comparison of exact ids with those that `retokenize` computes from the logged text.
+    """Comparison of exact ids with the ids that `retokenize` computes from the logged text.
 
     `response_text` is tokenized as the response to `messages`. All tokens from the first to the
     last difference are counted as off, in the longer of the two versions.

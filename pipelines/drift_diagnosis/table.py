@@ -80,9 +80,10 @@ class Diagnosis:
 def drift(frame: Frame, tokenizer: ChatTokenizer | PathLike | None = None) -> pl.LazyFrame:
     """Explain why steps do not continue the previous step: one row per break, in row order.
 
-    A step is compared with its parent in the prefix tree (the earlier step that shares the longest
-    prefix with its prompt); if the parent belongs to another agent, with the latest earlier step of
-    the same agent; without a parent, with the previous step. Merged rows are split first.
+    A step is compared with its parent in the prefix tree: the earlier step that shares the longest
+    prefix with its prompt. If the parent belongs to another agent, the step is compared with the
+    latest earlier step of the same agent. If there is no parent, it is compared with the previous
+    step. Merged rows are split first.
 
     Args:
         frame: Complete trajectories. `agent`, `messages` and `response_text` improve the diagnosis.

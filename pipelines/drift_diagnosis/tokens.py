@@ -71,8 +71,8 @@ def changed(lost: Tokens, now: Tokens) -> tuple[int, int] | None:
     """Count the leading tokens of each list that differ before both agree again.
 
     The lists agree where their next 8 tokens are equal, or all remaining tokens of `lost` if there
-    are fewer. If there are several such positions, the one with the fewest changed tokens is used;
-    if there are none, the result is None.
+    are fewer than 8. If this holds at several positions, the result is the one with the fewest
+    changed tokens; if it holds nowhere, the result is None.
 
     Example:
         >>> changed(np.array([26951, 3834, 198, 12]), np.array([94224, 198, 12, 41151]))

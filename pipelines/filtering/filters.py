@@ -134,8 +134,8 @@ def duplicates(within: Literal["group", "dataset"] = "group") -> Filter:
     """Drop trajectories that repeat an earlier one token for token, whatever their rewards.
 
     Duplicates have the same steps with the same prompts and responses. Failed trajectories are
-    ignored: they are neither dropped nor compared with. Trajectories are compared by 96-bit
-    digests: among ten million of them, the odds of a false match are 1 in 10^15.
+    ignored: they are neither dropped nor compared. Trajectories are compared by 96-bit digests:
+    among ten million trajectories, the odds of a false match are 1 in 10^15.
 
     Args:
         within: Compare trajectories within each group, or across the dataset.

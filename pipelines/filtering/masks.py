@@ -16,8 +16,8 @@ def apply_masks(
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
     """Set `loss_mask` to false in all rows of the trajectories that the filters would drop.
 
-    Their rewards are kept, so they are included in their group's baseline (failed ones have no
-    reward). Each filter sees only trajectories that no earlier filter masked. Masking is
+    Their rewards are kept and still count in the baselines of their groups; failed trajectories
+    have no reward. Each filter sees only trajectories that no earlier filter masked. Masking is
     idempotent. Masking every row is allowed here, but validation rejects a table that is entirely
     masked (`mask_trains_something`).
 
@@ -27,7 +27,7 @@ def apply_masks(
         outcome: How returns are computed, for filters that need them.
 
     Returns:
-        All rows, in order; and a report like that of `apply_filters`, with columns named `masked`
+        All rows, in order; and a report as from `apply_filters`, but with columns named `masked`
         instead of `dropped`.
 
     Example:

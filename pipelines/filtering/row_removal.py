@@ -104,7 +104,7 @@ def renumber(frame: Frame, kept: pl.DataFrame) -> pl.LazyFrame:
 
 
 def count_rows(kept: pl.DataFrame) -> dict[str, int]:
-    """Count the rows, trajectories and groups before dropping, and those that are dropped."""
+    """Count all rows, trajectories and groups, and how many of each are dropped."""
     counts, left = {}, kept.filter("kept")
     for name, column in {"trajectories": "trajectory_id", "groups": "instance_id"}.items():
         before = kept[column].n_unique()

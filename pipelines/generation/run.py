@@ -39,7 +39,7 @@ class GenerateResult:
         num_response_tokens: Tokens sampled in these steps.
         duration_s: Duration of the run, in seconds.
         mean_return: Mean return of successful trajectories; None if there are none.
-        errors: Number of errors by rule; `generator` for those that a generator reported.
+        errors: Number of errors by rule; `generator` counts errors reported by a custom generator.
         first_error: The first error in full; None if there was none.
         warnings: Distinct warnings about problems that do not affect the dataset.
     """

@@ -71,7 +71,7 @@ def _work_off(work: SimpleQueue[Callable[[], None] | None]) -> None:
 def _answer_of(function: Callable[[], Value]) -> tuple[Value | None, BaseException | None]:
     try:
         return function(), None
-    except StopIteration as error:  # the one exception that a future rejects
+    except StopIteration as error:  # the only exception that a future rejects
         return None, RuntimeError(f"StopIteration: {error}")
     except BaseException as error:
         return None, error
@@ -142,7 +142,7 @@ async def in_time(awaitable: Awaitable[Value], timeout_s: float, rule: str, wher
 
     Raises:
         InputError: `{rule}_timeout`: there is no result in time; `{rule}_raised`: the code raises.
-            A RolloutError that it raises is passed on unchanged.
+            A RolloutError raised by the code is passed on unchanged.
     """
     work = _Leavable(awaitable)
     task = awaitable if asyncio.isfuture(awaitable) else asyncio.ensure_future(work)

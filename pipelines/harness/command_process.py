@@ -24,7 +24,7 @@ class Output(NamedTuple):
 
     Attributes:
         last_line: Last line of standard output that is not blank, or "".
-        tail: End of standard error, or of standard output if that is empty, on one line.
+        tail: End of standard error on one line, or of standard output if standard error is empty.
     """
 
     last_line: str

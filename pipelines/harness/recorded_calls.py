@@ -190,7 +190,7 @@ class Calls:
     ) -> None:
         """Wait for the call's turn on the engine, and serve it with the current weights."""
         async with self._turn():
-            await self._upstreams.model()  # here, so that no later line waits before the call
+            await self._upstreams.model()  # caches it, so that the code below does not wait
             self._recorder.policy_version = self._engine.policy_version
             call = Call(
                 recorder=self._recorder,

@@ -48,9 +48,9 @@ def merge(frame: Frame, rule: Rule = "lineage", *, same_routes: bool = False) ->
     A merged row has the prompt of its first step, and all responses with the observations between
     them. Observations have loss_mask false, log-probability 0.0 and reward 0.0. `reward` is the
     sum over the steps, and policy_version the oldest version. Routes of the prompt come from the
-    first step, those of a response from the step that sampled it, and those of an observation from
-    the step that received it. All other columns have the last step's value. Rows are in the order
-    of their last steps.
+    first step, routes of a response from the step that sampled it, and routes of an observation
+    from the step that received it. All other columns have the last step's value. Rows are in the
+    order of their last steps.
 
     Args:
         frame: A rollout table.
@@ -150,7 +150,7 @@ def _refuse_scattered(table: pa.Table) -> None:
 
 
 def _assembled(table: pa.Table, out: pa.Table, made: dict[str, pa.Array]) -> pa.Table:
-    """Assemble the logical columns in the table's order; those not in `made` come from `out`."""
+    """Assemble the logical columns in the table's order; columns not in `made` come from `out`."""
     fields = [f for f in table.schema if f.name not in PREFIX_TYPES]
     prompts = next(n for n in table.column_names if n in ("prompt_token_ids", *PREFIX_TYPES))
     if prompts in PREFIX_TYPES:

@@ -71,10 +71,10 @@ def _joined(parts: list[Routes]) -> Routes:
 def routed_alike(table: pa.Table, num_prompt: IntArray, continued: IntArray) -> BoolArray:
     """[N] True if a step was routed like the step it continues, at every token that affects training.
 
-    If true, the routes that `join_routing` gives the merged row match those of both steps at every
-    token on which one of their trained tokens depends. A step's last token is excluded, because no
-    other token of the step depends on it. A token without routes is treated as different from a
-    token with routes.
+    If true, the routes that `join_routing` gives the merged row equal the routes of both steps at
+    every token on which a trained token of either step depends. A step's last token is excluded,
+    because no other token of the step depends on it. A token without routes is treated as different
+    from a token with routes.
 
     Args:
         table: Steps with routes, `response_ids` and `loss_mask`.

@@ -89,7 +89,7 @@ class Journal:
         self.folder = 0
 
     def recover(self) -> dict[str, Recovered]:
-        """Load the sessions of an earlier recorder, except those known to be in a shard.
+        """Load the sessions of an earlier recorder, except sessions known to be in a shard.
 
         An incomplete last line is removed; its write was never confirmed to a client.
         """

@@ -20,8 +20,8 @@ class RecordSettings:
     Attributes:
         out: Local dataset directory; shards are appended to an existing one.
         upstreams: Root URL of each engine; all serve the same model.
-        upstream_api_key: Key for the engines; None forwards the client's key, unless it names a
-            session.
+        upstream_api_key: Key for the engines; None forwards the client's key, unless that key names
+            a session.
         served_model_name: Model name shown to clients; None uses the name that the engines report.
         admin_key: Key required to open sessions and to set the policy version; the calls of a
             session then need the key that was returned when it was opened. None disables keys.

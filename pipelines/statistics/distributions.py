@@ -80,7 +80,7 @@ class Rewards:
     Attributes:
         num_known: Trajectories with a known return.
         mean: Mean of the known returns; None if there are none.
-        solved: Share of known returns that are 1; None unless all are 0 or 1.
+        solved: Fraction of known returns that are 1; None unless all are 0 or 1.
         bars: Pairs of a label (a value or a range) and the number of trajectories.
         num_varied: Groups with different returns.
         num_equal: Groups of two or more known returns that are all equal.

@@ -37,11 +37,13 @@ class ModelShape:
             6 * num_params * num_tokens + 12 * num_layers * attention_width * num_attended
 
         The forward pass takes 2 operations per parameter and token, and 4 * width per layer and
-        attended key for scores and values; the backward pass takes twice that (Kaplan et al. 2020,
-        arXiv 2001.08361, section 2.1; Chowdhery et al. 2022, arXiv 2204.02311, appendix B,
-        which counts T keys per token; we count only the keys that each token attends to). Excludes
-        recomputation and the forward pass for `old_logprobs`; assumes that every layer attends to
-        the entire context.
+        attended key for scores and values. The backward pass takes twice as many. Recomputation and
+        the forward pass for `old_logprobs` are excluded. Every layer is assumed to attend to the
+        entire context.
+
+        The formula follows Kaplan et al. 2020 (arXiv 2001.08361, section 2.1) and Chowdhery et al.
+        2022 (arXiv 2204.02311, appendix B). The latter counts T keys per token; we count only the
+        keys that each token attends to.
 
         Example:
             >>> ModelShape(num_params=100, num_layers=1, attention_width=2).training_flops(

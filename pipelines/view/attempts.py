@@ -48,9 +48,9 @@ def tasks(trajectories: pl.DataFrame, limit: int) -> dict[str, Any]:
         limit: Maximum number of tasks to list, at most `MAX_TASKS`.
 
     Returns:
-        `tasks`: instance_id, attempts (their number), num_returns (number of known returns), and
-        mean and spread of these returns. The spread is the largest minus the smallest, or None if
-        fewer than two are known; these tasks come last. `total`: the number of tasks.
+        `tasks`: instance_id, attempts (number of attempts), num_returns (number of known returns),
+        and mean and spread of these returns. The spread is the largest minus the smallest return,
+        or None if fewer than two are known; such tasks come last. `total`: the number of tasks.
     """
     known = pl.col("return").fill_nan(None)
     num = known.count()
@@ -94,7 +94,7 @@ def sampled_tokens(dataset: Dataset, number: int) -> Sampled:
 
 
 def sampled_mask(num_tokens: int, segments: list[dict[str, Any]] | None) -> BoolArray:
-    """Return the mask ([R] bool) of a response's sampled tokens: those in a segment.
+    """Return the mask ([R] bool) of a response's sampled tokens: the tokens in its segments.
 
     Without segments, all R tokens were sampled.
     """

@@ -37,7 +37,7 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
     """Return the turns of a trajectory by agent, from logged messages or decoded tokens.
 
     A turn belongs to the step that first sent or sampled it. If a call changes an earlier message,
-    this message and all later ones are listed again; those sent before have `is_new` false.
+    this message and all later ones are listed again; repeated messages have `is_new` false.
     `num_tokens` and `stop_reason` are null unless the turn was sampled.
     """
     number = dataset.index.number(trajectory_id)

@@ -28,7 +28,7 @@ NUM_TASKS = 200
 NUM_TARGETS = 2000
 """Maximum number of targets per update in an exported file."""
 NUM_SHARES = 100
-"""Maximum number of rows per table of shares in an exported file."""
+"""Maximum number of rows per table of row shares in an exported file."""
 
 _MARK = "__ANSWERS__"
 _RECORDED = frozenset({*NUMBERS.values(), *FLAGS})
@@ -85,7 +85,7 @@ def _add(packing: Packing, key: str, answer: Answer) -> None:
     """Pack an answer.
 
     All token tables of a dataset are stored as one table. The columns of each update, and each
-    column of shares, are stored as separate tables.
+    column of row shares, are stored as separate tables.
     """
     if answer.kind == JSON:
         packing.add_text(key, answer.content)

@@ -1,4 +1,4 @@
-"""Read verdicts of an audit and shares of an update, and match them to the rows of datasets."""
+"""Read tables of verdicts or row shares, and match them to the rows of datasets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAULTS, FAULT_NATS = "faults", "fault_nats"
 NO_FAULTS = "none"
 """Value of `FAULTS` for audited trajectories without a fault."""
 SHARE = "share_of_update_"
-"""Prefix of the names of columns with shares, before the number of the update."""
+"""Prefix of the names of columns with shares of an update; the update's number follows."""
 MAX_ROWS = 10_000
 _ROW = ["trajectory_id", "step_index"]
 _MAX_KIND = 40
@@ -42,7 +42,7 @@ def _needed(kind: Kind) -> list[Column]:
 
 
 def kind_of_table(path: str) -> Kind | None:
-    """Recognise a table of verdicts or shares by its columns.
+    """Recognise a table of verdicts or row shares by its columns.
 
     Returns:
         Its kind; None for datasets, and for files that are not Parquet.
@@ -66,7 +66,7 @@ def kind_of_table(path: str) -> Kind | None:
             return kind
     nearest = min(lacking, key=lambda kind: len(lacking[kind]))
     names_missing = ", ".join(lacking[nearest])
-    got = "its columns match neither a dataset nor a table of verdicts or shares"
+    got = "its columns match neither a dataset nor a table of verdicts or row shares"
     if len(lacking[nearest]) < len(_needed(nearest)) / 2:
         got = f"it looks like a table of {NAMES[nearest]}, but has no column {names_missing}"
     hint = "pass a dataset, a run, or a table written by `rollouts audit` or `rollouts blame`"
@@ -75,7 +75,7 @@ def kind_of_table(path: str) -> Kind | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """Rows of a table of verdicts or shares.
+    """Rows of a table of verdicts or row shares.
 
     Attributes:
         path: The file.
@@ -101,7 +101,7 @@ class Findings:
         return self.rows.filter(pl.col("dataset") == path)
 
     def difference(self, named: str, path: str) -> str:
-        """Describe how the rows of the dataset at `path` differ from those that the table recorded.
+        """Describe how the rows of the dataset at `path` differ from the rows that were recorded.
 
         A row differs if no row of the dataset has the same ids and the same sum of tokens, or if
         the table refers to positions outside the row.
@@ -141,7 +141,7 @@ class Findings:
 
 
 def read_findings(path: str, kind: Kind) -> Iterator[Findings]:
-    """Read a table of verdicts or shares; yield verdicts as one item, shares as one per update.
+    """Read a table: yield all verdicts as one item, or the row shares of each update as one item.
 
     Raises:
         InputError: `readable_file`: the file is damaged; `view_table`: a column has the wrong type
@@ -167,7 +167,7 @@ def read_findings(path: str, kind: Kind) -> Iterator[Findings]:
 
 
 def _typed(frame: pl.DataFrame, path: str, kind: Kind) -> pl.DataFrame:
-    """Cast the declared columns; in a table of shares, keep additional numeric columns."""
+    """Cast the declared columns; in a table of row shares, keep other numeric columns."""
     columns = []
     for column in COLUMNS[kind]:
         assert column.type is not None
@@ -226,7 +226,7 @@ def faults_of(verdicts: pl.DataFrame) -> pl.DataFrame:
 
 
 def shares_of(rows: pl.DataFrame, column: str) -> pl.DataFrame:
-    """Return the share of each trajectory in an update: the sum of its rows' shares."""
+    """Return each trajectory's share of an update: the sum of the shares of its rows."""
     known = pl.col("share").fill_nan(None)
     total = pl.when(known.count() > 0).then(known.sum())
     return rows.group_by("trajectory_id").agg(total.alias(column))
@@ -250,7 +250,7 @@ def spans(verdicts: pl.DataFrame, trajectory_id: str, step_index: int) -> list[d
 
 
 def top_shares(rows: pl.DataFrame, limit: int) -> Answer:
-    """Return the rows with the largest absolute shares, and `total`, the number of rows.
+    """Return the rows with the largest absolute shares of the update, and `total`: their number.
 
     `dataset` is the viewer's id of the dataset; null for rows of datasets that are not shown.
     """

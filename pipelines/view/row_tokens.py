@@ -120,7 +120,7 @@ def _versions(
 def _shares(
     dataset: Dataset, trajectory_id: str, step_index: int, num_tokens: int
 ) -> dict[str, pa.Array]:
-    """Return the row's token shares, one column for each table of shares that contains the row."""
+    """Return the tokens' shares of updates: one column for each table that contains the row."""
     found = {}
     for column, rows in dataset.shares.items():
         own = rows.filter(

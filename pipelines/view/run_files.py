@@ -124,8 +124,8 @@ def changed_rows(run: Path, dataset: str, update: int | None = None) -> str:
     Args:
         run: Directory of the run.
         dataset: Path of the dataset.
-        update: Compare with all records of this update, whatever the path of their dataset. None:
-            compare with the newest readable update's records of this path.
+        update: Compare with all records of this update, even if they name a different dataset.
+            None: compare with the records of this path in the newest readable update.
 
     Returns:
         A clause such as "2 of 9 recorded rows differ, the first in trajectory a_0, step 1"; "" if

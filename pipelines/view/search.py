@@ -34,8 +34,8 @@ def search(
 ) -> dict[str, Any]:
     """Find the rows that contain a text or a sequence of token ids, in row order.
 
-    A match within tokens that a row repeats from an earlier one is reported for the earlier row
-    only. Text is searched for in the decoded tokens, or, without a tokenizer, in the logged messages
+    A match within tokens that a row repeats from an earlier row is reported only for the earlier
+    row. Text is searched for in the decoded tokens, or, without a tokenizer, in the logged messages
     and responses; `position` is then null. Ids of tasks and trajectories that contain the text are
     listed separately, whether or not they satisfy `where`. `searched` is the number of trajectories
     that satisfy it.

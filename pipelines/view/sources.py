@@ -59,13 +59,13 @@ class Dataset:
         self.verdicts: pl.DataFrame | None = None
         """Verdicts about the dataset's rows; None without an audit."""
         self.shares: dict[str, pl.DataFrame] = {}
-        """Shares of the dataset's rows in updates, by column of the table of trajectories."""
+        """The rows' shares of updates, by the name of their column in the table of trajectories."""
         self._lock = Lock()
         self._index: TrajectoryIndex | None = None
 
     @property
     def added(self) -> list[str]:
-        """Columns that verdicts and shares add to the table of trajectories."""
+        """Columns that verdicts and row shares add to the table of trajectories."""
         return [*(() if self.verdicts is None else (FAULTS, FAULT_NATS)), *self.shares]
 
     @property
@@ -261,15 +261,15 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """Shares of an update that a viewer shows.
+    """A table of row shares: the contributions of rows to an update.
 
     Attributes:
         name: Name of the file.
         path: The file.
         run: Id of the run; None if it is not open.
         update: The update.
-        column: Name of the column of shares.
-        rows: The rows; `dataset` is the id of the dataset, null if its rows are not shown.
+        column: Name of the column of these shares in the table of trajectories.
+        rows: The rows of the table; `dataset` is the id of the dataset, null if it is not shown.
     """
 
     name: str
@@ -287,7 +287,7 @@ class Sources:
     Attributes:
         datasets: Datasets by id.
         runs: Runs by id.
-        shares: Shares of updates by id.
+        shares: Tables of row shares by id.
         warnings: Warnings that the page shows.
     """
 
@@ -302,7 +302,8 @@ class Sources:
         """Open datasets and runs; check and index the datasets among `paths` immediately.
 
         Args:
-            paths: Datasets, directories of runs, and tables of verdicts or shares about their rows.
+            paths: Datasets, run directories, and tables with verdicts on the datasets' rows or with
+                the rows' shares of an update.
             tokenizer: Directory of the tokenizer; None: the tokenizer named in each dataset, or the
                 tokenizer of its run's model.
 
@@ -321,7 +322,7 @@ class Sources:
             else:
                 given.append(sources._add_dataset(path, path, tokenizer))
         if tables and not sources.datasets and not sources.runs:
-            got = "a table of verdicts or shares can be shown only with its dataset or run"
+            got = "a table of verdicts or row shares can be shown only with its dataset or run"
             hint = f"pass the dataset too: rollouts view DATASET {tables[0]}"
             raise InputError("view_table", tables[0], got, hint=hint)
         sources._add_tables(tables, given)
@@ -388,17 +389,19 @@ class Sources:
         return {"datasets": datasets, "runs": runs, "shares": shares, "warnings": warnings}
 
     def share(self, number: str) -> Shares:
-        """Return shares of an update by their id.
+        """Return a table of row shares by its id.
 
         Raises:
             InputError: `no_such_path`: the id is unknown.
         """
         if number not in self.shares:
-            raise InputError("no_such_path", number, "the viewer has no shares with this id")
+            raise InputError(
+                "no_such_path", number, "the viewer has no table of row shares with this id"
+            )
         return self.shares[number]
 
     def _add_tables(self, tables: Sequence[str], given: Sequence[str]) -> None:
-        """Add the given tables of verdicts and shares, and those in the directories of the runs."""
+        """Add the given tables of verdicts and row shares, and all tables in run directories."""
         known = set()
         for number, run in self.runs.items():
             for folder in (AUDIT, BLAME):
@@ -449,7 +452,7 @@ class Sources:
             self.datasets[number].shares[column] = own
 
     def _run_of(self, found: Findings) -> str | None:
-        """Return the id of the run that a table of shares names; None if it is not open."""
+        """Return the id of the run recorded in a table of row shares; None if it is not open."""
         assert found.run is not None
         for number, run in self.runs.items():
             if _absolute(str(run.path)) == _absolute(found.run):
@@ -459,7 +462,7 @@ class Sources:
             return named[0]
         if self.runs:
             self.warnings.append(
-                f"{found.name}: its shares belong to the run {found.run}, which is not open."
+                f"{found.name}: its row shares belong to the run {found.run}, which is not open."
             )
         return None
 

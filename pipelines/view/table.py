@@ -30,8 +30,8 @@ def window(
     """Return a window of the filtered and sorted table.
 
     `total` is the number of trajectories that match, and `all` the number in the dataset. `failed`
-    counts the matching trajectories with an error. `mean_return` is the mean return of those that
-    match, NaN if no return is known.
+    counts the matching trajectories with an error. `mean_return` is the mean of their known
+    returns, NaN if there are none.
     """
     mask = index.matching(where)
     if sort is None:

@@ -97,7 +97,7 @@ class VllmEngine:
         urls = [urls] if isinstance(urls, str) else urls
         self.servers = Servers(urls, limits or Limits(), api_key=api_key)
         self._model = model
-        self._adapters: list[dict[str, Any]] = []  # requests that load the newest two, in order
+        self._adapters: list[dict[str, Any]] = []  # requests that load the two newest, in order
         self._base_requests: Sequence[tuple[str, Body]] = ()  # load the model, before any adapter
         self._logprobs_mode = logprobs_mode
         self.policy_version = policy_version

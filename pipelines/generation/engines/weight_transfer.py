@@ -182,8 +182,8 @@ class Transfers:
     async def recover(self, url: str) -> None:
         """End a failed transfer on the server. The next transfer opens a new sender.
 
-        This includes an update without weights, because vLLM 0.32 keeps the weights that it received
-        for incomplete layers: the next load would mistake them for its own, and fail.
+        Recovery includes an update without weights, because vLLM 0.32 keeps the weights that it
+        received for incomplete layers: the next load would mistake them for its own, and fail.
         """
         with suppress(EngineError):  # the server may be down
             # Pause the server again: a server that was lost and came back was resumed.
