@@ -355,7 +355,11 @@ def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
             "found a value of type int; expected a",
             None,
         ),
-        ({"policy_loss_type": own(no_logprobs)}, "logprobs among them", "did you mean `logprobs`?"),
+        (
+            {"policy_loss_type": own(no_logprobs)},
+            "parameters that include logprobs",
+            "did you mean `logprobs`?",
+        ),
         (
             {"policy_loss_type": own(skyrl_names)},
             "parameter `old_log_probs` is neither",
