@@ -59,10 +59,10 @@ def run_audit(
         settings: Settings of the audit.
         dataset: Path of the rows' dataset, for the verdicts.
         variants: Renders prompts in other ways; None: other prompts are not tried.
-        known: Residuals of rows without faults from the same engine, to estimate its noise; if
-            empty, a sample of the rows is scored under all candidates instead.
-        announce: Called after each micro-batch with its number of tokens; the first one shows how
-            long the audit will take.
+        known: Residuals of rows without faults, from which the noise of the same engine is
+            estimated. If empty, a sample of the rows is scored under all candidates instead.
+        announce: Called after each micro-batch with the number of its tokens. The first micro-batch
+            shows how long the audit will take.
 
     Raises:
         InputError: A candidate cannot be loaded.

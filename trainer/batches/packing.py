@@ -32,7 +32,7 @@ class MiniBatch:
 
     @property
     def repeated_share(self) -> float | None:
-        """Share of tokens forwarded again because trees were cut; None if rows are chains."""
+        """Tokens repeated because trees were cut, per distinct token; None if rows are chains."""
         if self.num_distinct_tokens is None:
             return None
         return self.num_tokens / max(self.num_distinct_tokens, 1) - bool(self.forests)

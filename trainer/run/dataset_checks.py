@@ -208,7 +208,7 @@ def corrects_for_sampler(
 
     Without `rollout_logprobs`, default weights are switched off; explicitly requested ones are an
     error. An unknown `logprobs_mode` is treated as raw, which matters only if raw log-probabilities
-    differ from those of the sampled distribution.
+    differ from the log-probabilities of the sampled distribution.
 
     Raises:
         InvariantError, InputError: Only some rows have log-probabilities; these are not from the
