@@ -559,8 +559,7 @@ def _rests_on_several(best: Fit, label: Fit) -> bool:
 
 
 def _evidence(span: Span, fit: Fit, noise: Noise) -> float:
-    """Return the log-likelihood ratio between a fit and weights as different as two candidates
-    are."""
+    """Return the log-likelihood ratio between a fit and weights as far apart as two candidates."""
     inverse, difference = fit.hypothesis.inverse_temperature, span.stored - fit.predicted
     sigma = noise.sigma(fit.predicted, inverse) * fit.scale
     other = noise.apart * Residuals(difference, fit.predicted, inverse).sensitivity
