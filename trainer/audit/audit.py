@@ -25,8 +25,8 @@ CHUNK_TOKENS = 200_000
 EXTRA = 1.1
 """Limit on the number of tokens to forward, as a multiple of candidates x distinct tokens."""
 EXTRA_TOKENS = 10_000
-"""Number of tokens that may be forwarded to explain differences even beyond this limit, so that a few
-rows of a small dataset can be explained."""
+"""Number of tokens that may be forwarded beyond the limit of `EXTRA` to explain differences, so
+that a few rows of a small dataset can be explained."""
 
 
 def labelled_candidates(rows: AuditRows, candidates: Sequence[Candidate]) -> IntArray:

@@ -57,7 +57,7 @@ class Packing:
 
 
 def cut_batch(batch: Batch, packing: Packing, num_ranks: int = 1) -> list[MiniBatch]:
-    """Split a batch into mini-batches, and these into micro-batches of `tokens_per_micro_batch`.
+    """Split a batch into mini-batches, and each into micro-batches of `tokens_per_micro_batch`.
 
     With the layout `tree`, every row must be a single step. `num_ranks` processes share the
     micro-batches.

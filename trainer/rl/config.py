@@ -167,7 +167,7 @@ class RlConfig:
         return any(is_last or version % one.every_iterations == 0 for one in planned)
 
     def resolved(self) -> dict[str, Any]:
-        """Return all keys and values to save, including those of tables."""
+        """Return all keys and values to save, including the tables."""
         sets = {name: plain_values(one) for name, one in self.evaluations(0).items()}
         return dataclasses.asdict(self) | {
             "generate": plain_values(self.generation),
