@@ -37,9 +37,9 @@ METRICS = {
     "grad_norm": Metric("1", "L2 norm of the gradient before clipping; null if not finite."),
     "clip_ratio": Metric(
         "fraction",
-        "Trained tokens that the bounds of the policy loss clip: tokens without gradient or, with"
-        " cispo, tokens with a clipped weight. A custom loss can return this metric, and others"
-        " named `policy_loss/...`.",
+        "Trained tokens clipped by the bounds of the policy loss. They have no gradient; with cispo,"
+        " their weight is clipped instead. A custom loss can return this metric, and others named"
+        " `policy_loss/...`.",
     ),
     "cispo/ratio_mean": Metric(
         "1",
@@ -58,8 +58,8 @@ METRICS = {
     ),
     "repeated_share": Metric(
         "fraction",
-        "Forwarded tokens divided by distinct tokens, minus 1: the cost of cutting trees into"
-        " micro-batches; only with `sequence_layout` tree.",
+        "Forwarded tokens divided by distinct tokens, minus 1. It measures the cost of cutting trees"
+        " into micro-batches; only with `sequence_layout` tree.",
     ),
     "num_micro_batches": Metric("forwards", "Micro-batches of the mini-batch, over all processes."),
     "skipped": Metric(
@@ -76,7 +76,7 @@ METRICS = {
     "is_ratio_min": Metric("1", "Smallest of these ratios."),
     "tis_token_clip_high_ratio": Metric(
         "fraction",
-        "Tokens with a capped weight, as a fraction of the trained tokens that the masks kept.",
+        "Tokens whose weight is capped, as a fraction of the trained tokens that the masks kept.",
     ),
     "tis_seq_clip_high_ratio": Metric(
         "fraction",
@@ -101,8 +101,8 @@ METRICS = {
     "product_sequence_mask_under_low_ratio": Metric("fraction", "Rows below `product_mask_low`."),
     "rollout_logprobs_abs_diff_mean": Metric(
         "nats",
-        "Mean absolute difference between `rollout_logprobs` and `old_logprobs` (or, if the loss"
-        " does not need `old_logprobs`, the current policy's log-probabilities); absent unless every"
+        "Mean absolute difference between `old_logprobs` (or the current policy's log-probabilities,"
+        " if the loss does not need `old_logprobs`) and `rollout_logprobs`; absent unless every"
         " trained token has a `rollout_logprobs` value.",
     ),
     "rollout_logprobs_abs_diff_std": Metric(
@@ -118,8 +118,8 @@ METRICS = {
     ),
     "is_effective_share": Metric(
         "fraction",
-        "Effective sample size of the ratios exp(`old_logprobs` - `rollout_logprobs`) divided"
-        " by the number of trained tokens: 1 if all ratios are equal.",
+        "Effective sample size of the ratios exp(`old_logprobs` - `rollout_logprobs`), divided by"
+        " the number of trained tokens; 1 if all ratios are equal.",
     ),
     "num_groups": Metric("groups", "Groups in the mini-batch."),
     "num_trained_groups": Metric(
@@ -165,9 +165,8 @@ METRICS = {
     ),
     "generate/num_seq_before_merge": Metric(
         "sequences",
-        "Turns in the batch. This metric and all metrics named `generate/...` or `environment/...`"
-        " appear only on the first line of a batch; the two merge metrics only with"
-        " `sequence_layout` merge.",
+        "Turns in the batch. All metrics named `generate/...` or `environment/...` appear only on the"
+        " first line of a batch; the two merge metrics only with `sequence_layout` merge.",
     ),
     "generate/num_seq_after_merge": Metric("sequences", "Sequences after merging."),
     "generate/batch_num_seq": Metric("sequences", "Sequences in the batch."),
@@ -192,8 +191,8 @@ LOOP_METRICS = {
     ),
     "staleness_mean": Metric(
         "iterations",
-        "Mean over the iteration's rows of `iteration` - `policy_version`; the keys from this"
-        " one to `sync_seconds` appear only on the first line of an iteration.",
+        "Mean over the iteration's rows of `iteration` - `policy_version`; this and the"
+        " following keys up to `sync_seconds` appear only on the first line of an iteration.",
     ),
     "staleness_max": Metric("iterations", "Largest staleness."),
     "staleness_histogram": Metric("rows", 'Rows by staleness: an object, `{"0": 28, "1": 4}`.'),
@@ -225,8 +224,8 @@ LOOP_METRICS = {
     "eval/{source}/pass_at_{n}": Metric(
         "fraction",
         "Probability that at least one of n trajectories of a task, drawn without replacement, has"
-        " a return above 0; n from 1 to `group_size`; mean over tasks with at least n trajectories"
-        " that did not fail.",
+        " a return above 0, for n from 1 to `group_size`. It is a mean over tasks with at least n"
+        " trajectories that did not fail.",
     ),
     "eval/{name}/..., eval/{name}/{source}/...": Metric(
         "",

@@ -102,10 +102,10 @@ def _checked(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
     """Check that a user's loss returned one finite number per target, with gradient."""
     losses, clipped, metrics = found if isinstance(found, TokenLoss) else (found, None, {})
     num = len(logprobs)
-    expected = f"a tensor of shape [{num}] and dtype {logprobs.dtype}, the loss of each target,"
+    expected = f"a tensor of shape [{num}] and dtype {logprobs.dtype} with the loss of each target,"
     expected += " or a TokenLoss"
     is_scalar = isinstance(losses, Tensor) and losses.dim() == 0
-    hint = "return one loss per target: loss_reduction reduces them" if is_scalar else None
+    hint = "return one loss per target; loss_reduction reduces the losses" if is_scalar else None
     _check_tensor(function, "", losses, logprobs, expected, hint, dtype=logprobs.dtype)
     if logprobs.requires_grad and not losses.requires_grad:
         raise refused(function, "losses without a gradient", "losses computed from `logprobs`")

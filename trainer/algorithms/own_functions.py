@@ -55,7 +55,7 @@ def finite_array(function: Function, found: Any, num: int, what: str) -> FloatAr
     Raises:
         InputError: The result is not numeric, has the wrong shape, or is not finite.
     """
-    expected = f"an array of {num} finite numbers, the {what}"
+    expected = f"an array of {num} finite numbers with the {what}"
     try:
         array = np.asarray(found)
     except Exception as error:  # such as a tensor on a GPU, or with gradient

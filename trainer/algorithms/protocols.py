@@ -41,9 +41,9 @@ class PolicyLoss(Protocol):
 
     Returns:
         [M] losses with gradient, in the dtype of `logprobs`, finite; or a `TokenLoss`, which also
-        has the clipped targets and your own metrics. Losses are not reduced: the run multiplies
-        them by the importance weights and the weights of the reduction, and adds the KL and entropy
-        terms. Inputs must not be changed in place.
+        has the clipped targets and your own metrics. Return losses that are not reduced: the run
+        multiplies them by the importance weights and the weights of the reduction, and adds the KL
+        and entropy terms. Inputs must not be changed in place.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | TokenLoss:
@@ -53,11 +53,11 @@ class PolicyLoss(Protocol):
 class AdvantageEstimator(Protocol):
     """Signature of an `advantage_estimator` function, which takes either `returns` or `rewards`.
 
-    An estimator that takes `returns` is called with all trained trajectories of the dataset and,
-    with `kl_reward_coef`, again with the groups of each batch, so an advantage may depend only on
-    its group. The advantage applies to every trained token of the trajectory. An estimator that
-    takes `rewards` is called for each batch (`groups_per_batch` groups) with its N trained tokens,
-    ordered by trajectory and step; these arrays are the same in every layout.
+    An estimator that takes `returns` is called with all trained trajectories of the dataset. With
+    `kl_reward_coef`, it is called again with the groups of each batch, so an advantage may depend
+    only on the trajectory's group. The advantage applies to every trained token of the trajectory.
+    An estimator that takes `rewards` is called for each batch (`groups_per_batch` groups) with its
+    N trained tokens, ordered by trajectory and step; these arrays are the same in every layout.
 
     Args:
         returns: [n] float64, finite: return of each trajectory (`outcome`).
@@ -92,11 +92,11 @@ class LossReduction(Protocol):
         num_targets: M, at least 1.
         row: [M] int64: row of each target, numbered over the batch, so there may be gaps. Rows
             depend on the layout.
-        num_rows: Rows of the mini-batch, including those without a target.
+        num_rows: Rows of the mini-batch, including rows without a target.
         trajectory: [M] int64: trajectory of each target, numbered like `row`.
-        num_trajectories: Trajectories of the mini-batch, including those without a target.
+        num_trajectories: Trajectories of the mini-batch, including trajectories without a target.
         group: [M] int64: group of each target, numbered like `row`.
-        num_groups: Groups of the mini-batch, including those without a target.
+        num_groups: Groups of the mini-batch, including groups without a target.
         micro_batch: [M] int64: micro-batch of each target, from 0 without gaps.
         num_micro_batches: Micro-batches of the mini-batch. The result of a reduction that
             takes this or `micro_batch` depends on `tokens_per_micro_batch`.

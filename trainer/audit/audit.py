@@ -25,8 +25,8 @@ CHUNK_TOKENS = 200_000
 EXTRA = 1.1
 """Limit on the number of tokens to forward, as a multiple of candidates x distinct tokens."""
 EXTRA_TOKENS = 10_000
-"""Number of tokens that may be forwarded to explain differences even beyond this limit, so that a few
-rows of a small dataset can be explained."""
+"""Number of tokens that may be forwarded beyond the limit of `EXTRA` to explain differences, so
+that a few rows of a small dataset can be explained."""
 
 
 def labelled_candidates(rows: AuditRows, candidates: Sequence[Candidate]) -> IntArray:
@@ -59,10 +59,10 @@ def run_audit(
         settings: Settings of the audit.
         dataset: Path of the rows' dataset, for the verdicts.
         variants: Renders prompts in other ways; None: other prompts are not tried.
-        known: Residuals of rows without faults from the same engine, to estimate its noise; if
-            empty, a sample of the rows is scored under all candidates instead.
-        announce: Called after each micro-batch with its number of tokens; the first one shows how
-            long the audit will take.
+        known: Residuals of rows without faults, from which the noise of the same engine is
+            estimated. If empty, a sample of the rows is scored under all candidates instead.
+        announce: Called after each micro-batch with the number of its tokens. The first micro-batch
+            shows how long the audit will take.
 
     Raises:
         InputError: A candidate cannot be loaded.

@@ -56,8 +56,8 @@ def find_candidates(given: Sequence[str], base: str | None = None) -> list[Candi
     - a run of `rollouts rl`: the directories in `weights/`, the checkpoints, and the model that the
       run started from (version 0);
     - a folder of directories named `version_N`: these versions;
-    - a model directory or adapter, or VERSION=DIR; if VERSION is missing, it follows from the name
-      `version_N`, or from the metrics of the run that contains the checkpoint.
+    - a model directory or adapter, or VERSION=DIR. Without VERSION, the version follows from the
+      name `version_N`, or from the metrics of the run that contains the checkpoint.
 
     Args:
         given: Values, at least one.

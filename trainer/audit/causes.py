@@ -1,4 +1,4 @@
-"""Explain the faults of an audit: one sentence for each likely cause."""
+"""Explain the faults that an audit found, with one sentence per likely cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.audit.candidates import Candidate
 from trainer.audit.verdicts import DECIDED
 
 MOST = 0.95
-"""Share of faulty rows above which a fault is reported as affecting all rows."""
+"""If at least this fraction of rows has a fault, the fault is reported as affecting all rows."""
 SEVERAL = 3
 """Minimum number of faulty rows to suggest that one of several servers is at fault."""
 
@@ -63,7 +63,7 @@ def _versions(own: pl.DataFrame, checked: pl.DataFrame, candidates: Sequence[Can
             (
                 f"Labels are {abs(shift)} {side} the version that sampled the row, in all"
                 f" {count(number, 'row')} of {count(num_labels, 'label')}: labels are read at"
-                " the wrong time, or count from a different number."
+                " the wrong time, or start at a different number."
             ),
         )
         return
@@ -186,7 +186,7 @@ def _prompts(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Fou
     common = own["reason"].value_counts(sort=True).row(0)[0]
     text = (
         f"{count(len(own), 'span')} fit a prompt that was rendered differently ({common}): the"
-        " stored prompt is not the one that the engine received."
+        " engine did not receive the stored prompt."
     )
     yield len(own), text
 

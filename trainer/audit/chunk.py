@@ -44,8 +44,9 @@ UNKNOWN, MISSING = -1, -2
 """Labels of rows without a version, and of rows whose weights are not among the candidates."""
 
 MIXED, AGAIN = 0.03, 0.05
-"""Limits on the number of tokens forwarded twice, as a share of candidates x distinct tokens: `MIXED`
-if rows of a group have different labels, `AGAIN` if the first pass scored only a part of a row."""
+"""Limits on the number of tokens forwarded twice, as a fraction of candidates x distinct tokens.
+`MIXED` applies if rows of a group have different labels, `AGAIN` if the first pass scored only a
+part of a row."""
 SMALLEST_PORTION = 8
 """The first pass scores whole rows once less than 1 / `SMALLEST_PORTION` of the limit `AGAIN` is
 left."""
@@ -137,7 +138,8 @@ class Chunk:
         """Score rows under their labelled weights: all tokens, or a selection of tokens.
 
         If only a selection of a row's tokens was scored and the row is suspicious, it is forwarded
-        again later. Once this could exceed `AGAIN`, all tokens of the remaining rows are scored.
+        again later. Once the tokens forwarded again could exceed `AGAIN`, all tokens of the
+        remaining rows are scored.
         """
         rest = np.setdiff1d(self._usable, self._sample)
         if self._among is None:
@@ -256,7 +258,7 @@ class Chunk:
         return found
 
     def likely_mode(self) -> tuple[LogprobsMode, int]:
-        """Infer the mode of the stored log-probabilities from the spans that clearly fit only one mode.
+        """Infer the mode of stored log-probabilities from the spans that clearly fit only one mode.
 
         The mode that fits more tokens wins. Also returns the number of tokens in these spans. If
         the temperature is unknown, processed log-probabilities may be at any temperature.
@@ -435,8 +437,8 @@ def _likelihood(residuals: Residuals, noise: Noise) -> float:
 
 MODES: tuple[LogprobsMode, ...] = ("raw", "processed")
 CLEARLY = 0.5
-"""A span clearly fits one mode if its typical residual under that mode is less than this share of its
-typical residual under the other."""
+"""A span clearly fits one mode if its typical residual under that mode is less than this fraction
+of its typical residual under the other mode."""
 
 
 def _residuals(

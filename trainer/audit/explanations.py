@@ -36,20 +36,21 @@ TRIED_ROWS = 8
 """Number of rows on which every cause is tried."""
 UNEXPLAINED: tuple[Kind, ...] = ("noise", "unknown_model")
 MOST_COMPUTED = 6.0
-"""Upper limit on the differences of an engine that also computes in this precision, as a multiple of
-the differences caused by rounding the weights. vLLM with SmolLM2 in bfloat16 has 3 to 5."""
+"""Upper limit on the differences of an engine that also computes in the precision of its weights,
+as a multiple of the differences caused by rounding the weights. The multiple is 3 to 5 for vLLM
+with SmolLM2 in bfloat16."""
 LEAST_COMPUTED = 2.0
-"""If the dataset's noise exceeds this multiple of the differences caused by rounding the weights, the
-dataset's engine itself computes in this precision."""
+"""If the dataset's noise exceeds this multiple of the differences caused by rounding the weights,
+the dataset's engine also computes in the precision of its weights."""
 DECISIVE = 3.0
-"""A span does not come from an engine with this precision if rounding the weights lowers its
-log-likelihood by at least this many nats."""
+"""If rounding the weights to a precision lowers the log-likelihood of a span by at least this many
+nats, the span does not come from an engine with that precision."""
 
 
 def _is_open(verdict: Verdict, noise: Noise) -> bool:
     """True if a verdict names no cause, or only other weights that leave unusual differences.
 
-    Rounding reverts part of a small update, so the version before may fit better than the label.
+    Rounding reverts part of a small update, so the previous version may fit better than the label.
     """
     if verdict.kind in {"version", "swap"}:
         return verdict.mean_difference > UNUSUAL * noise.mean_difference
@@ -110,7 +111,8 @@ class Search:
     def _parts(self, numbers: Sequence[int]) -> Iterator[IntArray]:
         """Yield the rows of the given spans in two parts: a few to try first, then the rest.
 
-        The first part covers the whole range of noise scales, because their causes may differ.
+        The first part covers the whole range of noise scales, because different scales may have
+        different causes.
         """
         spans = np.array(numbers)
         scales = [verdict.scale if (verdict := self.found[one]) else 0.0 for one in numbers]

@@ -14,14 +14,14 @@ from trainer.audit.token_scores import FloatArray
 SAMPLE_TOKENS, SAMPLE_ROWS = 4_000, 24
 """Limits on the sample from which the noise is estimated; the smaller one applies."""
 MOST_REPEATED = 0.01
-"""If splitting a group would forward more tokens than this twice, as a share of all distinct tokens,
-the sample includes the whole group."""
+"""If splitting a group would forward more than this fraction of all distinct tokens twice, the
+sample includes the whole group."""
 GOLDEN = 0.6180339887
-"""Multiples of this number, modulo 1, are spread evenly, and so are the first few of them."""
+"""Multiples of this number, modulo 1, are spread evenly, even if there are only a few."""
 FEWEST = 4
 """Minimum number of tokens that the first pass scores in each span; shorter spans are scored whole."""
 LAST_TOKENS = 12
-"""Number of tokens at the end of a span from which half of its scored tokens are chosen."""
+"""Half of the scored tokens of a span are chosen from this number of tokens at the span's end."""
 
 
 def choose_sample(rows: AuditRows, usable: IntArray) -> IntArray:
@@ -69,13 +69,13 @@ def with_labels_of_group(rows: AuditRows, usable: IntArray, label: IntArray) -> 
 
 
 def choose_tokens(rows: AuditRows, usable: IntArray, share: float) -> BoolArray:
-    """[T] true at the tokens that a first pass scores: about `share` of the sampled tokens.
+    """[T] true at the tokens that a first pass scores, about a fraction `share` of sampled tokens.
 
     The same number of tokens is chosen in every span, at least `FEWEST`, because checking the label
     of a short span takes as many tokens as checking the label of a long span. Half are chosen among
     the last tokens, to reveal weights that were swapped mid-response; half are spread over the rest.
-    Each is the least likely token of its part of the span, because a nearly certain token has the
-    same log-probability under all weights.
+    Each chosen token is the least likely one of its part of the span, because a nearly certain
+    token has the same log-probability under all weights.
     """
     spans = np.flatnonzero(np.isin(rows.span_row, usable))
     lengths = rows.span_length[spans]

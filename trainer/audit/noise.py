@@ -1,13 +1,13 @@
-"""The noise of an engine: how far its log-probabilities are from exact ones under the same weights.
+"""Model the differences between an engine's log-probabilities and exact ones: the engine's noise.
 
 Reduced precision changes every logit a little. If the logits have independent errors, the error of
-a log-probability is proportional to 1 - p: a token that is almost certain has almost none. The
-scale of the noise is therefore
+a log-probability is proportional to 1 - p: almost certain tokens have almost no error. The scale of
+the noise is therefore
 
     sigma = FLOOR + kappa(-logprob) * (1 - p) / temperature
 
 where kappa is estimated from the data, by ranges of the log-probability. Errors have a Student t
-distribution, mixed with a small share of outliers, so that no single token decides a verdict.
+distribution, mixed with a small fraction of outliers, so that no single token decides a verdict.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Array = npt.NDArray[np.floating]
 FLOOR = 1e-3
 """Smallest scale, in nats, due to rounding in float32 and interpolation between temperatures."""
 EDGES = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Boundaries between the ranges of -logprob, in nats; each range has its own kappa."""
+"""Boundaries between the ranges of -logprob, in nats; kappa is estimated for each range."""
 OUTLIERS, OUTLIER_SCALE = 0.01, 2.0
-"""Share of outliers, and the scale of their Cauchy distribution in nats."""
+"""Fraction of outliers, and the scale of their Cauchy distribution in nats."""
 DEGREES = {2.0: 0.816, 3.0: 0.765, 4.0: 0.741, 6.0: 0.718, 12.0: 0.695}
 """Candidate degrees of freedom, each with the median absolute value of its distribution."""
 ASSUMED_KAPPA, SMALLEST_KAPPA, LARGEST_KAPPA = 0.08, 2e-3, 0.35
@@ -44,15 +44,16 @@ EXACT_NOISE = 0.01
 CHI_SQUARED_MEDIAN = 0.455
 """Median of the square of a standard normal variable."""
 SCALES = tuple(float(x) for x in 2.0 ** np.arange(-1, 1.01, 0.25))
-"""Factors of sigma that the spans of an engine may have."""
+"""Factors by which the sigma of a span may differ from the sigma of its engine."""
 LARGER_SCALES = tuple(float(x) for x in 2.0 ** np.arange(0.75, 9.01, 0.25))
-"""Factors of sigma that indicate another source of noise."""
+"""Factors of sigma that indicate a source of noise other than the engine."""
 LARGEST_MEAN = 0.5
 """Mean absolute difference, relative to the mean of (1 - p) / temperature, above which a span fits no
 candidate, even if most of its tokens do."""
 SPREAD_BOUNDS = (0.12, 0.4)
 LEAST_SENSITIVE = 0.02
-"""Added to the sensitivity of each token, so that an almost certain token is not decisive."""
+"""Constant added to the sensitivity of each token, so that almost certain tokens are not
+decisive."""
 FEWEST_USUAL = 3
 """Minimum number of spans for `Noise.usual`."""
 PRIOR_TOKENS = 30
@@ -136,12 +137,15 @@ class Noise:
         return float(score / max(information, 1e-12) ** 0.5)
 
     def prior(self, scales: Array) -> Array:
-        """Return the log-prior of factors of a span's sigma, minus the log-prior of the factor 1."""
+        """Return the log-prior of multiplying a span's sigma by each of `scales`.
+
+        The log-prior is relative to the factor 1.
+        """
         return -0.5 * (np.log(scales) / self.spread) ** 2
 
 
 def outlier_density(difference: Array) -> Array:
-    """Return the log of the density of outliers, weighted by their share."""
+    """Return the log of the density of outliers, weighted by the fraction of outliers."""
     found: Array = log(OUTLIERS / (pi * OUTLIER_SCALE)) - np.log1p(
         (difference / OUTLIER_SCALE) ** 2
     )

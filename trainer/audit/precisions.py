@@ -70,4 +70,4 @@ PRECISIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 
 COMPUTED = ("bfloat16", "float16")
 """Precisions in which engines also compute. Rounded weights then explain only a part of the
-differences: about a tenth of their log-likelihood per token for SmolLM2."""
+differences. For SmolLM2, this part is about a tenth of the log-likelihood per token."""

@@ -175,7 +175,7 @@ def variant_rows(
     variants: PromptVariants,
     names: Collection[str] | None = None,
 ) -> VariantRows | None:
-    """Copy rows with each variant of their prompts, or only those in `names`; None without variants.
+    """Copy rows with each variant of their prompts, or each one in `names`; None without variants.
 
     Recorded experts are dropped, because they belong to the stored prompt's tokens.
     """

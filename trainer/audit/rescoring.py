@@ -19,7 +19,7 @@ from trainer.models.policy import Policy
 from trainer.reports.memory_estimate import available_bytes
 
 CACHED_SHARE = 0.4
-"""Share of the free memory that loaded candidates may take in total."""
+"""Fraction of the free memory that loaded candidates may take in total."""
 
 
 class Weights:

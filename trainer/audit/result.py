@@ -22,7 +22,7 @@ class AuditSettings:
 
     Attributes:
         thorough: Forward all rows under all candidates.
-        first_pass: Share of the sampled tokens that the first pass scores, under their labelled
+        first_pass: Fraction of the sampled tokens that the first pass scores, under their labelled
             weights; None: all.
         explains: Try other prompts and precisions for spans that no candidate explains.
         trees: Forward shared prefixes once; if false, rows are forwarded separately.

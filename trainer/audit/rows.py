@@ -100,7 +100,7 @@ class AuditRows:
         return is_target
 
     def refuse(self, rows: BoolArray, reason: str) -> None:
-        """Set the reason why the given rows ([R] bool) cannot be audited, where none is set yet."""
+        """Set the reason why the given rows ([R] bool) cannot be audited; keep existing reasons."""
         for row in np.flatnonzero(rows).tolist():
             self.reasons[row] = self.reasons[row] or reason
 

@@ -1,8 +1,8 @@
 """Score sampled tokens under every sampling hypothesis, from the logits of one forward pass.
 
-An audit compares stored log-probabilities with those that a candidate's weights give at any
-temperature, before and after truncation. The logits of a token are reduced to a few dozen numbers
-from which all of these follow, so that no hypothesis needs another forward pass.
+An audit compares stored log-probabilities with a candidate's log-probabilities at any temperature,
+before and after truncation. The logits of a token are reduced to a few dozen numbers, from which
+these log-probabilities are computed, so that no hypothesis needs another forward pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decide for one span which weights and settings its stored log-probabilities fit best.
 
-Each hypothesis predicts the log-probability of every token. The differences from the stored ones,
-relative to the engine's noise, give a likelihood. A hypothesis replaces the label only if its
-log-likelihood exceeds the label's by more than its penalty, and only if this does not depend on a
-single token.
+Each hypothesis predicts the log-probability of every token. The differences between predicted and
+stored log-probabilities, relative to the engine's noise, give a likelihood. A hypothesis replaces
+the label only if its log-likelihood exceeds the label's by more than its penalty, and only if this
+does not depend on a single token.
 """
 
 from __future__ import annotations
@@ -58,14 +58,16 @@ FAULTS: tuple[Kind, ...] = (
     *("offset", "noise", "prompt", "unknown_model"),
 )
 PENALTY = 10.0
-"""Minimum log-likelihood ratio for reporting a fault, in nats: prior odds of 22,000 to 1 against it."""
+"""Minimum log-likelihood ratio for reporting a fault, in nats. It corresponds to prior odds of
+22,000 to 1 against a fault."""
 DOUBT = 2.0
 """Log-likelihood ratio against the label, in nats, above which a span is suspicious."""
 COLDEST = INVERSE_TEMPERATURES[-1]
 """Largest inverse temperature of the grid."""
 OFFSETS = (-2, -1, 1, 2)
 SMALLEST_SQUARE = 0.25
-"""Mean square of the differences, relative to the noise, below which a common sign is no evidence."""
+"""Mean square of the differences, relative to the noise, below which a common sign is not evidence
+of a fault."""
 UNUSUAL = 6.0
 """A span is suspicious if the mean difference of the span, or of its end, exceeds this multiple of
 `Noise.usual`. The smallest scale of the noise model would hide such differences for a float32 engine."""
@@ -75,8 +77,8 @@ SIMILAR_NOISE = 1.5
 """Larger noise is attributed to the labelled weights if their scale is at most this multiple of the
 scale under the best-fitting weights."""
 UNRELATED_SCALE, UNRELATED_FACTOR = 0.05, 8.0
-"""Differences whose typical scale exceeds both limits are not attributed to rounding: an absolute limit,
-about the scale of bfloat16, and a multiple of the dataset's noise."""
+"""Differences are not attributed to rounding if their typical scale exceeds two limits: an absolute
+one, which is about the scale of bfloat16, and a multiple of the dataset's noise."""
 REFINED = 9
 """Number of temperatures tried between two neighbouring temperatures of the grid."""
 SHORT_TOKENS = 20
@@ -202,8 +204,9 @@ class Verdict:
     Attributes:
         kind: The fault, or `as_labelled`.
         hypothesis: The best hypothesis.
-        log_likelihood_ratio: Log-likelihood of the best hypothesis minus the label's, in nats;
-            0 for `as_labelled`. Without a label, the best candidate minus the second best.
+        log_likelihood_ratio: Log-likelihood of the best hypothesis minus the label's, in nats; 0
+            for `as_labelled`. Without a label, log-likelihood of the best candidate minus the
+            second-best candidate's.
         margin: Log-likelihood of the best version minus the next best version's, in nats; NaN with
             a single candidate.
         rival: Candidate of the next best version; None with a single candidate.
@@ -556,7 +559,7 @@ def _rests_on_several(best: Fit, label: Fit) -> bool:
 
 
 def _evidence(span: Span, fit: Fit, noise: Noise) -> float:
-    """Return the log-likelihood ratio between a fit and weights that differ as much as candidates do."""
+    """Return the log-likelihood ratio between a fit and weights as far apart as two candidates."""
     inverse, difference = fit.hypothesis.inverse_temperature, span.stored - fit.predicted
     sigma = noise.sigma(fit.predicted, inverse) * fit.scale
     other = noise.apart * Residuals(difference, fit.predicted, inverse).sensitivity

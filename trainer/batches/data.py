@@ -159,8 +159,8 @@ def read_rows(
 
     Rows are in the order of `groups`, so reading several lists of groups and concatenating the
     tables gives the same result as reading all groups at once. Without `replay_routing`, routes are
-    dropped. With it, steps whose routes differ are not merged, so that each is forwarded with the
-    experts that sampled it.
+    dropped. With `replay_routing`, steps whose routes differ are not merged, so that each is
+    forwarded with the experts that sampled it.
     """
     names = UNUSED_COLUMNS if replay_routing else (*UNUSED_COLUMNS, ROUTING)
     unused = [name for name in names if name in rollouts.collect_schema()]

@@ -32,7 +32,7 @@ class MiniBatch:
 
     @property
     def repeated_share(self) -> float | None:
-        """Share of tokens forwarded again because trees were cut; None if rows are chains."""
+        """Tokens repeated because trees were cut, per distinct token; None if rows are chains."""
         if self.num_distinct_tokens is None:
             return None
         return self.num_tokens / max(self.num_distinct_tokens, 1) - bool(self.forests)
@@ -57,7 +57,7 @@ class Packing:
 
 
 def cut_batch(batch: Batch, packing: Packing, num_ranks: int = 1) -> list[MiniBatch]:
-    """Split a batch into mini-batches, and these into micro-batches of `tokens_per_micro_batch`.
+    """Split a batch into mini-batches, and each into micro-batches of `tokens_per_micro_batch`.
 
     With the layout `tree`, every row must be a single step. `num_ranks` processes share the
     micro-batches.

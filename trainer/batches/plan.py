@@ -27,8 +27,8 @@ class Plan:
             masked), advantage (float64, 0 if masked or if the estimator works per token),
             mini_batch (int64, its optimizer step within its batch).
         batches: Instance ids of each batch, in order of the groups' first appearance.
-        num_groups_without_variance: Trained groups of two or more whose returns are all equal;
-            `drop_zero_variance_groups` leaves them out.
+        num_groups_without_variance: Trained groups of two or more trajectories whose returns are
+            all equal; `drop_zero_variance_groups` leaves them out.
         group_size: Expected number of trajectories per group.
         num_partial_groups: Number of groups of a different size; 0 if advantages are not relative
             to the group.
@@ -81,9 +81,9 @@ def dataset_returns(rollouts: pl.LazyFrame, outcome: Outcome | None) -> pl.DataF
 def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
     """Plan the batches of a dataset.
 
-    A batch has `groups_per_batch` groups and a mini-batch `groups_per_mini_batch` of them, so the
-    number of optimizer steps depends only on the number of groups, never on turns or failures. The
-    last mini-batch and the last batch may be smaller.
+    A batch has `groups_per_batch` groups, and a mini-batch has `groups_per_mini_batch` of its
+    batch's groups, so the number of optimizer steps depends only on the number of groups, never on
+    turns or failures. The last mini-batch and the last batch may be smaller.
 
     Args:
         returns: instance_id, trajectory_id, return, error: one row per trajectory.

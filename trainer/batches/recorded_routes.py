@@ -22,7 +22,7 @@ class Routes:
 
     Attributes:
         tokens: R rows of [tokens, layers * topk] int16; a row may be empty.
-        num_layers: Number of layers in the model, including those without experts.
+        num_layers: Number of layers in the model, including layers without experts.
         topk: Experts per token and layer.
     """
 

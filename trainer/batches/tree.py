@@ -5,8 +5,8 @@ routed in two ways has two hidden states and is forwarded twice.
 
 Rows are sorted by their tokens, so a row shares no more tokens with any earlier row than with the
 previous one. The tokens that each row adds to the previous one, concatenated, are the trie in
-depth-first order. The lengths of the prefixes that neighbours share determine its branches, so
-the tokens are not read again.
+depth-first order. The lengths of the prefixes that neighbouring rows share determine the branches
+of the trie, so the tokens are not read again.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def trie_forest(
 
 
 def _branches(trie: Trie, begin: IntArray) -> tuple[IntArray, IntArray]:
-    """Compute each token's `subtree_end` ([N]), and for each row the earlier row it extends ([R]).
+    """Compute each token's `subtree_end` ([N]), and the earlier row that each row extends ([R]).
 
     A stack holds the path from the root to the end of the current row. Each entry is a run of
     tokens on that path: the row that added them, and their depth range. The next row ends the runs,

@@ -39,7 +39,7 @@ from trainer.run.update import Learner
 
 Values = npt.NDArray[np.float64]
 NUM_UNITS = 3
-"""Number of trajectories, and of groups, whose gradients are computed: the largest shares."""
+"""Gradients are computed for this number of trajectories and of groups with the largest shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,15 +48,36 @@ class Blame:
 
     G is the gradient of the update before clipping, and G_i is the gradient of row i: see
     `trainer.blame.gradients`. s(g) is the step that the optimizer would take with the gradient g:
-    see `TrialSteps`. without_i is the gradient without row i, as `rollouts replay --without` makes
-    it: the denominators of the loss count only the other rows. If the reduction thereby scales the
-    weights of all other rows by the same factor f_i,
+    see `TrialSteps`. without_i is the gradient without row i, as `rollouts replay --without`
+    computes it: the denominators of the loss count only the other rows. If the reduction thereby
+    scales the weights of all other rows by the same factor f_i,
 
         without_i = f_i (G - G_i)
 
     for example f_i = M / (M - M_i) for `token_mean` with M targets, M_i of them in row i. Otherwise
     (`prompt_mean`, `trajectory_mean`, clip_cov, kl_cov), computing without_i needs another pass
     over the rows whose weights change by different factors: see `LeavingOut`.
+
+    `rows` has these columns:
+
+    - `row` (the row's name), `trajectory_id` and `instance_id`;
+    - `steps`: list of the `step_index` of the dataset rows whose targets the row contains;
+    - `selectors`: list of values of `rollouts replay --without` that select the row;
+    - `num_targets`, and `advantage`, which is the mean over the row's targets;
+    - `share`: <G_i, G> / |G|^2;
+    - `gradient_norm`: |G_i|;
+    - `norm_without`: |without_i|; null where computing it needs another pass, unless the row is one
+      of the first rows;
+    - `mismatch` and `surprise`: see `traits`; `score` and `trait`: see `outlier_scores`.
+
+    Further columns are null except in the first rows:
+
+    - `step_share`: <G_i, s(G)> / <G, s(G)>, the row's share of the decrease in loss that the step
+      achieves;
+    - `step_change`: |s(without_i) - s(G)| / |s(G)|;
+    - `held_out_change`: <h, s(without_i) - s(G)>, where h is the gradient of the loss on held-out
+      rows before the step. To first order, leaving out the row would have increased the loss on
+      held-out rows after the update by this amount.
 
     Attributes:
         run: Directory of the run, as given.
@@ -67,22 +88,13 @@ class Blame:
         max_grad_norm: Norm above which the update clips the gradient.
         is_fast: Whether the norms of rows come from one backward pass per micro-batch.
         num_targets: Number of trained tokens of the update.
-        rows: One row for each row of the batch that has targets, sorted by how far it stands
-            out. Columns: `row` (its name), `trajectory_id`, `steps` (list of the `step_index` of the
-            dataset rows whose targets it contains), `selectors` (list of values of
-            `rollouts replay --without` that select it), `instance_id`, `num_targets`;
-            `advantage` (mean over its targets); `share`, <G_i, G> / |G|^2; `gradient_norm`, |G_i|;
-            `norm_without`, |without_i|, null where computing it needs another pass, unless the row
-            is one of the first rows; the traits `mismatch` and `surprise`; `score` and `trait`:
-            see `outlier_scores`. For the first rows only, and null for the others: `step_share`,
-            <G_i, s(G)> / <G, s(G)>, the row's share of the decrease in loss that the step achieves;
-            `step_change`, |s(without_i) - s(G)| / |s(G)|; and `held_out_change`,
-            <h, s(without_i) - s(G)>, with the gradient h of the loss on held-out rows before the
-            step: to first order, how much higher the loss on held-out rows would have been after
-            the update if the row had been left out.
-        trajectories: One row per trajectory, by decreasing |share|: `trajectory_id`, `num_rows`,
-            `share`; and `gradient_norm` and `norm_without` of the first ones.
-        groups: The same for groups, by `instance_id`.
+        rows: One row for each row of the batch that has targets, sorted by how far the row stands
+            out. The columns are described above.
+        trajectories: One row per trajectory, by decreasing |share|. Columns: `trajectory_id`,
+            `num_rows`, `share`; and, for the first trajectories only, `gradient_norm` and
+            `norm_without`.
+        groups: One row per group, with the same columns, but with `instance_id` instead of
+            `trajectory_id`.
         shares: The table of shares, one row for each row of the dataset: see `shares_table`.
     """
 
@@ -314,7 +326,7 @@ def _with_effects(
 
 
 class Units:
-    """Shares of trajectories and groups in the gradient, with gradient norms of the largest ones.
+    """Shares of trajectories and groups in the gradient, with norms for the largest shares.
 
     A unit is a trajectory or a group. A unit with a single row has the norms of that row. The
     gradient of any other unit is computed from its rows, or from all other rows if these have fewer

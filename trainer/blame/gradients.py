@@ -1,16 +1,17 @@
 """Gradients of single rows: their norms, and their inner products with a direction.
 
-The gradient of an update is a sum over its targets. With the policy's log-probability l_t and
-entropy h_t of target t, and the derivatives c_t and e_t of the loss with respect to them:
+The gradient of an update is a sum over its targets. Let l_t and h_t be the policy's log-probability
+and entropy at target t, and c_t and e_t the derivatives of the loss with respect to l_t and h_t.
+Then
 
     G   = sum over all targets of (c_t grad l_t + e_t grad h_t)
     G_i = the same sum over the targets of row i,        so that the sum of all G_i is G
 
 c_t and e_t contain everything else that the loss depends on: weights and denominators of the
-reduction, advantages, ratios, clipping, corrections, divergence. Their values come from the update with
-all rows. Quantities that depend on several rows (denominators, the selection of clip_cov and kl_cov)
-are constants: G_i does not contain their derivatives, and neither does the update's gradient. A
-user's loss that compares rows is rejected: see `check_rows_are_separate`.
+reduction, advantages, ratios, clipping, corrections, divergence. The values of c_t and e_t come
+from the update with all rows. Quantities that depend on several rows (denominators, the selection
+of clip_cov and kl_cov) are constants: G_i does not contain their derivatives, and neither does the
+update's gradient. A user's loss that compares rows is rejected: see `check_rows_are_separate`.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def row_gradients(
     """Compute the gradient of an update and the norm of each row's gradient.
 
     By default, all norms of a micro-batch are computed in one backward pass (see `GhostNorms`), and
-    the largest one is checked against a backward pass of that row alone. If a layer of the model is
-    not supported, or the check fails, there is a backward pass for each row.
+    the largest norm is checked against a backward pass of that row alone. If a layer of the model
+    is not supported, or the check fails, there is a backward pass for each row.
 
     Rows of a tree share tokens, and therefore part of the backward pass. They are forwarded as
     separate chains here, which costs as much as the layout `step`.

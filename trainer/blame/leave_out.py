@@ -1,4 +1,4 @@
-"""The gradient of an update without some of its rows, as `rollouts replay --without` makes it."""
+"""The gradient of an update without some of its rows, as in `rollouts replay --without`."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def check_rows_are_separate(
                 continue
             got = (
                 f"the loss of row {batch.names[int(number)]} depends on other rows of its"
-                " micro-batch, so the update cannot be split into shares of rows"
+                " micro-batch, so the update cannot be split into the contributions of its rows"
             )
             hint = "rollouts replay --without shows the effect of leaving a row out"
             raise InputError("blame_rows", f"{POLICY_LOSS.key} {function.name}", got, hint=hint)

@@ -23,7 +23,7 @@ def traits(found: RowGradients, batch: Batch, share: Values) -> dict[str, Values
     Args:
         found: The rows and their gradient norms.
         batch: The batch.
-        share: [R] share of each row in the gradient.
+        share: [R] each row's share of the gradient.
 
     Returns:
         `share`; `gradient_norm`: L2 norm of the row's gradient; `advantage`: mean of |advantage|;
@@ -52,8 +52,8 @@ def traits(found: RowGradients, batch: Batch, share: Values) -> dict[str, Values
 def outlier_scores(traits: Mapping[str, Values]) -> dict[str, Values]:
     """Compute a score for each trait, which measures how far each of R rows stands out in it.
 
-    The score of a share p of the gradient is 10 (|p| - 1 / R): a row whose share exceeds an equal
-    share by 40 percentage points scores 4, however the rest is distributed. The score of any other
+    The score of a share p of the gradient is 10 (|p| - 1 / R): a row whose share exceeds 1 / R by
+    40 percentage points scores 4, whatever the shares of the other rows. The score of any other
     trait x is
 
         (x - median) / (q90 - median)

@@ -22,7 +22,7 @@ WIDTH = 100
 STANDS_OUT = 4.0
 """Minimum score at which a row is reported as standing out."""
 MAJORITY = 0.5
-"""Minimum share at which a trajectory with several rows is reported."""
+"""Minimum share of the gradient at which a trajectory with several rows is reported."""
 
 
 def summary(found: Blame, limit: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def shares_table(
         dataset: Path of the dataset.
         origins: Stored rows of the batch's tokens.
         targets: [T] bool, response tokens that are targets of the update.
-        token_shares: [T] share of each target.
+        token_shares: [T] each target's share of the gradient.
         batch: The batch.
         rows: Rows of the batch in order of rank, with `batch_row`.
     """

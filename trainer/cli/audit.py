@@ -68,10 +68,11 @@ def audit(
 ) -> int:
     """Find the weights and sampling settings that best explain the stored log-probabilities.
 
-    Forwards the stored tokens under the candidate weights, and compares the log-probabilities with
-    those that the engine reported. Reports, for each sampled span, wrong labels and broken data: other
-    weights, a swap of weights within the response, another temperature or truncation, shifted
-    log-probabilities, another precision, another prompt or model. Exits with code 1 if it reports any.
+    Forwards the stored tokens under the candidate weights, and compares the results with the
+    log-probabilities that the engine reported. Reports, for each sampled span, wrong labels and
+    broken data: other weights, a swap of weights within the response, another temperature or
+    truncation, shifted log-probabilities, another precision, another prompt or model. Exits with
+    code 1 if it reports any.
 
     By default, each row is forwarded under its labelled weights, and under the other candidates only
     if the labelled weights do not fit.

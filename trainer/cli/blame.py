@@ -24,7 +24,7 @@ EXAMPLES = example(
     "--held-out",
     metavar="DS",
     help="Dataset that the run did not train on; also report how leaving out each of the top rows"
-    " would have changed its loss.",
+    " would have changed the loss on this dataset.",
 )
 @click.option(
     "--top",
@@ -42,7 +42,8 @@ EXAMPLES = example(
 @click.option(
     "--out",
     metavar="FILE.parquet",
-    help="Write the shares of all rows and tokens. `rollouts view` shows RUN/blame/*.parquet.",
+    help="Write the shares of all rows and tokens in the update's gradient. `rollouts view` shows"
+    " RUN/blame/*.parquet.",
 )
 @click.option(
     "--set",

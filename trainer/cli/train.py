@@ -146,7 +146,7 @@ def train(
     "metrics",
     multiple=True,
     metavar="NAME",
-    help="For runs: a key of metrics.jsonl; may be repeated. Default: the most useful ones.",
+    help="For runs: a key of metrics.jsonl; may be repeated. Default: the most useful keys.",
 )
 @click.option(
     "--max-row-tokens",

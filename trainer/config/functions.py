@@ -190,7 +190,7 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
         got = f"parameters ({', '.join(parameters)})"
         several = "exactly one" if kind.exactly_one else "at least one"
         number = "" if len(kind.needs_one_of) == 1 else f"{several} of "
-        expected = f"{number}{', '.join(kind.needs_one_of)} among them"
+        expected = f"parameters that include {number}{', '.join(kind.needs_one_of)}"
         hint = found or f"name a parameter after one of the {known_inputs(kind)}"
         raise InputError(kind.key, function.name, got, expected, hint)
     of_tokens = function.inputs & {"trajectory", "values"}

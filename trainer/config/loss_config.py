@@ -94,7 +94,7 @@ class LossConfig:
     token_mask_is_threshold_high: Positive | None = None
     """Leave out tokens whose importance ratio is above this bound. Requires `..._low`."""
     allow_mismatched_logprobs: bool = False
-    """Correct for mismatch even if `rollout_logprobs` are not those of the sampled distribution."""
+    """Correct for mismatch even if `rollout_logprobs` are not from the sampled distribution."""
 
     kl_loss_coef: NonNegative = 0.0
     """Weight of the KL divergence from `reference_model` in the loss; >= 0. 0 disables it."""

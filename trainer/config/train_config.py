@@ -75,7 +75,8 @@ class TrainConfig(LossConfig):
     reject the run, mask the group, or train on it after a warning. Applies only to estimators that
     compare the trajectories of a group (grpo, rloo, maxrl)."""
     drop_zero_variance_groups: bool = False
-    """Leave out groups of two or more whose returns are all equal, before batches are planned."""
+    """Leave out groups of two or more trajectories with equal returns, before batches are
+    planned."""
 
     groups_per_batch: Count = 8
     """Groups that share one `old_logprobs` pass; >= 1."""

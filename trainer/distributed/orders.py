@@ -18,7 +18,8 @@ from trainer.distributed.processes import lost_processes
 FOREVER = timedelta(days=365)
 """Maximum time that processes wait for an order: sampling an iteration may take days."""
 BRIEFLY = timedelta(seconds=60)
-"""Maximum time between the first and last process to notice a failure that affects all of them."""
+"""Maximum time between the first and last process to notice a failure that affects all
+processes."""
 
 
 class Orders:
@@ -68,8 +69,9 @@ class Orders:
     def under_way(self) -> Iterator[None]:
         """Carry out an order in this process.
 
-        After an error in the user's data or settings, the processes check that all of them had
-        one; if so, they can carry out other orders. After any other error, no order can be given.
+        After an error in the user's data or settings, the processes check whether it occurred in
+        all of them; if so, they can carry out other orders. After any other error, no order can be
+        given.
         """
         self._is_between = False
         try:

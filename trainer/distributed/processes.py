@@ -1,8 +1,8 @@
 """Exchange results between the processes that train one model.
 
-All processes make the same plan and have the same batch; each reads and forwards its own share, and
-results are exchanged so that all have the same values. With a single process, nothing is
-exchanged.
+All processes make the same plan and have the same batch. Each process reads and forwards a part of
+the batch, and the processes exchange results so that all have the same values. With a single
+process, nothing is exchanged.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:
 
 
 def own_groups(accelerator: Accelerator, groups: Sequence[str]) -> Sequence[str]:
-    """Select the contiguous share of a batch's groups that this process reads."""
+    """Select the contiguous range of a batch's groups that this process reads."""
     num, rank = len(groups), accelerator.process_index
     bounds = [num * r // accelerator.num_processes for r in (rank, rank + 1)]
     return groups[slice(*bounds)]
@@ -150,7 +150,8 @@ def combine(accelerator: Accelerator, values: Tensor, forests: Sequence[Forest])
 
     Args:
         accelerator: The Accelerator of the run.
-        values: [T] float32 on the CPU, known at the targets of this process's share, 0 elsewhere.
+        values: [T] float32 on the CPU, known at the targets of this process's micro-batches, 0
+            elsewhere.
         forests: The micro-batches of all processes; they determine which tokens are targets.
 
     Returns:
@@ -171,7 +172,8 @@ def gather_parts(
 ) -> list[Mapping[str, Tensor]]:
     """Gather the named tensors of all micro-batches on the CPU, ordered by micro-batch number.
 
-    `parts` are the tensors of this process's share, by number; fillers (below 0) are ignored.
+    `parts` are the tensors of this process's micro-batches, by number; fillers (below 0) are
+    ignored.
     """
     if accelerator.num_processes == 1:
         return [parts[number] for number in sorted(parts)]

@@ -26,7 +26,7 @@ _GATHERING_S = 0.005
 class TransformersEngine:
     """An `Engine` that samples from a Transformers model in this process.
 
-    Its log-probabilities are exactly those of the distribution that it samples from.
+    It reports the exact log-probabilities of the distribution that it samples from.
 
     Concurrent calls are batched; later calls wait until the batch ends. The samples of a call
     with a seed do not depend on the batch, up to rounding.

@@ -81,11 +81,11 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
 def linear_layers(model: Any) -> list[str]:
     """List the name suffixes of the linear layers that get adapters by default.
 
-    These are all linear layers except the head; in a mixture-of-experts model, only those of
-    attention layers.
+    These are all linear layers except the head; in a mixture-of-experts model, only the linear
+    layers inside attention.
 
-    In Transformers, experts and routers are not `nn.Linear` modules, but peft would match those
-    whose names end like the name of a linear layer.
+    In Transformers, experts and routers are not `nn.Linear` modules, but peft would match experts
+    and routers whose names end like the name of a linear layer.
     """
     head, modules = model.get_output_embeddings(), list(model.named_modules())
     layers = [n.split(".") for n, m in modules if isinstance(m, nn.Linear) and m is not head]

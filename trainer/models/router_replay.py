@@ -2,10 +2,10 @@
 
 Transformers' routers return logits, weights and experts of each token; the expert layer uses the
 last two. A forward hook on the router replaces the experts with the recorded ones, and the weights
-with those that the router would compute for these experts from its logits. So gradients reach the
-router through the weights, never through the choice of experts. Model code is not modified. To
-support a family of models, add an entry to `WEIGHTS`: the class name of its routers, and the
-function that computes weights.
+with the values that the router would compute for these experts from its logits. Gradients therefore
+reach the router through the weights, never through the choice of experts. Model code is not
+modified. To support a family of models, add an entry to `WEIGHTS`: the class name of its routers,
+and the function that computes weights.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Routers:
 
     Attributes:
         by_layer: Router by layer number, for layers that have one.
-        num_layers: Number of layers, including those without a router.
+        num_layers: Number of layers, including layers without a router.
         num_experts: Number of experts that each router chooses from.
         topk: Number of experts per token.
     """

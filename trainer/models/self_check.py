@@ -16,7 +16,7 @@ from trainer.batches.forest import Forest
 from trainer.models.router_replay import recorded
 
 WINDOW = 4
-"""Size of sliding windows during the check: small enough that its rows exceed them."""
+"""Size of sliding windows during the check; small enough that the checked rows exceed it."""
 ROWS = (
     tuple(range(11)),
     (*range(5), 11, 12, 13, 14),
@@ -30,7 +30,7 @@ TOLERANCE = 1e-3
 
 @torch.no_grad()
 def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
-    """Compare log-probabilities of a few rows with those of the model's own eager forward pass.
+    """Compare log-probabilities of a few rows with the results of the model's eager forward pass.
 
     Even in unknown architectures, this detects a head whose logits differ from the model's, rows
     that attend to each other, misplaced windows, wrong weights of replayed experts, and forward

@@ -59,9 +59,9 @@ class Changes:
     and the gradient is clipped again. The advantages of the other rows are not recomputed: the row
     stays in their baseline. Old and reference log-probabilities and values do not change either.
     The difference between the two steps is therefore the row's own contribution to the
-    gradient; a new baseline would change the share of every other row of its group as well. In a
-    merged row, the tokens of a step that is left out remain as the context of later steps; the row
-    no longer counts once none of its targets remains.
+    gradient; a new baseline would also change the contribution of every other row of its group. In
+    a merged row, the tokens of a step that is left out remain as the context of later steps; the
+    row no longer counts once none of its targets remains.
 
     Attributes:
         settings: `key=value` strings, as for `--set`.
@@ -301,7 +301,7 @@ def _check_found(
     else:
         got = "no such row in the update"
     examples = names.filter(used).unique(maintain_order=True).head(3).to_list()
-    expected = f"rows that it trains on, such as those of {', '.join(examples)}"
+    expected = f"rows that it trains on, such as the rows of {', '.join(examples)}"
     hint = f"list the rows of its dataset: rollouts inspect {run.config.dataset}"
     raise InputError("replay_without", where, got, expected, hint)
 

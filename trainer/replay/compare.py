@@ -130,7 +130,7 @@ def _gap(then: Any, now: Any) -> float | None:
 
 
 def token_differences(run: Path, update: int, tokens: pa.Table | None) -> list[Difference]:
-    """Compare an update's token records with those that the run wrote, column by column.
+    """Compare an update's token records with the run's token records, column by column.
 
     Args:
         run: Directory of the run.

@@ -30,7 +30,7 @@ Follow = Callable[[Progress | None], TrainingRun]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forwarded:
-    """A mini-batch between the checkpoint and the update to reconstruct, which was replayed.
+    """A replayed mini-batch between the checkpoint and the update to reconstruct.
 
     Attributes:
         recorded: The line of `metrics.jsonl` that the run wrote.

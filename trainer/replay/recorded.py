@@ -94,7 +94,7 @@ class RecordedRun:
 
 @contextmanager
 def naming_damaged(run: RecordedRun, update: int) -> Iterator[None]:
-    """Add a hint to errors about a damaged checkpoint that explains how to replay without it."""
+    """Add a hint to errors about a damaged checkpoint: how to replay without the checkpoint."""
     try:
         yield
     except InputError as error:

@@ -288,7 +288,7 @@ def _compared(found: Reconstruction, made: _Made, *, is_changed: bool) -> Replay
 def _saved_differences(
     found: Reconstruction, made: _Made
 ) -> Iterator[tuple[str, list[Difference]]]:
-    """Compare models and state with those that the run saved after the update.
+    """Compare models and state with the files that the run saved after the update.
 
     Yields a description of each part that was compared, and its differences.
     """

@@ -36,8 +36,8 @@ class Layout:
 
     Attributes:
         num_sequences: Rows with trained tokens.
-        num_tokens: Tokens to forward: in each row, those before its last trained token.
-        repeated_share: Ratio of tokens to forward to distinct tokens, minus 1; None if rows are
+        num_tokens: Tokens to forward: in each row, all tokens before its last trained token.
+        repeated_share: Tokens to forward divided by distinct tokens, minus 1; None if rows are
             chains.
         longest_tokens: Tokens of the longest row.
         micro_batches: Number of micro-batches with trained tokens, for each update.

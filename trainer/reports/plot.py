@@ -35,7 +35,7 @@ DEFAULT = (
 MAX_MARKED = 40
 """Maximum number of points joined by a line; a longer curve is smoothed."""
 
-_WIDTH = 0.04  # standard deviation of the smoothing window, as a share of the curve
+_WIDTH = 0.04  # standard deviation of the smoothing window, as a fraction of the curve
 _NUM_DRAWN = 400
 
 Curve: TypeAlias = tuple[list[int], list[float]]
@@ -48,7 +48,7 @@ def plot_runs(runs: Sequence[Path], out: Path, metrics: Sequence[str] = ()) -> l
     Args:
         runs: Directories of runs, or their `metrics.jsonl`.
         out: Image file; the format follows from the extension.
-        metrics: Keys of `metrics.jsonl`; empty: those of `DEFAULT` that a run has.
+        metrics: Keys of `metrics.jsonl`; empty: the metrics in `DEFAULT` that a run has.
 
     Returns:
         The plotted metrics.

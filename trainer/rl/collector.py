@@ -26,7 +26,7 @@ from trainer.rl.schedule import num_allowed
 from trainer.run.settings import plan_settings
 
 DROPPED_IN_A_ROW = 30
-"""A run ends after this many iterations' worth of consecutive groups without variance."""
+"""A run ends when its last groups, enough for this number of iterations, all lack variance."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class Collector:
 
     @property
     def num_begun(self) -> int:
-        """Number of groups assigned to iterations, plus those still running."""
+        """Number of groups that are assigned to iterations or still running."""
         return self._groups.num_kept + len(self._begun)
 
     def num_newly_dropped(self) -> int:

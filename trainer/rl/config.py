@@ -76,12 +76,13 @@ class RlConfig:
     `[generate]` sets `seed`."""
     save_every_iterations: Count | None = None
     """Iterations between checkpoints; >= 1. The first and the last iteration always save a
-    checkpoint. None: only these."""
+    checkpoint. None: no other checkpoints."""
     keep_weights: Count = 2
     """Number of newest versions to keep in `OUT/weights/`; >= 1."""
     audit_rows: CountOrZero = 4
-    """Number of rows per iteration, from different trajectories, to audit before training. The audit
-    checks that the labelled weights and settings sampled them. 0: no audit."""
+    """Number of rows per iteration, from different trajectories, to audit before training. The
+    audit checks that the rows were sampled with the weights and settings in their labels. 0: no
+    audit."""
     on_mismatch: Literal["warn", "stop"] = "warn"
     """What to do if audited rows were not sampled as labelled: `warn`, or `stop` the run if there
     are at least two such rows."""
@@ -91,10 +92,10 @@ class RlConfig:
     train: dict[str, Any] = field(default_factory=dict)
     """Table: keys of `rollouts train`; `groups_per_batch` is the number of groups per iteration."""
     evaluate: dict[str, Any] | None = None
-    """Table: `tasks`, `every_iterations` (10), and keys that override those of `[generate]`.
-    `group_size` is 1 and `temperature` 0 unless set here. The first and the last weights are always
-    evaluated. Each table `[evaluate.NAME]` is an evaluation set whose keys override those in
-    `[evaluate]`. None: no evaluation."""
+    """Table: `tasks`, `every_iterations` (default: 10), and keys that override keys of
+    `[generate]`. `group_size` is 1 and `temperature` 0 unless set here. The first and the last
+    weights are always evaluated. Each table `[evaluate.NAME]` is an evaluation set whose keys
+    override the keys in `[evaluate]`. None: no evaluation."""
 
     def __post_init__(self) -> None:
         for key, got, expected in _breaches(self):
@@ -166,7 +167,7 @@ class RlConfig:
         return any(is_last or version % one.every_iterations == 0 for one in planned)
 
     def resolved(self) -> dict[str, Any]:
-        """Return all keys and values to save, including those of tables."""
+        """Return all keys and values to save, including the tables."""
         sets = {name: plain_values(one) for name, one in self.evaluations(0).items()}
         return dataclasses.asdict(self) | {
             "generate": plain_values(self.generation),
@@ -216,7 +217,7 @@ _SET_NAME = re.compile(r"[\w-]+")
 
 
 def evaluation_sets(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Split `[evaluate]` into the keys that all sets share, and those of each `[evaluate.NAME]`.
+    """Split `[evaluate]` into the keys that all sets share, and the keys of each `[evaluate.NAME]`.
 
     Example:
         >>> evaluation_sets({"group_size": 4, "sums": {"tasks": "t.jsonl"}})
@@ -305,7 +306,7 @@ def _table_values(
 def _by_table(
     overrides: Sequence[str], is_table: Callable[[str], bool]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Separate overrides of top-level keys from those of keys in tables, grouped by table."""
+    """Separate overrides of top-level keys from overrides of keys in tables, grouped by table."""
     plain: list[str] = []
     nested: dict[str, list[str]] = {}
     for override in overrides:

@@ -1,4 +1,4 @@
-"""Evaluate the policy on evaluation sets, each with its own sampling settings."""
+"""Evaluate the policy on evaluation sets, which may have different sampling settings."""
 
 from __future__ import annotations
 

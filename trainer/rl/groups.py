@@ -22,7 +22,7 @@ Tables = Mapping[int, pa.Table]
 
 
 class Groups:
-    """Sampled groups of each iteration, including those already on disk.
+    """Sampled groups of each iteration, including groups already on disk.
 
     Attributes:
         size: Groups per iteration.

@@ -99,7 +99,7 @@ class RlResult:
 
 @contextmanager
 def _hints_name_the_table() -> Iterator[None]:
-    """Rewrite hints shared with `rollouts train`: in this configuration, its keys are in `[train]`."""
+    """Rewrite hints shared with `rollouts train`, whose keys are in the table `[train]` here."""
     try:
         yield
     except RolloutError as error:

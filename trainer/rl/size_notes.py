@@ -42,8 +42,8 @@ def longest_row(config: RlConfig, limit: RowLimit) -> int:
 def notes_of_size(config: RlConfig, models: Models) -> Iterator[str]:
     """Yield notes about the memory and time of an update whose rows have the maximum length.
 
-    On a CPU, both are measured on short chains. On a GPU, where a forward pass may first compile
-    for minutes, rows longer than a micro-batch are noted.
+    On a CPU, both are measured on short chains. On a GPU, where the first forward pass may compile
+    for minutes, nothing is measured: the note only warns about rows longer than a micro-batch.
     """
     training, most = config.training, longest_row(config, models.limit)
     budget, device = training.tokens_per_micro_batch, models.learner.accelerator.device

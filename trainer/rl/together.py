@@ -2,7 +2,7 @@
 
 The main process samples, evaluates, audits and logs. For updates, checkpoints and weights it gives
 an order, which all processes carry out together. The order of an update names the iteration's
-dataset in the run's directory; each process reads its share of it, as in `rollouts train`.
+dataset in the run's directory; each process reads a part of this dataset, as in `rollouts train`.
 """
 
 from __future__ import annotations

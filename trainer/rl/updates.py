@@ -49,7 +49,7 @@ DIGEST = "rollouts rl"
 class Learning:
     """Policy, optimizer and other training state across iterations; its methods are blocking.
 
-    Every process of a run has this object, and all call its methods together, except those that
+    Every process of a run has this object, and all call its methods together, except methods that
     only return numbers or notes.
 
     Args:

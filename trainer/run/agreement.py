@@ -11,9 +11,10 @@ from trainer.algorithms.losses.ratios import bounded_exp
 def agreement(difference: Tensor) -> dict[str, float]:
     """Compute metrics of a mini-batch's log-probability differences; see `schemas.run_metrics`.
 
-    The effective share is Kish's effective sample size over the number of tokens: with the ratios
-    r = exp(difference), (sum of r)^2 / (M x sum of r^2). It is 1 if all ratios are equal and 1/M if
-    one token has all the weight. Source: Kish, "Survey sampling" (1965), section 11.2.
+    The effective share of the tokens is Kish's effective sample size divided by the number of
+    tokens. With the ratios r = exp(difference), it equals (sum of r)^2 / (M x sum of r^2). It is 1
+    if all ratios are equal and 1/M if one token has all the weight. Source: Kish, "Survey sampling"
+    (1965), section 11.2.
 
     Args:
         difference: [M] float64 nats, the trainer's minus the sampler's log-probability of each

@@ -72,7 +72,7 @@ def batch_metrics(
 
 
 def _passed(trajectories: pl.DataFrame) -> pl.DataFrame:
-    """Compute the share of groups with a return above 0 in each mini-batch."""
+    """Compute the fraction of groups with a return above 0 in each mini-batch."""
     known = trajectories.filter(~pl.col("failed"))
     groups = known.group_by("mini_batch", "instance_id").agg(passed=(pl.col("return") > 0).any())
     share = pl.col("passed").mean().alias("reward/avg_pass_at_n")

@@ -73,8 +73,8 @@ def save_checkpoint(
         critic: Critic of the run, or None.
         save_state: Writes the directory's `state/`, from which a run resumes.
         keep: Number of checkpoints to keep, newest first; None: all.
-        weights: Weights of the model by name; None: those in memory.
-        critic_weights: Weights of the critic by name; None: those in memory.
+        weights: Weights of the model by name; None: the weights in memory.
+        critic_weights: Weights of the critic by name; None: the weights in memory.
 
     Returns:
         Directory of the checkpoint, for `AutoModelForCausalLM.from_pretrained`.

@@ -9,7 +9,7 @@ from schemas.errors import InvariantError, count
 from trainer.config.train_config import TrainConfig
 
 KEPT_SHARES = (0.75, 0.9, 1)
-"""Minimum share of rows kept by each suggested value of `max_row_tokens`."""
+"""Minimum fraction of rows that each suggested value of `max_row_tokens` keeps."""
 _MULTIPLE = 256  # suggested values are multiples of this, or the model's limit
 
 

@@ -208,7 +208,7 @@ def corrects_for_sampler(
 
     Without `rollout_logprobs`, default weights are switched off; explicitly requested ones are an
     error. An unknown `logprobs_mode` is treated as raw, which matters only if raw log-probabilities
-    differ from those of the sampled distribution.
+    differ from the log-probabilities of the sampled distribution.
 
     Raises:
         InvariantError, InputError: Only some rows have log-probabilities; these are not from the
@@ -246,7 +246,7 @@ def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, o
         sampled = ("temperature", "top_p", "top_k", "sampling_extra")
         temperature, top_p, top_k, extra = (pl.col(name) for name in sampled)
         is_changed = (temperature != 1) | (top_p < 1) | (top_k > 0) | extra.is_not_null()
-        mode = "rollout_logprobs are not those of the sampled distribution (logprobs_mode"
+        mode = "rollout_logprobs are not from the sampled distribution (logprobs_mode"
         mode = f"{mode} {logprobs_mode or 'unknown'},"
         shown = pl.format(
             f"{mode} temperature {{}}, top_p {{}}, top_k {{}}{{}})",

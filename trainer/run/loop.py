@@ -42,8 +42,8 @@ class TrainResult:
             gradient was not finite.
         num_groups: Groups in the plan.
         num_trained_groups: Groups that contributed a nonzero gradient to a step.
-        num_groups_without_variance: Groups of two or more whose returns are all equal; in the plan
-            unless `drop_zero_variance_groups` removed them.
+        num_groups_without_variance: Groups of two or more trajectories whose returns are all equal;
+            in the plan unless `drop_zero_variance_groups` removed them.
         num_failed: Failed trajectories in the plan.
         num_greedy_rows: Rows masked because they were sampled at temperature 0.
         metrics: Metrics of the last update.
@@ -70,7 +70,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     Args:
         config: Configuration of the run.
         resume: Resume from the latest checkpoint in `OUT/`, or start if there is none. On a CPU
-            with the same number of threads, all metrics except times equal those of an
+            with the same number of threads, all metrics except times equal the metrics of an
             uninterrupted run bit for bit.
 
     Returns:

@@ -377,7 +377,7 @@ def load_groups(run: TrainingRun, groups: Sequence[str]) -> LoadedBatch:
 
 
 def _load(run: TrainingRun, shares: Iterator[Share]) -> LoadedBatch:
-    """Load the next batch, from the shares that all processes read."""
+    """Load the next batch, from the parts that all processes read."""
     accelerator, packing = run.learner.accelerator, run.settings.packing
     own, generated, stored = agreed(accelerator, lambda: next(shares))
     rows = exchange_rows(accelerator, own)

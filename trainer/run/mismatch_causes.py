@@ -14,7 +14,7 @@ from trainer.batches.forest import Forest
 from trainer.run.update import Learner, policy_logprobs
 
 EXPLAINED = 1 / 3
-"""A cause is reported only if undoing it reduces the difference to at most this share."""
+"""A cause is reported only if undoing it reduces the difference to at most this fraction."""
 TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
 
 

@@ -1,7 +1,7 @@
 """Show progress within updates, and stop between micro-batches.
 
 An update forwards its tokens several times: the passes without gradient that a batch needs before
-its first update, then the training passes. `Passes` counts the tokens of each, micro-batch by
+its first update, then the training passes. `Passes` counts the tokens of each pass, micro-batch by
 micro-batch.
 """
 

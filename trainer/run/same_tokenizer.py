@@ -20,13 +20,13 @@ def check_tokenizers(
 ) -> list[Remark]:
     """Compare the tokenizers of all models of a run with the dataset's.
 
-    Fingerprints are compared if the dataset has one. Otherwise (for example, if a log of exact
-    tokens was converted without `--tokenizer`) only model names can be compared, which may differ
-    for other reasons. A model directory without tokenizer files cannot be compared. A different
-    chat template does not change the dataset's token ids.
+    If the dataset has a fingerprint, fingerprints are compared. Otherwise (for example, if a log of
+    exact tokens was converted without `--tokenizer`) only model names can be compared, which may
+    differ for other reasons. A model directory without tokenizer files cannot be compared. A
+    different chat template does not change the dataset's token ids.
 
-    Returns warnings and notes, which state what was compared. With `notes_match=False`, matching
-    tokenizers are not noted, for datasets that the policy itself sampled.
+    Returns warnings and notes, which state what was compared. `notes_match=False` omits the note
+    about matching tokenizers; use it for datasets that the policy itself sampled.
 
     Raises:
         InputError: A model has a different tokenizer, unless `allow_other_tokenizer` is set.
@@ -65,7 +65,7 @@ def _other_template(path: str, fingerprint: str | None) -> Remark:
     file = f'"$(rollouts templates {name})"' if name else "TEMPLATE"
     text = (
         f"the chat template of the dataset's prompts{f' ({name})' if name else ''} differs from the"
-        f" template of {path}: prompts at inference will differ from those in training"
+        f" template of {path}: prompts at inference will differ from prompts in training"
         f"\nHint: vllm serve CHECKPOINT --chat-template {file}, or"
         f" cp {file} CHECKPOINT/chat_template.jinja"
     )

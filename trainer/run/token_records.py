@@ -87,7 +87,7 @@ def recorder_of(
     Args:
         batch: The batch.
         forests: Micro-batches of the update.
-        how: Targets to record: none, those of `SAMPLED_GROUPS` groups, or all.
+        how: Targets to record: none, the targets of `SAMPLED_GROUPS` groups, or all.
         seed: Seed of the run, which chooses the groups together with `global_step`.
         global_step: Number of the update.
     """

@@ -68,8 +68,8 @@ class LossInputs:
     """Inputs of a mini-batch's loss except the policy's outputs, per response token; on the CPU.
 
     Attributes:
-        old_logprobs: [T] nats under the policy at the start of the batch; None: use those of the
-            current policy.
+        old_logprobs: [T] nats under the policy at the start of the batch; None: use the
+            log-probabilities of the current policy.
         ref_logprobs: [T] nats under the reference policy; None without one.
         weights: [T] float32 weights that reduce the losses of the mini-batch's targets.
         selected: [T] bool, targets that clip_cov leaves out or kl_cov penalises; None for other
@@ -132,7 +132,8 @@ def update(
         forests: Micro-batches, which together contain every target of the mini-batch once; all
             targets of a row are in the same one. Each process forwards its share of them.
         old_logprobs: [T] nats under the policy at the start of the batch; None if the loss does not
-            need them, or if this is the only update of its batch, so they equal the current ones.
+            need them, or if this is the only update of its batch, because old and current
+            log-probabilities are then equal.
         ref_logprobs: [T] nats under the learner's reference; None without one.
         recorder: Receives the values that enter the loss; None: they are not recorded.
         passes: Counts the forwarded micro-batches, and shows the progress.
@@ -233,7 +234,7 @@ def loss_of(
     """Compute the loss of a micro-batch from the policy's outputs.
 
     If a user's loss fails in one of several processes, the error is added to `failures` and the
-    loss is 0, because the other processes wait for this one's share of the gradient.
+    loss is 0, because the other processes wait for this process's part of the gradient.
 
     Args:
         learner: Provides the objective.

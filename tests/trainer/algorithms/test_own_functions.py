@@ -240,7 +240,7 @@ def test_a_loss_that_does_not_fit_is_named(make: str, message: str) -> None:
     with pytest.raises(RolloutError, match=f"{where}{message}") as error:
         policy_loss(x, bind(POLICY_LOSS, c))
     if make == "sum":
-        assert error.value.hint == "return one loss per target: loss_reduction reduces them"
+        assert error.value.hint == "return one loss per target; loss_reduction reduces the losses"
 
 
 def some_targets(num: int) -> Targets:
@@ -308,7 +308,7 @@ def test_an_estimator_that_takes_values_has_a_critic() -> None:
         ("none", "found a value of type NoneType; expected"),
         (
             "short",
-            r"found shape \[2\]; expected an array of 3 finite numbers, the advantage of each traj",
+            r"found shape \[2\]; expected an array of 3 finite numbers with the advantage of each traj",
         ),
         ("column", r"found shape \[3, 1\]"),
         ("nan", "found nan at element 0"),
@@ -355,7 +355,11 @@ def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
             "found a value of type int; expected a",
             None,
         ),
-        ({"policy_loss_type": own(no_logprobs)}, "logprobs among them", "did you mean `logprobs`?"),
+        (
+            {"policy_loss_type": own(no_logprobs)},
+            "parameters that include logprobs",
+            "did you mean `logprobs`?",
+        ),
         (
             {"policy_loss_type": own(skyrl_names)},
             "parameter `old_log_probs` is neither",

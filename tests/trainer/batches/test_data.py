@@ -327,7 +327,7 @@ def test_correction_with_another_distributions_logprobs_is_refused(
 ) -> None:
     rows = sampled(tmp_path, **values)
     for mode in ("raw", None):
-        with pytest.raises(RolloutError, match="are not those of the sampled distribution"):
+        with pytest.raises(RolloutError, match="are not from the sampled distribution"):
             corrects_for_sampler(rows, config(), mode)
     assert corrects_for_sampler(rows, config(), "processed")
     assert corrects_for_sampler(rows, config(allow_mismatched_logprobs=True), "raw")

@@ -203,7 +203,7 @@ def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(pat
     ("changes", "rule", "message"),
     [
         (Changes(rows=("g9_0",)), "replay_without", r"found no such row in the update; expected"),
-        (Changes(rows=("g0_0:7",)), "replay_without", "such as those of g0_0, g0_1, g0_2"),
+        (Changes(rows=("g0_0:7",)), "replay_without", "such as the rows of g0_0, g0_1, g0_2"),
         (Changes(condition="reward > 9"), "replay_without", r"--without-where 'reward > 9': found"),
         (Changes(condition="reward >= 0"), "replay_without", "no row of the update remains"),
         (Changes(condition="rewrad > 0"), "known_column", "no column 'rewrad'"),

@@ -67,7 +67,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         "",
         (
             "Error: trajectory 'g0_0', row 0 (the first of 8): rollout_logprobs are not"
-            " those of the sampled distribution (logprobs_mode raw, temperature 0.7",
+            " from the sampled distribution (logprobs_mode raw, temperature 0.7",
             "Hint: pass --set tis_ratio_type=none to train without the correction",
         ),
     ),
@@ -161,7 +161,7 @@ def test_raw_log_probabilities_of_a_distribution_that_was_changed_are_refused(
         return
     said = (
         "Error: trajectory 'g0_1', row 0: ",
-        f"not those of the sampled distribution (logprobs_mode {mode or 'unknown'}, ",
+        f"not from the sampled distribution (logprobs_mode {mode or 'unknown'}, ",
         'repetition_penalty":1.1',
     )
     refused(
@@ -195,7 +195,7 @@ def test_the_history_says_what_a_dataset_without_the_column_was_sampled_with(
         return
     said = (
         "Error: trajectory 'g0_0', row 0 (the first of 8): ",
-        f"not those of the sampled distribution (logprobs_mode {mode or 'unknown'}, ",
+        f"not from the sampled distribution (logprobs_mode {mode or 'unknown'}, ",
         f", {extra}",
         "pass --set tis_ratio_type=none to train without the correction",
         "record usable ones, with vLLM's --logprobs-mode processed_logprobs",

@@ -1,9 +1,9 @@
 """Advantages per token, along the chain of a trajectory's trained tokens.
 
-Every array is [N], over the trained tokens of complete trajectories, in the order of
-`trainer.batches.chains`: the next token is the trajectory's next trained token, possibly in the
-next step or row. Observations in between are not time steps. The value and the return after a
-trajectory's last token are 0. Statistics are over all trained tokens of the batch.
+Every array is [N], with one element per trained token of complete trajectories, in the order of
+`trainer.batches.chains`. The next token of the array is the trajectory's next trained token, which
+may be in another step or row. Observations in between are not time steps. The value and the return
+after a trajectory's last token are 0. Statistics are over all trained tokens of the batch.
 """
 
 from __future__ import annotations

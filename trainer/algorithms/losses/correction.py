@@ -121,8 +121,8 @@ def correct(
     """Apply all corrections of `settings`.
 
     The corrections are applied in this order: leave out rows with an outlier, leave out tokens,
-    apply importance weights, leave out rows based on their ratio. Each one uses only the targets
-    that are still kept. Targets left out still count in denominators.
+    apply importance weights, leave out rows based on their ratio. Each correction uses only the
+    targets that are still kept. Targets left out still count in denominators.
 
     Args:
         old_logprobs: [M] nats.

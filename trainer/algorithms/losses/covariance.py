@@ -46,8 +46,8 @@ def clip_cov_selection(
 ) -> Tensor:
     """Select the targets that Clip-Cov leaves out of the loss.
 
-    Draws max(int(ratio M), 1) of the targets with low < cov < high that PPO does not clip (or all,
-    if there are fewer), with torch's generator on the CPU.
+    The candidates are the targets with low < cov < high that PPO does not clip. Of these,
+    max(int(ratio M), 1) are drawn with torch's generator on the CPU, or all if there are fewer.
 
     Args:
         covariance: [M].
@@ -67,7 +67,7 @@ def clip_cov_selection(
 
 
 def kl_cov_selection(covariance: Tensor, *, fraction: float) -> Tensor:
-    """Select the targets that KL-Cov penalises: the max(int(fraction M), 1) largest covariances.
+    """Select the targets that KL-Cov penalises: max(int(fraction M), 1), by largest covariance.
 
     Among equal covariances, the first targets are selected.
 

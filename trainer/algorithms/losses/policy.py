@@ -25,8 +25,8 @@ class TokenLoss(NamedTuple):
 
     Attributes:
         losses: [M] with gradient.
-        clipped: [M] bool, targets restricted by the loss's own bounds; their share is the metric
-            `clip_ratio`.
+        clipped: [M] bool, targets restricted by the loss's own bounds. The metric `clip_ratio` is
+            the fraction of targets that are clipped.
         metrics: [M] per name, without gradient; means over the mini-batch are reported.
     """
 
