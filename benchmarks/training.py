@@ -82,7 +82,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=".cache/smollm2")
     parser.add_argument("--groups", nargs="+", default=["shop-0", "shop-1", "shop-6"])
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per micro-batch")
-    parser.add_argument("--chunk", type=int, default=1024, help="logprob_chunk_tokens of our side")
+    parser.add_argument(
+        "--chunk", type=int, default=1024, help="logprob_chunk_tokens of this trainer"
+    )
     parser.add_argument(
         "--keep-activations", action="store_true", help="no gradient checkpointing on either side"
     )

@@ -249,7 +249,7 @@ In both cases, `--resume` continues from the latest checkpoint (`save_every_upda
   what was compared.)
 - token ids exceed the vocabulary, or rows exceed the model's context (`max_row_tokens` truncates them instead);
 - rows are not in step order;
-- importance weights cannot use the `rollout_logprobs`;
+- importance weights are set, but the `rollout_logprobs` are missing or are not from the sampled distribution;
 - nothing can be learned: there is no token to train on, or every advantage is 0 because no group has varying returns, and neither
   a KL nor an entropy term has a gradient. reinforce++ and gae warn during training instead, because their advantages are
   only known per batch.
@@ -308,8 +308,8 @@ no port is needed, and they end together if one of them or the command itself is
 launch` or `torchrun`, for example for FSDP2. [`rollouts rl`](rl.md#several-processes) also trains in several processes.
 
 The number of processes is not part of the configuration and does not change results. Each process reads some of the groups
-and forwards some of the micro-batches, and the processes exchange values: advantages, denominators, metrics and the
-gradient are the same as with one process, up to rounding (tested to a relative difference of 1e-4). Only
+and forwards some of the micro-batches, and the processes exchange what they need. Advantages, denominators, metrics and the
+gradient are therefore the same as with one process, up to rounding (tested to a relative difference of 1e-4). Only
 `num_micro_batches` may increase: micro-batches are split until every process has the same number, and balanced so that the
 processes take about equally long in each round.
 

@@ -73,7 +73,7 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     help="If a record is invalid: write nothing, or skip it and list it in DS.rejected.jsonl.",
 )
 @click.option(
-    "--strict", is_flag=True, help="Reject files inside directories that match no log format."
+    "--strict", is_flag=True, help="In directories, reject files that match no log format."
 )
 @click.option(
     "--timeouts",

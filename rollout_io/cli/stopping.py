@@ -1,4 +1,4 @@
-"""Immediate response to Ctrl-C and SIGTERM while a long computation delays their effect."""
+"""Acknowledge Ctrl-C and SIGTERM at once, even if a long computation delays the stop."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ _METRICS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(slots=True)
 class _Group:
-    """Rows with the same baseline (reward - advantage); None if it is unknown."""
+    """Rows with the same `baseline` (reward - advantage), which is None if unknown."""
 
     name: str
     baseline: float | None

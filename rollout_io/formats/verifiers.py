@@ -217,7 +217,7 @@ def _find_episode(place: Place, head: _EpisodeHead) -> Run:
 def _find_row(place: Place, head: _RowHead, owner: str | None) -> Run:
     example = label(head.example_id, place.where) or label(head.id, place.where)
     if example is None:
-        hint = "keep the rows as verifiers saved them"
+        hint = "use the file as the verifiers library saved it"
         got = "the row has no `example_id` or `id`"
         raise InputError("group", place.where, got, hint=hint)
     metadata = metadata_beside(place.path)

@@ -30,7 +30,7 @@ from rollout_io.formats.parsing.tokens import broken, logprob_array, same_ids, s
 from schemas.errors import InputError
 
 METADATA = "metadata.json"
-_AS_SAVED = "keep the rows as verifiers saved them"
+_AS_SAVED = "use the file as the verifiers library saved it"
 _NAMES = {"id", "example_id", "reward", "metrics", "is_completed"}
 _Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
 Text = str | list[msgspec.Raw] | None

@@ -44,7 +44,7 @@ def bind(kind: Kind, config: LossConfig) -> BoundFunction:
 
 
 def key_values(function: Function, config: LossConfig) -> dict[str, Any]:
-    """Return the values of a function's keys, from the configuration or from `[loss]`."""
+    """Return the values of a function's keys, from fields of the configuration or its `[loss]`."""
     fields = config.__dataclass_fields__
     given = {name: getattr(config, name) for name in function.keys if name in fields}
     if not function.is_own:

@@ -107,7 +107,7 @@ class _Processes:
             self._popens[0].send_signal(number)
 
     def wait(self) -> None:
-        """Wait until all processes have ended; once one has, the others have limited time."""
+        """Wait until all processes have ended; once one has ended, the others get limited time."""
         ends_s: float | None = None
         told_s: float | None = None
         while len(self._codes) < self._size:

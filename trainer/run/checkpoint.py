@@ -109,7 +109,7 @@ def latest_checkpoint(out: Path) -> Path | None:
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
         found = [path for path in found if path.name == name]
         if not found:
-            got = f"the file names {name!r}, which is not a checkpoint in this directory"
+            got = f"the file points to {name!r}, which is not a checkpoint in this directory"
             hint = "write a checkpoint's name into the file, or remove it to use the newest one"
             raise InputError("checkpoint_latest", str(pointer), got, hint=hint)
     if found and not (found[-1] / "state").is_dir():

@@ -56,7 +56,7 @@ def batch_settings(config: TrainConfig) -> BatchSettings:
 
 
 def plan_settings(config: TrainConfig) -> PlanSettings:
-    """Extract the settings of `make_plan`."""
+    """Extract the settings that `make_plan` needs."""
     return PlanSettings(
         needs_outcomes=not config.is_supervised,
         compares_groups=config.compares_groups,

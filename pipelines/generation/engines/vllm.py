@@ -218,11 +218,11 @@ class VllmEngine:
         except ServerError as error:
             if error.status != 500:
                 raise
-            got = f"vLLM cannot load the weights: {error.got}"
-            hint = "use a path that the server can read"
+            source, hint = "", "use a path that the server can read"
             if is_copy:
-                got += f", from a copy with an explicit output layer in {weights}"
+                source = f" from {weights}, a copy of the model with an explicit output layer"
                 hint = "set TMPDIR to a directory that the server can read"
+            got = f"vLLM cannot load the weights{source}: {error.got}"
             raise EngineError("engine_refused", path, got, hint=hint) from None
         self._adapters = []
         if is_copy:
@@ -231,7 +231,7 @@ class VllmEngine:
             self._output_layers.close()
 
     async def _transfer(self, url: str, weights: Path, policy_version: int) -> None:
-        """Transfer weights to a server; if that fails, make it load the files before any call."""
+        """Transfer weights to a server; if that fails, have it load the files before its next call."""
         try:
             await self._transfers.send(url, weights, policy_version)
         except (ConfigError, MissingExtra):
