@@ -24,7 +24,7 @@ LOGS = {
 }
 OPENED = [
     pytest.param(("forks", "long"), marks=pytest.mark.nightly),
-    ("claude_code", "harbor"),
+    pytest.param(("claude_code", "harbor"), marks=pytest.mark.nightly),
     pytest.param(("inspect", "public_inspect"), marks=pytest.mark.nightly),
     ("public_claude_code", "public_harbor"),
     ("million", "thousand"),

@@ -82,7 +82,7 @@ def test_a_folder_of_claude_code_sessions_becomes_a_checkpoint(small_smollm2, tm
     assert good["reward"].to_list() == [1.0, 1.0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the test above follows the same guide
 @pytest.mark.model
 def test_real_sessions_of_claude_code_become_a_checkpoint(harness_logs, small_smollm2, tmp_path):
     given = claude_code_commands(small_smollm2, tmp_path, harness_logs / "claude_code")[:5]

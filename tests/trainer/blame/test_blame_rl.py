@@ -29,7 +29,7 @@ def model(tmp_path_factory, tokenizer):
     "kind",
     [
         "critic",
-        "gspo_by_step",
+        pytest.param("gspo_by_step", marks=pytest.mark.nightly),
         pytest.param("plain", marks=pytest.mark.nightly),
         pytest.param("lora_kl", marks=pytest.mark.nightly),
     ],
