@@ -113,7 +113,7 @@ def check_killed_and_resumed(config, harness, tmp_path):
 
 
 # On every change tests/pipelines/harness/test_loop.py kills a loop of the embedded engine, and the next test
-# one of mini-swe-agent.
+# one of vLLM.
 @pytest.mark.nightly
 @pytest.mark.parametrize(("harness", "max_staleness"), [("mini", 0), ("harbor", 1), ("openai", 1)])
 def test_a_harness_trains_on_the_embedded_engine_killed_and_resumed(
@@ -126,9 +126,9 @@ def test_a_harness_trains_on_the_embedded_engine_killed_and_resumed(
 @pytest.mark.parametrize(
     ("harness", "max_staleness"),
     [
-        ("mini", 1),
+        ("openai", 1),
+        pytest.param("mini", 1, marks=pytest.mark.nightly),  # its prompts take minutes to train on
         pytest.param("harbor", 0, marks=pytest.mark.nightly),
-        pytest.param("openai", 0, marks=pytest.mark.nightly),
     ],
 )
 def test_a_harness_trains_on_vllm_killed_and_resumed(

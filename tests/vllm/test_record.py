@@ -88,7 +88,7 @@ def without_names(value):
     return {k: None if k in OWN else without_names(v) for k, v in value.items()}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_what_a_real_engine_tells_a_client_is_the_same_through_the_recorder(
     vllm_server, tmp_path, stream
 ):
