@@ -84,6 +84,7 @@ class Journal:
         self._waiting: list[_Entry] = []
         self._sizes: dict[Path, int] = {}
         self._task: asyncio.Task[None] | None = None
+        self._failed_bytes = 0  # length of the longest line of the last write, if that failed
         self.problem: str | None = None
         self.last_time_s = 0.0
         self.folder = 0
@@ -141,13 +142,13 @@ class Journal:
         return await self._write(self._path(folder, name), content + b"\n")
 
     async def probe(self) -> None:
-        """After a failed write, test writing again with blank lines, which readers skip.
+        """After a failed write, test writing as many bytes again: blank lines, which readers skip.
 
         Raises:
             InputError: As for `append`.
         """
         if self.problem is not None:
-            await self._write(self._path(self.folder, "calls"), b"\n" * 4096)
+            await self._write(self._path(self.folder, "calls"), b"\n" * self._failed_bytes)
 
     def next_folder(self) -> int:
         """Return the folder for a new session; start a new one when the current one is full."""
@@ -182,6 +183,7 @@ class Journal:
                 places = await asyncio.to_thread(self._write_all, entries)
             except OSError as error:
                 self.problem = (error.strerror or str(error)).lower()
+                self._failed_bytes = max(len(entry.content) for entry in entries)
                 for entry in entries:
                     _fail(entry, self.problem)
             else:

@@ -361,6 +361,32 @@ def no_room(_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def test_health_is_bad_until_there_is_room_for_a_call_as_long_as_the_one_that_was_refused(tmp_path):
+
+    async def main(url):
+        async with recording(tmp_path / "ds", url) as client:
+            path, write = "/s/a/0/v1/completions", client.recorder.journal._write_all
+
+            def with_little_room(entries):
+                if max(len(entry.content) for entry in entries) > 20_000:
+                    no_room(entries)
+                return write(entries)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(client.recorder.journal, "_write_all", with_little_room)
+                assert (await client.post(path, json=TEXT)).status_code == 200
+                long = TEXT | {"user": "u" * 30_000}
+                assert (await client.post(path, json=long)).status_code == 507
+                for _ in range(2):
+                    assert (await client.get("/health")).status_code == 507
+                    assert (await client.post(path, json=TEXT)).status_code == 507
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.post(path, json=long)).status_code == 200
+
+    with running(FakeEngine()) as engine:
+        asyncio.run(main(engine))
+
+
 @pytest.mark.parametrize("on_full", ["refuse", "serve"])
 def test_once_there_is_room_again_calls_are_recorded_and_what_was_lost_is_said(tmp_path, on_full):
     async def main(url):
