@@ -117,7 +117,7 @@ def engine(model, tokenizer):
 
 @pytest.fixture(scope="session")
 def start_vllm(smollm2_dir, tmp_path_factory):
-    """Makes servers of SmolLM2 under the name "smollm2", to be entered.
+    """Makes servers of a model, SmolLM2 unless said, under the name "smollm2", to be entered.
 
     In float32, which CPUs without bfloat16 instructions compute ten times as fast. With
     VLLM_ENABLE_V1_MULTIPROCESSING=0 the worker runs in the engine's process: one import of vLLM less.
@@ -128,13 +128,13 @@ def start_vllm(smollm2_dir, tmp_path_factory):
     if not python.exists():
         pytest.fail("no .venv-vllm: run `make test-vllm`")
 
-    def make(*arguments, **environment):
+    def make(*arguments, model=smollm2_dir, **environment):
         usual = ["--served-model-name", "smollm2", "--max-model-len", "2048"]
         usual += ["--dtype", "float32", "--enforce-eager"]
         own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
         own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return VllmServer(
-            str(smollm2_dir),
+            str(model),
             python=str(python),
             log=tmp_path_factory.mktemp("vllm") / "server.log",
             arguments=[*usual, *arguments],
@@ -148,6 +148,13 @@ def start_vllm(smollm2_dir, tmp_path_factory):
 def vllm_server(start_vllm):
     """A real server, with tools and live weights; who changes its weights puts them back."""
     with start_vllm("--enable-auto-tool-choice", "--tool-call-parser", "hermes") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def small_server(start_vllm, small_smollm2):
+    """A real server of the small SmolLM2; who kills it starts it again."""
+    with start_vllm(model=small_smollm2) as server:
         yield server
 
 

@@ -27,9 +27,10 @@ OPENED = [
     pytest.param(("claude_code", "harbor"), marks=pytest.mark.nightly),
     pytest.param(("inspect", "public_inspect"), marks=pytest.mark.nightly),
     ("public_claude_code", "public_harbor"),
-    ("million", "thousand"),
+    ("thousands", "thousand"),
+    pytest.param(("million", "thousand"), marks=pytest.mark.nightly),
 ]
-SIZES = {"million": 1_000_000, "thousand": 1_000}
+SIZES = {"million": 1_000_000, "thousands": 50_000, "thousand": 1_000}
 NUM_IN_A_REPORT = 200
 
 
@@ -170,7 +171,7 @@ def walk(tab, data, path, other_path, *, num_shown):
 
 
 def filter_sort_and_scroll(tab, path):
-    """What a table of a million trajectories counts and orders, Polars counts and orders."""
+    """What a table of generated trajectories counts and orders, Polars counts and orders."""
     rows = scan(path).select("trajectory_id", "reward", "difficulty", "topic").collect()
     kept = rows.filter(pl.col("reward") < 0.1, pl.col("topic") == "math")
     condition = quote("reward < 0.1 AND topic = 'math'")
@@ -200,7 +201,7 @@ def test_all_views_and_a_report_hold_the_numbers_of_the_dataset(
         for data, (path, other) in pairs.items():
             num_shown = [sizes[path]] * 2
             served[data] = walk(tab, data, path, other, num_shown=num_shown)
-        if "million" in paths:
+        if "thousand" in paths:
             filter_sort_and_scroll(tab, first)
     report = export(tmp_path / "report.html", first, second, *settings)
     with tab_at(browser, report.as_uri(), offline=True) as tab:

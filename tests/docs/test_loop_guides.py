@@ -74,15 +74,21 @@ def output_of(line):
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_a_task_of_ones_own_becomes_a_checkpoint_and_a_learning_curve(smollm2_dir, tmp_path):
-    del smollm2_dir
-    printed = follow("rl_loop.md", tmp_path)
+@pytest.mark.parametrize(
+    "model",
+    ["small_smollm2", pytest.param("smollm2_dir", marks=pytest.mark.nightly)],
+)
+def test_a_task_of_ones_own_becomes_a_checkpoint_and_a_learning_curve(model, request, tmp_path):
+    model = request.getfixturevalue(model)
+    printed = follow("rl_loop.md", tmp_path, model=model)
     check_outputs("rl_loop.md", printed)
     out = tmp_path / "runs" / "capitals"
-    assert checkpoint_of(out) > 1e8
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    assert checkpoint_of(out) == whole.num_parameters()
     assert (out / "curves.png").stat().st_size > 10_000
     rewards = [
         rollout_io.scan(out / "rollouts" / f"iteration_0000{i}").collect()["reward"].mean()
         for i in range(6)
     ]
-    assert max(rewards[3:]) > rewards[0]
+    if whole.config.num_hidden_layers > 2:  # with two layers, it knows no capital
+        assert max(rewards[3:]) > rewards[0]

@@ -119,7 +119,7 @@ for snippet in sys.argv[1:]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # Ray starts for half a minute; the tools above read the same files on every change
 def test_ray_data_opens_a_dataset_with_every_column(both):
     snippets = [on(SNIPPETS["ray"], path) for path in both.values()]
     command = [sys.executable, "-W", "ignore", "-c", RAY, *snippets]

@@ -21,12 +21,12 @@ BEFORE = ("export PIP_", "python3 -m venv ", "pip ", "make ", "vllm ")
 
 
 def text_of(guide, part):
-    """A guide, or what is below one of its headings of level two."""
+    """A guide, or what is below one of its headings, up to the next heading of that level or above."""
     page = (GUIDES / guide).read_text()
     if part is None:
         return page
-    (found,) = [text for text in page.split("\n## ")[1:] if text.startswith(f"{part}\n")]
-    return found
+    (found,) = re.finditer(rf"^(#+) {re.escape(part)}\n", page, re.MULTILINE)
+    return re.split(rf"^#{{2,{len(found[1])}}} ", page[found.end() :], flags=re.MULTILINE)[0]
 
 
 def blocks_of(guide, part=None):
@@ -60,9 +60,10 @@ def _compared(line):
     return is_training[0] + re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", line[is_training.end() :])
 
 
-def follow(guide, folder, *, url=VLLM, part=None):
+def follow(guide, folder, *, url=VLLM, part=None, model=ROOT / ".cache" / "smollm2"):
     """Save the files of a guide in a folder, and run its commands there; their output."""
-    (folder / ".cache").symlink_to(ROOT / ".cache")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "smollm2").symlink_to(model)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     printed = ""
     for language, name, code in blocks_of(guide, part):

@@ -28,16 +28,18 @@ __all__ = ["config_of", "overrides_of"]
 
 
 @pytest.fixture(scope="module")
-def lora_server(start_vllm):
+def lora_server(start_vllm, small_smollm2):
     """A real server that loads adapters."""
     arguments = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
-    with start_vllm(*arguments, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True") as server:
+    with start_vllm(
+        *arguments, model=small_smollm2, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True"
+    ) as server:
         yield server
 
 
-def adapted(smollm2_dir, path=None):
-    policy = load_policy(str(smollm2_dir), logprob_chunk_tokens=256)
-    settings = AdapterSettings(rank=4, alpha=8, target_modules=None, model=str(smollm2_dir))
+def adapted(small_smollm2, path=None):
+    policy = load_policy(str(small_smollm2), logprob_chunk_tokens=256)
+    settings = AdapterSettings(rank=4, alpha=8, target_modules=None, model=str(small_smollm2))
     add_adapter(policy, settings, path)
     return policy
 
@@ -54,9 +56,9 @@ def logprobs_of(policy, sampled):
 
 
 @pytest.fixture(scope="module")
-def adapters(smollm2_dir, tmp_path_factory):
+def adapters(small_smollm2, tmp_path_factory):
     """Four versions, each with other random matrices."""
-    folder, policy = tmp_path_factory.mktemp("weights"), adapted(smollm2_dir)
+    folder, policy = tmp_path_factory.mktemp("weights"), adapted(small_smollm2)
     for version in range(1, 5):
         random = torch.Generator().manual_seed(version)
         for name, weight in policy.model.named_parameters():
@@ -67,7 +69,7 @@ def adapters(smollm2_dir, tmp_path_factory):
 
 
 def test_a_swap_under_load_serves_no_token_of_another_version(
-    lora_server, smollm2_dir, adapters, tokenizer
+    lora_server, small_smollm2, adapters, tokenizer
 ):
     prompts = prompt_ids(tokenizer, QUESTIONS[:8])
     swapped, num_done = asyncio.Event(), Counter()
@@ -104,7 +106,7 @@ def test_a_swap_under_load_serves_no_token_of_another_version(
         engine = np.concatenate([s.rollout_logprobs for s in of]) if of else np.zeros(0)
         names = {v: f"version_{v}" for v in {max(version, 1), max(version - 1, 1)}}
         for other, name in names.items():
-            ours = logprobs_of(adapted(smollm2_dir, adapters / name), of) if of else engine
+            ours = logprobs_of(adapted(small_smollm2, adapters / name), of) if of else engine
             if other == version:
                 assert np.abs(ours - engine).max() < 1e-3
             elif version:
@@ -113,7 +115,7 @@ def test_a_swap_under_load_serves_no_token_of_another_version(
 
 @pytest.mark.nightly  # the test above swaps adapters on every change
 def test_the_loop_sends_adapters_which_sample_from_then_on(
-    lora_server, config_of, smollm2_dir, tmp_path, capsys
+    lora_server, config_of, small_smollm2, tmp_path, capsys
 ):
     settings = {"train__lora_rank": 4, "train__learning_rate": 2e-3, "num_iterations": 3}
     result = rl.run(config_of(lora_server.url, **settings))
@@ -121,7 +123,7 @@ def test_the_loop_sends_adapters_which_sample_from_then_on(
     run = tmp_path / "run"
     assert rows_of(run)["policy_version"].to_list() == [0] * 8 + [1] * 8 + [2] * 8
     check_each_once(run, 24)
-    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    check_the_engine_spoke_for_the_policy(run, small_smollm2)
     versions = sorted((run / "weights").iterdir())
     assert [path.name for path in versions] == ["version_1", "version_2", "version_3"]
     for path in versions:

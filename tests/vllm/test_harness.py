@@ -132,21 +132,21 @@ def test_a_harness_trains_on_the_embedded_engine_killed_and_resumed(
     ],
 )
 def test_a_harness_trains_on_vllm_killed_and_resumed(
-    harness, max_staleness, loop_of, server, smollm2_dir, tmp_path
+    harness, max_staleness, loop_of, server, small_smollm2, tmp_path
 ):
     settings = {"max_staleness": max_staleness, "num_iterations": 2}
-    config = loop_of(harness, smollm2_dir, server.url, **settings)
+    config = loop_of(harness, small_smollm2, server.url, **settings)
     check_killed_and_resumed(config, harness, tmp_path)
     if not max_staleness:
-        check_the_engine_spoke_for_the_policy(tmp_path / "run", smollm2_dir)
+        check_the_engine_spoke_for_the_policy(tmp_path / "run", small_smollm2)
 
 
 @pytest.mark.nightly  # tests/vllm/test_rl.py kills a server on every change
 def test_a_server_that_is_killed_comes_back_with_the_policys_weights(
-    loop_of, server, smollm2_dir, tmp_path
+    loop_of, server, small_smollm2, tmp_path
 ):
     run, results = tmp_path / "run", []
-    config = loop_of("openai", smollm2_dir, server.url, num_groups=2)
+    config = loop_of("openai", small_smollm2, server.url, num_groups=2)
     work = threading.Thread(target=lambda: results.append(rl.run(config)))
     work.start()
     while work.is_alive() and not list(run.glob("rollouts/iteration_00001/*.parquet")):
@@ -156,4 +156,4 @@ def test_a_server_that_is_killed_comes_back_with_the_policys_weights(
     server.start()
     work.join(timeout=1200)
     assert results[0].num_iterations == 3
-    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    check_the_engine_spoke_for_the_policy(run, small_smollm2)

@@ -37,11 +37,11 @@ class Wordy(Addition):
 
 
 @pytest.fixture
-def overrides_of(smollm2_dir, tmp_path):
+def overrides_of(small_smollm2, tmp_path):
     """Of loops over one-digit additions into tmp_path/run; a learning rate that shows at once."""
     write_tasks(tmp_path / "tasks")
     usual = {
-        "model": smollm2_dir,
+        "model": small_smollm2,
         "tasks": tmp_path / "tasks/train.jsonl",
         "out": tmp_path / "run",
         "num_iterations": 2,
@@ -74,17 +74,28 @@ def config_of(overrides_of):
 
 
 @pytest.fixture
-def server(mortal_server, smollm2_dir):
-    """The shared server, which has the model's own weights again afterwards."""
-    yield mortal_server
-    if not mortal_server.is_started:  # a new start reads the model's own weights
-        return
+def server(small_server, small_smollm2):
+    """The shared server of the small model, which runs with that model's own weights afterwards."""
+    yield small_server
+    if small_server.is_started:
+        put_back(small_server, small_smollm2)
+    else:
+        small_server.start()
 
-    async def put_back():
-        async with VllmEngine(mortal_server.url) as engine:
-            await engine.load_weights(str(smollm2_dir), policy_version=0)
 
-    asyncio.run(put_back())
+@pytest.fixture
+def whole_server(vllm_server, smollm2_dir):
+    """The shared server of the whole model, which has that model's own weights afterwards."""
+    yield vllm_server
+    put_back(vllm_server, smollm2_dir)
+
+
+def put_back(server, model):
+    async def load():
+        async with VllmEngine(server.url) as engine:
+            await engine.load_weights(str(model), policy_version=0)
+
+    asyncio.run(load())
 
 
 def updates_of(run):
@@ -96,14 +107,14 @@ def rows_of(run):
     return pl.from_arrow(rollout_io.read(f"{run}/rollouts/*"))
 
 
-def check_the_engine_spoke_for_the_policy(run, smollm2_dir):
+def check_the_engine_spoke_for_the_policy(run, model):
     """With all its layers, up to the engine's noise; not for the model it was started with."""
     lines, rows = updates_of(run), rows_of(run)
     for line in lines:
         assert line["rollout_logprobs_abs_diff_mean"] < 1e-4
     for line in lines[1:]:
         of_update = rows.filter(pl.col("policy_version") == line["iteration"])
-        at_start = np.abs(differences(of_update.rows(named=True), smollm2_dir)).mean()
+        at_start = np.abs(differences(of_update.rows(named=True), model)).mean()
         assert at_start > 1e-3
 
 
@@ -144,9 +155,9 @@ def check_replay(config, run, tmp_path):
     ],
 )
 def test_two_updates_of_the_loop_each_on_what_the_new_weights_said(
-    settings, config_of, server, smollm2_dir, tmp_path
+    settings, config_of, whole_server, smollm2_dir, tmp_path
 ):
-    config = config_of(server.url, **settings)
+    config = config_of(whole_server.url, model=smollm2_dir, **settings)
     result = rl.run(config)
     assert (result.num_iterations, result.num_updates) == (2, 2)
     rows, run = rows_of(tmp_path / "run"), tmp_path / "run"
@@ -172,7 +183,7 @@ def test_ahead_of_the_trainer_no_row_is_staler_than_allowed(config_of, server, t
 
 
 def test_a_server_killed_in_the_middle_comes_back_with_the_policys_weights(
-    config_of, server, smollm2_dir, tmp_path
+    config_of, server, small_smollm2, tmp_path
 ):
     run, results = tmp_path / "run", []
     config = config_of(server.url, num_iterations=3, generate__max_concurrency=2)
@@ -186,11 +197,11 @@ def test_a_server_killed_in_the_middle_comes_back_with_the_policys_weights(
     work.join(timeout=1200)
     assert results[0].num_iterations == 3
     check_each_once(run, 3 * 8)
-    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    check_the_engine_spoke_for_the_policy(run, small_smollm2)
 
 
 def test_a_trainer_killed_between_update_and_sync_goes_on_where_it_was(
-    config_of, overrides_of, server, smollm2_dir, tmp_path
+    config_of, overrides_of, server, small_smollm2, tmp_path
 ):
     run, config = tmp_path / "run", config_of(server.url)
     metrics = run / "metrics.jsonl"
@@ -206,14 +217,14 @@ def test_a_trainer_killed_between_update_and_sync_goes_on_where_it_was(
     rl.run(config, resume=True)
     check_each_once(run, 16)
     assert rows_of(run).head(len(first)).equals(first)
-    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    check_the_engine_spoke_for_the_policy(run, small_smollm2)
     check_replay(config, run, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
-    seed, overrides_of, server, smollm2_dir, tmp_path
+    seed, overrides_of, server, small_smollm2, tmp_path
 ):
     """Kill trainer or server five times at random, the server at least twice, and restart it."""
     rng, usual = random.Random(seed), {"num_iterations": 4, "train__record_tokens": "all"}
@@ -254,4 +265,4 @@ def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
     assert num_killed["server"] >= 2
     assert trained_rows(run) == trained_rows(whole)
     check_each_once(run, 4 * 8)
-    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    check_the_engine_spoke_for_the_policy(run, small_smollm2)

@@ -44,19 +44,19 @@ def vllm():
 
 
 @pytest.fixture(scope="module")
-def server(start_vllm, tmp_path_factory):
+def server(start_vllm, small_smollm2, tmp_path_factory):
     """A real server with weight transfer."""
     arguments = ["--weight-transfer-config", '{"backend": "nccl"}']
     plugin = gloo_for_nccl.as_plugin(tmp_path_factory.mktemp("plugin"))
-    with start_vllm(*arguments, PYTHONPATH=plugin) as server:
+    with start_vllm(*arguments, model=small_smollm2, PYTHONPATH=plugin) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def versions(smollm2_dir, tmp_path_factory):
+def versions(small_smollm2, tmp_path_factory):
     """Save three models that differ in every weight."""
     folder = tmp_path_factory.mktemp("weights")
-    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(small_smollm2, dtype=torch.float32)
     paths = {}
     for version in (1, 2, 3):
         torch.manual_seed(version)
@@ -131,13 +131,13 @@ def test_calls_that_run_during_a_transfer_continue_with_the_new_weights(
 
 @pytest.mark.nightly
 def test_a_loop_over_transfers_samples_from_each_update(
-    config_of, server, smollm2_dir, tmp_path, caplog
+    config_of, server, small_smollm2, tmp_path, caplog
 ):
     caplog.set_level(logging.INFO)
     result = rl.run(config_of(server.url))
     assert (result.num_iterations, result.num_updates) == (2, 2)
     assert rows_of(tmp_path / "run")["policy_version"].to_list() == [0] * 8 + [1] * 8
-    check_the_engine_spoke_for_the_policy(tmp_path / "run", smollm2_dir)
+    check_the_engine_spoke_for_the_policy(tmp_path / "run", small_smollm2)
     assert "by transfer (nccl) to 1 server" in caplog.text
     assert "transfer failed" not in caplog.text
 
@@ -155,7 +155,7 @@ def test_a_server_loads_the_files_after_a_transfer_that_breaks_within_a_layer(
     def breaks(iterator, group, **how):
         def part():
             for name, tensor in iterator:
-                if "layers.3.self_attn.v_proj" in name:
+                if "layers.1.self_attn.v_proj" in name:
                     raise ConnectionError("the line is cut")
                 yield name, tensor
 
@@ -189,7 +189,7 @@ def test_a_server_killed_during_a_transfer_loads_the_files_when_it_is_back(
     def kills(iterator, group, **how):
         def part():
             for number, pair in enumerate(iterator):
-                if number == 50:
+                if number == 10:
                     server.stop(kill=True)
                 yield pair
 
