@@ -231,6 +231,7 @@ def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
     command = [sys.executable, "-m", "rollout_io", "rl", EXAMPLE, "--resume"]
 
     def started(run):
+        """Start or continue a run; without a server, starting fails at once."""
         given = overrides_of(server.url, **usual, out=run)
         return subprocess.Popen([*command, *(f"--set={one}" for one in given)], cwd=ROOT)
 
@@ -252,15 +253,18 @@ def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
         if number == 0:
             first_version(run)
         time.sleep(rng.uniform(0.02, 0.2) * rest_s)
+        if trainer.poll():  # killed with the server while it was starting
+            trainer = started(run)
+        num_killed[victim] += trainer.poll() is None
         if victim == "server":
-            num_killed[victim] += trainer.poll() is None
             server.stop(kill=True)
             server.start()
         else:
-            num_killed[victim] += trainer.poll() is None
             trainer.kill()
             trainer.wait()
             trainer = started(run)
+    if trainer.wait(1200):
+        trainer = started(run)
     assert trainer.wait(1200) == 0
     assert num_killed["server"] >= 2
     assert trained_rows(run) == trained_rows(whole)

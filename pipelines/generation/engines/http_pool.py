@@ -78,9 +78,11 @@ class ServerError(EngineError):
 
     Attributes:
         status: HTTP status of the last response; None if there was none.
+        is_unreachable: True if the last connection failed or broke.
     """
 
     status: int | None = None
+    is_unreachable: bool = False
 
 
 class _Answer(NamedTuple):
@@ -192,6 +194,25 @@ class Servers:
             _LOGGER.warning("%s did not load new weights, and is skipped: %s", url, error.got)
             self.lose(url)
 
+    async def wait_while_down(self, change: Callable[[], Awaitable[None]]) -> None:
+        """Make a change, and repeat it while the servers are down, for as long as `call` waits.
+
+        Args:
+            change: May be repeated without harm.
+
+        Raises:
+            EngineError: As for `change_each`.
+        """
+        for attempt in itertools.count(1):
+            try:
+                return await change()
+            except ServerError as error:
+                if not error.is_unreachable or attempt >= self.limits.max_attempts:
+                    raise
+                if attempt == 1:
+                    _LOGGER.warning("%s: waiting for the server: %s", error.where, error.got)
+            await asyncio.sleep(self.limits.wait_s(attempt))
+
     def _order(self, session: str | None) -> list[str]:
         if session is None:
             first = next(self._turn) % len(self.urls)
@@ -210,12 +231,14 @@ class Servers:
         for attempt in itertools.count(1):
             usable = self._usable(urls)
             root, asked_s, status = usable[(attempt - 1) % len(usable)], 0.0, None
+            is_unreachable = False
             url = root + path
             try:
                 await self.welcome_back(root)
                 answer = await send(url, body, headers)
             except (aiohttp.ClientError, ConnectionError) as error:
                 self.lose(root)
+                is_unreachable = True
                 got = f"{type(error).__name__} {error}".strip()
             except TimeoutError:
                 got = f"no response within {self.limits.timeout_s:g} s"
@@ -230,10 +253,10 @@ class Servers:
             if attempt >= attempts:
                 break
             await asyncio.sleep(self.limits.wait_s(attempt, asked_s))
-        hint = f"check that the server is up: {url.partition('/v1')[0]}/health"
+        hint = f"check that the server is up: {root}/health"
         got = f"no usable response after {count(attempts, 'attempt')}: {got}"
         failure = ServerError(ENGINE_DOWN, url, got, hint=hint)
-        failure.status = status
+        failure.status, failure.is_unreachable = status, is_unreachable
         raise failure
 
     def _usable(self, urls: Sequence[str]) -> Sequence[str]:

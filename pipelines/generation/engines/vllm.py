@@ -181,16 +181,14 @@ class VllmEngine:
         if the transfer fails.
 
         A server that disconnects and comes back loads the weights again, because a restarted server
-        has its initial weights. A path that is not a model directory is rejected here, because it
+        has its initial weights. If no server can be reached, this waits as long as a call does. A path that is not a model directory is rejected here, because it
         would make vLLM exit. On a CPU, the servers load a model with tied embeddings from a copy
         with an explicit output layer: see `pipelines.generation.engines.output_layers`. The two
         newest adapters stay loaded, so their files must not be moved; calls that use an older
         adapter must have ended.
         """
-        if is_adapter(path):
-            await self._load_adapter(path, policy_version)
-        else:
-            await self._load_model(path, policy_version)
+        load = self._load_adapter if is_adapter(path) else self._load_model
+        await self.servers.wait_while_down(lambda: load(path, policy_version))
         self.policy_version = policy_version
 
     async def _load_model(self, path: str, policy_version: int) -> None:

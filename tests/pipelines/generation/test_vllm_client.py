@@ -494,6 +494,35 @@ def test_a_further_field_cannot_change_what_is_set():
     assert [body["min_tokens"] for _, body, _ in server.requests] == [2]
 
 
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_new_weights_wait_for_a_server_that_restarts(adapter, weights, kind, caplog):
+    """As calls do; every attempt of the first two rounds of three breaks."""
+    path = adapter(1) if kind == "adapter" else weights
+
+    async def use(engine):
+        await engine.load_weights(path, policy_version=1)
+        return await engine.sample([1], SAMPLING)
+
+    with serving(Server([RESET] * 6)) as server:
+        assert with_adapters([server], use).policy_version == 1
+    assert "waiting for the server" in caplog.text
+    paths = [path.rpartition("/")[2] for path, _, _ in server.requests]
+    last = ["load_lora_adapter"] if kind == "adapter" else ["collective_rpc", "reset_prefix_cache"]
+    assert paths[-1 - len(last) :] == [*last, "completions"]
+
+
+def test_new_weights_of_a_server_that_stays_away_are_an_error_that_names_where_to_look(weights):
+    async def use(engine):
+        await engine.load_weights(weights, policy_version=1)
+
+    with serving(Server()) as server:
+        pass
+    with pytest.raises(RolloutError) as error:
+        with_adapters([server], use)
+    assert error.value.rule == "engine_down"
+    assert f"{server.url}/health" in error.value.hint
+
+
 def test_a_server_that_was_lost_gets_the_weights_again_before_it_is_asked(tmp_path):
     (tmp_path / "model.safetensors").touch()
     broken = [completion, completion, RESET, RESET, status(503)]
