@@ -62,7 +62,7 @@ test-nightly: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors $(VLLM)/
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and vllm"
 
 test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that need a real vLLM server
-	$(BIN)/python -m pytest -m "vllm and not nightly" tests/vllm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "vllm and not nightly" tests/vllm
 
 test-gpu: $(READY) $(MODEL)/model.safetensors  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu
