@@ -248,13 +248,14 @@ def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
     rest_s = time.monotonic() - begun
     victims = ["server", "server", *rng.choices(["server", "trainer"], k=3)]
     rng.shuffle(victims)
-    trainer, num_killed = started(run), Counter()
+    trainer, num_killed, started_at = started(run), Counter(), -2
     for number, victim in enumerate(victims):
         if number == 0:
             first_version(run)
         time.sleep(rng.uniform(0.02, 0.2) * rest_s)
-        if trainer.poll():  # killed with the server while it was starting
-            trainer = started(run)
+        if trainer.poll():
+            assert number - started_at <= 2, "only a trainer that starts may need the server"
+            trainer, started_at = started(run), number
         num_killed[victim] += trainer.poll() is None
         if victim == "server":
             server.stop(kill=True)
@@ -262,8 +263,9 @@ def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
         else:
             trainer.kill()
             trainer.wait()
-            trainer = started(run)
+            trainer, started_at = started(run), number
     if trainer.wait(1200):
+        assert len(victims) - started_at <= 2
         trainer = started(run)
     assert trainer.wait(1200) == 0
     assert num_killed["server"] >= 2

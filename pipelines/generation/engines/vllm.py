@@ -181,11 +181,11 @@ class VllmEngine:
         if the transfer fails.
 
         A server that disconnects and comes back loads the weights again, because a restarted server
-        has its initial weights. If no server can be reached, this waits as long as a call does. A path that is not a model directory is rejected here, because it
-        would make vLLM exit. On a CPU, the servers load a model with tied embeddings from a copy
-        with an explicit output layer: see `pipelines.generation.engines.output_layers`. The two
-        newest adapters stay loaded, so their files must not be moved; calls that use an older
-        adapter must have ended.
+        has its initial weights. If no server can be reached, this waits as long as a call does. A
+        path that is not a model directory is rejected here, because it would make vLLM exit. On a
+        CPU, the servers load a model with tied embeddings from a copy with an explicit output
+        layer: see `pipelines.generation.engines.output_layers`. The two newest adapters stay
+        loaded, so their files must not be moved; calls that use an older adapter must have ended.
         """
         load = self._load_adapter if is_adapter(path) else self._load_model
         await self.servers.wait_while_down(lambda: load(path, policy_version))
