@@ -131,6 +131,7 @@ def start_vllm(smollm2_dir, tmp_path_factory):
     def make(*arguments, model=smollm2_dir, **environment):
         usual = ["--served-model-name", "smollm2", "--max-model-len", "2048"]
         usual += ["--dtype", "float32", "--enforce-eager"]
+        usual += ["--num-gpu-blocks-override", "180"]  # SmolLM2's 1 GiB; of a small model, 70 MiB
         own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
         own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return VllmServer(
@@ -153,8 +154,10 @@ def vllm_server(start_vllm):
 
 @pytest.fixture(scope="session")
 def small_server(start_vllm, small_smollm2):
-    """A real server of the small SmolLM2; who kills it starts it again."""
-    with start_vllm(model=small_smollm2) as server:
+    """A real server of the small SmolLM2 that loads adapters too; who kills it starts it again."""
+    arguments = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    with start_vllm(*arguments, model=small_smollm2, **environment) as server:
         yield server
 
 

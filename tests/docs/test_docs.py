@@ -18,10 +18,13 @@ COMMANDS = [(kind, text) for kind, text in BLOCKS if not text.startswith("make "
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_readmes_quickstarts_run_one_after_the_other(tmp_path, smollm2_dir):
-    del smollm2_dir
-    for name in ("examples", ".cache"):
-        (tmp_path / name).symlink_to(ROOT / name)
+@pytest.mark.parametrize(
+    "model", ["small_smollm2", pytest.param("smollm2_dir", marks=pytest.mark.nightly)]
+)
+def test_the_readmes_quickstarts_run_one_after_the_other(model, request, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "smollm2").symlink_to(request.getfixturevalue(model))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     assert len(COMMANDS) >= 5
     # Hypothesis has no deadline on CI: an example may be slow here, where others run beside it.

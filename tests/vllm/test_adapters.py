@@ -27,16 +27,6 @@ pytestmark = pytest.mark.vllm
 __all__ = ["config_of", "overrides_of"]
 
 
-@pytest.fixture(scope="module")
-def lora_server(start_vllm, small_smollm2):
-    """A real server that loads adapters."""
-    arguments = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
-    with start_vllm(
-        *arguments, model=small_smollm2, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True"
-    ) as server:
-        yield server
-
-
 def adapted(small_smollm2, path=None):
     policy = load_policy(str(small_smollm2), logprob_chunk_tokens=256)
     settings = AdapterSettings(rank=4, alpha=8, target_modules=None, model=str(small_smollm2))
@@ -69,7 +59,7 @@ def adapters(small_smollm2, tmp_path_factory):
 
 
 def test_a_swap_under_load_serves_no_token_of_another_version(
-    lora_server, small_smollm2, adapters, tokenizer
+    small_server, small_smollm2, adapters, tokenizer
 ):
     prompts = prompt_ids(tokenizer, QUESTIONS[:8])
     swapped, num_done = asyncio.Event(), Counter()
@@ -93,7 +83,7 @@ def test_a_swap_under_load_serves_no_token_of_another_version(
         swapped.set()
 
     async def use():
-        async with VllmEngine(lora_server.url) as engine:
+        async with VllmEngine(small_server.url) as engine:
             gate = WeightSwapEngine(engine, waits=True)
             asked = [ask(gate, prompt, number) for number, prompt in enumerate(prompts)]
             *found, _ = await asyncio.gather(*asked, swap(gate))
@@ -115,10 +105,10 @@ def test_a_swap_under_load_serves_no_token_of_another_version(
 
 @pytest.mark.nightly  # the test above swaps adapters on every change
 def test_the_loop_sends_adapters_which_sample_from_then_on(
-    lora_server, config_of, small_smollm2, tmp_path, capsys
+    small_server, config_of, small_smollm2, tmp_path, capsys
 ):
     settings = {"train__lora_rank": 4, "train__learning_rate": 2e-3, "num_iterations": 3}
-    result = rl.run(config_of(lora_server.url, **settings))
+    result = rl.run(config_of(small_server.url, **settings))
     assert result.num_iterations == 3
     run = tmp_path / "run"
     assert rows_of(run)["policy_version"].to_list() == [0] * 8 + [1] * 8 + [2] * 8
@@ -135,10 +125,10 @@ def test_the_loop_sends_adapters_which_sample_from_then_on(
 
 
 @pytest.mark.nightly
-def test_a_run_after_another_starts_from_its_own_model(lora_server, config_of, tmp_path):
+def test_a_run_after_another_starts_from_its_own_model(small_server, config_of, tmp_path):
     """A server may still have the adapters of the run before it."""
     settings = {"train__lora_rank": 4, "num_iterations": 1}
-    rl.run(config_of(lora_server.url, out=tmp_path / "second", **settings))
+    rl.run(config_of(small_server.url, out=tmp_path / "second", **settings))
     (line,) = updates_of(tmp_path / "second")
     assert line["rollout_logprobs_abs_diff_mean"] < 1e-3
     assert json.loads((tmp_path / "second/config.json").read_text())["train"]["lora_rank"] == 4

@@ -145,25 +145,32 @@ def check_replay(config, run, tmp_path):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in load_file(ours).items())
 
 
+WHOLE = ("whole_server", "smollm2_dir")
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("server", "model", "settings"),
     [
-        {},
+        ("server", "small_smollm2", {}),
+        pytest.param(*WHOLE, {}, marks=pytest.mark.nightly),
         pytest.param(
-            {"train__lora_rank": 4, "train__learning_rate": 2e-3}, marks=pytest.mark.nightly
+            *WHOLE,
+            {"train__lora_rank": 4, "train__learning_rate": 2e-3},
+            marks=pytest.mark.nightly,
         ),
     ],
 )
 def test_two_updates_of_the_loop_each_on_what_the_new_weights_said(
-    settings, config_of, whole_server, smollm2_dir, tmp_path
+    server, model, settings, config_of, request, tmp_path
 ):
-    config = config_of(whole_server.url, model=smollm2_dir, **settings)
+    server, model = request.getfixturevalue(server), request.getfixturevalue(model)
+    config = config_of(server.url, model=model, **settings)
     result = rl.run(config)
     assert (result.num_iterations, result.num_updates) == (2, 2)
     rows, run = rows_of(tmp_path / "run"), tmp_path / "run"
     assert rows["policy_version"].to_list() == [0] * 8 + [1] * 8
     check_each_once(run, 16)
-    check_the_engine_spoke_for_the_policy(run, smollm2_dir)
+    check_the_engine_spoke_for_the_policy(run, model)
     before, after = (
         pl.from_arrow(rollout_io.read(str(run / f"evaluations/iteration_0000{i}"))) for i in (0, 2)
     )
