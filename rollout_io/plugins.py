@@ -6,10 +6,12 @@ Importing `importlib.metadata`, which imports `email` and `zipfile`, takes a thi
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
-from functools import reduce
+from contextlib import suppress
+from functools import lru_cache, reduce
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -56,7 +58,7 @@ def plugins(group: str) -> list[Plugin]:
         from importlib.metadata import entry_points
 
         return [Plugin(entry.name, entry.value) for entry in entry_points(group=group)]
-    return [found for path in _distributions() for found in _read(path, group)]
+    return [found for of, found in _entry_points(_folders()) if of == group]
 
 
 def _are_directories() -> bool:
@@ -67,10 +69,27 @@ def _are_directories() -> bool:
     return not any(path.lower().endswith(".egg") or Path(path).is_file() for path in sys.path)
 
 
-def _distributions() -> Iterator[Path]:
+def _folders() -> tuple[tuple[str, int], ...]:
+    """Return the directories on `sys.path`, each with the time of its last change in nanoseconds."""
+    found = []
+    for folder in map(os.path.abspath, sys.path):
+        with suppress(OSError):
+            found.append((folder, os.stat(folder).st_mtime_ns))
+    return tuple(found)
+
+
+# Each verb asks for all verbs, and each conversion for all formats; reading takes 7 ms. Installing or
+# removing a package changes the time of its folder.
+@lru_cache(maxsize=1)
+def _entry_points(folders: tuple[tuple[str, int], ...]) -> list[tuple[str, Plugin]]:
+    """Return the group and the plugin of each entry point."""
+    return [found for path in _distributions(folders) for found in _read(path)]
+
+
+def _distributions(folders: tuple[tuple[str, int], ...]) -> Iterator[Path]:
     """Yield the metadata directory of each package; the first one on `sys.path` wins."""
     seen = set()
-    for folder in sys.path:
+    for folder, _ in folders:
         try:
             paths = list(Path(folder).iterdir())
         except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -83,8 +102,8 @@ def _distributions() -> Iterator[Path]:
                     yield path
 
 
-def _read(path: Path, group: str) -> Iterator[Plugin]:
-    """Yield the entry points of a group from the metadata directory of a package."""
+def _read(path: Path) -> Iterator[tuple[str, Plugin]]:
+    """Yield the entry points, with their groups, in the metadata directory of a package."""
     try:
         text = (path / "entry_points.txt").read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
@@ -93,6 +112,6 @@ def _read(path: Path, group: str) -> Iterator[Plugin]:
     for line in map(str.strip, text.splitlines()):
         if line.startswith("[") and line.endswith("]"):
             section = line.strip("[]")
-        elif section == group and line and not line.startswith("#"):
+        elif line and not line.startswith("#"):
             name, _, value = line.partition("=")
-            yield Plugin(name.strip(), value.strip())
+            yield section, Plugin(name.strip(), value.strip())

@@ -1,6 +1,7 @@
 """Entry points that are read without importlib.metadata are those it finds, in its order."""
 
 import os
+import shutil
 import sys
 import zipfile
 from importlib.metadata import entry_points
@@ -86,3 +87,18 @@ def test_packages_outside_directories_are_found_too(kind, tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "path", paths)
     check("g")
     assert plugins("g") == [Plugin("found", "os:path")]
+
+
+def test_packages_that_are_installed_or_removed_meanwhile_are_noticed(tmp_path, monkeypatch):
+    def later():
+        """Without waiting for the clock of the file system, which ticks every few milliseconds."""
+        os.utime(tmp_path, ns=(0, tmp_path.stat().st_mtime_ns + 10_000_000))
+
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert plugins("g") == []
+    install(tmp_path, "new-1", "[g]\nfound = os:path\n")
+    later()
+    assert plugins("g") == [Plugin("found", "os:path")]
+    shutil.rmtree(tmp_path / "new-1.dist-info")
+    later()
+    assert plugins("g") == []

@@ -149,7 +149,7 @@ WHOLE = ("whole_server", "smollm2_dir")
 
 
 @pytest.mark.parametrize(
-    ("server", "model", "settings"),
+    ("server_of", "model", "settings"),
     [
         ("server", "small_smollm2", {}),
         pytest.param(*WHOLE, {}, marks=pytest.mark.nightly),
@@ -161,9 +161,9 @@ WHOLE = ("whole_server", "smollm2_dir")
     ],
 )
 def test_two_updates_of_the_loop_each_on_what_the_new_weights_said(
-    server, model, settings, config_of, request, tmp_path
+    server_of, model, settings, config_of, request, tmp_path
 ):
-    server, model = request.getfixturevalue(server), request.getfixturevalue(model)
+    server, model = request.getfixturevalue(server_of), request.getfixturevalue(model)
     config = config_of(server.url, model=model, **settings)
     result = rl.run(config)
     assert (result.num_iterations, result.num_updates) == (2, 2)
