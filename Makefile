@@ -58,6 +58,7 @@ test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests of a 
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly and not vllm and not gpu and not browser"
 
 test-nightly: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that take too long for CI (hours)
+	$(PYTEST) -m "not nightly and not vllm and not gpu and not browser" --hypothesis-profile=new_examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and not vllm and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and vllm"
 

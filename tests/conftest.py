@@ -16,11 +16,12 @@ EXAMPLES = ROOT / "examples"
 
 ELEMENT = {"prompt_token_ids": [[1, 2]], "completion_token_ids": [[3]], "logprobs": [[-0.5]]}
 
-# The ordinary suite judges a change, so it sees the same examples in every run; nightly runs look for new ones.
-SAME_EXAMPLES = settings(derandomize=True, deadline=None, database=None)
-settings.register_profile("same_examples", SAME_EXAMPLES, max_examples=100)
-# `make test` tries a quarter of them, the first and smallest; CI runs `make test-all`, which tries all.
-settings.register_profile("few_examples", SAME_EXAMPLES, max_examples=25)
+# The suite of a change sees the same few examples in every run, the first and smallest; `make test-nightly`
+# looks for new ones, four times as many.
+settings.register_profile(
+    "same_examples", derandomize=True, deadline=None, database=None, max_examples=25
+)
+settings.register_profile("new_examples", derandomize=False, deadline=None, max_examples=100)
 
 
 # What the collected modules import, 800,000 objects with torch and Transformers, lives as long as the
@@ -54,9 +55,9 @@ def pytest_configure(config):
     # A shell's background jobs start with Ctrl-C ignored; tests press it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "not nightly" in config.option.markexpr:
-        few = "not slow" in config.option.markexpr
-        settings.load_profile("few_examples" if few else "same_examples")
+    if not config.getoption("--hypothesis-profile"):
+        is_of_a_change = "not nightly" in config.option.markexpr
+        settings.load_profile("same_examples" if is_of_a_change else "new_examples")
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -84,8 +85,33 @@ def small_smollm2(smollm2_dir, tmp_path_factory):
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir)
     del model.model.layers[2:]
     model.config.num_hidden_layers = 2
+    return saved_beside(smollm2_dir, model, path)
+
+
+@pytest.fixture(scope="session")
+def narrow_smollm2(smollm2_dir, tmp_path_factory):
+    """Two narrow layers of random weights with SmolLM2's tokens: a twentieth of the small one's work."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("narrow") / "smollm2"
+    config = AutoConfig.from_pretrained(
+        smollm2_dir,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    torch.manual_seed(0)
+    return saved_beside(smollm2_dir, AutoModelForCausalLM.from_config(config), path)
+
+
+def saved_beside(model_dir, model, path):
+    """Save another model with the tokenizer of a directory."""
     model.save_pretrained(path)
-    for file in smollm2_dir.iterdir():
+    for file in model_dir.iterdir():
         if not (path / file.name).exists():
             shutil.copy(file, path)
     return path

@@ -189,8 +189,8 @@ def merged(shop, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def run(shop, smollm2_dir, tmp_path_factory):
-    """Two updates of the model that sampled the shop, the second off policy: a minute of CPU."""
+def run(shop, narrow_smollm2, tmp_path_factory):
+    """Two updates of a small model, the second off policy."""
     import trainer
     from trainer.config.train_config import TrainConfig
 
@@ -198,18 +198,18 @@ def run(shop, smollm2_dir, tmp_path_factory):
         trainer.train(
             TrainConfig(
                 dataset=str(shop),
-                model=str(smollm2_dir),
+                model=str(narrow_smollm2),
                 out=str(out),
                 record_tokens="all",
                 drop_zero_variance_groups=True,
                 groups_per_batch=2,
                 groups_per_mini_batch=1,
                 max_updates=2,
-                learning_rate=5e-5,
+                learning_rate=5e-4,
                 tokens_per_micro_batch=4096,
                 tis_ratio_type="token",
-                token_mask_is_threshold_low=0.8,
-                token_mask_is_threshold_high=1.25,
+                token_mask_is_threshold_low=1e-4,
+                token_mask_is_threshold_high=1e4,
                 kl_loss_coef=0.01,
             )
         )

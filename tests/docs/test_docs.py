@@ -19,7 +19,7 @@ COMMANDS = [(kind, text) for kind, text in BLOCKS if not text.startswith("make "
 @pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize(
-    "model", ["small_smollm2", pytest.param("smollm2_dir", marks=pytest.mark.nightly)]
+    "model", ["narrow_smollm2", pytest.param("smollm2_dir", marks=pytest.mark.nightly)]
 )
 def test_the_readmes_quickstarts_run_one_after_the_other(model, request, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")

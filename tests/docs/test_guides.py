@@ -63,8 +63,8 @@ def claude_code_commands(model, tmp_path, logs=ROOT / "examples" / "claude_code"
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_a_folder_of_claude_code_sessions_becomes_a_checkpoint(small_smollm2, tmp_path, capsys):
-    given = claude_code_commands(small_smollm2, tmp_path)
+def test_a_folder_of_claude_code_sessions_becomes_a_checkpoint(narrow_smollm2, tmp_path, capsys):
+    given = claude_code_commands(narrow_smollm2, tmp_path)
     verbs = ["convert", "validate", "stats", "inspect", "train", "convert", "train", "filter"]
     assert [words[0] for words in given] == verbs
     page = (GUIDES / "claude_code.md").read_text()
@@ -75,7 +75,7 @@ def test_a_folder_of_claude_code_sessions_becomes_a_checkpoint(small_smollm2, tm
             said = capsys.readouterr().err.replace(str(tmp_path / "claude"), "runs/claude")
             assert printed in said
     for name in ("claude-imitated", "claude-weighted"):
-        check_trained(tmp_path / name, small_smollm2)
+        check_trained(tmp_path / name, narrow_smollm2)
         updates = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         assert json.loads(updates[-1])["grad_norm"] > 0
     good = rollout_io.scan(tmp_path / "claude-good").collect()
@@ -84,11 +84,11 @@ def test_a_folder_of_claude_code_sessions_becomes_a_checkpoint(small_smollm2, tm
 
 @pytest.mark.nightly  # the test above follows the same guide
 @pytest.mark.model
-def test_real_sessions_of_claude_code_become_a_checkpoint(harness_logs, small_smollm2, tmp_path):
-    given = claude_code_commands(small_smollm2, tmp_path, harness_logs / "claude_code")[:5]
+def test_real_sessions_of_claude_code_become_a_checkpoint(harness_logs, narrow_smollm2, tmp_path):
+    given = claude_code_commands(narrow_smollm2, tmp_path, harness_logs / "claude_code")[:5]
     for words in given:
         assert run(words) == 0, words
-    check_trained(tmp_path / "claude-imitated", small_smollm2)
+    check_trained(tmp_path / "claude-imitated", narrow_smollm2)
 
 
 @pytest.mark.slow
@@ -98,14 +98,14 @@ def test_real_sessions_of_claude_code_become_a_checkpoint(harness_logs, small_sm
     [("harbor", "harbor", "trials"), ("verifiers", "verifiers", "evals")],
 )
 def test_runs_with_token_ids_and_runs_of_text_become_checkpoints(
-    guide, logs, text, harness_logs, small_smollm2, tmp_path
+    guide, logs, text, harness_logs, narrow_smollm2, tmp_path
 ):
     given = list(commands(f"{guide}.md", {}))
     outputs = {word.rstrip("/") for words in given for word in words if word.startswith("runs/")}
     places = {
         text: str(harness_logs / logs),
         f"examples/{guide}": str(ROOT / "examples" / guide),
-        ".cache/smollm2": str(small_smollm2),
+        ".cache/smollm2": str(narrow_smollm2),
         **{name: str(tmp_path / name) for name in outputs},
     }
     given = list(commands(f"{guide}.md", places))
@@ -122,15 +122,15 @@ def test_runs_with_token_ids_and_runs_of_text_become_checkpoints(
     assert "retokenized" in sources[1]
     for words in given:
         if words[0] == "train":
-            check_trained(words[words.index("--out") + 1], small_smollm2)
+            check_trained(words[words.index("--out") + 1], narrow_smollm2)
 
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_a_generator_output_of_skyrl_trains_with_its_losses(small_smollm2, tmp_path, monkeypatch):
+def test_a_generator_output_of_skyrl_trains_with_its_losses(narrow_smollm2, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / ".cache").symlink_to(small_smollm2.parent)
+    (tmp_path / ".cache").symlink_to(narrow_smollm2.parent)
     page = (GUIDES / "skyrl.md").read_text()
     (settings,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "skyrl.toml").write_text(settings)
@@ -147,7 +147,7 @@ def test_a_generator_output_of_skyrl_trains_with_its_losses(small_smollm2, tmp_p
     assert saved["response_ids"].equals(read["response_ids"])
     config = json.loads((tmp_path / "runs" / "skyrl-model" / "config.json").read_text())
     assert (config["policy_loss_type"], config["outcome"]) == ("dual_clip", "last")
-    check_trained("runs/skyrl-model", small_smollm2)
+    check_trained("runs/skyrl-model", narrow_smollm2)
 
 
 @pytest.mark.parametrize("guide", ["../audit.md", *sorted(path.name for path in GUIDES.iterdir())])

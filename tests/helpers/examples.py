@@ -6,5 +6,5 @@ from hypothesis import settings
 
 
 def examples(number: int) -> int:
-    """A share of `number` in `make test`, all in `make test-all`: see the profiles in conftest.py."""
+    """A quarter of `number` on every change, all in `make test-nightly`: see the profiles in conftest.py."""
     return ceil(number * settings().max_examples / 100)
