@@ -76,7 +76,7 @@ def output_of(line):
 @pytest.mark.model
 @pytest.mark.parametrize(
     "model",
-    ["small_smollm2", pytest.param("smollm2_dir", marks=pytest.mark.nightly)],
+    ["narrow_smollm2", pytest.param("smollm2_dir", marks=pytest.mark.nightly)],
 )
 def test_a_task_of_ones_own_becomes_a_checkpoint_and_a_learning_curve(model, request, tmp_path):
     model = request.getfixturevalue(model)
