@@ -36,7 +36,7 @@ def test_the_loop_of_the_guide_becomes_a_checkpoint(vllm_server, tmp_path):
     assert list((tmp_path / "runs" / "loop" / "checkpoints").glob("global_step_*"))
 
 
-def test_calls_of_llm_generate_convert_with_every_check(smollm2_dir, tmp_path):
+def test_calls_of_llm_generate_convert_with_every_check(small_smollm2, tmp_path):
     (log,) = [code for _, _, code in blocks_of("vllm_loop.md") if "def log(" in code]
     (tmp_path / "own.py").write_text(IN_PROCESS.format(log=log))
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -44,7 +44,7 @@ def test_calls_of_llm_generate_convert_with_every_check(smollm2_dir, tmp_path):
     python = ROOT / ".venv-vllm" / "bin" / "python"
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        [python, "own.py", smollm2_dir],
+        [python, "own.py", small_smollm2],
         cwd=tmp_path,
         env={**os.environ, **own, "PATH": path},
         capture_output=True,
@@ -52,7 +52,7 @@ def test_calls_of_llm_generate_convert_with_every_check(smollm2_dir, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    given = [str(tmp_path / "calls.jsonl"), "--tokenizer", str(smollm2_dir)]
+    given = [str(tmp_path / "calls.jsonl"), "--tokenizer", str(small_smollm2)]
     assert run(["convert", *given, "--out", str(tmp_path / "ds")]) == 0
     rows = rollout_io.scan(tmp_path / "ds").collect()
     assert len(rows) == 6

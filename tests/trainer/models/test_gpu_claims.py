@@ -139,7 +139,14 @@ def test_the_peak_is_that_of_the_longest_name_of_a_card() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["training", "recompiles", "rl"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "rl",
+        pytest.param("training", marks=pytest.mark.nightly),
+        pytest.param("recompiles", marks=pytest.mark.nightly),
+    ],
+)
 def test_every_part_of_the_benchmark_runs_on_a_cpu(part: str) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--json"]
     done = subprocess.run(
