@@ -74,7 +74,7 @@ def _folders() -> tuple[tuple[str, int], ...]:
     found = []
     for folder in map(os.path.abspath, sys.path):
         with suppress(OSError):
-            found.append((folder, os.stat(folder).st_mtime_ns))
+            found.append((folder, Path(folder).stat().st_mtime_ns))
     return tuple(found)
 
 
