@@ -52,7 +52,7 @@ def plugins(group: str) -> list[Plugin]:
 
     Example:
         >>> sorted(found.name for found in plugins("rollout_io.verbs"))[:3]
-        ['convert', 'drift', 'export']
+        ['audit', 'blame', 'convert']
     """
     if not _are_directories():
         from importlib.metadata import entry_points
