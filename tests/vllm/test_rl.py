@@ -238,7 +238,7 @@ def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
     command = [sys.executable, "-m", "rollout_io", "rl", EXAMPLE, "--resume"]
 
     def started(run):
-        """Start or continue a run; without a server, starting fails at once."""
+        """Start or continue a run, which waits for its server."""
         given = overrides_of(server.url, **usual, out=run)
         return subprocess.Popen([*command, *(f"--set={one}" for one in given)], cwd=ROOT)
 
@@ -255,14 +255,12 @@ def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
     rest_s = time.monotonic() - begun
     victims = ["server", "server", *rng.choices(["server", "trainer"], k=3)]
     rng.shuffle(victims)
-    trainer, num_killed, started_at = started(run), Counter(), -2
+    trainer, num_killed = started(run), Counter()
     for number, victim in enumerate(victims):
         if number == 0:
             first_version(run)
         time.sleep(rng.uniform(0.02, 0.2) * rest_s)
-        if trainer.poll():
-            assert number - started_at <= 2, "only a trainer that starts may need the server"
-            trainer, started_at = started(run), number
+        assert trainer.poll() in {None, 0}
         num_killed[victim] += trainer.poll() is None
         if victim == "server":
             server.stop(kill=True)
@@ -270,10 +268,7 @@ def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
         else:
             trainer.kill()
             trainer.wait()
-            trainer, started_at = started(run), number
-    if trainer.wait(1200):
-        assert len(victims) - started_at <= 2
-        trainer = started(run)
+            trainer = started(run)
     assert trainer.wait(1200) == 0
     assert num_killed["server"] >= 2
     assert trained_rows(run) == trained_rows(whole)

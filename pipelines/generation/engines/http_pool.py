@@ -194,18 +194,18 @@ class Servers:
             _LOGGER.warning("%s did not load new weights, and is skipped: %s", url, error.got)
             self.lose(url)
 
-    async def wait_while_down(self, change: Callable[[], Awaitable[None]]) -> None:
-        """Make a change, and repeat it while the servers are down, for as long as `call` waits.
+    async def wait_while_down(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work`, and repeat it while the servers are down, for as long as `call` waits.
 
         Args:
-            change: May be repeated without harm.
+            work: Requests to the servers, which may be repeated without harm.
 
         Raises:
             EngineError: As for `change_each`.
         """
         for attempt in itertools.count(1):
             try:
-                return await change()
+                return await work()
             except ServerError as error:
                 if not error.is_unreachable or attempt >= self.limits.max_attempts:
                     raise

@@ -122,17 +122,20 @@ class VllmEngine:
         try:
             await self._transfers.check()
             if self._model is None:
-                bodies = await self.servers.call_each("/v1/models")
-                listed = [decode_line(_MODELS, b, "/v1/models") for b in bodies]
-                self._model = _one_model(listed)
-                told = [models.data[0].max_model_len for models in listed]
-                self.context_tokens = min((n for n in told if n is not None), default=None)
+                await self.servers.wait_while_down(self._find_model)
             if self._logprobs_mode is None:
                 self._logprobs_mode = await self._probe()
         except BaseException:
             await self.servers.__aexit__()
             raise
         return self
+
+    async def _find_model(self) -> None:
+        bodies = await self.servers.call_each("/v1/models")
+        listed = [decode_line(_MODELS, b, "/v1/models") for b in bodies]
+        self._model = _one_model(listed)
+        told = [models.data[0].max_model_len for models in listed]
+        self.context_tokens = min((n for n in told if n is not None), default=None)
 
     async def __aexit__(self, *error: object) -> None:
         await self._transfers.close()

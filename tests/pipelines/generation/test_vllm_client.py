@@ -511,6 +511,22 @@ def test_new_weights_wait_for_a_server_that_restarts(adapter, weights, kind, cap
     assert paths[-1 - len(last) :] == [*last, "completions"]
 
 
+def test_an_engine_waits_for_a_server_that_starts_after_it(caplog):
+    """The first two rounds of three attempts break."""
+
+    async def run(url):
+        async with VllmEngine(url, limits=FAST, logprobs_mode="raw") as engine:
+            return engine.context_tokens
+
+    def models(_):
+        return 200, {"data": [{"id": "m", "max_model_len": 64}]}
+
+    with serving(Server([*[RESET] * 6, models])) as server:
+        assert asyncio.run(run(server.url)) == 64
+    assert caplog.text.count("waiting for the server") == 1
+    assert {path for path, _, _ in server.requests} == {"/v1/models"}
+
+
 def test_new_weights_of_a_server_that_stays_away_are_an_error_that_names_where_to_look(weights):
     async def use(engine):
         await engine.load_weights(weights, policy_version=1)
