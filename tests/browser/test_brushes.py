@@ -129,7 +129,13 @@ def brushes_of(told, column, where, has_one_row):
 
 
 @pytest.mark.parametrize(
-    "where", ["", "agent = 'sub'", "stop_reason = 'length' or reward > 0.5", "whole < 0"]
+    "where",
+    [
+        "",
+        "stop_reason = 'length' or reward > 0.5",
+        "whole < 0",
+        pytest.param("agent = 'sub'", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_brush_keeps_what_its_bins_count(ask, where):
     root, cases = "/api/datasets/d0", []

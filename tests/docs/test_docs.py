@@ -40,10 +40,11 @@ def test_the_readmes_quickstarts_run_one_after_the_other(model, request, tmp_pat
             check=False,
         )
         assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-    compare = [str(ROOT / "examples" / "compare_policies.py"), "runs/solvable"]
-    command = [sys.executable, *compare, ".cache/smollm2", "runs/first"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "rewarded trajectories gained on unrewarded ones in" in done.stdout, done.stderr
+    if model == "smollm2_dir":  # random weights prefer nothing
+        compare = [str(ROOT / "examples" / "compare_policies.py"), "runs/solvable"]
+        command = [sys.executable, *compare, ".cache/smollm2", "runs/first"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert "rewarded trajectories gained on unrewarded ones in" in done.stdout, done.stderr
 
 
 def test_the_readme_counts_the_invariants_right():

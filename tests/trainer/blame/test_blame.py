@@ -144,9 +144,12 @@ def own_reduction(row: Any, micro_batch: Any) -> Any:
 
 ON_EVERY_CHANGE: list[dict[str, Any]] = [
     {"sequence_layout": "tree", "policy_loss_type": "gspo"},
-    {"advantage_estimator": "gae", "critic_learning_rate": 1e-3},
 ]
 NIGHTLY: list[dict[str, Any]] = [
+    {
+        "advantage_estimator": "gae",
+        "critic_learning_rate": 1e-3,
+    },  # and test_blame_rl, on every change
     {"loss_reduction": "token_mean_legacy"},
     {"lora_rank": 2, "policy_loss_type": "cross_entropy"},
     {"sequence_layout": "step", "loss_reduction": "sequence_mean"},
