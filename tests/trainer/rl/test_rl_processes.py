@@ -56,7 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 OFTEN = ("gae",)
 RECORDED = {"record_tokens": "all"}
-KILLED = {"num_iterations": 4, "save_every_iterations": 2}
+KILLED = {"num_iterations": 8, "save_every_iterations": 2}
 TIMES = {"wait_seconds", "sync_seconds"}
 CUT = {"num_micro_batches", "num_forwarded_tokens", "repeated_share"}
 """Metrics that depend on how micro-batches are cut, so that each process has one."""
@@ -293,7 +293,7 @@ def test_a_run_that_is_killed_up_to_five_times_trains_the_rows_of_an_undisturbed
     check_same_rows(config, undisturbed)
     check_same_run(config.out, undisturbed.out)
     assert trained_rows(config) == trained_rows(undisturbed)
-    assert sum(was_killed for *_, was_killed in kills) >= 2
+    assert sum(was_killed for *_, was_killed in kills) >= 4
 
 
 def trained_rows(config: rl.RlConfig) -> dict[str, Counter[tuple[Any, ...]]]:
@@ -359,12 +359,11 @@ def kill_command(toml: Path, config: rl.RlConfig, num_updates: int) -> bool:
     words = [sys.executable, "-P", "-m", "rollout_io", "rl", str(toml), "--out", config.out]
     for table in ("num_iterations", "save_every_iterations"):
         words += ["--set", f"{table}={getattr(config, table)}"]
+    starts = Path(config.out) / "starts.jsonl"  # a line replaces that of a start at the same update
+    before_ns, until = starts.stat().st_mtime_ns if starts.exists() else 0, time.monotonic() + 300
     with subprocess.Popen([*words, "--resume", "--num-processes", "2"]) as process:
-        starts = Path(config.out) / "starts.jsonl"
-        num_starts = len(starts.read_text().splitlines()) if starts.exists() else 0
-        until = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < until:
-            if starts.exists() and len(starts.read_text().splitlines()) > num_starts:
+            if starts.exists() and starts.stat().st_mtime_ns > before_ns:
                 break
             time.sleep(0.02)
         wait_for_updates(config, num_updates, lambda: process.poll() is None)
