@@ -90,7 +90,7 @@ def small_smollm2(smollm2_dir, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def narrow_smollm2(smollm2_dir, tmp_path_factory):
-    """Two narrow layers of random weights with SmolLM2's tokens: a twentieth of the small one's work."""
+    """Two narrow layers of random weights with SmolLM2's tokens, for tests of what commands do."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
