@@ -131,6 +131,7 @@ class VllmEngine:
         return self
 
     async def _find_model(self) -> None:
+        """Ask the servers for the model that they serve, and for its longest context."""
         bodies = await self.servers.call_each("/v1/models")
         listed = [decode_line(_MODELS, b, "/v1/models") for b in bodies]
         self._model = _one_model(listed)

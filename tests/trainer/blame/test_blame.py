@@ -146,10 +146,8 @@ ON_EVERY_CHANGE: list[dict[str, Any]] = [
     {"sequence_layout": "tree", "policy_loss_type": "gspo"},
 ]
 NIGHTLY: list[dict[str, Any]] = [
-    {
-        "advantage_estimator": "gae",
-        "critic_learning_rate": 1e-3,
-    },  # and test_blame_rl, on every change
+    # test_blame_rl has a critic on every change
+    {"advantage_estimator": "gae", "critic_learning_rate": 1e-3},
     {"loss_reduction": "token_mean_legacy"},
     {"lora_rank": 2, "policy_loss_type": "cross_entropy"},
     {"sequence_layout": "step", "loss_reduction": "sequence_mean"},
