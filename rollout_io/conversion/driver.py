@@ -22,7 +22,7 @@ from rollout_io.conversion.chunk import Chunk, Report, convert_chunk, repeated, 
 from rollout_io.conversion.finished import finished, record_of
 from rollout_io.conversion.inputs import PathLike, digests_of, open_file, paths_of
 from rollout_io.conversion.log import Log, Opened, open_log
-from rollout_io.conversion.plan import Plan, chunk_size, chunks, plan_logs, refuse_nothing
+from rollout_io.conversion.plan import Plan, chunk_size, chunks, plan_logs, refuse_nothing, size_of
 from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
@@ -132,12 +132,16 @@ def convert(
             paths_of(inputs), choices.format, spool, ignored, skips=skips, strict=choices.strict
         )
         rewards = open_file(choices.rewards, spool) if choices.rewards else None
-        chunk_bytes = chunk_size(opened.inputs) if chunk_bytes is None else chunk_bytes
+        num_bytes = size_of(opened.inputs)
+        chunk_bytes = chunk_size(num_bytes) if chunk_bytes is None else chunk_bytes
         # Hash the logs in a thread: it takes as long as finding their runs, and releases the GIL.
         identified = _in_background(partial(identity_of, opened, rewards, choices, chunk_bytes))
         if staging.out.datasets() and (done := _done_before(staging, opened, identified.result())):
             return done
         refuse_misfits(choices, opened.logs)
+        # Worker processes import their modules, which takes half a second, while the runs are found.
+        starting = workers.started(convert_chunk, 1 + num_bytes // chunk_bytes)
+        pool = stack.enter_context(starting)
         named = {} if rewards is None else read_rewards(*rewards)
         found = (log.find(lambda n: report(n, 0), spool) for log in opened.logs)
         with without_collector():
@@ -162,7 +166,7 @@ def convert(
             if chunk.index not in reports
         ]
         work = partial(convert_chunk, logs=settings, progress=report if here else None)
-        for number, made in stack.enter_context(closing(workers.map(work, missing))):
+        for number, made in stack.enter_context(closing(pool.map(work, missing))):
             chunk = missing[number]
             if not here:
                 report(sum(run.num_bytes for run in chunk.runs), made.summary.num_rows)

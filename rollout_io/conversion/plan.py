@@ -118,15 +118,19 @@ def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
         raise InputError("no_calls", where, "the log contains no calls", "", hint)
 
 
-def chunk_size(inputs: Iterable[Input]) -> int:
-    """Return the number of bytes per chunk for these logs.
+def size_of(inputs: Iterable[Input]) -> int:
+    """Return the number of bytes of these logs."""
+    paths = [given.path for given in inputs]
+    files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def chunk_size(num_bytes: int) -> int:
+    """Return the number of bytes per chunk for logs of this size.
 
     It does not depend on the number of workers, so a conversion can be resumed with a different
     number of workers.
     """
-    paths = [given.path for given in inputs]
-    files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
-    num_bytes = sum(file.stat().st_size for file in files if file.is_file())
     return min(max(num_bytes // _NUM_CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
 
 

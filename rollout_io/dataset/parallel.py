@@ -7,13 +7,17 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from schemas.errors import ConfigError, RolloutError
 from schemas.extras import requires_extra
+
+if TYPE_CHECKING:
+    from rollout_io.dataset.worker_processes import Pool
 
 Engine = Literal["local", "ray"]
 T = TypeVar("T")
@@ -59,9 +63,30 @@ class Workers:
             for index, task in enumerate(tasks):
                 yield index, function(task)
         else:
-            from rollout_io.dataset.worker_processes import map_in_processes
+            following = iter(tasks)
+            first = list(islice(following, self.num))
+            with self.started(function, len(first)) as pool:
+                yield from pool.map(function, chain(first, following))
 
-            yield from map_in_processes(function, tasks, self.num)
+    @contextmanager
+    def started(
+        self, function: Callable[..., Any], num_tasks: int
+    ) -> Generator[Workers | Pool, None, None]:
+        """Start local processes before their tasks are known, and yield an object to map with.
+
+        The processes import the modules of `function` while this process prepares the tasks.
+
+        Args:
+            function: As for `map`; the function that is mapped later may have other arguments bound.
+            num_tasks: Expected number of tasks; no more processes than that are started.
+        """
+        if self.engine == "ray" or self.num == 1:
+            yield self
+        else:
+            from rollout_io.dataset.worker_processes import Pool
+
+            with closing(Pool(function, min(self.num, num_tasks))) as pool:
+                yield pool
 
     def map_in_order(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:
         """Yield the result of each task, in the order of the tasks (see `map`)."""

@@ -31,32 +31,46 @@ class _Worker(NamedTuple):
     connection: Connection
 
 
-def map_in_processes(
-    function: Callable[[T], R], tasks: Iterable[T], num: int
-) -> Generator[tuple[int, R], None, None]:
-    """Yield the index and result of each task as soon as it finishes.
+class Pool:
+    """Worker processes, which import the modules of a function before they receive tasks.
 
-    The processes are stopped when this generator ends for any reason, or this process is killed.
+    The processes are stopped when the pool is closed, or this process is killed.
 
     Args:
         function: A module-level function (or `functools.partial` of one), which can be pickled.
-        tasks: Arguments of the calls; consumed as processes become idle.
-        num: Maximum number of processes.
-
-    Raises:
-        RolloutError: Raised by a task; `worker`: a process died.
+        num: Number of processes.
     """
-    numbered = enumerate(tasks)
-    first = list(islice(numbered, num))
-    with _started(len(first)) as workers:
+
+    def __init__(self, function: Callable[..., Any], num: int) -> None:
+        self._workers: list[_Worker] = []
+        try:
+            with _uninterrupted():
+                self._workers.extend(_start(function) for _ in range(num))
+        except BaseException:
+            self.close()
+            raise
+
+    def map(
+        self, function: Callable[[T], R], tasks: Iterable[T]
+    ) -> Generator[tuple[int, R], None, None]:
+        """Yield the index and result of each task as soon as it finishes.
+
+        Args:
+            function: As for the pool; it may have other arguments bound.
+            tasks: Arguments of the calls; consumed as processes become idle.
+
+        Raises:
+            RolloutError: Raised by a task; `worker`: a process died.
+        """
         busy: dict[Connection, tuple[_Worker, int]] = {}
+        numbered = enumerate(tasks)
 
         def give(worker: _Worker, index: int, message: Any) -> None:
             with _alive(worker):
                 worker.connection.send(message)
             busy[worker.connection] = worker, index
 
-        for worker, (index, task) in zip(workers, first, strict=True):
+        for worker, (index, task) in zip(self._workers, numbered, strict=False):
             give(worker, index, (function, task))
         while busy:
             ready = wait(list(busy))[0]
@@ -70,25 +84,19 @@ def map_in_processes(
                 give(worker, index, task)
             yield done, result
 
-
-@contextmanager
-def _started(num: int) -> Iterator[list[_Worker]]:
-    workers: list[_Worker] = []
-    try:
-        with _uninterrupted():
-            workers.extend(_start() for _ in range(num))
-        yield workers
-    finally:
-        for process, connection in workers:
+    def close(self) -> None:
+        """Stop the processes."""
+        for process, connection in self._workers:
             process.kill()
             process.join()
             connection.close()
+        self._workers.clear()
 
 
-def _start() -> _Worker:
+def _start(function: Callable[..., Any]) -> _Worker:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_work, args=(theirs,), daemon=True)
+    process = spawn.Process(target=_work, args=(theirs, function), daemon=True)
     with theirs:
         process.start()
     return _Worker(process, ours)
@@ -122,8 +130,11 @@ def _alive(worker: _Worker) -> Iterator[None]:
         raise InputError("worker", "--workers", got, "", hint) from None
 
 
-def _work(connection: Connection) -> None:
-    """Run a worker: receive the function and a task, then send results and receive tasks."""
+def _work(connection: Connection, _imported: Callable[..., Any]) -> None:
+    """Run a worker: receive the function and a task, then send results and receive tasks.
+
+    The second argument is not called: unpickling it has imported what the tasks need.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_pandas_out_of_arrow()
     with suppress(EOFError, OSError):

@@ -14,7 +14,7 @@ import pytest
 import rollout_io
 from rollout_io import Choices, convert
 from rollout_io.cli.main import run
-from rollout_io.conversion.plan import chunk_size
+from rollout_io.conversion.plan import chunk_size, size_of
 from rollout_io.formats.base import Input
 from schemas import check
 from tests.conftest import ROOT
@@ -67,7 +67,7 @@ def test_a_log_is_cut_into_sixteen_chunks_of_32_to_128_mib(num_mib, size_mib, tm
     for half in ("a", "b"):
         with (log / half).open("wb") as file:
             file.truncate(num_mib << 19)  # takes no space
-    assert chunk_size([Input("log", log)]) == size_mib << 20
+    assert chunk_size(size_of([Input("log", log)])) == size_mib << 20
 
 
 def test_a_column_that_only_one_chunk_has_is_null_elsewhere(tmp_path):

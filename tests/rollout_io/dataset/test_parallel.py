@@ -1,8 +1,10 @@
 import json
+import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import polars as pl
@@ -11,8 +13,10 @@ import pytest
 
 from pipelines.merging.merge import merge_table
 from rollout_io import RolloutWriter, check_dataset, iter_tables, read, read_metadata
+from rollout_io.conversion import driver
+from rollout_io.conversion.choices import Choices
 from rollout_io.conversion.chunk import Chunk
-from rollout_io.conversion.plan import chunks, plan
+from rollout_io.conversion.plan import chunks, plan, plan_logs
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.rewriting import rewrite
@@ -121,6 +125,36 @@ def test_work_ends_when_processes_fail_or_it_is_interrupted_with_large_messages_
 
 def test_a_worker_process_builds_arrow_arrays_without_importing_pandas():
     assert dict(Workers(2).map(imports_pandas, [[0], [1]])) == {0: False, 1: False}
+
+
+def test_a_pool_has_its_processes_before_its_tasks_and_none_after():
+    with Workers(3).started(len, 2) as pool:
+        assert len(multiprocessing.active_children()) == 2
+        assert dict(pool.map(len, (text for text in ["a", "bc", "", "def"]))) == {
+            0: 1,
+            1: 2,
+            2: 0,
+            3: 3,
+        }
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_processes_that_convert_start_while_the_runs_are_found(is_empty, tmp_path, monkeypatch):
+    seen = []
+
+    def planned(*args):
+        seen.append(len(multiprocessing.active_children()))
+        return plan_logs(*args)
+
+    monkeypatch.setattr(driver, "plan_logs", planned)
+    log = tmp_path / "calls.jsonl"
+    log.write_text("" if is_empty else (EXAMPLES / "shop.calls.jsonl").read_text())
+    choices = Choices(format="calls")
+    with pytest.raises(RolloutError) if is_empty else nullcontext():
+        driver.convert([log], tmp_path / "ds", choices, workers=2, chunk_bytes=100_000)
+    assert seen == [2 - is_empty]
+    assert not multiprocessing.active_children()
 
 
 def test_a_task_of_a_conversion_holds_places_and_no_records(tmp_path):
