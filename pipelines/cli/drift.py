@@ -9,8 +9,8 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, note, warn
 from rollout_io.cli.workers import workers_of, workers_options
-from rollout_io.dataset.arrow_startup import keep_pandas_out_of_arrow
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
+from rollout_io.startup import keep_pandas_out_of_arrow
 from schemas.errors import ConfigError, RolloutError, count
 
 if TYPE_CHECKING:

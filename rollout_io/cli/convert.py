@@ -18,8 +18,8 @@ from rollout_io.cli.output import (
     warn,
 )
 from rollout_io.cli.workers import num_converters, workers_options
-from rollout_io.dataset.arrow_startup import keep_pandas_out_of_arrow
 from rollout_io.retokenize.local import tokenizer_directory
+from rollout_io.startup import keep_pandas_out_of_arrow
 from schemas.errors import count
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import click
 
 from rollout_io.cli.dataset import open_valid
 from rollout_io.cli.output import emit_json, example, note
-from rollout_io.dataset.arrow_startup import keep_pandas_out_of_arrow
+from rollout_io.startup import keep_pandas_out_of_arrow
 
 if TYPE_CHECKING:
     from rollout_io.formats.exporting.export_rows import Exported, Failed

@@ -24,6 +24,7 @@ from rollout_io.cli.output import kept_log
 from rollout_io.cli.usage import UnknownVerbError, explained_usage
 from rollout_io.name_clashes import HiddenPackageError, require_ours
 from rollout_io.plugins import Plugin, plugins
+from rollout_io.startup import keep_torch_out_of_transformers
 from schemas.errors import InputError, RolloutError
 from schemas.extras import explained
 
@@ -33,6 +34,9 @@ ORDER = (
     *("merge", "unmerge", "drift", "export", "record", "generate", "train", "rl", "audit"),
     *("replay", "blame", "plot"),
 )
+
+_TOKENIZING = frozenset({"convert", "drift", "record", "view"})
+"""Verbs that may load a tokenizer, and never a model."""
 
 
 class Verbs(click.Group):
@@ -116,7 +120,10 @@ def rollouts() -> None:
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; SIGTERM triggers the same cleanup as an interrupt."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(run(args))
+    given = list(sys.argv[1:] if args is None else args)
+    if given and given[0] in _TOKENIZING:
+        keep_torch_out_of_transformers()
+    sys.exit(run(given))
 
 
 def run(args: Sequence[str] | None = None) -> int:

@@ -19,7 +19,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple, TypeVar
 
-from rollout_io.dataset.arrow_startup import keep_pandas_out_of_arrow
+from rollout_io.startup import (
+    keep_pandas_out_of_arrow,
+    keep_torch_out_of_transformers,
+    keeps_torch_out_of_transformers,
+)
 from schemas.errors import InputError, RolloutError
 
 T = TypeVar("T")
@@ -96,7 +100,12 @@ class Pool:
 def _start(function: Callable[..., Any]) -> _Worker:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_work, args=(theirs, function), daemon=True)
+    process = spawn.Process(
+        target=_work,
+        args=(theirs, function),
+        kwargs={"keeps_torch_out": keeps_torch_out_of_transformers()},
+        daemon=True,
+    )
     with theirs:
         process.start()
     return _Worker(process, ours)
@@ -130,11 +139,13 @@ def _alive(worker: _Worker) -> Iterator[None]:
         raise InputError("worker", "--workers", got, "", hint) from None
 
 
-def _work(connection: Connection, _imported: Callable[..., Any]) -> None:
+def _work(connection: Connection, _imported: Callable[..., Any], *, keeps_torch_out: bool) -> None:
     """Run a worker: receive the function and a task, then send results and receive tasks.
 
     The second argument is not called: unpickling it has imported what the tasks need.
     """
+    if keeps_torch_out:
+        keep_torch_out_of_transformers()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_pandas_out_of_arrow()
     with suppress(EOFError, OSError):

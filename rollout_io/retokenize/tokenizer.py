@@ -15,6 +15,7 @@ from typing import Any
 from rollout_io.dataset.opening import refuse_irregular
 from rollout_io.retokenize.chat_template import find_template
 from rollout_io.retokenize.local import tokenizer_directory, vocabulary_fingerprint
+from rollout_io.startup import importing_transformers
 from schemas.errors import InputError, RolloutError
 from schemas.extras import requires_extra
 
@@ -236,13 +237,14 @@ def _without_template(where: str) -> InputError:
 
 
 def _load(where: str) -> Any:
-    with requires_extra("text", where):
+    with requires_extra("text", where), importing_transformers():
         from transformers import AutoTokenizer
     hint = "check that the directory contains tokenizer.json and tokenizer_config.json"
     try:
-        backend: Any = AutoTokenizer.from_pretrained(
-            where, local_files_only=True, trust_remote_code=False
-        )
+        with importing_transformers():
+            backend: Any = AutoTokenizer.from_pretrained(
+                where, local_files_only=True, trust_remote_code=False
+            )
         is_empty = not backend.encode("user", add_special_tokens=False)
     except Exception as error:  # Transformers does not wrap the errors of its parsers
         got = f"the tokenizer cannot be loaded: {_one_line(error)}"

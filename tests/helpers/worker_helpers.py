@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from rollout_io.dataset.parallel import Workers
+from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
 
 LARGE_BYTES = 16 << 20  # far more than a pipe holds
@@ -49,6 +50,12 @@ def imports_pandas(values):
     """Build an Arrow array; return whether pandas has been imported."""
     pa.array(values)
     return "pandas" in sys.modules
+
+
+def imports_torch(directory):
+    """Load a tokenizer; return whether torch has been imported."""
+    load_tokenizer(directory)
+    return "torch" in sys.modules
 
 
 def list_children():
