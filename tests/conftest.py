@@ -181,7 +181,8 @@ def vllm_server(start_vllm):
 @pytest.fixture(scope="session")
 def small_server(start_vllm, small_smollm2):
     """A real server of the small SmolLM2 that loads adapters too; who kills it starts it again."""
-    arguments = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+    arguments = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    arguments += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     with start_vllm(*arguments, model=small_smollm2, **environment) as server:
         yield server

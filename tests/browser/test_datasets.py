@@ -27,7 +27,7 @@ OPENED = [
     pytest.param(("claude_code", "harbor"), marks=pytest.mark.nightly),
     pytest.param(("inspect", "public_inspect"), marks=pytest.mark.nightly),
     ("public_claude_code", "public_harbor"),
-    ("thousands", "thousand"),
+    pytest.param(("thousands", "thousand"), marks=pytest.mark.nightly),
     pytest.param(("million", "thousand"), marks=pytest.mark.nightly),
 ]
 SIZES = {"million": 1_000_000, "thousands": 50_000, "thousand": 1_000}

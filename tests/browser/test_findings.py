@@ -51,7 +51,9 @@ def tables(shop, tmp_path_factory):
     )
 
 
-@pytest.fixture(scope="module", params=["server", "report"])
+@pytest.fixture(
+    scope="module", params=["server", pytest.param("report", marks=pytest.mark.nightly)]
+)
 def tab(browser, shop, tables, smollm2_dir, tmp_path_factory, request):
     arguments = (shop, *tables, "--tokenizer", smollm2_dir)
     if request.param == "server":

@@ -131,17 +131,17 @@ def test_the_openai_package_streams_calls_tools_and_asks_for_two(vllm_server, tm
 
 
 @pytest.mark.nightly  # tests/vllm/test_record_docs.py records LiteLLM on every change
-def test_litellm_with_only_its_base_url_changed(vllm_server, tmp_path, clients):
+def test_litellm_with_only_its_base_url_changed(small_server, tmp_path, clients):
     async def use(base_url):
         await other_program(clients / "python", "-c", LITELLM, base_url=base_url, home=tmp_path)
 
-    assert len(recorded(tmp_path / "ds", vllm_server.url, use)) == 3 + 2
+    assert len(recorded(tmp_path / "ds", small_server.url, use)) == 3 + 2
 
 
 # tests/vllm/test_record_docs.py records it without exact prefixes on every change.
 @pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_mini_swe_agent_with_only_its_base_url_changed(
-    vllm_server, smollm2_dir, tmp_path, clients, exact
+    small_server, small_smollm2, tmp_path, clients, exact
 ):
     async def use(base_url):
         await other_program(
@@ -152,8 +152,8 @@ def test_mini_swe_agent_with_only_its_base_url_changed(
             home=tmp_path,
         )
 
-    settings = {"exact_prefix": str(smollm2_dir)} if exact else {}
-    found = recorded(tmp_path / "ds", vllm_server.url, use, **settings)
+    settings = {"exact_prefix": str(small_smollm2)} if exact else {}
+    found = recorded(tmp_path / "ds", small_server.url, use, **settings)
     assert len(found) == 3
     prompts = [row["prompt_token_ids"] for row in found]
     assert len(prompts[0]) < len(prompts[1]) < len(prompts[2])

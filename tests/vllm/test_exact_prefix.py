@@ -41,11 +41,11 @@ async def chat(client, number, stream, **changes):
     return answers
 
 
-def recorded(out, url, smollm2_dir, *, exact, stream, **changes):
+def recorded(out, url, model, *, exact, stream, **changes):
     """How many steps drift; the calls of the journal."""
 
     async def main():
-        given = {"exact_prefix": str(smollm2_dir)} if exact else {}
+        given = {"exact_prefix": str(model)} if exact else {}
         async with recording(out, url, flush_s=60, **given) as client:
             await asyncio.gather(*(chat(client, i, stream, **changes) for i in range(NUM_CHATS)))
             path = out / ".recording" / "00000" / "calls.jsonl"
@@ -60,10 +60,12 @@ def recorded(out, url, smollm2_dir, *, exact, stream, **changes):
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_chats_that_drift_as_text_do_not_token_by_token(vllm_server, smollm2_dir, tmp_path, stream):
-    url = vllm_server.url
-    as_text, _ = recorded(tmp_path / "text", url, smollm2_dir, exact=False, stream=stream)
-    as_tokens, calls = recorded(tmp_path / "ids", url, smollm2_dir, exact=True, stream=stream)
+def test_chats_that_drift_as_text_do_not_token_by_token(
+    small_server, small_smollm2, tmp_path, stream
+):
+    url = small_server.url
+    as_text, _ = recorded(tmp_path / "text", url, small_smollm2, exact=False, stream=stream)
+    as_tokens, calls = recorded(tmp_path / "ids", url, small_smollm2, exact=True, stream=stream)
     assert as_text > 3
     assert as_tokens == 0
     sent = Counter(call["sent"] for call in calls)
@@ -88,10 +90,10 @@ def test_chats_that_drift_as_text_do_not_token_by_token(vllm_server, smollm2_dir
     ],
 )
 def test_what_is_not_certain_is_sent_as_it_is_and_says_why(
-    vllm_server, smollm2_dir, tmp_path, changes, reason
+    small_server, small_smollm2, tmp_path, changes, reason
 ):
     out = tmp_path / "ds"
-    _, calls = recorded(out, vllm_server.url, smollm2_dir, exact=True, stream=False, **changes)
+    _, calls = recorded(out, small_server.url, small_smollm2, exact=True, stream=False, **changes)
     sent = Counter(call["sent"] for call in calls)
     assert set(sent) <= {"first", reason}
     assert sent[reason] > 0

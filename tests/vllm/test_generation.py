@@ -39,16 +39,16 @@ def write_tasks(path, num_tasks=4):
 
 
 @pytest.fixture
-def made(vllm_server, smollm2_dir, tmp_path):
+def made(small_server, small_smollm2, tmp_path):
     """Generates on the real server; the dataset's path."""
 
     def make(**settings):
         config = GenerateConfig(
             tasks=write_tasks(tmp_path / "tasks.jsonl"),
-            model=str(smollm2_dir),
+            model=str(small_smollm2),
             out=str(tmp_path / "ds"),
             engine="vllm",
-            urls=(vllm_server.url,),
+            urls=(small_server.url,),
             group_size=2,
             max_response_tokens=48,
             policy_version=7,
@@ -68,10 +68,10 @@ def pairs_of(path):
     return [pair for part in rows for pair in pairwise(part.rows(named=True))]
 
 
-def differences(rows, smollm2_dir):
+def differences(rows, small_smollm2):
     plain = [(r["prompt_token_ids"], r["response_ids"], r["loss_mask"]) for r in rows]
     batch = make_batch(plain)
-    policy = load_policy(str(smollm2_dir), logprob_chunk_tokens=256)
+    policy = load_policy(str(small_smollm2), logprob_chunk_tokens=256)
     ours = np.zeros(len(batch.trains), np.float32)
     with torch.no_grad():
         for forest in forests_of(batch, 1024):
@@ -81,9 +81,11 @@ def differences(rows, smollm2_dir):
     return (ours - np.concatenate([r["rollout_logprobs"] for r in rows]))[trains]
 
 
-def test_append_on_a_real_server_is_one_sequence_a_trajectory_of_the_policys_own(made, smollm2_dir):
+def test_append_on_a_real_server_is_one_sequence_a_trajectory_of_the_policys_own(
+    made, small_smollm2
+):
     path = made()
-    tokenizer = load_tokenizer(smollm2_dir)
+    tokenizer = load_tokenizer(small_smollm2)
     for before, after in pairs_of(path):
         said = before["prompt_token_ids"] + before["response_ids"]
         said += [EOS] * (said[-1] != EOS)
@@ -93,7 +95,7 @@ def test_append_on_a_real_server_is_one_sequence_a_trajectory_of_the_policys_own
         assert tokenizer.decode(after["prompt_token_ids"][len(said) :]) == text
     merged = pl.from_arrow(merge_table(rollout_io.read(path))).rows(named=True)
     assert len(merged) == 8
-    found = differences(merged, smollm2_dir)
+    found = differences(merged, small_smollm2)
     assert np.abs(found).mean() < 0.05
     assert abs(found.mean()) < 0.01
 

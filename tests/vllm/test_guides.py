@@ -30,8 +30,16 @@ if __name__ == "__main__":
 """
 
 
-def test_the_loop_of_the_guide_becomes_a_checkpoint(vllm_server, tmp_path):
-    printed = follow("vllm_loop.md", tmp_path, url=vllm_server.url)
+@pytest.mark.parametrize(
+    ("server_of", "model"),
+    [
+        ("small_server", "small_smollm2"),
+        pytest.param("vllm_server", "smollm2_dir", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_loop_of_the_guide_becomes_a_checkpoint(server_of, model, request, tmp_path):
+    server, model = (request.getfixturevalue(name) for name in (server_of, model))
+    printed = follow("vllm_loop.md", tmp_path, url=server.url, model=model)
     assert "fingerprints match" in printed
     assert list((tmp_path / "runs" / "loop" / "checkpoints").glob("global_step_*"))
 

@@ -90,12 +90,12 @@ def without_names(value):
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_what_a_real_engine_tells_a_client_is_the_same_through_the_recorder(
-    vllm_server, tmp_path, stream
+    small_server, tmp_path, stream
 ):
     num_repeated = 0
 
     async def main():
-        async with recording(tmp_path / "ds", vllm_server.url) as client:
+        async with recording(tmp_path / "ds", small_server.url) as client:
 
             async def check_same(path, body, name):
                 nonlocal num_repeated
@@ -105,7 +105,7 @@ def test_what_a_real_engine_tells_a_client_is_the_same_through_the_recorder(
                     5
                 ):  # two choices are sampled otherwise where they are batched otherwise
                     ours = await client.post(f"/s/a/0/{path}", json=body, timeout=120)
-                    plain = await client.post(f"{vllm_server.url}/{path}", json=body, timeout=120)
+                    plain = await client.post(f"{small_server.url}/{path}", json=body, timeout=120)
                     assert ours.status_code == plain.status_code, name
                     is_stream = stream and plain.status_code == 200
                     found, expected = (comparable(a.content, is_stream) for a in (ours, plain))

@@ -21,7 +21,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-def test_the_commands_of_the_page_record_three_harnesses(vllm_server, tmp_path):
+def test_the_commands_of_the_page_record_three_harnesses(small_server, tmp_path):
     if not (ROOT / ".venv-clients" / "bin" / "mini").exists():
         pytest.skip("no .venv-clients: run `make test-vllm`")
     (tmp_path / ".venv-clients").symlink_to(ROOT / ".venv-clients")
@@ -30,7 +30,7 @@ def test_the_commands_of_the_page_record_three_harnesses(vllm_server, tmp_path):
     blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 5
     script = "set -e\ntrap 'kill %1; wait' EXIT\n" + "\n".join(blocks)
-    script = script.replace("http://127.0.0.1:8000", vllm_server.url)
+    script = script.replace("http://127.0.0.1:8000", small_server.url)
     script = script.replace("8100", str(free_port()))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

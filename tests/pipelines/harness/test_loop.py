@@ -89,7 +89,7 @@ def test_an_openai_client_trains_online_each_iteration_on_its_own_weights(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weight_sync", ["wait", "now"])
+@pytest.mark.parametrize("weight_sync", [pytest.param("wait", marks=pytest.mark.nightly), "now"])
 def test_a_harness_that_blocks_and_streams_trains_ahead_of_the_trainer(
     tmp_path, model, weight_sync
 ):

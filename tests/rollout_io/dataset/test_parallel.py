@@ -182,39 +182,46 @@ def test_a_ray_that_is_not_there_is_refused_at_once(sharded, monkeypatch):
 RAY = """
 import sys
 from rollout_io.cli.main import run
-calls, rewards, sharded, out = sys.argv[1:]
 import ray
 ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
          _node_ip_address="127.0.0.1")
-on_ray = ["--engine", "ray", "--workers", "2"]
-def go(*arguments):
-    code = run([*arguments, *on_ray])
-    assert code == 0, (arguments, code)
-go("convert", calls, "--rewards", rewards, "--out", f"{out}/converted")
-go("merge", sharded, "--out", f"{out}/merged")
-go("drift", sharded, "--json")
-go("stats", sharded, "--json")
+for line in sys.argv[1:]:
+    code = run([*line.split(), "--engine", "ray", "--workers", "2"])
+    assert code == 0, (line, code)
 """
 
 
-@pytest.mark.slow
-def test_two_workers_of_a_local_ray_convert_merge_and_diagnose_as_this_machine_does(
-    sharded, shop_dataset, tmp_path
-):
+def on_ray(*lines):
+    """What these command lines print, with two workers of a Ray of their own."""
     pytest.importorskip("ray")
-    files = [str(EXAMPLES / f"shop.{name}.jsonl") for name in ("calls", "rewards")]
-    command = [sys.executable, "-W", "ignore", "-c", RAY, *files, str(sharded), str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", "-c", RAY, *lines]
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": "."}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_two_workers_of_a_local_ray_convert_as_this_machine_does(shop_dataset, tmp_path):
+    calls, rewards = (EXAMPLES / f"shop.{name}.jsonl" for name in ("calls", "rewards"))
+    on_ray(f"convert {calls} --rewards {rewards} --out {tmp_path / 'converted'}")
     assert read(tmp_path / "converted").equals(read(shop_dataset))
+
+
+@pytest.mark.nightly  # they share their loop over tasks with `convert`
+def test_two_workers_of_a_local_ray_merge_and_diagnose_as_this_machine_does(sharded, tmp_path):
+    printed = on_ray(
+        f"merge {sharded} --out {tmp_path / 'merged'}",
+        f"drift {sharded} --json",
+        f"stats {sharded} --json",
+    )
     command_line("merge", sharded, "--out", tmp_path / "local")
     assert files_in(tmp_path / "merged") == files_in(tmp_path / "local")
     drift, stats = (command_line(verb, sharded, "--json") for verb in ("drift", "stats"))
-    assert done.stdout.startswith(drift)
-    assert rounded(done.stdout.removeprefix(drift)) == rounded(stats)
+    assert printed.startswith(drift)
+    assert rounded(printed.removeprefix(drift)) == rounded(stats)
 
 
 def rounded(numbers):

@@ -22,7 +22,8 @@ def dataset(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "left", ["head", *(pytest.param(left, marks=pytest.mark.slow) for left in list(ABANDONED)[1:])]
+    "left",
+    ["head", *(pytest.param(left, marks=pytest.mark.nightly) for left in list(ABANDONED)[1:])],
 )
 def test_a_process_that_leaves_a_query_early_ends_as_it_should(left, dataset):
     """Polars' threads must be out of our generators before the interpreter goes."""

@@ -31,7 +31,7 @@ from tests.helpers.mutations import damaged, possible_counts
 pytestmark = pytest.mark.slow
 
 MAX_BYTES, MAX_SECONDS = 100_000, 10
-NUM_ORDINARY, NUM_NIGHTLY = 500, 20_000
+NUM_ORDINARY, NUM_NIGHTLY = 200, 20_000
 PEERS = ROOT / "tests" / "data" / "peers"
 SMOLLM2 = ROOT / ".cache" / "smollm2"
 

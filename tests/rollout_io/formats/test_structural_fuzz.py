@@ -24,7 +24,7 @@ from tests.helpers.plain_values import NotCompared
 from tests.helpers.structural_logs import FORMATS, Log, find_sources
 from tests.helpers.structural_mutations import mutated
 
-NUM_ORDINARY, NUM_NIGHTLY = 10, 500
+NUM_ORDINARY, NUM_NIGHTLY = 4, 500
 MAX_SECONDS = 30
 GYM_IDS = re.compile(rb'"generation_token_ids": \[\d')
 """Ids of NeMo Gym's logs, most of which are those of another tokenizer."""

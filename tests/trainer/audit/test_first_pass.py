@@ -82,18 +82,26 @@ def rows_of_groups(*, prompt, response, labels, sampled_by, num_groups=8, size=8
     return rows
 
 
-@pytest.mark.parametrize("first_pass", [None, 0.2])
+LABELS_AND_VERSIONS = {
+    "no_fault": (lambda _: 1, lambda _: 1),
+    "other_weights": (lambda _: 1, lambda _: 2),
+    "several_labels": (lambda i: i % 2, lambda i: 1 + i % 2),  # in a group
+}
+
+
 @pytest.mark.parametrize(
-    ("labels", "sampled_by"),
+    ("faults", "first_pass"),
     [
-        (lambda _: 1, lambda _: 1),  # no fault
-        (lambda _: 1, lambda _: 2),  # every row was sampled by other weights
-        (lambda i: i % 2, lambda i: 1 + i % 2),  # as before, with several labels in a group
+        ("no_fault", None),
+        ("other_weights", 0.2),
+        ("several_labels", None),
+        pytest.param("no_fault", 0.2, marks=pytest.mark.nightly),
+        pytest.param("other_weights", None, marks=pytest.mark.nightly),
+        pytest.param("several_labels", 0.2, marks=pytest.mark.nightly),
     ],
 )
-def test_long_prompts_of_groups_are_not_forwarded_twice(
-    weights, tmp_path, first_pass, labels, sampled_by
-):
+def test_long_prompts_of_groups_are_not_forwarded_twice(weights, tmp_path, faults, first_pass):
+    labels, sampled_by = LABELS_AND_VERSIONS[faults]
     rows = rows_of_groups(prompt=60, response=6, labels=labels, sampled_by=sampled_by)
     path = write_dataset(tmp_path / "ds", rows, logprobs_mode="processed")
     result = audited(path, weights, first_pass=first_pass)

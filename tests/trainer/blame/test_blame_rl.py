@@ -45,5 +45,5 @@ def test_updates_of_the_loop_are_attributed_as_replays_without_a_row_are_made(
     config = config_of(tmp_path, model, num_iterations=2, train=train, generate=generate)
     rl.run(config)
     held_out = Path(config.out) / "rollouts" / "iteration_00001"
-    found = check_blame(Path(config.out), 2, 99, held_out=str(held_out))
+    found = check_blame(Path(config.out), 2, 3, held_out=str(held_out))
     assert len(found.groups) == 2

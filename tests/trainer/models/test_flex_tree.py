@@ -72,13 +72,14 @@ def expected(inputs: Any, forest: Forest, window: int | None) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_200_shapes_with_and_without_windows_and_gradients_compile_four_graphs(
-    compile_with: Callable[[str], None],
+@pytest.mark.parametrize("num_batches", [60, pytest.param(NUM_BATCHES, marks=pytest.mark.nightly)])
+def test_all_shapes_with_and_without_windows_and_gradients_compile_four_graphs(
+    num_batches: int, compile_with: Callable[[str], None]
 ) -> None:
     compile_with("aot_eager")
     before, rng = num_graphs(), np.random.default_rng(0)
     sizes = set()
-    for number in range(NUM_BATCHES):
+    for number in range(num_batches):
         forest = large_forest(number) if number % 50 == 0 else small_forest(rng)
         window = (None, 5, 40)[number % 3]
         inputs, tree = inputs_of(forest.num_tokens), tree_of(forest)
@@ -93,7 +94,7 @@ def test_200_shapes_with_and_without_windows_and_gradients_compile_four_graphs(
             weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
             gradients = (torch.autograd.grad((o * weights).sum(), inputs) for o in (found, other))
             torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
-    assert len(sizes) > NUM_BATCHES // 2
+    assert len(sizes) > num_batches // 2
     assert num_graphs() - before == MOST_GRAPHS  # two kinds of masks, with and without gradients
 
 

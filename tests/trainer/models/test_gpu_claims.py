@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -78,7 +79,8 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
 ) -> None:
     """Fake tensors have shapes and dtypes, but no values, so a model of any size fits."""
     seen: list[Any] = []
-    kernel, config = attention.VARLEN_ATTN, MODELS[name]
+    kernel, config = attention.VARLEN_ATTN, copy.deepcopy(MODELS[name])
+    config.num_hidden_layers = 2  # of 24 and 28 alike ones
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
 

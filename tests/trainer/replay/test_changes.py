@@ -24,7 +24,7 @@ from trainer.replay.replay import Replay, replay
 from trainer.run.update import policy_logprobs
 
 REDUCTIONS = ["token_mean", "sequence_mean", "trajectory_mean", "prompt_mean", "token_mean_legacy"]
-QUICK = {("token_mean", "merge"), ("sequence_mean", "step"), ("prompt_mean", "tree")}
+ON_EVERY_CHANGE = {("token_mean", "merge"), ("sequence_mean", "step"), ("prompt_mean", "tree")}
 
 
 def rows() -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def changed(run: Path, update: int, *settings: str, **kept: Any) -> Replay:
 @pytest.mark.parametrize(
     ("reduction", "layout"),
     [
-        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+        pytest.param(*pair, marks=() if pair in ON_EVERY_CHANGE else pytest.mark.nightly)
         for pair in product(REDUCTIONS, ("merge", "step", "tree"))
     ],
 )
@@ -155,32 +155,40 @@ def test_a_changed_learning_rate_scales_the_step(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_loss_is_that_of_a_run_with_it(paths, tmp_path):
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"kl_reward_coef": 0.2},
+        {"entropy_loss_coef": 0.1, "loss_reduction": "sequence_mean"},
+        *(
+            pytest.param(other, marks=pytest.mark.nightly)
+            for other in (
+                {"policy_loss_type": "cispo"},
+                {"kl_loss_coef": 0.1},
+                {"advantage_estimator": "rloo", "advantage_batch_normalize": True},
+                {"tis_ratio_type": None, "max_grad_norm": 0.1, "betas": (0.5, 0.9)},
+            )
+        ),
+    ],
+    ids=lambda other: "-".join(other),
+)
+def test_another_loss_is_that_of_a_run_with_it(other, paths, tmp_path):
     """The first update of a run does not depend on what was before it."""
     one = {"max_updates": 1, "groups_per_mini_batch": 2, "epochs_per_batch": 1}
-    run = train(paths, tmp_path / "run", **one)
-    for number, other in enumerate(
-        (
-            {"policy_loss_type": "cispo"},
-            {"kl_loss_coef": 0.1},
-            {"kl_reward_coef": 0.2},
-            {"advantage_estimator": "rloo", "advantage_batch_normalize": True},
-            {"entropy_loss_coef": 0.1, "loss_reduction": "sequence_mean"},
-            {"tis_ratio_type": None, "max_grad_norm": 0.1, "betas": (0.5, 0.9)},
-        )
-    ):
-        there = train(paths, tmp_path / f"there{number}", **one | other)
-        out = tmp_path / f"out{number}"
-        values = {
-            key: "none" if value is None else value if isinstance(value, str) else json.dumps(value)
-            for key, value in other.items()
-        }
-        found = changed(run, 1, *(f"{key}={value}" for key, value in values.items()), out=out)
-        recorded = replay(there, 1).recorded
-        names = recorded.keys() - {"seconds", "tokens_per_s"}
-        assert {n: found.changed[n] for n in names} == {n: recorded[n] for n in names}, other
-        saved, here = weights_of(there / "checkpoints/global_step_1"), weights_of(out)
-        assert all(torch.equal(saved[name], here[name]) for name in saved), other
+    run, there = (
+        train(paths, tmp_path / name, **one | o) for name, o in (("run", {}), ("there", other))
+    )
+    values = {
+        key: "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+        for key, value in other.items()
+    }
+    out = tmp_path / "out"
+    found = changed(run, 1, *(f"{key}={value}" for key, value in values.items()), out=out)
+    recorded = replay(there, 1).recorded
+    names = recorded.keys() - {"seconds", "tokens_per_s"}
+    assert {n: found.changed[n] for n in names} == {n: recorded[n] for n in names}
+    saved, here = weights_of(there / "checkpoints/global_step_1"), weights_of(out)
+    assert all(torch.equal(saved[name], here[name]) for name in saved)
 
 
 def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(paths, tmp_path):

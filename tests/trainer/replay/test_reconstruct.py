@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+ON_EVERY_CHANGE = {("critic", 5), ("lora_kl_tree", 5), ("one_update_per_batch", None)}
 EVERY_KIND = [
-    pytest.param(kind, every, marks=pytest.mark.slow if every == 5 else pytest.mark.nightly)
-    for kind in KINDS
-    for every in (1, 5, None)
+    pytest.param(*one, marks=pytest.mark.slow if one in ON_EVERY_CHANGE else pytest.mark.nightly)
+    for one in product(KINDS, (1, 5, None))
 ]
 
 

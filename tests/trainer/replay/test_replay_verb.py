@@ -129,7 +129,7 @@ def test_the_first_difference_is_named_with_its_size(damage, part, name, largest
         ("critic/value_head.safetensors", "model_load"),
     ],
 )
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_its_hint_works(name, rule, step, copy, capsys):
     check_damaged(name, rule, step, copy, capsys)

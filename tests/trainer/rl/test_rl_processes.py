@@ -220,7 +220,9 @@ def wait_for(path: Path) -> None:
     assert path.exists()
 
 
-@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize(
+    "killed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 3))]
+)
 def test_the_others_end_at_once_if_a_process_is_killed(
     killed: int, server: Server, models: dict[str, str], tmp_path: Path
 ) -> None:

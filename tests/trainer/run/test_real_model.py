@@ -85,6 +85,7 @@ def order_of_merged_steps(rollouts: pl.LazyFrame) -> list[int]:
     return [s["index"] for row in merged for s in row["segments"] or [row]]
 
 
+@pytest.mark.nightly  # on every change with tiny models: tests/trainer/run/test_update.py
 def test_gradient_is_the_same_for_layouts_and_budgets_when_inner_steps_earn(
     policy: Policy, rollouts: pl.LazyFrame
 ) -> None:
