@@ -34,6 +34,9 @@ def _bundle(tmp_path_factory):
     assert done.returncode == 0, done.stderr
 
 
+NEXT_FRAMES = "() => new Promise(end => requestAnimationFrame(() => requestAnimationFrame(end)))"
+
+
 @dataclass
 class Tab:
     """A page of the browser, and what must not happen in it.
@@ -62,6 +65,7 @@ class Tab:
     def settle(self):
         """Wait until answers are shown."""
         self.page.wait_for_selector("h1")
+        self.page.evaluate(NEXT_FRAMES)  # what a view asks for is asked after its heading is drawn
         self.page.wait_for_selector(".waiting, [aria-busy=true], td.pending", state="detached")
 
     def text(self, selector="main"):

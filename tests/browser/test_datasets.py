@@ -103,6 +103,7 @@ def walk(tab, data, path, other_path, *, num_shown):
     assert "No run is open" in told["run"]
 
     tab.open(f"table?data={data}")
+    tab.page.wait_for_selector(".counts data")
     assert [number(one) for one in tab.values(".counts data")] == num_shown
     shown = told["table"] = tab.table("Trajectories")
     known = facts_of(path, pl.col("trajectory_id").is_in(list(shown)))

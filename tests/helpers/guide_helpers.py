@@ -60,15 +60,21 @@ def _compared(line):
     return is_training[0] + re.sub(r"-?\d+(\.\d+)?(e-?\d+)?", "#", line[is_training.end() :])
 
 
-def follow(guide, folder, *, url=VLLM, part=None, model=ROOT / ".cache" / "smollm2"):
-    """Save the files of a guide in a folder, and run its commands there; their output."""
+def follow(
+    guide, folder, *, url=VLLM, part=None, model=ROOT / ".cache" / "smollm2", replaced=("", "")
+):
+    """Save the files of a guide in a folder, and run its commands there; their output.
+
+    In the files, the first of `replaced`, which one of them must contain, becomes the second.
+    """
+    assert any(replaced[0] in code for _, name, code in blocks_of(guide, part) if name)
     (folder / ".cache").mkdir()
     (folder / ".cache" / "smollm2").symlink_to(model)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     printed = ""
     for language, name, code in blocks_of(guide, part):
         if name:
-            (folder / name).write_text(code.replace(VLLM, url))
+            (folder / name).write_text(code.replace(VLLM, url).replace(*replaced))
         if language == "sh" and not code.startswith(BEFORE):
             done = subprocess.run(
                 ["bash", "-ec", code],
