@@ -112,8 +112,8 @@ def check_killed_and_resumed(config, harness, tmp_path):
     check_run(config, harness)
 
 
-# On every change tests/pipelines/harness/test_loop.py kills a loop of the embedded engine, and the next test
-# one of vLLM.
+# On every change tests/pipelines/harness/test_loop.py trains and kills harnesses on the embedded engine,
+# tests/vllm/test_record_docs.py records three on vLLM, and tests/vllm/test_rl.py kills loops on vLLM.
 @pytest.mark.nightly
 @pytest.mark.parametrize(("harness", "max_staleness"), [("mini", 0), ("harbor", 1), ("openai", 1)])
 def test_a_harness_trains_on_the_embedded_engine_killed_and_resumed(
@@ -123,14 +123,8 @@ def test_a_harness_trains_on_the_embedded_engine_killed_and_resumed(
     check_killed_and_resumed(config, harness, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("harness", "max_staleness"),
-    [
-        ("openai", 1),
-        pytest.param("mini", 1, marks=pytest.mark.nightly),  # its prompts take minutes to train on
-        pytest.param("harbor", 0, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("harness", "max_staleness"), [("openai", 1), ("mini", 1), ("harbor", 0)])
 def test_a_harness_trains_on_vllm_killed_and_resumed(
     harness, max_staleness, loop_of, server, small_smollm2, tmp_path
 ):

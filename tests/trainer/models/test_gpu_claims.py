@@ -150,11 +150,7 @@ def test_the_peak_is_that_of_the_longest_name_of_a_card() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    [
-        "rl",
-        pytest.param("training", marks=pytest.mark.nightly),
-        pytest.param("recompiles", marks=pytest.mark.nightly),
-    ],
+    [pytest.param(part, marks=pytest.mark.nightly) for part in ("rl", "training", "recompiles")],
 )
 def test_every_part_of_the_benchmark_runs_on_a_cpu(part: str) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--json"]

@@ -54,7 +54,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "routing": {"replay_routing": True, "learning_rate": 1e-4},  # more amplifies rounding
 }
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-OFTEN = ("gae",)
 RECORDED = {"record_tokens": "all"}
 KILLED = {"num_iterations": 8, "save_every_iterations": 2}
 TIMES = {"wait_seconds", "sync_seconds"}
@@ -137,27 +136,31 @@ def check_same_rows(config: rl.RlConfig, other: rl.RlConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.nightly) for n in VARIANTS]
+    ("name", "nums"),
+    [
+        ("gae", (2,)),
+        *(pytest.param(name, (2, 4), marks=pytest.mark.nightly) for name in VARIANTS),
+    ],
 )
-def test_runs_of_two_and_of_four_processes_are_that_of_one(
-    name: str, server: Server, models: dict[str, str], tmp_path: Path
+def test_runs_of_several_processes_are_that_of_one(
+    name: str, nums: tuple[int, ...], server: Server, models: dict[str, str], tmp_path: Path
 ) -> None:
     configs = {}
-    for num in (1, 2, 4):
+    for num in (1, *nums):
         model = models.get(name, models["dense"])
         configs[num] = config_in(tmp_path / str(num), model, VARIANTS[name], keep_weights=9)
         run(server, configs[num], num, takes_adapters=name == "lora")
         said = server.said(num)
         assert said[1:] == [""] * (num - 1)
         assert (f"training with {num} processes" in said[0]) == (num > 1)
-    for num in (2, 4):
+    for num in nums:
         check_same_run(configs[num].out, configs[1].out)
         check_same_rows(configs[num], configs[1])
         check_same_weights(configs[num], configs[1], ADAPTER if name == "lora" else MODEL)
         starts = (Path(configs[num].out) / "starts.jsonl").read_text()
         assert json.loads(starts)["num_processes"] == num
     if name == "routing":
-        assert rows_of(configs[4], 0)["rollout_expert_indices"].list.len().min() > 0
+        assert rows_of(configs[nums[-1]], 0)["rollout_expert_indices"].list.len().min() > 0
 
 
 @pytest.mark.nightly
