@@ -20,6 +20,7 @@ from rollout_io.conversion.summary import Summary
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Rejected, Run
+from rollout_io.formats.parsing.records import close_files
 from schemas.errors import InvariantError, RolloutError
 
 BATCH_BYTES = 32 << 20  # size of the log records of one table
@@ -125,6 +126,7 @@ def convert_chunk(
         logs: Settings for reading and writing each log.
         progress: Called with the numbers of bytes and rows since the last call.
     """
+    close_files()  # a process of a Ray cluster may have converted an earlier file of the same name
     report, tell = Report(), progress or (lambda _num_bytes, _num_rows: None)
     settings = logs[chunk.log]
     layout, metadata = settings.layout, settings.metadata

@@ -23,6 +23,7 @@ from rollout_io.formats.detect import (
     sort_by_format,
     unknown_format,
 )
+from rollout_io.formats.parsing.records import close_files
 from schemas.errors import InputError, RolloutError, count
 
 AUTO = "auto"
@@ -37,6 +38,7 @@ class Log(NamedTuple):
 
     def find(self, progress: Progress, spool: Path) -> Iterator[Found]:
         """Yield the adapter's findings, with paths of copies in `spool` replaced by their URLs."""
+        close_files()
         for item in named_found(self.adapter.find(self.inputs, progress), spool):
             if isinstance(item, Rejected):
                 yield item._replace(error=pointed(item.error, self.format))

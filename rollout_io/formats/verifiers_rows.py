@@ -92,7 +92,6 @@ _ANY = msgspec.json.Decoder(Any)
 _METADATA = msgspec.json.Decoder(Metadata)
 
 
-@lru_cache(maxsize=64)
 def metadata_beside(path: Path) -> Metadata:
     """Read `metadata.json` in a file's directory; without it, all fields are None.
 
@@ -100,7 +99,16 @@ def metadata_beside(path: Path) -> Metadata:
         InputError: `metadata.json` is unreadable or invalid (see `read_document`).
     """
     beside = path.parent / METADATA
-    return read_document(_METADATA, beside)[0] if beside.is_file() else Metadata()
+    if not beside.is_file():
+        return Metadata()
+    stat = beside.stat()
+    return _metadata(beside, stat.st_ino, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _metadata(path: Path, _inode: int, _mtime_ns: int) -> Metadata:
+    """Read a file of metadata, again if it has changed."""
+    return read_document(_METADATA, path)[0]
 
 
 def read_row(content: bytes, where: str, metadata: Metadata, options: Options) -> Trajectory:

@@ -14,6 +14,7 @@ from rollout_io.conversion.inputs import open_inputs
 from rollout_io.conversion.log import Log, Opened
 from rollout_io.conversion.plan import Plan, plan
 from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
+from rollout_io.formats.parsing.records import close_files
 from schemas.errors import RolloutError
 
 
@@ -34,6 +35,7 @@ def convert_with(
 def planned(adapter: Adapter, *paths: Path, **choices: Any) -> Plan:
     """The runs that an adapter finds, numbered, and the records that it rejects."""
     inputs = [Input(str(path), path) for path in paths]
+    close_files()  # as a conversion does
     return plan(adapter.find(inputs, lambda _: None), {}, **choices)
 
 

@@ -5,6 +5,7 @@ import json
 from hypothesis import strategies as st
 
 from rollout_io.formats.base import Input, Options, Rejected, Run, Trajectory
+from rollout_io.formats.parsing.records import close_files
 from schemas.errors import RolloutError
 
 JUNK = st.sampled_from(
@@ -15,6 +16,7 @@ DEEP = b"[" * 100_000
 
 def found_in(adapter, *paths):
     """The runs, what was rejected, and what is known of the log as a whole."""
+    close_files()  # as a conversion does
     found = list(adapter.find([Input(str(path), path) for path in paths], lambda _: None))
     runs = [item for item in found if isinstance(item, Run)]
     rejected = [item for item in found if isinstance(item, Rejected)]

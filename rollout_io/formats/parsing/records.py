@@ -72,13 +72,18 @@ def _descriptor(path: Path) -> _Descriptor:
     return _Descriptor(path)
 
 
+def close_files() -> None:
+    """Close the files that `read_record` keeps open, because others may have replaced them."""
+    _descriptor.cache_clear()
+
+
 def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Place, bytes]]:
     """Yield the non-blank lines of all inputs, each with its location.
 
     Raises:
         InputError: `input_file`: a file is unreadable; `lfs_pointer`: a file is a Git LFS pointer.
     """
-    _descriptor.cache_clear()  # the file at a path may have been replaced since its last use
+    close_files()
     for name, path in inputs:
         told = 0
         with open_input(path) as file:

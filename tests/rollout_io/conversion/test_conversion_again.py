@@ -293,3 +293,23 @@ def test_a_chunk_whose_worker_died_after_writing_it_is_written_again(tmp_path, m
     monkeypatch.setattr(driver, "convert_chunk", twice)
     convert(SHOP, tmp_path / "twice", chunk_bytes=SMALL_CHUNKS)
     assert files_in(tmp_path / "twice") == files_in(tmp_path / "once")
+
+
+def test_a_document_that_was_replaced_is_read_again_by_the_same_process(tmp_path, smollm2_dir):
+    log = tmp_path / "session-1.json"
+    choices = Choices(
+        format="gemini_cli",
+        tokenizer=str(smollm2_dir),
+        chat_template="chatml_tools_thinking",
+    )
+    for number, answer in enumerate(("6", "7")):
+        messages = [
+            {"id": "1", "type": "user", "content": "1 + 5?"},
+            {"id": "2", "type": "gemini", "content": answer},
+        ]
+        document = {"sessionId": "s", "projectHash": "p", "messages": messages}
+        (tmp_path / "new").write_text(json.dumps(document))
+        (tmp_path / "new").replace(log)
+        convert([log], tmp_path / str(number), choices)
+        for found in (rollout_io.read(tmp_path / str(number)), rollout_io.read_log([log], choices)):
+            assert found["response_text"].to_pylist() == [answer]

@@ -8,6 +8,7 @@ import pytest
 
 from rollout_io import Choices, read_log
 from rollout_io.formats.verifiers import ADAPTER
+from rollout_io.formats.verifiers_rows import metadata_beside
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.verifiers_helpers import (
@@ -213,3 +214,10 @@ def test_a_tokenizer_must_be_found_for_exact_tokens_as_for_text(log):
         match=r"org/model: the tokenizer is neither a directory nor a model in the local .*\[tokenizer\]",
     ):
         read_log(PEER / log, Choices(tokenizer="org/model"))
+
+
+def test_metadata_that_were_replaced_are_read_again_by_the_same_process(tmp_path):
+    for env in ("sums", "maths"):
+        (tmp_path / "new").write_text(json.dumps({"env": env}))
+        (tmp_path / "new").replace(tmp_path / "metadata.json")
+        assert metadata_beside(tmp_path / "results.jsonl").env == env
