@@ -140,8 +140,7 @@ def convert(
             return done
         refuse_misfits(choices, opened.logs)
         # Worker processes import their modules, which takes half a second, while the runs are found.
-        starting = workers.started(convert_chunk, 1 + num_bytes // chunk_bytes)
-        pool = stack.enter_context(starting)
+        pool = stack.enter_context(workers.started(convert_chunk, 1 + num_bytes // chunk_bytes))
         named = {} if rewards is None else read_rewards(*rewards)
         found = (log.find(lambda n: report(n, 0), spool) for log in opened.logs)
         with without_collector():

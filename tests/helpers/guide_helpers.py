@@ -67,7 +67,7 @@ def follow(
 
     In the files, the first of `replaced`, which one of them must contain, becomes the second.
     """
-    assert any(replaced[0] in code for _, name, code in blocks_of(guide, part) if name)
+    assert not replaced[0] or any(replaced[0] in c for _, name, c in blocks_of(guide, part) if name)
     (folder / ".cache").mkdir()
     (folder / ".cache" / "smollm2").symlink_to(model)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

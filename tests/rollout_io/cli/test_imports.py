@@ -35,6 +35,14 @@ DATASET_VERBS = {
 }
 
 
+def in_new_process(code, arguments, names):
+    """Run a command by this code; return the last line that it prints, and its stderr."""
+    command = [sys.executable, "-c", code, " ".join(names), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1], done.stderr
+
+
 def imported(arguments, names):
     """Return which of the modules a command imports in a new process."""
     code = (
@@ -42,10 +50,7 @@ def imported(arguments, names):
         "assert run(sys.argv[2:]) == 0\n"
         "print([name for name in sys.argv[1].split() if sys.modules.get(name)])"
     )
-    command = [sys.executable, "-c", code, " ".join(names), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    return in_new_process(code, arguments, names)[0]
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +91,7 @@ def imported_by_the_command(arguments, names):
         "atexit.register(lambda: print([n for n in sys.argv[1].split() if n in sys.modules]))\n"
         "main(sys.argv[2:])"
     )
-    command = [sys.executable, "-c", code, " ".join(names), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1], done.stderr
+    return in_new_process(code, arguments, names)
 
 
 @pytest.mark.slow
