@@ -24,7 +24,7 @@ from rollout_io.formats.base import Options, Rejected, Run
 from rollout_io.formats.calls import ADAPTER
 from rollout_io.formats.parsing.model_names import ModelNames
 from rollout_io.formats.parsing.naming import split_session
-from rollout_io.formats.parsing.records import INCOMPLETE, read_record
+from rollout_io.formats.parsing.records import INCOMPLETE, close_files, read_record
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -48,6 +48,7 @@ class Shards:
 
     def __init__(self, out: str | os.PathLike[str], metadata: DatasetMetadata) -> None:
         self._out = Path(out)
+        close_files()  # an earlier recorder of this process may have had files of the same names
         tokenizer = metadata.tokenizer if metadata.tokenizer_fingerprint else None
         self._settings = _settings(metadata.made(VERB), tokenizer)
 

@@ -20,7 +20,14 @@ from rollout_io.conversion.batch import errors_of, in_order, other_routing
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of, tool_name
 from rollout_io.conversion.chunk import Chunk, Report, convert_chunk, repeated, without_collector
 from rollout_io.conversion.finished import finished, record_of
-from rollout_io.conversion.inputs import PathLike, digests_of, open_file, paths_of
+from rollout_io.conversion.inputs import (
+    PathLike,
+    digests_of,
+    open_file,
+    paths_of,
+    refuse_changed,
+    versions_of,
+)
 from rollout_io.conversion.log import Log, Opened, open_log
 from rollout_io.conversion.plan import Plan, chunk_size, chunks, plan_logs, refuse_nothing, size_of
 from rollout_io.conversion.remote import naming_errors
@@ -132,6 +139,7 @@ def convert(
             paths_of(inputs), choices.format, spool, ignored, skips=skips, strict=choices.strict
         )
         rewards = open_file(choices.rewards, spool) if choices.rewards else None
+        versions = versions_of([*opened.inputs, *([rewards] if rewards else [])])
         num_bytes = size_of(opened.inputs)
         chunk_bytes = chunk_size(num_bytes) if chunk_bytes is None else chunk_bytes
         # Hash the logs in a thread: it takes as long as finding their runs, and releases the GIL.
@@ -171,6 +179,7 @@ def convert(
                 report(sum(run.num_bytes for run in chunk.runs), made.summary.num_rows)
             staging.finish_chunk(chunk.index, made.encode())
             reports[chunk.index] = made
+        refuse_changed(versions)
         results = [reports[i] for i in range(len(parts))]
         summary = _conclude(staging, opened, plans, planned, results, choices)
         about = _facts(settings[0].metadata)

@@ -9,7 +9,7 @@ import shutil
 import stat
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from glob import glob, has_magic
@@ -21,7 +21,7 @@ import pyarrow as pa
 from rollout_io.conversion.remote import copy_directory, url_of
 from rollout_io.conversion.urls import WEB, is_url, reachable, shown
 from rollout_io.dataset.atomic_files import writable
-from rollout_io.dataset.opening import digest_of, open_input, standard_input
+from rollout_io.dataset.opening import Version, digest_of, open_input, standard_input
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Input
 from rollout_io.formats.parsing.naming import natural_key
@@ -254,8 +254,43 @@ def open_file(name: str, spool: Path) -> Input:
 
 def digests_of(given: Input) -> list[list[str]]:
     """Return the name and content digest of each file of an input."""
+    return [[str(f.relative_to(given.path)), digest_of(f)] for f in files_of(given)]
+
+
+def files_of(given: Input) -> list[Path]:
+    """Return the files of an input, in order: the input itself, or the files below it."""
     files = sorted(given.path.rglob("*")) if given.path.is_dir() else [given.path]
-    return [[str(f.relative_to(given.path)), digest_of(f)] for f in files if f.is_file()]
+    return [file for file in files if file.is_file()]
+
+
+def versions_of(inputs: Iterable[Input]) -> dict[Path, tuple[str, Version]]:
+    """Return the name and the version of each file of these inputs, for `refuse_changed`."""
+    return {file: (given.name, Version.of(file)) for given in inputs for file in files_of(given)}
+
+
+def refuse_changed(before: Mapping[Path, tuple[str, Version]]) -> None:
+    """Check that files are still those that were found, so that no run mixes two of them.
+
+    A file may have grown: its writer appended records, which this conversion does not read.
+
+    Args:
+        before: `versions_of` the inputs, before the first of them was read.
+
+    Raises:
+        InputError: `input_file`: a file was replaced, rewritten or removed.
+    """
+    for file, (name, old) in before.items():
+        try:
+            new = Version.of(file)
+        except OSError:
+            new = None
+        is_same_file = new is not None and new[:2] == old[:2]
+        if new is None or not (new == old or (is_same_file and new.num_bytes > old.num_bytes)):
+            got = "removed" if new is None else "rewritten" if is_same_file else "replaced"
+            hint = "convert the log after its writer has finished"
+            raise InputError(
+                "input_file", name, f"the file was {got} during the conversion", "", hint
+            )
 
 
 def _save(stream: BufferedReader, name: str, spool: Path) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_io.conversion.inputs import files_of
 from rollout_io.conversion.outcomes import by_run
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.formats.base import About, Found, Input, Rejected, Run
@@ -120,9 +121,7 @@ def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
 
 def size_of(inputs: Iterable[Input]) -> int:
     """Return the number of bytes of these logs."""
-    paths = [given.path for given in inputs]
-    files = [f for path in paths for f in (path.rglob("*") if path.is_dir() else [path])]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(file.stat().st_size for given in inputs for file in files_of(given))
 
 
 def chunk_size(num_bytes: int) -> int:

@@ -11,7 +11,13 @@ import pyarrow as pa
 from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import Reader, errors_of, sound
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of
-from rollout_io.conversion.inputs import PathLike, open_file, paths_of
+from rollout_io.conversion.inputs import (
+    PathLike,
+    open_file,
+    paths_of,
+    refuse_changed,
+    versions_of,
+)
 from rollout_io.conversion.log import open_log
 from rollout_io.conversion.plan import plan_logs, refuse_nothing
 from rollout_io.conversion.remote import naming_errors
@@ -43,6 +49,7 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
         logs = opened.logs
         refuse_misfits(choices, logs)
         rewards = open_file(choices.rewards, spool) if choices.rewards else None
+        versions = versions_of([*opened.inputs, *([rewards] if rewards else [])])
         named = {} if rewards is None else read_rewards(*rewards)
         found = (log.find(lambda _num_bytes: None, spool) for log in logs)
         plans, outcomes = plan_logs(found, named, choices.group_by)
@@ -54,6 +61,7 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
             reader = Reader(settings, outcomes, rejected)
             vocab_size = settings.metadata.vocab_size
             tables += [sound(part, rejected, vocab_size) for part in reader.parts(planned.runs)]
+        refuse_changed(versions)
         if rejected:
             num_runs = sum(planned.num_runs for planned in plans)
             found_errors = errors_of(rejected, opened.inputs)

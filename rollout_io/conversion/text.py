@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from rollout_io.conversion.answers import with_answers
+from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Completion, Conversation, Step, Trajectory
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.tokens import token_ids
@@ -113,12 +114,12 @@ class Retokenizer:
 def cached_tokenizer(directory: str, chat_template: str | None) -> ChatTokenizer:
     """Load a tokenizer once per process, and again if its files have changed."""
     files = [*sorted(Path(directory).glob("*")), Path(chat_template or directory)]
-    versions = tuple(file.stat().st_mtime_ns for file in files if file.is_file())
+    versions = tuple(Version.of(file) for file in files if file.is_file())
     return _loaded(directory, chat_template, versions)
 
 
 @lru_cache(maxsize=2)  # with the chosen template, and with the tokenizer's own
-def _loaded(directory: str, chat_template: str | None, _: tuple[int, ...]) -> ChatTokenizer:
+def _loaded(directory: str, chat_template: str | None, _: tuple[Version, ...]) -> ChatTokenizer:
     from rollout_io.retokenize import load_tokenizer
 
     return load_tokenizer(directory, chat_template, needs_template=False)

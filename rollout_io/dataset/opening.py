@@ -14,6 +14,7 @@ import stat
 import sys
 from io import BufferedReader, FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 from schemas.errors import InputError
 
@@ -30,6 +31,28 @@ _KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFSOCK: "a socket",
 }
+
+
+class Version(NamedTuple):
+    """What differs if a file was replaced or changed: the key of anything cached by path.
+
+    Attributes:
+        device: Device of the file.
+        inode: Inode of the file; a file that replaces another one has a different one.
+        num_bytes: Size.
+        modified_ns: Time of the last change.
+    """
+
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> Version:
+        """Return the version of an existing file; raises `OSError` if there is none."""
+        found = Path(path).stat()
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def open_input(path: str | os.PathLike[str]) -> BufferedReader:

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollout_io.dataset.opening import open_input
+from rollout_io.dataset.opening import Version, open_input
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -110,7 +110,7 @@ def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]
         num_bytes = given.path.stat().st_size
         progress(num_bytes)
         try:
-            samples = _load(given.path, given.path.stat().st_mtime_ns, given.name)
+            samples = _load(given.path, Version.of(given.path), given.name)
         except RolloutError as error:
             yield Rejected(Place(given.path, given.name, None, num_bytes), error)
             continue
@@ -188,7 +188,7 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
             `logprobs_*`, `routing_shape`: a sample breaks an invariant.
     """
     path = run.places[0].path
-    samples = _load(path, path.stat().st_mtime_ns, str(path))
+    samples = _load(path, Version.of(path), str(path))
     siblings = [
         (_sample(samples[_number_of(place)], place.where), place.where) for place in run.places
     ]
@@ -380,7 +380,7 @@ def _json(value: Any) -> str | None:
 
 
 @lru_cache(maxsize=2)
-def _load(path: Path, _modified: int, where: str) -> list[Any]:
+def _load(path: Path, _: Version, where: str) -> list[Any]:
     """Load the samples of a file; two files are cached, because runs are read one by one."""
     with open_input(path) as file:
         refuse_lfs_pointer(file.read(_LFS_BYTES), where)

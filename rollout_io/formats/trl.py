@@ -22,7 +22,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_io.dataset.opening import open_input
+from rollout_io.dataset.opening import Version, open_input
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -108,7 +108,7 @@ def read_row(run: Run, _: Options) -> Trajectory:
     """
     (place,) = run.places
     try:
-        table = _table(place.path, place.path.stat().st_mtime_ns)
+        table = _table(place.path, Version.of(place.path))
         row = table.slice(run.index, 1).to_pylist()[0]
     except _ERRORS as error:
         raise _damaged(place.where, error) from None
@@ -146,7 +146,7 @@ def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
 
 
 @lru_cache(maxsize=2)
-def _table(path: Path, _modified_ns: int) -> pa.Table:
+def _table(path: Path, _: Version) -> pa.Table:
     """Read an entire file, which fits in memory: it has only the completions of one step."""
     with pq.ParquetFile(path) as file:
         return file.read()

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Conversation, Options, Step, Trajectory
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
 from rollout_io.formats.parsing.fields import label, numbers
@@ -101,12 +102,11 @@ def metadata_beside(path: Path) -> Metadata:
     beside = path.parent / METADATA
     if not beside.is_file():
         return Metadata()
-    stat = beside.stat()
-    return _metadata(beside, stat.st_ino, stat.st_mtime_ns)
+    return _metadata(beside, Version.of(beside))
 
 
 @lru_cache(maxsize=64)
-def _metadata(path: Path, _inode: int, _mtime_ns: int) -> Metadata:
+def _metadata(path: Path, _: Version) -> Metadata:
     """Read a file of metadata, again if it has changed."""
     return read_document(_METADATA, path)[0]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from rollout_io.dataset.opening import open_input
+from rollout_io.dataset.opening import Version, open_input
 from schemas.errors import InputError, RolloutError
 
 MAX_MEMBER_BYTES = 1 << 30
@@ -110,14 +110,13 @@ def _unpacked(path: Path, member: zipfile.ZipInfo) -> bytes:
 
 def _opened(path: Path, where: str) -> zipfile.ZipFile:
     try:
-        stat = path.stat()
-        return _archive(path, stat.st_mtime_ns, stat.st_size)
+        return _archive(path, Version.of(path))
     except (*_DAMAGE, NotImplementedError) as error:
         raise _damaged(where, error) from None
 
 
 @lru_cache(maxsize=1)
-def _archive(path: Path, _mtime_ns: int, _num_bytes: int) -> zipfile.ZipFile:
+def _archive(path: Path, _: Version) -> zipfile.ZipFile:
     """Open an archive; its directory is cached until the file changes."""
     return zipfile.ZipFile(path)
 

@@ -13,6 +13,7 @@ import pytest
 import rollout_io
 from rollout_io import Choices, Options, convert
 from rollout_io.cli.main import run
+from schemas.errors import InputError
 from tests.helpers.conversion_helpers import (
     SHOP,
     SMALL_CHUNKS,
@@ -313,3 +314,57 @@ def test_a_document_that_was_replaced_is_read_again_by_the_same_process(tmp_path
         convert([log], tmp_path / str(number), choices)
         for found in (rollout_io.read(tmp_path / str(number)), rollout_io.read_log([log], choices)):
             assert found["response_text"].to_pylist() == [answer]
+
+
+def replaced(log):
+    write(log.with_name("new"), call("a/0", 9), call("a/1", 9))
+    log.with_name("new").replace(log)
+
+
+def rewritten(log):
+    before = log.stat()
+    write(log, call("a/0", 9), call("a/1", 9))
+    os.utime(log, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert (log.stat().st_ino, log.stat().st_size) == (before.st_ino, before.st_size)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("change", [replaced, rewritten])
+def test_a_log_that_changes_during_its_conversion_is_refused(tmp_path, change, workers):
+    """Otherwise the rows of the new file would stand under the names that the old one gave."""
+    log = write(tmp_path / "log.jsonl", call("a/0", 8), call("a/1", 8))
+    after_finding = iter([lambda: change(log)])
+
+    def progress(_num_bytes, _num_rows):
+        next(after_finding, lambda: None)()
+
+    with pytest.raises(InputError, match=f"{change.__name__}.*\\[input_file\\]") as error:
+        convert(log, tmp_path / "ds", workers=workers, progress=progress, chunk_bytes=1)
+    assert error.value.where == str(log)
+    assert not list((tmp_path / "ds").glob("*.parquet"))
+
+
+def test_a_log_that_grows_during_its_conversion_keeps_the_records_that_were_found(tmp_path):
+    log = write(tmp_path / "log.jsonl", call("a/0", 8))
+
+    def progress(_num_bytes, _num_rows):
+        with log.open("ab") as file:
+            file.write(log.read_bytes())
+
+    convert(log, tmp_path / "ds", progress=progress)
+    assert rollout_io.read(tmp_path / "ds").num_rows == 1
+
+
+def test_a_log_that_changes_while_it_is_read_to_a_table_is_refused(tmp_path, monkeypatch):
+    from rollout_io.conversion import plan, reading
+
+    log = write(tmp_path / "log.jsonl", call("a/0", 8), call("a/1", 8))
+
+    def plan_logs(*arguments):
+        planned = plan.plan_logs(*arguments)
+        replaced(log)
+        return planned
+
+    monkeypatch.setattr(reading, "plan_logs", plan_logs)
+    with pytest.raises(InputError, match="replaced during the conversion"):
+        rollout_io.read_log(log)
