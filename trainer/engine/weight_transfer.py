@@ -44,7 +44,7 @@ class Checkpoint:
         return [Described(name, t.dtype, tuple(t.shape)) for name, t in self._mapped()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         return ((name, tensor.to(device)) for name, tensor in self._mapped())
 
     def _mapped(self) -> Iterator[tuple[str, Tensor]]:

@@ -78,6 +78,8 @@ def test_no_request_without_an_end_makes_the_recorder_grow(tmp_path):
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(head)
         for _ in range(800):
+            if writer.is_closing():  # some versions of uvloop say nothing else
+                raise ConnectionResetError
             writer.write(piece)
             await asyncio.wait_for(writer.drain(), 10)
 

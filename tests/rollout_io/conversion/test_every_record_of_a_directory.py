@@ -36,6 +36,9 @@ def instances(dataset):
 def test_objects_with_the_same_local_path_are_refused(first, second, url, tmp_path):
     put(url, second, line("b/0"))
     put(url, first, line("a/0"))
+    found = fsspec.filesystem("memory").find(f"/{tmp_path.name}")
+    if found != sorted(f"/{tmp_path.name}/{name}" for name in (first, second)):
+        pytest.skip(f"fsspec {fsspec.__version__} does not list both objects in its memory")
     error = refusal(url, tmp_path / "ds")
     assert error.rule == "input_file"
     assert error.where in {f"{url}/{first}", f"{url}/{second}"}
