@@ -197,8 +197,8 @@ def mortal_server(vllm_server):
 
 
 @pytest.fixture(scope="session")
-def template_server(start_vllm):
-    """A real server with a chat template of ours, which gives processed log-probabilities."""
+def template_server(start_vllm, small_smollm2):
+    """A real server of the small SmolLM2 with a chat template of ours, which gives processed log-probabilities."""
     from rollout_io.retokenize.chat_template import KEEPS_ALL
 
     command = [sys.executable, "-m", "rollout_io", "templates", KEEPS_ALL]
@@ -206,7 +206,7 @@ def template_server(start_vllm):
     arguments = ["--chat-template", printed.strip(), "--trust-request-chat-template"]
     arguments += ["--logprobs-mode", "processed_logprobs"]
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    with start_vllm(*arguments, *tools) as server:
+    with start_vllm(*arguments, *tools, model=small_smollm2) as server:
         yield server
 
 

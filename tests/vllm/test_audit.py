@@ -18,12 +18,12 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def weights(smollm2_dir, tmp_path):
+def weights(small_smollm2, tmp_path):
     """A folder with the model as version_0, and version_1, whose layers differ a little."""
     folder = tmp_path / "weights"
     folder.mkdir()
-    shutil.copytree(smollm2_dir, folder / "version_0", copy_function=os.symlink)
-    shutil.copytree(smollm2_dir, folder / "version_1")
+    shutil.copytree(small_smollm2, folder / "version_0", copy_function=os.symlink)
+    shutil.copytree(small_smollm2, folder / "version_1")
     file = folder / "version_1" / "model.safetensors"
     tensors, random = load_file(file), torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
@@ -34,12 +34,12 @@ def weights(smollm2_dir, tmp_path):
 
 
 @pytest.fixture
-def sample(vllm_server, smollm2_dir, tmp_path):
+def sample(small_server, small_smollm2, tmp_path):
     """Samples rows with some weights, labelled version 1; the server has its own again afterwards."""
 
     def load(path):
         async def use():
-            async with VllmEngine(vllm_server.url) as engine:
+            async with VllmEngine(small_server.url) as engine:
                 await engine.load_weights(str(path), policy_version=0)
 
         asyncio.run(use())
@@ -51,10 +51,10 @@ def sample(vllm_server, smollm2_dir, tmp_path):
         tasks.write_text("\n".join(map(json.dumps, lines)))
         config = GenerateConfig(
             tasks=str(tasks),
-            model=str(smollm2_dir),
+            model=str(small_smollm2),
             out=str(tmp_path / "ds"),
             engine="vllm",
-            urls=(vllm_server.url,),
+            urls=(small_server.url,),
             agent=f"{__name__}:answer",
             max_response_tokens=40,
             policy_version=1,
@@ -63,7 +63,7 @@ def sample(vllm_server, smollm2_dir, tmp_path):
         return config.out
 
     yield make
-    load(smollm2_dir)
+    load(small_smollm2)
 
 
 async def answer(client, task):

@@ -249,7 +249,10 @@ def test_new_weights_speak_at_once(vllm_server, tokenizer, policy, smollm2_dir, 
     assert np.abs(differences(policy, sampled)).mean() > 0.05
 
 
-def test_processed_ones_are_the_policys_at_any_temperature(template_server, tokenizer, policy):
+def test_processed_ones_are_the_policys_at_any_temperature(
+    template_server, tokenizer, small_smollm2
+):
+    policy = load_policy(str(small_smollm2), logprob_chunk_tokens=256)
     prompts = prompt_ids(tokenizer, QUESTIONS[:10])
     sampling = Sampling(max_tokens=40, temperature=0.7)
     mode, sampled = sample_all(template_server, prompts, sampling)

@@ -207,6 +207,7 @@ def test_a_server_killed_in_the_middle_comes_back_with_the_policys_weights(
     check_the_engine_spoke_for_the_policy(run, small_smollm2)
 
 
+@pytest.mark.nightly  # tests/slow/test_rl_kills.py kills it at this place without a server
 def test_a_trainer_killed_between_update_and_sync_goes_on_where_it_was(
     config_of, overrides_of, server, small_smollm2, tmp_path
 ):
