@@ -54,8 +54,8 @@ test: $(READY) $(MODEL)/model.safetensors  ## Run the tests of a change (minutes
 test-all: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
 	$(PYTEST)
 
-test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests of a change with the lowest versions allowed
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly and not vllm and not gpu and not browser"
+test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests, with the slow ones, with the lowest versions allowed
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not nightly and not vllm and not gpu and not browser"
 
 test-nightly: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that take too long for CI (hours)
 	$(PYTEST) -m "not nightly and not vllm and not gpu and not browser" --hypothesis-profile=new_examples

@@ -11,6 +11,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from glob import glob, has_magic
 from io import BufferedReader
@@ -265,7 +266,12 @@ def files_of(given: Input) -> list[Path]:
 
 def versions_of(inputs: Iterable[Input]) -> dict[Path, tuple[str, Version]]:
     """Return the name and the version of each file of these inputs, for `refuse_changed`."""
-    return {file: (given.name, Version.of(file)) for given in inputs for file in files_of(given)}
+    found: dict[Path, tuple[str, Version]] = {}
+    for given in inputs:
+        for file in files_of(given):
+            with suppress(OSError):  # what vanished meanwhile is reported when it is opened
+                found[file] = given.name, Version.of(file)
+    return found
 
 
 def refuse_changed(before: Mapping[Path, tuple[str, Version]]) -> None:
@@ -284,8 +290,11 @@ def refuse_changed(before: Mapping[Path, tuple[str, Version]]) -> None:
             new = Version.of(file)
         except OSError:
             new = None
+        # Some network file systems give a file another inode after a while, so that alone is no change.
+        if new is not None and new[2:] == old[2:]:
+            continue
         is_same_file = new is not None and new[:2] == old[:2]
-        if new is None or not (new == old or (is_same_file and new.num_bytes > old.num_bytes)):
+        if new is None or not is_same_file or new.num_bytes <= old.num_bytes:
             got = "removed" if new is None else "rewritten" if is_same_file else "replaced"
             hint = "convert the log after its writer has finished"
             raise InputError(

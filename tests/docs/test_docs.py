@@ -65,6 +65,7 @@ def test_every_make_target_the_readme_names_exists():
     assert {first or second for first, second in named} <= targets
 
 
+@pytest.mark.slow
 def test_generated_pages_are_what_the_code_says():
     pages = runpy.run_path(str(ROOT / "docs" / "generate.py"))["PAGES"]
     assert pages

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 from tests.conftest import EXAMPLES, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -74,6 +76,7 @@ def test_the_table_has_every_extra_and_every_verb():
     assert packages("all") == {p for extra in (*others, *FOR_VERBS[:-1]) for p in packages(extra)}
 
 
+@pytest.mark.slow
 def test_every_extra_that_an_error_names_exists():
     asked = set()
     for file in (
@@ -87,6 +90,7 @@ def test_every_extra_that_an_error_names_exists():
     assert asked <= set(EXTRAS)
 
 
+@pytest.mark.slow
 def test_verbs_of_the_first_row_need_no_extra(tmp_path):
     (tmp_path / "log.jsonl").write_bytes((EXAMPLES / "shop.calls.jsonl").read_bytes())
     rewards = str(EXAMPLES / "shop.rewards.jsonl")
@@ -121,6 +125,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.slow
 def test_an_error_names_the_extra_of_the_table(tmp_path):
     (tmp_path / "m").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):

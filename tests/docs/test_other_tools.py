@@ -135,6 +135,7 @@ def test_ray_data_opens_a_dataset_with_every_column(both):
         assert sorted(rows) == sorted([*row.values()] for row in expected.to_pylist())
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=rollout_tables())
 def test_prompts_of_the_prefix_layout_are_rebuilt_bit_for_bit(table, tmp_path_factory):

@@ -14,6 +14,7 @@ def dataset(request, shop_dataset, tmp_path):
     return out
 
 
+@pytest.mark.slow
 def test_verbs_keep_the_layout_of_their_input_unless_they_are_given_one(dataset, tmp_path):
     verbs = {"filter": ["--drop-failed"], "merge": [], "unmerge": []}
     for verb, options in verbs.items():

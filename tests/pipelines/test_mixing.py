@@ -109,6 +109,7 @@ def test_merged_rows_mix_with_steps_and_still_come_apart():
     ]
 
 
+@pytest.mark.slow
 @given(rollout_tables(min_trajectories=1), rollout_tables(min_trajectories=1), st.booleans())
 @settings(relaxed, max_examples=examples(25))
 def test_mixtures_are_valid_and_lose_no_row(one, other, merges):

@@ -60,6 +60,7 @@ def test_a_new_outcome_leaves_no_old_token_rewards_behind():
     assert data["reward"].to_list() == [0.0, 7.0]
 
 
+@pytest.mark.slow
 @given(rollout_tables(), st.sampled_from(["lineage", "consecutive"]))
 @relaxed
 def test_placing_outcomes_and_merging_commute(rows, rule):
@@ -73,6 +74,7 @@ def test_placing_outcomes_and_merging_commute(rows, rule):
     assert got.equals(wanted.select("trajectory_id", "reward").collect())
 
 
+@pytest.mark.slow
 @given(rollout_tables(errors=False), st.sampled_from(["lineage", "consecutive"]))
 @relaxed
 def test_placing_token_rewards_and_merging_commute(rows, rule):

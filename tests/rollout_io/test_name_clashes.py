@@ -61,6 +61,7 @@ def test_a_verb_names_the_file_that_hides_its_package_in_one_line(tmp_path, name
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_verb_of_another_package_runs_beside_a_hidden_one(tmp_path):
     hide(tmp_path, "trainer/")
     done = run(tmp_path, *MODULE, "formats")

@@ -15,6 +15,7 @@ def sites():
     return error_sites(ROOT, frozenset(RULES))
 
 
+@pytest.mark.slow
 def test_every_id_that_is_raised_is_in_the_catalogue(sites):
     assert len(sites) > 400
     assert {(i, site.where) for site in sites for i in site.ids if i not in ERROR_IDS} == set()

@@ -69,6 +69,7 @@ def test_validate_raises_on_errors_and_lets_warnings_pass(rule):
     holds()
 
 
+@pytest.mark.slow
 @given(rollout_tables(min_trajectories=1), st.data())
 @relaxed
 def test_checking_in_pieces_finds_what_checking_the_whole_finds(table, data):
@@ -134,6 +135,7 @@ ODD_VALUES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD_VALUES)
 def test_check_of_any_type_in_any_column_reports_and_never_raises(odd):
     table = pa.Table.from_pylist([ROW | {"step_index": i} for i in (0, 1)], arrow_schema(()))

@@ -252,6 +252,7 @@ GRID = covering()
 QUICK = GRID[::32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", QUICK, ids=named)
 def test_a_run_changes_the_weights_as_the_independent_one_does(
     settings: Settings, given: Settings, tmp_path: Path

@@ -192,6 +192,7 @@ def test_what_follows_the_changed_tokens_is_the_same_on_both_sides(lost, now):
     assert not returns(lost[:0], now)
 
 
+@pytest.mark.slow
 @given(rollout_tables())
 @settings(deadline=None, max_examples=examples(80))
 def test_every_break_is_listed_and_is_where_it_says(table):
@@ -224,6 +225,7 @@ def test_every_break_is_listed_and_is_where_it_says(table):
         assert not one["continues_lineage"] or at == len(before)
 
 
+@pytest.mark.slow
 @given(rollout_tables(min_trajectories=1))
 @settings(deadline=None, max_examples=examples(40))
 def test_layout_and_merging_change_nothing(table):

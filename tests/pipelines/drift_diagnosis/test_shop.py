@@ -29,6 +29,7 @@ def by_style(dataset, styles, tokenizer=None):
     return Counter(zip(names, breaks["cause"], breaks["continues_lineage"], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_all_41_breaks_have_the_cause_their_harness_is_known_for(shop_dataset, styles, smollm2_dir):
     found = by_style(shop_dataset, styles, load_tokenizer(smollm2_dir))
@@ -78,6 +79,7 @@ def test_the_breaks_of_the_merged_dataset_are_those_of_its_steps(shop_dataset, t
     assert merged.equals(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_verb_shows_the_text_on_both_sides(shop_dataset, smollm2_dir, capfd):
     arguments = ["--tokenizer", str(smollm2_dir), "--limit", "1"]
@@ -91,6 +93,7 @@ def test_the_verb_shows_the_text_on_both_sides(shop_dataset, smollm2_dir, capfd)
     assert "listed 1 of 41 breaks" in printed.err
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_reading_of_the_text_is_off_by_ends_and_by_other_cuts(shop_dataset, smollm2_dir, capfd):
     arguments = ["--tokenizer", str(smollm2_dir), "--retokenize", "--json"]
@@ -108,6 +111,7 @@ def test_a_reading_of_the_text_is_off_by_ends_and_by_other_cuts(shop_dataset, sm
     }
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_another_tokenizer_than_the_datasets_is_remarked_on(tmp_path, smollm2_dir, capfd):
     metadata = DatasetMetadata(tokenizer_fingerprint="of another")

@@ -82,6 +82,7 @@ def test_a_dry_run_writes_nothing(dataset, tmp_path):
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_the_report_of_a_dry_run_is_data_and_otherwise_a_note(dataset, tmp_path, capsys):
     line = "  failed: 1 of 5 trajectories dropped, including 0 of 2 groups entirely"
     for quiet in ([], ["-q"]):
@@ -135,6 +136,7 @@ def test_rows_can_be_dropped_and_the_outcome_moved(shop_dataset, tmp_path, capsy
     assert returns.equals(trajectory_returns(rollout_io.scan(shop_dataset)).collect())
 
 
+@pytest.mark.slow
 def test_filtering_the_merged_dataset_gives_the_same_trajectories(shop_dataset, tmp_path):
     merged, outs = str(tmp_path / "merged"), [str(tmp_path / "a"), str(tmp_path / "b")]
     assert run(["merge", str(shop_dataset), "--out", merged]) == 0
@@ -208,6 +210,7 @@ def test_what_cannot_be_done_is_said_without_a_traceback(dataset, capsys, argume
     assert "Traceback" not in printed.err
 
 
+@pytest.mark.slow
 def test_a_mixture_has_in_its_rows_what_the_histories_say_they_were_sampled_with(tmp_path):
     plain = write(tmp_path / "plain", *one_step(1.0, 0.0))
     made_by = ({"verb": "generate", "config": {"min_p": 0.1}},)

@@ -49,6 +49,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_the_first_rows_come_out_before_the_last_are_read(name):
     source = Source()
@@ -60,6 +61,7 @@ def test_the_first_rows_come_out_before_the_last_are_read(name):
     del batches
 
 
+@pytest.mark.slow
 def test_what_does_not_stream_reads_all_first():
     source = Source()
     frame = source.frame("g").sort("trajectory_id")

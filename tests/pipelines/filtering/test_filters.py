@@ -206,6 +206,7 @@ def test_where_the_prompt_ends_matters():
     assert kept(rows, duplicates()) == ["a_0", "a_1"]
 
 
+@pytest.mark.slow
 @given(rollout_tables(min_trajectories=1, errors=False), st.booleans())
 @relaxed
 def test_a_copy_of_a_table_is_all_repeats_also_when_merged(rows, merges):
@@ -312,6 +313,7 @@ def judged_tables(draw):
     return rows, draw(st.permutations(filters_for(rows)))[: draw(count)]
 
 
+@pytest.mark.slow
 @given(judged_tables(), st.sampled_from(["last", "sum"]))
 @relaxed
 def test_what_is_kept_is_valid_whole_and_in_order(drawn, outcome):
@@ -324,6 +326,7 @@ def test_what_is_kept_is_valid_whole_and_in_order(drawn, outcome):
     assert as_table(left).select(rows.column_names).to_pylist() == wanted
 
 
+@pytest.mark.slow
 @given(judged_tables(), st.sampled_from(["last", "sum"]))
 @relaxed
 def test_counts_add_up(drawn, outcome):
@@ -338,6 +341,7 @@ def test_counts_add_up(drawn, outcome):
         assert dropped == [a - b for a, b in pairwise(before)]
 
 
+@pytest.mark.slow
 @given(
     judged_tables(), st.sampled_from(["last", "sum"]), st.sampled_from(["lineage", "consecutive"])
 )
@@ -364,6 +368,7 @@ def test_filters_compose_lazily_and_read_no_row_twice_before_they_are_used():
     assert ids(second) == ["g0_1", "g1_1"]
 
 
+@pytest.mark.slow
 @given(rollout_tables(optional=("reward", "error")), st.sampled_from(["group", "trajectory"]))
 @relaxed
 def test_the_trainer_masks_and_leaves_out_the_same(rows, masks):

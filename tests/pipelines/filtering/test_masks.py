@@ -69,6 +69,7 @@ def masked_tables(draw):
     return rows, draw(st.permutations(filters))[: draw(st.integers(0, 3))]
 
 
+@pytest.mark.slow
 @given(masked_tables())
 @relaxed
 def test_masks_change_the_loss_mask_alone_and_twice_is_once(drawn):
@@ -84,6 +85,7 @@ def test_masks_change_the_loss_mask_alone_and_twice_is_once(drawn):
     assert trajectory_returns(once).collect().equals(trajectory_returns(rows).collect())
 
 
+@pytest.mark.slow
 @given(masked_tables(), st.sampled_from(["lineage", "consecutive"]))
 @relaxed
 def test_masking_and_merging_commute(drawn, rule):

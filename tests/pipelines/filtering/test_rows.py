@@ -96,6 +96,7 @@ def test_a_moved_outcome_reaches_the_step_that_ends_a_merged_row():
     assert [s["reward"] for s in rows.collect()["segments"].item()] == [0.0, 1.0]
 
 
+@pytest.mark.slow
 @given(rollout_tables(), st.data(), st.booleans(), st.booleans())
 @relaxed
 def test_any_choice_of_rows_leaves_a_valid_table_with_the_same_returns(rows, data, merges, moves):
@@ -120,6 +121,7 @@ def test_any_choice_of_rows_leaves_a_valid_table_with_the_same_returns(rows, dat
     )
 
 
+@pytest.mark.slow
 @given(rollout_tables())
 @relaxed
 def test_keeping_all_rows_changes_nothing(rows):

@@ -23,6 +23,7 @@ from tests.helpers.rl_helpers import save_model
 from trainer.engine.open_engine import open_engine
 
 
+@pytest.mark.slow
 def test_every_call_of_an_agent_is_a_step_with_its_exact_tokens(engine, tokenizer):
     tasks = helpers.tasks_of(2, 2)
     _, table = trajectories(engine, tokenizer, tasks, agent=f"{HERE}:curious")
@@ -51,6 +52,7 @@ def gsm8k(question, answer, **fields):
     return {"prompt": prompt, "reward_spec": {"ground_truth": answer}, **fields}
 
 
+@pytest.mark.slow
 def test_skyrl_gyms_environments_run_by_name(engine, tokenizer, tmp_path):
     records = [gsm8k("2+2?", "4"), gsm8k("3+3?", "6", env_class="gsm8k_multi_turn")]
     file = tmp_path / "tasks.jsonl"
@@ -248,6 +250,7 @@ def test_a_failed_trajectory_is_begun_anew_as_often_as_asked(engine, tokenizer, 
     assert Flaky.num_made == max_retries + 1
 
 
+@pytest.mark.slow
 def test_the_calls_of_an_agent_are_rendered_by_the_template_of_the_configuration(
     tmp_path, tokenizer
 ):
@@ -275,6 +278,7 @@ def test_arguments_of_the_chat_template_reach_it_and_its_fingerprint(tokenizer) 
     assert loud.template_fingerprint != quiet.template_fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}])
 def test_arguments_of_the_chat_template_reach_the_prompts_of_agents(model, smollm2_dir, arguments):
     tokenizer = load_tokenizer(smollm2_dir, "qwen3_acc_thinking")

@@ -97,6 +97,7 @@ def test_an_aggregation_that_fails_leaves_means_and_a_warning(model, tokenizer, 
     assert found == {"environment/turns": 1.5, "environment/is_good": 1.0}
 
 
+@pytest.mark.slow
 def test_the_loop_logs_what_the_environment_makes_of_its_metrics(tmp_path, tokenizer, monkeypatch):
     for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.same_tokenizer"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)

@@ -84,6 +84,7 @@ def test_the_others_of_its_group_go_on(engine, tokenizer):
     assert table.filter(pc.is_null(table["error"]))["reward"].to_pylist() == [0.25, 0.5, 0.75] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "hang"])
 def test_an_environment_that_does_not_close_costs_a_warning_alone(engine, tokenizer, how):
     tasks = tasks_of(1, 1, at="close", how=how)
@@ -147,6 +148,7 @@ def test_a_first_prompt_that_is_too_long_fails_and_a_later_one_ends_the_trajecto
     assert rewards_of(finished)[-1] == 0.25 * table.num_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["zero_reward_on_non_stop", "mask_overlong"])
 def test_stop_rules_are_about_the_trajectory_as_a_whole(engine, tokenizer, rule):
     finished, _ = trajectories(engine, tokenizer, tasks_of(4, 2), **{rule: True})

@@ -70,6 +70,7 @@ def test_appended_observations_are_smollm2s_own_rendering(smollm2):
     assert_appending_equals_rendering(smollm2, LONG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 def test_appended_observations_are_qwens_own_rendering(qwen, name):
     assert_appending_equals_rendering(qwen(name), LONG)

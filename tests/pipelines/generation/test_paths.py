@@ -119,6 +119,7 @@ def test_one_message_holds_all_turns_and_observations_in_it(engine, tokenizer, m
     assert differences(model, pl.from_arrow(merged).rows(named=True)) < 2e-5
 
 
+@pytest.mark.slow
 def test_every_break_of_a_step_wise_conversation_is_found_by_drift(tokenizer):
     engine = SpyEngine(chatty_model(eos_bias=7.0), tokenizer)
     settings = {"history": "step_wise", "max_response_tokens": 40}
@@ -136,6 +137,7 @@ def test_every_break_of_a_step_wise_conversation_is_found_by_drift(tokenizer):
     assert merge_table(table).num_rows == 4 + broken
 
 
+@pytest.mark.slow
 def test_retokenize_trains_what_the_template_marks_of_the_final_conversation(engine, smollm2_dir):
     tokenizer = load_tokenizer(smollm2_dir, "qwen3_without_thinking")
     _, table = trajectories(engine, tokenizer, tasks_of(), history="retokenize")

@@ -55,6 +55,7 @@ def ids_in(path):
 ALL = [f"{i}_{r}" for i in range(4) for r in range(2)]
 
 
+@pytest.mark.slow
 def test_a_dead_engine_loses_no_finished_trajectory_and_a_second_run_makes_the_missing_ones(
     tmp_path, model, tokenizer, model_dir
 ):
@@ -79,6 +80,7 @@ def _count(engine, session):
     return sum(call[0] == session for call in engine.calls)
 
 
+@pytest.mark.slow
 def test_shards_hold_whole_groups_and_come_as_these_complete(tmp_path, model, tokenizer, model_dir):
     config = config_in(tmp_path, model_dir, max_concurrency=2, groups_per_shard=2)
     generate_with(SpyEngine(model, tokenizer, policy_version=3), config)
@@ -97,6 +99,7 @@ def test_shards_hold_whole_groups_and_come_as_these_complete(tmp_path, model, to
     assert metadata.tokenizer_fingerprint == tokenizer.fingerprint
 
 
+@pytest.mark.slow
 def test_another_configuration_does_not_go_on_with_a_dataset(
     tmp_path, model, tokenizer, model_dir, shop_dataset
 ):
@@ -149,6 +152,7 @@ def command(tmp_path, model_dir, num_tasks):
     return ["generate", str(file), "--out", str(tmp_path / "ds")]
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_dataset_that_validates_and_trains(tmp_path, model_dir, capsys):
     assert run([*command(tmp_path, model_dir, 2), "--json"]) == 0
     said = capsys.readouterr()
@@ -167,6 +171,7 @@ def test_the_command_makes_a_dataset_that_validates_and_trains(tmp_path, model_d
     assert metrics["return_mean"] == 1.5
 
 
+@pytest.mark.slow
 def test_a_run_whose_trajectories_fail_says_why_and_the_next_that_they_are_not_tried_again(
     tmp_path, model_dir, capsys
 ):
@@ -200,6 +205,7 @@ def test_a_run_that_was_killed_goes_on_and_counts_no_trajectory_twice(tmp_path, 
     assert run(["validate", str(tmp_path / "ds")]) == 0
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_what_had_finished(tmp_path, model, tokenizer, model_dir):
     config = config_in(tmp_path, model_dir, max_concurrency=1)
     engine = SpyEngine(model, tokenizer)

@@ -126,6 +126,7 @@ def test_a_response_that_the_engine_aborted_is_not_taken_for_a_whole_one(ids):
     assert len(server.requests) == 6
 
 
+@pytest.mark.slow
 def test_a_slow_answer_is_given_up_and_asked_again():
     limits = Limits(backoff_s=0.01, timeout_s=1.5)
     with serving(Server([HANG])) as server:

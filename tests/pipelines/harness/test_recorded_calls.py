@@ -98,6 +98,7 @@ def test_what_a_request_leaves_out_is_as_the_configuration_has_it(tokenizer):
     assert [sampling.seed for sampling in asked] == [seed_of(4, "a/b_3", i) for i in range(3)]
 
 
+@pytest.mark.slow
 def test_steps_are_those_that_the_recorder_writes_of_the_same_calls(tokenizer, tmp_path):
     engine = TransformersEngine(chatty_model(), tokenizer, policy_version=2)
     asked = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 6}
@@ -154,6 +155,7 @@ def test_a_row_has_the_version_of_the_weights_that_answered(tokenizer):
     assert [step.policy_version for step in asyncio.run(main())] == [2, 3]
 
 
+@pytest.mark.slow
 def test_new_weights_wait_for_the_calls_under_way_and_the_others_for_them(tokenizer):
     events = []
 
@@ -205,6 +207,7 @@ def test_calls_under_way_end_with_their_trajectory_and_nothing_of_it_stays(token
     assert asyncio.run(main()) == 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [RolloutError(ENGINE_DOWN, "engine", "no answer"), ValueError("no answer")]
 )

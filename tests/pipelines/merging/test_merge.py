@@ -157,6 +157,7 @@ def kind(row):
 RULES = st.sampled_from(["lineage", "consecutive"])
 
 
+@pytest.mark.slow
 @given(rollout_tables(max_steps=7), RULES, st.booleans())
 @settings(relaxed, max_examples=examples(100))
 def test_merging_equals_the_greedy_rule_on_plain_lists(table, rule, encoded):
@@ -166,6 +167,7 @@ def test_merging_equals_the_greedy_rule_on_plain_lists(table, rule, encoded):
     assert got == [(w["prompt"], w["response"], w["mask"]) for w in wanted]
 
 
+@pytest.mark.slow
 @given(rollout_tables(max_steps=7), RULES)
 @relaxed
 def test_merging_from_the_prefix_columns_equals_merging_from_full_prompts(table, rule):
@@ -253,6 +255,7 @@ def test_returns_do_not_depend_on_merging(table, outcome):
     assert after.equals(before)
 
 
+@pytest.mark.slow
 @given(rollout_tables(min_trajectories=1))
 @relaxed
 def test_the_polars_transform_equals_the_arrow_one(table):
@@ -267,6 +270,7 @@ def test_rewards_are_placed_at_the_end_of_the_step_that_earned_them():
     assert place_rewards(STEPS).collect()["rewards"].to_list() == [[0.5], [1.0]]
 
 
+@pytest.mark.slow
 @given(rollout_tables(min_trajectories=1, optional=("reward", "error", "stop_reason")))
 @relaxed
 def test_placing_rewards_and_merging_commute_and_stay_valid(table):

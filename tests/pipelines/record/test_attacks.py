@@ -68,6 +68,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 def test_no_request_without_an_end_makes_the_recorder_grow(tmp_path):
     def peak_mib(process):
         status = Path(f"/proc/{process.pid}/status").read_text()

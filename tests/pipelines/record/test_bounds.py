@@ -74,6 +74,7 @@ def test_no_answer_of_an_engine_makes_the_recorder_grow(tmp_path, bound_mib, mos
     assert "answer_size" in process.said
 
 
+@pytest.mark.slow
 def test_some_informational_responses_before_each_answer_are_passed_over(tmp_path, monkeypatch):
     said = b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n"
     kept_alive = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"

@@ -33,6 +33,7 @@ def test_an_address_that_cannot_be_listened_on_is_an_error(capsys, tmp_path, hos
     assert "--admin-key" in said
 
 
+@pytest.mark.slow
 def test_the_start_warns_of_engines_that_do_not_respond(tmp_path):
     told, urls = [], []
 

@@ -58,6 +58,7 @@ def test_the_journal_is_a_calls_log_and_a_rewards_file_that_convert_reads(tmp_pa
     assert rows(out, *columns) == rows(tmp_path / "ds", *columns)
 
 
+@pytest.mark.slow
 def test_a_line_that_was_cut_off_is_removed_and_all_before_it_recovered(tmp_path):
     async def main(url, tail):
         async with recording(tmp_path / "ds", url) as client:
@@ -101,6 +102,7 @@ def test_a_shard_that_was_written_before_a_crash_is_not_written_again(tmp_path):
     assert outcomes(tmp_path / "ds") == {"a_0": (1.0, None)}
 
 
+@pytest.mark.slow
 def test_long_sessions_are_written_few_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelines.record.recorder.SHARD_BYTES", 5000)
 
@@ -159,6 +161,7 @@ def test_an_engine_that_dies_in_a_stream_leaves_what_came_and_no_end(tmp_path, n
     assert all(len(row["response_ids"]) == len(row["rollout_logprobs"]) for row in made)
 
 
+@pytest.mark.slow
 @TRIES
 def test_a_client_that_leaves_a_stream_ends_the_engines_and_what_was_sampled_stays(
     tmp_path, num_tries
@@ -217,6 +220,7 @@ def test_a_client_that_leaves_a_call_that_is_not_streamed_leaves_nothing_behind(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_its_call_is_written_does_not_keep_it_from_the_dataset(tmp_path):
     async def main(url):
         async with recording(tmp_path / "ds", url) as client:
@@ -238,6 +242,7 @@ def test_a_client_that_leaves_while_its_call_is_written_does_not_keep_it_from_th
     assert outcomes(tmp_path / "ds") == {"a_0": (1.0, None), "a_1": (1.0, None)}
 
 
+@pytest.mark.slow
 def test_a_session_stays_with_one_engine_and_moves_when_that_is_away(tmp_path):
     async def main():
         apps = [FakeEngine(), FakeEngine()]
@@ -312,6 +317,7 @@ def test_a_recorder_that_is_killed_under_load_loses_nothing_and_has_nothing_twic
     assert run(["validate", str(out)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_full", ["refuse", "serve"])
 @pytest.mark.parametrize(
     "num_tries", [1, pytest.param(15, marks=pytest.mark.nightly)], ids=["few", "many"]
@@ -411,6 +417,7 @@ def test_once_there_is_room_again_calls_are_recorded_and_what_was_lost_is_said(t
     assert len(rows(tmp_path / "ds", "response_ids")) == 2
 
 
+@pytest.mark.slow
 def test_what_was_lost_is_said_by_the_next_recorder_too(tmp_path):
     async def main(url):
         path = "/s/a/0/v1/completions"
@@ -438,6 +445,7 @@ def ask(client, *, stream):
     return "refused"
 
 
+@pytest.mark.slow
 def test_a_recorder_that_is_told_to_stop_finishes_calls_and_writes_shards(tmp_path):
     out = tmp_path / "ds"
     with running(FakeEngine(gap_s=0.1)) as engine:

@@ -228,6 +228,7 @@ OTHER_TYPES = [
 ]
 
 
+@pytest.mark.slow
 def test_the_control_api_takes_json_alone(engine, tmp_path):
     async def main():
         async with recording(tmp_path / "ds", engine.url) as client:

@@ -82,6 +82,7 @@ def test_a_session_is_named_by_url_header_or_api_key_and_all_is_one_trajectory(e
     assert run(["validate", str(tmp_path / "ds")]) == 0
 
 
+@pytest.mark.slow
 def test_calls_of_no_session_are_a_trajectory_each_or_refused(engine, tmp_path):
     async def main(out, **settings):
         async with recording(out, engine.url, **settings) as client:
@@ -94,6 +95,7 @@ def test_calls_of_no_session_are_a_trajectory_each_or_refused(engine, tmp_path):
     assert len(outcomes(tmp_path / "ds")) == 6
 
 
+@pytest.mark.slow
 def test_an_abandoned_session_ends_with_that_error_and_keeps_its_steps(engine, tmp_path):
     async def main():
         async with recording(tmp_path / "ds", engine.url, idle_timeout_s=0.2) as client:

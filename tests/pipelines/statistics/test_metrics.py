@@ -90,6 +90,7 @@ def test_the_turns_of_a_row_are_its_sampled_ranges():
     assert rows["step", "generate/avg_num_tokens"] == (2.0, 2, 0)
 
 
+@pytest.mark.slow
 @relaxed
 @given(
     rollout_tables(), st.sampled_from(["consecutive", "lineage"]), st.sampled_from(["last", "sum"])
@@ -103,6 +104,7 @@ def test_merging_changes_no_metric(table, rule, outcome):
         assert before == pytest.approx(after), name
 
 
+@pytest.mark.slow
 @relaxed
 @given(rollout_tables())
 def test_failed_trajectories_enter_nothing_but_the_counts_of_failures(table):
@@ -204,6 +206,7 @@ def test_a_table_without_rows_has_no_values():
     assert rows["group", "pass_at_n"] == (None, 0, 0)
 
 
+@pytest.mark.slow
 @relaxed
 @given(rollout_tables(min_trajectories=1))
 def test_a_dataset_in_many_row_groups_has_the_metrics_of_the_table(table):

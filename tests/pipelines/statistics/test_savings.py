@@ -120,6 +120,7 @@ def healthy(table):
     return frame
 
 
+@pytest.mark.slow
 @relaxed
 @given(rollout_tables(optional=WITHOUT_ROUTING), st.sampled_from(["prefix", "full"]))
 def test_savings_are_those_of_the_tries_and_merges_spelled_out(table, layout):
@@ -205,6 +206,7 @@ def test_a_dataset_without_rows_costs_nothing(tmp_path):
     assert set(map(str, dataset_savings(write(tmp_path, empty)).values())) == {str(Cost())}
 
 
+@pytest.mark.slow
 def test_a_trajectory_is_counted_without_its_prompts_being_made(tmp_path):
     """Together they would hold 5e10 tokens."""
     num_steps, added = 100_000, 5

@@ -58,6 +58,7 @@ def test_the_worked_example_has_two_rows_of_one_trajectory(tmp_path):
     }
 
 
+@pytest.mark.slow
 @relaxed
 @given(rollout_tables(), st.sampled_from(["prefix", "full"]), st.sampled_from(["last", "sum"]))
 def test_a_dataset_in_either_layout_has_the_statistics_of_its_table(table, layout, outcome):
@@ -150,6 +151,7 @@ def test_the_screen_shows_no_control_characters_of_the_data(shop_dataset, tmp_pa
     assert "stop reasons: \\x1b[31mred \\rX 205" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_stats_of_two_datasets_show_the_change(shop_dataset, tmp_path, capsys):
     kept = str(tmp_path / "kept")
     assert run(["filter", str(shop_dataset), "--drop-zero-variance", "--out", kept]) == 0
@@ -168,6 +170,7 @@ def test_stats_of_two_datasets_show_the_change(shop_dataset, tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 @settings(relaxed, max_examples=examples(10))
 @given(rollout_tables())
 def test_the_screen_of_any_dataset_agrees_with_its_statistics(table):
@@ -210,6 +213,7 @@ def test_stats_of_a_model_without_a_config_say_what_is_missing(shop_dataset, tmp
     assert "config.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 @pytest.mark.parametrize("is_merged", [False, True])
 def test_stats_loads_no_library_that_it_does_not_need(shop_dataset, tmp_path, flags, is_merged):

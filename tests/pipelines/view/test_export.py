@@ -25,6 +25,7 @@ def bundle(tmp_path):
     return Bundle.read(tmp_path / "bundle")
 
 
+@pytest.mark.slow
 def test_the_file_answers_about_every_trajectory_of_the_selection(ask, bundle, shop, tmp_path):
     out = tmp_path / "report.html"
     told = export(ask.sources, bundle, str(out), where="reward > 0", limit=5)

@@ -80,6 +80,7 @@ def ids(ask):
     return ask("/api/datasets/d0/trajectories")["trajectory_id"].to_list()
 
 
+@pytest.mark.slow
 def test_the_table_shows_every_trajectory(ask):
     found = ask("/api/datasets/d0/trajectories")
     assert len(found) == len(TEXTS)
@@ -119,6 +120,7 @@ def test_every_view_answers(ask, number):
     ask("/api/datasets/d0/search", text="<script>", where=f"agent = '{instance[:-1]}'")
 
 
+@pytest.mark.slow
 def test_a_cut_text_says_how_long_it_is(ask):
     told = ask("/api/datasets/d0/conversation", trajectory_id=ids(ask)[-1])
     answer = told["lanes"][0]["turns"][-1]["parts"][0]["text"]

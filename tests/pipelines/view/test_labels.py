@@ -69,6 +69,7 @@ def stored(path):
     return pa.concat_tables([pq.ParquetFile(shard).read() for shard in shards])
 
 
+@pytest.mark.slow
 def test_a_copy_has_the_labels_and_nothing_else_new(dataset, tmp_path):
     out = tmp_path / "copy"
     rows = scan(dataset).collect()

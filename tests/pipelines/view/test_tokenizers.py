@@ -22,6 +22,7 @@ def directory(request, tokenizer, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_ids_are_read_as_by_transformers(directory):
     slow, fast = load_tokenizer(directory, needs_template=False), Tokenizers().chat(str(directory))
     assert type(fast.backend).__name__ == "_Fast"

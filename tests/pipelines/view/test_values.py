@@ -287,6 +287,7 @@ def test_the_tree_holds_each_row_along_one_path(ask, shop, of, tokenizer):
     assert ask(f"{ROOT}/tree", **of)["num_tokens"] == len(distinct)
 
 
+@pytest.mark.slow
 def test_the_tree_names_the_causes_of_drift(ask, shop, smollm2_dir):
     breaks = drift(scan(shop), smollm2_dir).collect()
     for instance_id in scan(shop).select("instance_id").unique().collect()["instance_id"]:

@@ -36,6 +36,7 @@ def started(shop, tmp_path):
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_verb_prints_an_address_and_ends_on_a_signal(started, number):
     process, address = started
@@ -95,6 +96,7 @@ print([name for name in ("pandas", "torch", "transformers") if name in sys.modul
 """
 
 
+@pytest.mark.slow
 def test_no_first_answer_waits_for_heavy_imports(shop, smollm2_dir):
     """pyarrow imports pandas, to recognise its objects; Transformers' tokenizers import torch."""
     command = [sys.executable, "-c", ASK, str(shop), str(smollm2_dir)]

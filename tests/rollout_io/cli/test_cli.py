@@ -52,6 +52,7 @@ def test_help_loads_no_heavy_library() -> None:
     assert found.stdout.endswith("[]\n")
 
 
+@pytest.mark.slow
 def test_convert_and_drift_leave_pandas_alone_and_usable(tmp_path: Path) -> None:
     code = (
         "import sys\n"
@@ -419,6 +420,7 @@ def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(["validate", "x"]) == 130
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error_message(dataset: str) -> None:
     command = [sys.executable, "-m", "rollout_io", "inspect", dataset, "--limit", "48"]
     with subprocess.Popen(
@@ -492,6 +494,7 @@ def test_a_log_cannot_drive_the_terminal() -> None:
     assert "\\x1b[2Jgone\\x07" in render(view, color=False)
 
 
+@pytest.mark.slow
 def test_a_polite_kill_exits_143_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "ds"
     command = [sys.executable, "-m", "rollout_io", "convert", "-", "--out", str(out)]

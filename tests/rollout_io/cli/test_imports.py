@@ -73,6 +73,7 @@ def test_unmerge_imports_no_heavy_library(shop, tmp_path):
     assert imported(["unmerge", merged, "--out", str(tmp_path / "out")], HEAVY) == "[]"
 
 
+@pytest.mark.slow
 def test_convert_and_formats_import_no_heavy_library(tmp_path):
     convert = ["convert", str(SHOP), "--rewards", str(SHOP_REWARDS), "--out", str(tmp_path / "out")]
     for arguments in (convert, ["formats"], ["formats", str(SHOP)]):
@@ -108,6 +109,7 @@ def test_the_command_loads_a_tokenizer_without_torch(shop, smollm2_dir, tmp_path
     assert "PyTorch" not in said
 
 
+@pytest.mark.slow
 def test_a_program_that_runs_a_verb_can_load_models_afterwards(shop, smollm2_dir):
     assert run(["drift", shop, "--tokenizer", str(smollm2_dir), "--json"]) == 0
     assert not keeps_torch_out_of_transformers()

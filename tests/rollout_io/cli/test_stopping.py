@@ -68,6 +68,7 @@ def test_a_signal_is_answered_at_once_and_a_second_one_ends_the_process(
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_the_computation_ends_and_then_the_verb_stops() -> None:
     with start(HASH.format(4_000_000)) as process:
         assert process.stdout is not None

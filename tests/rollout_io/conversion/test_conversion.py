@@ -36,6 +36,7 @@ def wanted(tmp_path_factory):
     return table_of(SHOP, out=tmp_path_factory.mktemp("wanted") / "ds")
 
 
+@pytest.mark.slow
 def test_one_process_and_two_write_the_same_bytes(tmp_path):
     choices = Choices(rewards=str(REWARDS))
     for workers in (1, 2):
@@ -46,6 +47,7 @@ def test_one_process_and_two_write_the_same_bytes(tmp_path):
     assert one == two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", [1, 50_000, 700_000])
 def test_the_size_of_chunks_changes_files_but_not_the_table(chunk_bytes, tmp_path):
     choices = Choices(rewards=str(REWARDS))
@@ -114,6 +116,7 @@ def test_a_conversion_by_processes_stops_at_once_and_goes_on_later(number, tmp_p
     assert again.summary.num_rows == 20 * 205
 
 
+@pytest.mark.slow
 def test_packed_logs_give_the_same_table(wanted, tmp_path):
     content = SHOP.read_bytes()
     half = content.index(b"\n", len(content) // 2) + 1
@@ -131,6 +134,7 @@ def test_packed_logs_give_the_same_table(wanted, tmp_path):
         assert not (tmp_path / f"ds-{name}" / ".converting").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_standard_input_gives_the_same_table(is_packed, wanted, tmp_path):
     content = SHOP.read_bytes()

@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -192,6 +193,7 @@ def test_a_dataset_may_be_written_to_any_filesystem(wanted, tmp_path):
     assert not fsspec.filesystem("memory").exists(f"{out}/.converting")
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_share_a_filesystem_are_refused(tmp_path):
     out = f"memory://{tmp_path.name}/ds"
     error = refusal([SHOP], out, workers=2, chunk_bytes=SMALL_CHUNKS)
@@ -221,6 +223,7 @@ def convert_on_a_small_disk(log, out):
     return in_subprocess("-c", code, "convert", log, "--out", out)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_message_and_another_attempt_goes_on(tmp_path):
     out = tmp_path / "ds"
     done = convert_on_a_small_disk(SHOP, out)
@@ -234,6 +237,7 @@ def test_a_full_disk_is_one_message_and_another_attempt_goes_on(tmp_path):
     assert ".converting" not in files_in(out)
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_a_log_is_unpacked_is_not_called_a_damaged_log(tmp_path):
     log = tmp_path / "shop.gz"
     log.write_bytes(gzip.compress(SHOP.read_bytes()))
@@ -342,6 +346,18 @@ def test_a_log_that_changes_during_its_conversion_is_refused(tmp_path, change, w
         convert(log, tmp_path / "ds", workers=workers, progress=progress, chunk_bytes=1)
     assert error.value.where == str(log)
     assert not list((tmp_path / "ds").glob("*.parquet"))
+
+
+def test_another_inode_alone_is_no_change(tmp_path):
+    """Some network file systems number a file anew."""
+    log = write(tmp_path / "log.jsonl", call("a/0", 8))
+
+    def progress(_num_bytes, _num_rows):
+        shutil.copy2(log, tmp_path / "copy")
+        (tmp_path / "copy").replace(log)
+
+    convert(log, tmp_path / "ds", progress=progress)
+    assert rollout_io.read(tmp_path / "ds").num_rows == 1
 
 
 def test_a_log_that_grows_during_its_conversion_keeps_the_records_that_were_found(tmp_path):

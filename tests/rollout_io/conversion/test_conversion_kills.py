@@ -181,6 +181,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_conversion_that_is_told_to_end_as_it_creates_its_directory_leaves_nothing(tmp_path):
     command = [sys.executable, "-c", TOLD, "convert", str(SHOP), "--out", str(tmp_path / "ds")]
     ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)

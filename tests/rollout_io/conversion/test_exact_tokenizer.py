@@ -56,6 +56,7 @@ def choices(tokenizer, **more):
     return Choices(format="calls", tokenizer=str(tokenizer), **more)
 
 
+@pytest.mark.slow
 def test_a_dataset_of_exact_ids_stores_its_tokenizer(smollm2_dir, tmp_path):
     convert([SHOP], tmp_path / "ds", choices(smollm2_dir))
     metadata = rollout_io.read_metadata(tmp_path / "ds")
@@ -85,6 +86,7 @@ def test_every_real_log_passes_with_its_own_tokenizer(smollm2_dir):
         assert read_log([WIRE / f"{name}.calls.jsonl"], choices(smollm2_dir)).num_rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", [permute, swap(("\u0120to", "\u0120the"))])
 def test_a_tokenizer_of_other_ids_is_refused_by_name(edit, smollm2_dir, tmp_path):
     other = edited(smollm2_dir, tmp_path / "other", edit)
@@ -138,6 +140,7 @@ def beyond(tmp_path):
     return tmp_path / "ds"
 
 
+@pytest.mark.slow
 def test_whatever_checks_a_dataset_knows_its_vocabulary(beyond, tmp_path, capsys):
     for workers in (None, Workers(2)):
         found = [rule for part in check_dataset(beyond, workers) for rule in part["rule"]]
@@ -156,6 +159,7 @@ def test_whatever_checks_a_dataset_knows_its_vocabulary(beyond, tmp_path, capsys
         writer.write(table)
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_of_the_ids_and_of_nothing_else(smollm2_dir, tmp_path):
     own = load_tokenizer(smollm2_dir).fingerprint
 

@@ -32,6 +32,7 @@ def folder(tmp_path, harness_logs):
     return logs
 
 
+@pytest.mark.slow
 def test_all_logs_of_a_directory_are_found_and_the_other_files_are_left(
     folder, tmp_path, smollm2_dir, capsys
 ):
@@ -133,6 +134,7 @@ def test_two_formats_that_claim_one_run_are_an_error_that_names_both(tmp_path):
     assert (counts.num_written, counts.num_rejected) == (1, 1)
 
 
+@pytest.mark.slow
 def test_outcomes_are_of_the_runs_of_any_format(tmp_path, smollm2_dir):
     log = write(tmp_path / "a.jsonl", call("a/0", 5))
     text = write(tmp_path / "b.jsonl", {"id": "b", "messages": ANSWERS})

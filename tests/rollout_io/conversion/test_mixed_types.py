@@ -12,6 +12,7 @@ from rollout_io.dataset.storage import find_shards
 from schemas.errors import RolloutError
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:GeneratorOutput fields without a matching column")
 def test_documents_of_different_types_are_refused_by_name(shop_dataset, tmp_path, capsys):
     first, second = tmp_path / "a.json", tmp_path / "b.json"

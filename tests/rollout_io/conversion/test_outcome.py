@@ -36,6 +36,7 @@ def stats(path: str, capsys: pytest.CaptureFixture[str], *options: str) -> dict[
     return dict(json.loads(capsys.readouterr().out))
 
 
+@pytest.mark.slow
 def test_statistics_filters_export_and_training_take_the_return_that_the_dataset_means(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_pattern_without_a_match_is_an_error_that_says_so(tmp_path, capsys):
     assert not (tmp_path / "ds").exists()
 
 
+@pytest.mark.slow
 def test_urls_are_files_directories_and_patterns_packed_or_not(logs, tmp_path):
     fs = fsspec.filesystem("memory")
     root = f"/{tmp_path.name}"

@@ -45,6 +45,7 @@ def check_same(folder, url, tmp_path, **choices):
     return found
 
 
+@pytest.mark.slow
 def test_the_group_size_of_a_remote_run_is_that_of_its_metadata(
     harness_logs, smollm2_dir, remote, tmp_path
 ):

@@ -83,6 +83,7 @@ def line(number: int, **request: object) -> str:
     return json.dumps(call)
 
 
+@pytest.mark.slow
 def test_what_a_logged_call_was_sampled_with_reaches_its_row_and_keeps_it_from_being_merged(
     convert,
 ):

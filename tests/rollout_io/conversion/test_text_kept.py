@@ -98,6 +98,7 @@ def test_what_a_prompt_lacks_is_named_too(smol, smollm2_dir, tmp_path):
     assert "the system message's text 'Be brief.'" in error.got
 
 
+@pytest.mark.slow
 def test_a_tool_message_that_is_rendered_as_a_users_is_named(smollm2_dir, tmp_path):
     file = tmp_path / "users.jinja"
     file.write_text(

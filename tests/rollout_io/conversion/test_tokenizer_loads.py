@@ -23,6 +23,7 @@ def write(path, records):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, "chatml_tools_thinking"])
 def test_a_log_of_text_loads_the_tokenizer_once(template, smollm2_dir, tmp_path):
     rows = [{"input": f"{i}", "output": "b", "score": 1.0, "step": 3} for i in range(5)]
@@ -30,6 +31,7 @@ def test_a_log_of_text_loads_the_tokenizer_once(template, smollm2_dir, tmp_path)
     assert num_loads(write(tmp_path / "3.jsonl", rows), tmp_path / "ds", **choices) == 1
 
 
+@pytest.mark.slow
 def test_a_log_of_text_and_exact_ids_loads_it_with_and_without_the_template(smollm2_dir, tmp_path):
     said = [{"role": "assistant", "content": "hi"}]
     exact = row(trajectory=[call([1, 2], [6004], completion=said)], completion=said)

@@ -167,6 +167,7 @@ def test_a_condition_on_a_row_is_taken(condition, expected):
     assert frame.filter(condition_of(condition))["i"].to_list() == expected
 
 
+@pytest.mark.slow
 def test_a_long_list_of_values_is_taken_and_a_long_chain_of_operators_refused():
     listed = ", ".join(f"'a_{i}'" for i in range(10_000))
     assert condition_of(f"trajectory_id IN ({listed})").meta.root_names() == ["trajectory_id"]
@@ -175,6 +176,7 @@ def test_a_long_list_of_values_is_taken_and_a_long_chain_of_operators_refused():
             condition_of(chain)
 
 
+@pytest.mark.slow
 def test_no_chain_that_is_taken_ends_the_process():
     program = (
         "from rollout_io.dataset.conditions import *\n"
@@ -213,6 +215,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(WORDS), max_size=14).map(" ".join) | st.text(max_size=12))
 def test_whatever_a_condition_says_it_is_an_expression_or_an_error(text):
     try:

@@ -116,6 +116,7 @@ def test_a_parent_is_the_latest_of_those_that_share_most(table):
         assert (rows[i]["parent_step_index"], rows[i]["prefix_length"]) == (wanted, best)
 
 
+@pytest.mark.slow
 @given(rollout_tables(), st.data())
 @settings(relaxed, max_examples=examples(25))
 def test_write_then_read_is_the_identity(table, data):
@@ -148,6 +149,7 @@ def test_write_then_read_is_the_identity(table, data):
     assert lazily.equals(pl.from_arrow(back))
 
 
+@pytest.mark.slow
 @given(
     rollout_tables(min_trajectories=2), rollout_tables(min_trajectories=1, optional=()), st.data()
 )

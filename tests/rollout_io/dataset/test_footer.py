@@ -83,6 +83,7 @@ def test_a_shard_of_another_dataset_under_the_same_name_is_named(metadata, tmp_p
     assert "part-00002.parquet does not follow part-00000.parquet" in refusal(tmp_path / "ds")
 
 
+@pytest.mark.slow
 def test_a_missing_chunk_of_a_conversion_is_named_and_so_is_one_of_a_merge(tmp_path):
     log = tmp_path / "log.jsonl"
     line = '{"session": "a/%d", "request": {}, "final": true, "response": {"prompt_token_ids": [1, 2], '
@@ -136,6 +137,7 @@ def beside_names(footer):
     return [(start + n, bit) for start in spans for n in range(6) for bit in range(8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choose",
     [
@@ -199,6 +201,7 @@ def test_more_shards_than_open_files_are_read_checked_and_merged(tmp_path):
     assert read(tmp_path / "out").num_rows == 60
 
 
+@pytest.mark.slow
 def test_a_limit_on_open_files_is_one_sentence(tmp_path):
     write_example(tmp_path)
     code = (
@@ -216,6 +219,7 @@ def test_a_limit_on_open_files_is_one_sentence(tmp_path):
     assert "[open_files]" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_free", [4, 8])
 def test_a_limit_on_open_files_is_one_sentence_where_processes_are_started_too(num_free, tmp_path):
     log = EXAMPLES / "shop.calls.jsonl"
@@ -239,6 +243,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_lists_of_every_variant_are_read_as_plain_ones_by_every_verb(variant, tmp_path, capfd):
     table = pa.table(STEPS).append_column("mine", pa.array([[[1], []], None]))

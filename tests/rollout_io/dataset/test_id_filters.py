@@ -47,6 +47,7 @@ def read_groups(monkeypatch):
     return groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trajectory_id", "instance_id"])
 def test_a_filter_on_one_id_reads_the_tokens_of_one_row_group(name, dataset, rows, read_groups):
     # A group of 8 trajectories may span two row groups: take the first id of each group.
@@ -76,6 +77,7 @@ def test_prompts_are_decoded_only_for_trajectories_that_the_predicate_keeps(
     assert decoded == [3]
 
 
+@pytest.mark.slow
 def test_no_row_is_missed_for_any_id(dataset, rows):
     pairs = footers(dataset)
     sizes = [len(json.loads(found[ID_FILTERS])["trajectory_id"]["num_ids"]) for found in pairs]

@@ -84,6 +84,7 @@ def test_other_rewards_through_a_pipe_of_the_same_name_are_other_rewards(tmp_pat
         convert_rewarded(0.75, log, tmp_path / "ds")
 
 
+@pytest.mark.slow
 def test_a_shell_substitutes_processes_for_logs_and_rewards(tmp_path):
     files = {"log": FIRST, "other": SECOND, "rewards": b'{"session": "a/0", "reward": 1}'}
     for name, content in files.items():
@@ -204,6 +205,7 @@ for path in (pipe, device):
 """
 
 
+@pytest.mark.slow
 def test_no_input_of_any_verb_is_waited_for_or_read_without_an_end(tmp_path, shop_dataset):
     log = EXAMPLES / "shop.calls.jsonl"
     done = in_subprocess("-c", PIPES, tmp_path, log, shop_dataset, timeout=120)
@@ -228,6 +230,7 @@ def test_a_directory_with_pipes_and_devices_is_looked_through(tmp_path):
     assert read(tmp_path / "ds").num_rows == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/null"])
 def test_standard_input_that_is_a_device_is_refused(device, tmp_path):
     with Path(device).open("rb") as file:
@@ -254,6 +257,7 @@ def test_a_line_without_an_end_is_one_rejected_record(tmp_path, monkeypatch):
     assert read(tmp_path / "ds").column("source").to_pylist() == [f"{log}:1", f"{log}:3"]
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_pipe_that_does_not_fit_on_the_disk_is_removed(tmp_path):
     command = "ulimit -f 64; head -c 1000000 /dev/zero | $0 -m rollout_io convert - --out $1"
     done = subprocess.run(

@@ -45,6 +45,7 @@ def merged(dataset, out, workers=None, transform=merge_table):
     return files_in(out)
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_does(sharded, tmp_path):
     one = merged(sharded, tmp_path / "one")
     assert merged(sharded, tmp_path / "two", Workers(2)) == one
@@ -57,6 +58,7 @@ def fail_at(num_rows, table):
     return merge_table(table)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_process_comes_back_as_it_is_and_nothing_stays(sharded, tmp_path):
     last = read(max(sharded.glob("*.parquet"))).num_rows
     with pytest.raises(RolloutError, match=r"there: found this; expected that. \[rule\]") as info:
@@ -76,6 +78,7 @@ def stop_after(num, table, seen):
     return merge_table(table)
 
 
+@pytest.mark.slow
 def test_a_stopped_merge_goes_on_from_the_shards_that_are_done(sharded, tmp_path):
     seen = []
     with pytest.raises(Stop):
@@ -94,6 +97,7 @@ def broken_shards(tmp_path, *tables):
     return tmp_path / "one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["valid", "twice", "open", "negative"])
 def test_two_processes_find_the_breaches_that_one_finds(case, tmp_path):
     first = pa.table(STEPS)
@@ -112,6 +116,7 @@ def test_two_processes_find_the_breaches_that_one_finds(case, tmp_path):
     assert pl.concat(check_dataset(dataset, Workers(2))).equals(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["die", "die_while_answering", "fail", "wait_for_ever"])
 def test_work_ends_when_processes_fail_or_it_is_interrupted_with_large_messages_under_way(name):
     command = [sys.executable, "-m", "tests.helpers.worker_helpers", name]
@@ -139,6 +144,7 @@ def test_a_pool_has_its_processes_before_its_tasks_and_none_after():
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_processes_that_convert_start_while_the_runs_are_found(is_empty, tmp_path, monkeypatch):
     seen = []
@@ -169,6 +175,7 @@ def test_a_task_of_a_conversion_holds_places_and_no_records(tmp_path):
     assert len(pickle.dumps(Chunk(part=Part(writing=""), runs=runs, out=""))) < len(lines) / 50
 
 
+@pytest.mark.slow
 def test_a_ray_that_is_not_there_is_refused_at_once(sharded, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")

@@ -110,6 +110,7 @@ def test_a_directory_of_a_declared_column_has_its_type(tmp_path):
         rollout_io.read(folder)
 
 
+@pytest.mark.slow
 def test_files_that_polars_partitioned_are_read(shop_dataset, tmp_path):
     frame = rollout_io.scan(shop_dataset).collect()
     frame.write_parquet(tmp_path / "DS", partition_by=["instance_id"])
@@ -157,6 +158,7 @@ def test_a_missing_shard_of_a_partition_is_named(dataset):
         rollout_io.read(dataset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_trajectory_in_two_partitions_is_a_breach(workers, tmp_path):
     for name in ("a", "b"):
@@ -166,6 +168,7 @@ def test_a_trajectory_in_two_partitions_is_a_breach(workers, tmp_path):
     assert caught.value.rule == "unique_trajectory"
 
 
+@pytest.mark.slow
 def test_every_verb_reads_the_columns_and_writes_them_as_ordinary_ones(dataset, tmp_path, capsys):
     for verb in ("validate", "stats", "inspect", "drift"):
         assert run([verb, str(dataset)]) == 0, capsys.readouterr().err
@@ -179,6 +182,7 @@ def test_every_verb_reads_the_columns_and_writes_them_as_ordinary_ones(dataset, 
     assert pl.scan_parquet(tmp_path / "p").collect()["run"].to_list() == list("aabb")
 
 
+@pytest.mark.slow
 def test_pieces_of_a_partitioned_dataset_are_read_by_other_processes(dataset, tmp_path):
     metadata = rollout_io.read_metadata(dataset)
     rewrite(str(dataset), str(tmp_path / "out"), unchanged, metadata, workers=Workers(2))

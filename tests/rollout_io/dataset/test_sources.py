@@ -21,6 +21,7 @@ def dataset(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "left",
     ["head", *(pytest.param(left, marks=pytest.mark.nightly) for left in list(ABANDONED)[1:])],

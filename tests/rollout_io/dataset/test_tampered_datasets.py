@@ -78,6 +78,7 @@ def schema(shop_dataset):
     return pa.schema([field.with_nullable(True) for field in read(shop_dataset).schema])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TAMPERED)
 def test_a_dataset_that_was_tampered_with_is_refused_by_every_verb(
     name, rows, schema, tmp_path, capfd
@@ -90,6 +91,7 @@ def test_a_dataset_that_was_tampered_with_is_refused_by_every_verb(
         merge(table).collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NULLS)
 def test_nulls_where_none_may_be_are_refused_by_every_verb(name, rows, schema, tmp_path, capfd):
     NULLS[name](rows)

@@ -264,6 +264,7 @@ LOG = b"\n".join(
 LIST = json.dumps([json.loads(line) for line in LOG.splitlines()]).encode()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(mutated_lines(LOG) | mutated(LIST))
 def test_damaged_events_give_rows_or_named_errors(content):

@@ -53,6 +53,7 @@ def trained(tokenizer, frame):
     return [tokenizer.decode(ids) for ids in kept]
 
 
+@pytest.mark.slow
 def test_a_chat_with_tools_becomes_one_row_that_trains_on_what_the_agent_said(
     tmp_path, rows, tokenizer
 ):
@@ -152,6 +153,7 @@ def test_a_trial_of_text_has_its_reward_and_a_failed_one_no_rows_of_text(
     assert "SandboxError: no disk; no tokens: the value is null" in found["error"][2]
 
 
+@pytest.mark.slow
 def test_a_trial_with_ids_in_one_of_its_steps_alone_is_refused(tmp_path, trial, smollm2_dir):
     record = trial("t")
     exact = dict(record["agent_result"])

@@ -273,6 +273,7 @@ def test_without_a_tokenizer_a_session_is_refused_with_the_way_to_give_one(tmp_p
     assert "--tokenizer" in caught.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_with_a_tokenizer_each_context_is_a_row_that_trains_what_the_model_wrote(
     tmp_path, smollm2_dir, harness_logs

@@ -154,6 +154,7 @@ def masked(rows, failed):
     return [row[key] in bad for row in rows]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(60))
 @given(
     rollout_tables(
@@ -444,6 +445,7 @@ def test_an_unknown_format_names_the_nearest(dataset, tmp_path, capsys):
     assert "Hint: did you mean --format slime?" in said
 
 
+@pytest.mark.slow
 def test_exports_are_the_same_bytes_again(shop_dataset, tmp_path):
     for name in ("trl", "verl", "slime"):
         files = []

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import datasets
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 
 import rollout_io
@@ -32,6 +33,7 @@ def test_load_dataset_gives_the_real_rollouts_back(shop_dataset, tmp_path):
     assert loaded.to_list() == logical_rows(shop_dataset)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=8)
 @given(rollout_tables(min_trajectories=1, optional=OPTIONAL_COLUMNS))
 def test_load_dataset_gives_every_column_of_any_table_back(table):
@@ -113,6 +115,7 @@ def test_the_card_says_what_a_row_is_and_how_it_was_made(shop_dataset, tmp_path)
     assert [step["verb"] for step in history] == ["convert"]
 
 
+@pytest.mark.slow
 def test_large_datasets_become_several_shards(shop_dataset, tmp_path, monkeypatch):
     with rollout_io.RolloutWriter(tmp_path / "ds", row_group_rows=20) as writer:
         writer.write(rollout_io.read(shop_dataset))

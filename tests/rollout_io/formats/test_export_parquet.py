@@ -7,6 +7,7 @@ import duckdb
 import polars as pl
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pytest
 from hypothesis import given, settings
 
 import rollout_io
@@ -46,6 +47,7 @@ def test_every_reader_sees_the_full_prompts_of_the_real_rollouts(shop_dataset, t
     assert rollout_io.read_metadata(out) == rollout_io.read_metadata(shop_dataset)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=8)
 @given(rollout_tables(min_trajectories=1, optional=OPTIONAL_COLUMNS))
 def test_every_reader_sees_every_column_of_any_table(table):

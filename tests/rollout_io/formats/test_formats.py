@@ -228,6 +228,7 @@ def plugins(tmp_path):
     return rollouts
 
 
+@pytest.mark.slow
 def test_a_format_of_another_package_is_listed_and_one_that_fails_is_named(plugins):
     listed = plugins("formats")
     assert listed.returncode == 0
@@ -240,6 +241,7 @@ def test_a_format_of_another_package_is_listed_and_one_that_fails_is_named(plugi
     assert records["broken"]["error"].startswith("AttributeError")
 
 
+@pytest.mark.slow
 def test_a_format_of_another_package_takes_part_in_detection(plugins, tmp_path):
     log = tmp_path / "shop.notes"
     log.write_bytes(SHOP.read_bytes())
@@ -318,6 +320,7 @@ def test_metrics_of_a_whole_generator_output_go_to_the_history_and_convert_says_
     assert noted == {str(file): {"generate/avg_num_tokens": 1.5}}
 
 
+@pytest.mark.slow
 def test_what_export_wrote_comes_back_as_it_was(tmp_path):
     before = converted(tmp_path, SHOP, "--rewards", REWARDS)
     rollout_io.write_generator_output(before, tmp_path / "output.json")

@@ -132,12 +132,14 @@ def _rows(draw: st.DrawFn) -> Output:
     }
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(outputs())
 def test_output_to_table_and_back_is_the_identity(output: Output) -> None:
     assert to_generator_output(from_generator_output(output), failed="trajectory") == output
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(outputs())
 def test_table_to_output_and_back_is_the_identity(output: Output) -> None:
@@ -150,6 +152,7 @@ def test_table_to_output_and_back_is_the_identity(output: Output) -> None:
 HELD = ("reward", "rollout_logprobs", "stop_reason", "metrics", "rollout_expert_indices")
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(rollout_tables(min_trajectories=1, optional=HELD, errors=False, user_column=False))
 def test_any_table_comes_back_with_all_columns_an_output_holds(table: pa.Table) -> None:

@@ -143,6 +143,7 @@ def test_a_damaged_line_is_refused_by_name_and_no_other_is(record, rule, tmp_pat
     assert (place.where, error.rule) == (f"{path}:2", rule)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_with_a_tokenizer_lines_become_rows_grouped_and_rewarded_as_chosen(tmp_path, smollm2_dir):
     records = [{"messages": CHAT, "task": i, "id": i, "rewards": {"style": i}} for i in range(3)]

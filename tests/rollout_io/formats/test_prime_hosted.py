@@ -195,6 +195,7 @@ def test_the_user_can_group_the_real_rows_by_their_problem(harness_logs):
     assert {run.instance_id for run in plan.runs} == {"0/1"}
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_with_a_tokenizer_the_real_rows_become_rows_with_rewards(
     harness_logs, tmp_path, smollm2_dir

@@ -243,6 +243,7 @@ DOCUMENT = json.dumps(
 TEXT = json.dumps(compact(episode(agent(step([], []), step([], [], AGAIN))))).encode()
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(80), deadline=None)
 @given(mutated(DOCUMENT) | mutated(TEXT))
 def test_a_damaged_episode_gives_rows_or_a_named_error(content):

@@ -86,6 +86,7 @@ def test_without_a_tokenizer_text_is_refused_with_the_way_to_tokens(tmp_path):
     assert "--tokenizer" in caught.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_with_a_tokenizer_special_tokens_in_the_text_are_theirs_again(tmp_path, smollm2_dir):
     failed = sample(stop_reason="error", output_response="!", score=0.0)

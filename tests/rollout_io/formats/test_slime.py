@@ -247,6 +247,7 @@ def test_a_zip_archive_of_anything_else_is_not_recognized(tmp_path):
     assert not ADAPTER.recognizes(path)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(sorted(sample())), JUNK | st.floats() | st.just({1: float("inf")}))
 def test_any_value_of_a_field_gives_rows_or_a_named_error(name, value):
@@ -255,6 +256,7 @@ def test_any_value_of_a_field_gives_rows_or_a_named_error(name, value):
         check_converts(ADAPTER, path, 2)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0), st.integers(0, 255), st.booleans())
 def test_damaged_bytes_give_rows_or_a_named_error(at, byte, is_cut):

@@ -99,6 +99,7 @@ def real_files(logs):
             yield path, found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, "chatml_tools_thinking"])
 def test_small_real_logs_keep_what_they_say(harness_logs, directory_of, tmp_path, template):
     names = ["gemini_cli/gemini-cli-trajectory.json", "swe_agent/function_calling_simple.traj"]
@@ -480,6 +481,7 @@ def check_made(name, messages, out, tokenizer, template):
     assert trajectories or rejected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL_FORMATS)
 def test_a_conversation_in_any_format_keeps_what_it_says(name, smollm2_dir, tmp_path_factory):
     @rare

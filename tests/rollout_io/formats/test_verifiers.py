@@ -223,6 +223,7 @@ def test_a_row_twice_is_refused(tmp_path):
     assert [r.error.rule for r in plan.rejected] == ["duplicate_record"]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(content=mutated_lines(EPISODES))
 def test_a_damaged_log_gives_rows_or_named_errors(content):

@@ -175,6 +175,7 @@ def check_spans(tokens, messages):
     assert len(tokens.spans) == sum(m["role"] == "assistant" for m in messages)
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_qwen3s(official):
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "<think>", "</think>"]
     ids = official.backend.convert_tokens_to_ids(names)

@@ -287,6 +287,7 @@ def test_each_message_is_rendered_after_the_base_alone(smol):
     assert len(sizes) == 2 * 203 + 1 + 2
 
 
+@pytest.mark.slow
 @needs_tokenizer
 def test_fingerprints_follow_the_content_and_not_the_files(smol, smollm2_dir, tmp_path):
     smol.backend.save_pretrained(tmp_path)
@@ -306,6 +307,7 @@ def test_fingerprints_follow_the_content_and_not_the_files(smol, smollm2_dir, tm
     assert named.template_fingerprint != smol.template_fingerprint
 
 
+@pytest.mark.slow
 @needs_tokenizer
 def test_encoding_does_not_change_the_fingerprint(smollm2_dir):
     fresh, used = load_tokenizer(smollm2_dir), load_tokenizer(smollm2_dir)
@@ -423,6 +425,7 @@ def test_the_package_loads_no_torch_and_no_transformers():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 @needs_tokenizer
 def test_a_tokenizer_without_a_template_encodes_text_and_renders_no_messages(smol, tmp_path):
     smol.backend.save_pretrained(tmp_path)

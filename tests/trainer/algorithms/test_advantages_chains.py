@@ -138,6 +138,7 @@ def literal_links(rows: pl.DataFrame) -> tuple[list[int], list[int], list[float]
     return trajectory, tokens, earned
 
 
+@pytest.mark.slow
 @relaxed
 @given(st.data())
 @pytest.mark.parametrize("rule", ["lineage", "consecutive"])

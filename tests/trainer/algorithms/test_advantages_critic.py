@@ -159,6 +159,7 @@ def all_gradients(critic: Critic) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in critic.trained_parameters() if p.grad is not None])
 
 
+@pytest.mark.slow
 def test_value_loss_falls() -> None:
     rng = np.random.default_rng(0)
     rows: list[Row] = [

@@ -463,6 +463,7 @@ def test_the_use_of_a_function_is_a_line_with_its_keys() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_public_types_import_no_torch_before_they_are_used() -> None:
     code = (
         "import sys, trainer\n"

@@ -89,6 +89,7 @@ def audited(dataset, weights, **settings):
     return run_audit(rows, found, AuditSettings(**settings), dataset=str(dataset))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"thorough": True, "explains": False}])
 def test_faults_are_named(faulty, settings):
     dataset, weights, truth = faulty
@@ -109,6 +110,7 @@ def test_faults_are_named(faulty, settings):
         assert result.cost.num_tokens <= 1.1 * result.plan.num_candidates * result.plan.num_distinct
 
 
+@pytest.mark.slow
 def test_without_labels_the_version_is_found(faulty, tmp_path):
     dataset, weights, truth = faulty
     rows = rollout_io.scan(dataset).with_columns(policy_version=pl.lit(None, pl.Int32)).collect()
@@ -120,6 +122,7 @@ def test_without_labels_the_version_is_found(faulty, tmp_path):
     assert (clean["labelled_version"].is_null()).all()
 
 
+@pytest.mark.slow
 def test_verb_writes_verdicts_and_fails(faulty, tmp_path, capsys):
     dataset, weights, truth = faulty
     out = tmp_path / "new" / "verdicts.parquet"
@@ -166,6 +169,7 @@ def test_every_kind_has_a_meaning_and_is_a_fault_or_not():
 GREEDY = Sampling(temperature=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sampling", "label", "kind", "best"), [
     (GREEDY, 0.0, "as_labelled", 0.0),
     (Sampling(), 0.0, "temperature", 1.0),
@@ -187,6 +191,7 @@ def test_raw_logprobs_of_greedy_and_unlabelled_rows(faulty, tmp_path, sampling, 
     assert abs(found["best_temperature"].median() - best) < 0.15
 
 
+@pytest.mark.slow
 def test_equal_candidates_are_not_told_apart(faulty, tmp_path):
     """Without a label, naming one of them would be a guess."""
     dataset, weights, _ = faulty
@@ -205,6 +210,7 @@ def unwrapped(screen):
     return " ".join(screen.split())
 
 
+@pytest.mark.slow
 def test_the_screen_says_which_candidates_are_not_told_apart(faulty, capsys):
     dataset, weights, _ = faulty
     twice = [f"--weights={number}={weights}/version_1" for number in (1, 2)]
@@ -225,6 +231,7 @@ def test_a_dataset_of_which_nothing_is_audited_does_not_pass(faulty, tmp_path, c
     assert "[audit_rows]" in said
 
 
+@pytest.mark.slow
 def test_a_smaller_vocabulary_is_refused(faulty, tmp_path, capsys):
     dataset, weights, _ = faulty
     tiny_models(1, vocab_size=8)[0].save_pretrained(tmp_path / "small")
@@ -267,6 +274,7 @@ def test_metrics_that_a_run_is_writing_are_read(faulty, tmp_path):
         find_candidates([str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_clean_dataset_passes(faulty, tmp_path, capsys):
     dataset, weights, truth = faulty
     clean = truth.filter(pl.col("truth") == "as_labelled")["trajectory_id"]

@@ -51,6 +51,7 @@ def late_swaps(number):
     return [row(i, 0, asked[i].prompt, one, version=1) for i, one in enumerate(sampled)]
 
 
+@pytest.mark.slow
 def test_late_swaps_are_found_from_a_tenth_of_the_tokens(weights, tmp_path, capsys):
     path = write_dataset(tmp_path / "ds", late_swaps(60), logprobs_mode="processed")
     result = audited(path, weights, first_pass=0.1)
@@ -89,6 +90,7 @@ LABELS_AND_VERSIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("faults", "first_pass"),
     [
@@ -116,6 +118,7 @@ def test_long_prompts_of_groups_are_not_forwarded_twice(weights, tmp_path, fault
         assert cost == plan.num_most
 
 
+@pytest.mark.slow
 def test_a_sample_takes_whole_groups(weights, tmp_path):
     rows = rows_of_groups(prompt=60, response=6, labels=lambda _: 1, sampled_by=lambda _: 1)
     path = write_dataset(tmp_path / "ds", rows, logprobs_mode="processed")
@@ -166,6 +169,7 @@ def test_tokens_are_chosen_up_to_the_end_and_where_weights_matter():
     assert choose_tokens(rows, np.arange(1), 0.5).sum() == 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "kind"), [(EXACT, "as_labelled"), (0.3, "too_short")])
 def test_one_token_confirms_a_label_only_of_an_exact_engine(weights, tmp_path, noise, kind):
     rng = np.random.default_rng(3)
@@ -192,6 +196,7 @@ def test_rows_beyond_the_context_are_reported(weights, tmp_path):
     assert found.num_rows == 5
 
 
+@pytest.mark.slow
 def test_versions_that_fit_equally_are_both_named(weights, tmp_path):
     rng = np.random.default_rng(5)
     asked = [Request(prompt=prompt_of(rng), noise=EXACT, versions=2) for _ in range(8)]
@@ -208,6 +213,7 @@ def test_versions_that_fit_equally_are_both_named(weights, tmp_path):
     assert set(found.verdicts["next_version"]) == {3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("raw", "temperature", "mode"),
     [(False, 0.5, "processed"), (True, 0.5, "raw"), (False, 1.0, "raw")],
@@ -236,6 +242,7 @@ def test_the_kind_of_logprobs_is_inferred_at_an_unknown_temperature(
     assert ("assumed: no row reveals the kind" in text) == (mode == "raw")
 
 
+@pytest.mark.slow
 def test_rounded_weights_are_not_taken_for_the_version_before(tmp_path):
     """Rounding reverts a part of a small update, if the weights before it were rounded too."""
     torch.manual_seed(1)
@@ -269,6 +276,7 @@ def test_rounded_weights_are_not_taken_for_the_version_before(tmp_path):
     assert len(faulty) >= 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["noise", "unknown_model"])
 def test_a_lower_precision_and_a_similar_model_are_told_apart(tmp_path, kind):
     """Both are as far from the labelled weights; only one of them comes closer to rounded weights."""

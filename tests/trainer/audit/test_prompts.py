@@ -60,6 +60,7 @@ def rerendered(tmp_path_factory, tokenizer):
     return write_dataset(path / "ds", rows, logprobs_mode="processed"), str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tries", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_a_prompt_that_was_rendered_again_is_named(rerendered, variants, tries):
     dataset, weights = rerendered

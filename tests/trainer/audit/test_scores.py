@@ -37,6 +37,7 @@ from trainer.models.policy import Policy, load_policy
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @given(
     st.integers(2, 300),
     st.floats(0.5, 8),
@@ -88,6 +89,7 @@ ROW = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(ROW, min_size=1, max_size=6), st.sampled_from([4, 12, 100]), st.booleans())
 def test_ragged_rows_are_scored_like_separate_ones(given_rows, budget, trees):
     """Few distinct tokens, so that rows of a group share prefixes."""

@@ -144,6 +144,7 @@ def test_a_batch_asks_the_scan_for_its_own_groups_alone(tmp_path: Path) -> None:
     assert set(handed_out) == {"b"}
 
 
+@pytest.mark.slow
 def test_layouts_hold_the_same_trained_tokens(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     trajectories = [two_step_trajectory(rng, "a", i, reward=float(i)) for i in range(2)]
@@ -161,6 +162,7 @@ def test_layouts_hold_the_same_trained_tokens(tmp_path: Path) -> None:
         assert (advantages[8:] > 0).all()
 
 
+@pytest.mark.slow
 def test_layouts_hold_the_same_rows_from_a_merged_dataset(tmp_path: Path) -> None:
     rollouts = scan(tmp_path, two_step_trajectory(np.random.default_rng(0), "a", 0, reward=1.0))
     merged = pipelines.merge(rollouts)

@@ -82,6 +82,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_dataset_in_an_object_store_trains_as_a_local_one_does(
     tmp_path: Path, bucket: str
 ) -> None:

@@ -58,6 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("blame"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["merge", "tree"])
 def test_shares_of_rows_and_tokens_sum_to_1(tmp_path: Path, layout: str) -> None:
     run = make_run(tmp_path, sequence_layout=layout, tree_scope="trajectory")
@@ -79,12 +80,14 @@ def test_shares_of_rows_and_tokens_sum_to_1(tmp_path: Path, layout: str) -> None
     assert (joined["token_shares"].list.len() == joined["response_ids"].list.len()).all()
 
 
+@pytest.mark.slow
 def test_a_run_is_only_read(run: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     blame(run, 2)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_the_step_of_a_trial_is_that_of_the_run_and_is_not_made(run: Path) -> None:
     found = reconstruct(run, 3)
     learner, policy = found.run.learner, found.run.learner.policy
@@ -113,6 +116,7 @@ def check_left_out(path: Path, num_rows: int, **settings: Any) -> None:
     check_blame(make_run(path, rows, **settings), 4, num_rows)
 
 
+@pytest.mark.slow
 def test_leaving_a_row_out_is_training_without_it(tmp_path: Path) -> None:
     check_left_out(tmp_path, 1)
 
@@ -228,6 +232,7 @@ def mean_cross_entropy(policy: Any, rows: list[dict[str, Any]]) -> float:
         return -float(plain_logprobs(policy.model.double(), plain).mean())
 
 
+@pytest.mark.slow
 def test_a_loss_that_compares_rows_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, policy_loss_type=f"{HERE}:coupled_loss", num_epochs=1)
     with pytest.raises(RolloutError, match="depends on other rows of its micro-batch") as error:
@@ -246,6 +251,7 @@ def poisoned_rows(prefix: str = "g") -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_row_with_a_huge_advantage_stands_out(tmp_path: Path) -> None:
     run = make_run(tmp_path, poisoned_rows(), groups_per_mini_batch=4, normalize_by_std=False)
     found = blame(run, 1)
@@ -254,6 +260,7 @@ def test_a_row_with_a_huge_advantage_stands_out(tmp_path: Path) -> None:
     assert found.groups["instance_id"][0] == "g1"
 
 
+@pytest.mark.slow
 def test_the_verb_prints_a_screen_or_json_and_writes_shares(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "shares.parquet"
     result = CliRunner().invoke(verb, [str(run), "--update", "2", "--out", str(out)])
@@ -266,6 +273,7 @@ def test_the_verb_prints_a_screen_or_json_and_writes_shares(run: Path, tmp_path:
     assert [len(shown["rows"]), shown["num_rows"], shown["update"]] == [3, 6, 2]
 
 
+@pytest.mark.slow
 def test_the_printed_command_replays_the_update_without_the_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -174,6 +174,7 @@ def test_importing_the_package_and_its_verb_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_missing_dataset_or_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path / "ds", group_rows(1, (1.0, 0.0)))
     code = (

@@ -200,6 +200,7 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine, tmp_
     torch.testing.assert_close(dict(engine.model.state_dict()), before)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_real_model_answers_a_chat(real_engine):
     messages = [{"role": "user", "content": "What is the capital of France?"}]
@@ -216,6 +217,7 @@ def test_a_real_model_answers_a_chat(real_engine):
     assert differences(real_engine, [sampled], [1.0]) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_real_model_calls_a_tool(real_engine):
     shown = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'

@@ -19,6 +19,7 @@ from trainer.run.settings import adapter_settings
 FEW = {"cohere2", "exaone4", "gpt2", "jetmoe", "qwen3_moe", "phimoe, LongRoPE"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [k if k in FEW else pytest.param(k, marks=pytest.mark.nightly) for k in KINDS]
 )

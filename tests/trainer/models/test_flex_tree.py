@@ -115,6 +115,7 @@ def test_a_compiled_kernel_computes_200_shapes_of_trees_without_compiling_again(
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_padding_and_autocast_leave_the_result_of_a_small_forest(

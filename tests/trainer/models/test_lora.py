@@ -144,6 +144,7 @@ def test_with_its_adapters_off_a_policy_says_what_its_model_does_and_then_its_ow
     assert trained == [name for name, _ in policy.named_parameters() if ".lora_" in name]
 
 
+@pytest.mark.slow
 def test_a_run_changes_its_adapters_alone(paths: dict[str, str], whole: Path) -> None:
     lines = lines_of(whole)
     assert len(lines) == 4
@@ -180,6 +181,7 @@ def test_a_run_that_is_resumed_is_bit_for_bit_one_that_was_not(
     assert files_of(tmp_path / "run" / "checkpoints") == files_of(whole / "checkpoints")
 
 
+@pytest.mark.slow
 def test_the_critic_of_gae_trains_whole(paths: dict[str, str], tmp_path: Path) -> None:
     run(paths, tmp_path, advantage_estimator="gae", critic_learning_rate=1e-2)
     checkpoint = tmp_path / "checkpoints" / "global_step_4"

@@ -88,6 +88,7 @@ def test_schedules_are_those_of_transformers_after_the_warmup(schedule: str) -> 
         theirs.step()
 
 
+@pytest.mark.slow
 def test_a_run_steps_at_the_rates_of_the_schedule_which_skipped_mini_batches_do_not_move(
     paths: dict[str, str], tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_run_steps_at_the_rates_of_the_schedule_which_skipped_mini_batches_do_
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.6], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_critic_steps_at_the_rates_of_the_schedule(
     paths: dict[str, str], tmp_path: Path
 ) -> None:
@@ -109,6 +111,7 @@ def test_the_critic_steps_at_the_rates_of_the_schedule(
         assert (tmp_path / "warm" / file).read_bytes() == (tmp_path / "half" / file).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_a_run_that_is_resumed_has_the_rates_and_weights_of_one_that_was_not(
     optimizer: str, paths: dict[str, str], tmp_path: Path
@@ -124,6 +127,7 @@ def test_a_run_that_is_resumed_has_the_rates_and_weights_of_one_that_was_not(
         assert weights.read_bytes() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longer", [{"max_updates": 5}, {"num_epochs": 3}])
 def test_a_run_whose_rate_goes_down_towards_its_last_update_cannot_be_made_longer(
     longer: dict[str, int], paths: dict[str, str], tmp_path: Path
@@ -134,6 +138,7 @@ def test_a_run_whose_rate_goes_down_towards_its_last_update_cannot_be_made_longe
         run(paths, tmp_path, resume=True, learning_rate_schedule="linear", **changed)
 
 
+@pytest.mark.slow
 def test_moments_of_8_bits_train_nearly_as_those_of_32(
     paths: dict[str, str], tmp_path: Path
 ) -> None:

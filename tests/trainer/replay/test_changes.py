@@ -62,6 +62,7 @@ def changed(run: Path, update: int, *settings: str, **kept: Any) -> Replay:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reduction", "layout"),
     [
@@ -90,6 +91,7 @@ def test_a_gradient_without_rows_is_that_of_a_batch_built_without_them(
     assert relative_difference(left, gradient_of(run, 1)) > 0.05
 
 
+@pytest.mark.slow
 def test_gradients_of_parts_add_up_where_the_denominator_is_fixed(paths, tmp_path):
     fixed = {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 32}
     given = fixed | {"sequence_layout": "step", "groups_per_mini_batch": 2}
@@ -101,6 +103,7 @@ def test_gradients_of_parts_add_up_where_the_denominator_is_fixed(paths, tmp_pat
     assert relative_difference(11 / 12 * without + 1 / 12 * alone, full) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_ways_to_name_a_row_agree_and_merged_rows_keep_their_context(run):
     by_id = replay(run, 6, Changes(rows=("g0_1:0",)))
     by_sql = replay(run, 6, Changes(condition="trajectory_id = 'g0_1' AND step_index = 0"))
@@ -129,6 +132,7 @@ def test_advantages_of_other_rows_and_what_the_models_said_stay_as_they_were(run
     assert before.known.keys() == {"old_logprobs"}
 
 
+@pytest.mark.slow
 def test_the_model_without_changes_is_that_of_the_run(run, tmp_path):
     found = replay(run, 5, out=tmp_path / "out")
     assert (found.out, found.changed) == (str(tmp_path / "out"), None)
@@ -137,6 +141,7 @@ def test_the_model_without_changes_is_that_of_the_run(run, tmp_path):
     assert all(torch.equal(saved[name], again[name]) for name in saved)
 
 
+@pytest.mark.slow
 def test_a_changed_learning_rate_scales_the_step(run, tmp_path):
     """Without weight decay, AdamW's step is proportional to the rate."""
     both = [
@@ -191,6 +196,7 @@ def test_another_loss_is_that_of_a_run_with_it(other, paths, tmp_path):
     assert all(torch.equal(saved[name], here[name]) for name in saved)
 
 
+@pytest.mark.slow
 def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(paths, tmp_path):
     plain = {"policy_loss_type": "cross_entropy", "save_every_updates": 1}
     run = train(paths, tmp_path / "run", **plain)

@@ -49,6 +49,7 @@ def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
+@pytest.mark.slow
 def test_the_state_is_that_before_the_update_and_the_run_is_only_read(run):
     before = files_of(run)
     for update in some(3):
@@ -89,6 +90,7 @@ def test_five_updates_of_each_kind_are_bit_for_bit_the_same(kind, every, paths, 
         assert saved == any("the weights of" in text for text in found.compared)
 
 
+@pytest.mark.slow
 def test_kl_and_a_critic_in_the_reward_are_restored_from_a_farther_checkpoint(paths, tmp_path):
     kinds = KINDS["critic"] | KINDS["kl_reward"]
     run = train(paths, tmp_path / "run", save_every_updates=9, num_epochs=1, **kinds)
@@ -99,6 +101,7 @@ def test_kl_and_a_critic_in_the_reward_are_restored_from_a_farther_checkpoint(pa
     assert found.replayed["critic/critic_loss"] > 0
 
 
+@pytest.mark.slow
 def test_updates_before_and_after_a_resumption_are_made_with_the_settings_of_then(paths, tmp_path):
     run = train(paths, tmp_path / "run", save_every_updates=2, max_updates=5, num_epochs=2,
                 learning_rate_schedule="constant", warmup_updates=0)  # fmt: skip
@@ -169,6 +172,7 @@ def test_the_threads_of_the_run_are_used(run, tmp_path):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_mini_batch_that_was_skipped_is_skipped_again(paths, tmp_path):
     rows = group_rows(3, (1.0, 0.0, 0.5))
     for row in rows:

@@ -75,6 +75,7 @@ def test_updates_of_the_loop_are_made_again_where_the_run_was_moved_to(tmp_path,
     assert after["learning_rate"] == 0.5
 
 
+@pytest.mark.slow
 def test_rollouts_that_have_changed_are_refused(tmp_path, model):
     config = config_of(tmp_path, model, num_iterations=2)
     rl.run(config)

@@ -36,6 +36,7 @@ def replayed(capsys: Any, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_screen_says_what_was_compared_and_that_it_is_the_same(run, capsys):
     assert command(["replay", str(run), "--update", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -45,6 +46,7 @@ def test_the_screen_says_what_was_compared_and_that_it_is_the_same(run, capsys):
     assert lines[3:] == ["result     bit for bit the same"]
 
 
+@pytest.mark.slow
 def test_changes_are_printed_side_by_side(run, tmp_path, capsys):
     out = tmp_path / "model"
     given = ["--without", "g0_1", "--set", "learning_rate=1e-5", "--out", str(out)]
@@ -91,6 +93,7 @@ def damage_progress(copy: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"kl_coef": 0.5}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "part", "name", "largest"),
     [
@@ -135,6 +138,7 @@ def test_a_damaged_checkpoint_is_named_and_its_hint_works(name, rule, step, copy
     check_damaged(name, rule, step, copy, capsys)
 
 
+@pytest.mark.slow
 def test_damaged_weights_of_the_checkpoint_before_are_named(copy, capsys):
     check_damaged("adapter/adapter_model.safetensors", "model_load", 2, copy, capsys)
 
@@ -154,6 +158,7 @@ def check_damaged(name, rule, step, copy, capsys):
     assert (code, found["num_forwarded"]) == (0, 3 - step if step == 2 else 0)
 
 
+@pytest.mark.slow
 def test_what_differs_about_the_machine_is_said_if_the_result_differs(copy, capsys):
     start = json.loads((copy / "starts.jsonl").read_text())
     (copy / "starts.jsonl").write_text(json.dumps(start | {"torch": "1.0", "num_processes": 2}))

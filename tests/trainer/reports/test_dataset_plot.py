@@ -46,6 +46,7 @@ def rewrite(source: Path, out: Path, *columns: pl.Expr) -> str:
     return str(out)
 
 
+@pytest.mark.slow
 def test_histograms_count_the_rows_of_the_table(shop: Picture, shop_dataset: Path) -> None:
     prompts, responses, rows = dataset_figure([shop]).axes[:3]
     frame = rollout_io.scan(shop_dataset).select("prompt_token_ids", "response_ids").collect()
@@ -240,6 +241,7 @@ def test_a_group_with_one_known_reward_is_grey_and_counted(shop: Picture) -> Non
     assert len(axis.collections[0].get_segments()) == 1
 
 
+@pytest.mark.slow
 def test_the_verb_draws_a_dataset_or_runs_but_not_both(
     shop_dataset: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def colors_of(image: Path) -> set[Any]:
 BLUE, ORANGE = (31, 119, 180), (255, 127, 14)
 
 
+@pytest.mark.slow
 def test_runs_are_drawn_over_each_other_in_colors_of_their_own(tmp_path: Path) -> None:
     one, two = (make_run(tmp_path / name, grad_norm=0.5) for name in ("one", "two"))
     image = tmp_path / "curves.png"
@@ -155,6 +156,7 @@ def test_the_suffix_says_the_format(
     assert image.read_bytes().startswith(magic)
 
 
+@pytest.mark.slow
 def test_an_image_needs_neither_torch_nor_a_display(tmp_path: Path) -> None:
     run, image = make_run(tmp_path / "run"), tmp_path / "curves.png"
     command = [sys.executable, "-c", NO_TORCH, str(run), str(image)]

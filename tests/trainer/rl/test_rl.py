@@ -94,6 +94,7 @@ def ids_in(config, part="rollouts"):
     return rows["trajectory_id"].to_list()
 
 
+@pytest.mark.slow
 def test_each_iteration_trains_what_its_own_weights_sampled_and_train_replays_the_run(
     tmp_path, model, capsys
 ):
@@ -159,6 +160,7 @@ async def helped(client, _):
     return float(len(said.text) % 5)
 
 
+@pytest.mark.slow
 def test_greedy_calls_of_an_agent_are_masked_and_counted_and_end_no_run(tmp_path, model, capsys):
     sampling = {"environment": None, "agent": f"{__name__}:helped"}
     config = config_of(tmp_path, model, num_tasks=3, num_iterations=2, generate=sampling)
@@ -229,6 +231,7 @@ class Terminated(SpyEngine):
         return await super().sample(*args, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ctrl_c", [signal.default_int_handler, signal.SIG_IGN])
 def test_a_run_that_is_told_to_end_keeps_what_had_finished_in_a_background_job_too(
     tmp_path, model, ctrl_c
@@ -247,6 +250,7 @@ def _told_to_end(tmp_path, model):
     assert len(ids_in(config, "unfinished")) == 1
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_interrupted_stops_after_the_micro_batch_and_resumes_bit_for_bit(
     tmp_path, model, monkeypatch
 ):
@@ -299,6 +303,7 @@ def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_pat
     assert "all iterations are already complete" in said.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "how"), [("rl", "with --resume"), ("generate", "the same command")]
 )
@@ -423,6 +428,7 @@ class Shifted(TransformersEngine):
         return dataclasses.replace(sampled, rollout_logprobs=low)
 
 
+@pytest.mark.slow
 def test_why_the_sampler_disagrees_is_asked_once_a_run(tmp_path, model, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(
@@ -517,6 +523,7 @@ def test_an_adapter_waits_only_for_calls_older_than_the_current_one(model, tmp_p
     assert engine.told == [*begins, "a ends", "load 2", "c ends", "b ends"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_rows_cannot_fit_the_model_or_the_engine_samples_nothing(tmp_path, model):
     config = config_of(tmp_path, model, generate={"max_input_tokens": 251})
     with pytest.raises(RolloutError, match=r"max_position_embeddings.*\[row_too_long\]"):

@@ -35,6 +35,7 @@ def stale(sampling):
     return StaleEngine.load(sampling.model, max_batch_size=4)
 
 
+@pytest.mark.slow
 def test_weights_that_were_not_loaded_are_reported(tmp_path, model, capsys):
     config = config_of(tmp_path, model, generate=LONG, train=FAST, num_iterations=2)
     rl.run(config, open_engine=stale)
@@ -56,6 +57,7 @@ def test_weights_that_were_not_loaded_are_reported(tmp_path, model, capsys):
     assert span["reason"] == "sampled by version 0, labelled 1"
 
 
+@pytest.mark.slow
 def test_a_mismatch_stops_the_run(tmp_path, model):
     config = config_of(tmp_path, model, generate=LONG, train=FAST, on_mismatch="stop")
     with pytest.raises(RolloutError, match="weights_mismatch") as error:

@@ -132,6 +132,7 @@ def test_the_retrievers_own_command_serves_a_corpus_until_it_is_interrupted(data
     assert [hit["document"]["contents"].split()[0] for hit in found["result"][0]] == ['"Alice"'] * 2
 
 
+@pytest.mark.slow
 def test_a_stage_is_a_command_whose_exit_code_counts(capfd):
     assert search_r1.stage("validate", "/no such dataset") == 1
     said = capfd.readouterr()

@@ -69,6 +69,7 @@ def metrics_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_trains_with_finite_metrics(
     estimator: str, dataset: str, model: str, tmp_path: Path
@@ -82,6 +83,7 @@ def test_every_estimator_trains_with_finite_metrics(
         assert ("critic/critic_loss" in line) == (estimator == "gae")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_layout_and_micro_batches_change_no_estimator(
     estimator: str, dataset: str, model: str, critic_model: str, tmp_path: Path
@@ -105,6 +107,7 @@ def test_layout_and_micro_batches_change_no_estimator(
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_merged_dataset_trains_gae_as_its_steps_do(
     dataset: str, model: str, critic_model: str, tmp_path: Path
 ) -> None:
@@ -120,6 +123,7 @@ def test_merged_dataset_trains_gae_as_its_steps_do(
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_value_loss_falls_over_a_run(dataset: str, model: str, tmp_path: Path) -> None:
     settings = {"critic_learning_rate": 1e-2, "value_clip": None, "num_epochs": 12}
     run(dataset, model, tmp_path, advantage_estimator="gae", **settings)
@@ -127,6 +131,7 @@ def test_value_loss_falls_over_a_run(dataset: str, model: str, tmp_path: Path) -
     assert losses[-1] < 0.3 * losses[0]
 
 
+@pytest.mark.slow
 def test_checkpoint_holds_the_critic_and_a_run_goes_on_from_it(
     dataset: str, model: str, tmp_path: Path
 ) -> None:
@@ -146,6 +151,7 @@ def test_estimators_without_values_checkpoint_no_critic(
     assert not (Path(result.checkpoint) / "critic").exists()
 
 
+@pytest.mark.slow
 def test_same_seed_same_critic(dataset: str, model: str, tmp_path: Path) -> None:
     settings = {"advantage_estimator": "gae", "epochs_per_batch": 2}
     lines = [
@@ -181,6 +187,7 @@ def test_whitening_is_over_the_batch_not_the_mini_batch(
         assert sum(means) == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_recomputed_activations_change_no_critic(
     dataset: str, model: str, critic_model: str, tmp_path: Path
 ) -> None:
@@ -242,6 +249,7 @@ def test_rewards_per_token_stand_in_for_the_scalar(model: str, tmp_path: Path) -
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl"])
 def test_a_lone_survivor_trains_nothing_and_is_warned_about(
     estimator: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -271,6 +279,7 @@ def test_groups_of_one_alone_are_refused(model: str, tmp_path: Path) -> None:
         assert way in (caught.value.hint or "")
 
 
+@pytest.mark.slow
 def test_groups_of_one_train_as_the_hint_says_and_too_few_updates_are_explained(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +297,7 @@ def test_groups_of_one_train_as_the_hint_says_and_too_few_updates_are_explained(
     assert "fewer than" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_greedy_rows_are_masked_and_counted(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

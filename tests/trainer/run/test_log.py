@@ -59,6 +59,7 @@ def test_an_update_is_one_line() -> None:
     assert skipped == "mini-batch skipped: the gradient is not finite"
 
 
+@pytest.mark.slow
 def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
     assert "update 2 of 6" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "settings"),
     [({}, {"tis_ratio_type": None}), ({"rollout_logprobs": [-1.0] * 4}, {})],
@@ -119,6 +121,7 @@ def test_correction_that_is_on_or_not_asked_for_is_not_noted(
     assert NOTE not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_log_probabilities_far_from_the_policys_are_warned_about_once_with_a_cause(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +140,7 @@ def test_log_probabilities_near_the_policys_are_not_warned_about() -> None:
         assert list(warnings_about(update, config)) == names
 
 
+@pytest.mark.slow
 def test_updates_without_gradient_are_warned_about_once_with_the_way_out(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +171,7 @@ def test_the_way_out_is_not_named_where_it_was_taken() -> None:
     assert HINT not in text
 
 
+@pytest.mark.slow
 def test_the_ratios_of_cispo_and_importance_sampling_are_reported(
     model: str, tmp_path: Path
 ) -> None:
@@ -193,6 +198,7 @@ def test_the_ratios_of_cispo_and_importance_sampling_are_reported(
     assert "cispo/ratio_mean" not in last["importance_sampling"]
 
 
+@pytest.mark.slow
 def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> None:
     rows = group("a", (1.0, 0.0), rollout_logprobs=[-1.0] * 4)
     masks = {

@@ -68,6 +68,7 @@ def test_a_tree_is_cut_around_rows_above_the_budget(
         assert len(run) == 1 or tokens <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["step", "merge", "tree"])
 def test_long_rows_are_forwarded_alone_with_the_same_gradient_and_a_warning(
     dataset: str, model: str, tmp_path: Path, layout: Any, capsys: pytest.CaptureFixture[str]
@@ -83,6 +84,7 @@ def test_long_rows_are_forwarded_alone_with_the_same_gradient_and_a_warning(
     assert found[0]["num_micro_batches"] > found[1]["num_micro_batches"]
 
 
+@pytest.mark.slow
 def test_tokens_beyond_the_longest_row_are_cut_off_and_counted(
     dataset: str, tmp_path: Path
 ) -> None:
@@ -95,6 +97,7 @@ def test_tokens_beyond_the_longest_row_are_cut_off_and_counted(
     assert metrics["num_trained_tokens"] == 4 * 5
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_another_micro_batch_budget(
     dataset: str, model: str, tmp_path: Path
 ) -> None:
@@ -138,6 +141,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_dataset(tmp_path_factory.mktemp("uneven") / "ds", rows)
 
 
+@pytest.mark.slow
 def test_rows_whose_prompt_exceeds_the_limit_are_counted_with_a_limit_that_keeps_most(
     uneven: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

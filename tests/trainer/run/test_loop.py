@@ -75,6 +75,7 @@ def mean_logprob(model: str, rows: list[dict[str, Any]], reward: float) -> dict[
     return means
 
 
+@pytest.mark.slow
 def test_rewarded_trajectories_gain_on_the_others_in_every_group(
     dataset: str, model: str, tmp_path: Path
 ) -> None:
@@ -123,12 +124,14 @@ def test_last_update_is_saved_once(dataset: str, model: str, tmp_path: Path) -> 
     assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) == 1
 
 
+@pytest.mark.slow
 def test_same_seed_same_weights(dataset: str, model: str, tmp_path: Path) -> None:
     first, second = (run(dataset, model, tmp_path / name, max_updates=1) for name in "ab")
     assert torch.equal(weights(first.checkpoint), weights(second.checkpoint))
     assert not torch.equal(weights(first.checkpoint), weights(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outcome", ["last", "sum"])
 def test_layout_changes_nothing_also_when_inner_steps_earn(
     outcome: str, model: str, tmp_path: Path
@@ -151,6 +154,7 @@ def test_layout_changes_nothing_also_when_inner_steps_earn(
     assert relative_difference(*moved) < 1e-2  # Adam's first step is a sign: tiny gradients flip
 
 
+@pytest.mark.slow
 def test_number_of_updates_does_not_depend_on_turns(model: str, tmp_path: Path) -> None:
     long = [
         step("g0", r, i, [1, r, i], [2, 3], reward=float(r), is_last_step=i == 9)
@@ -203,6 +207,7 @@ def test_bfloat16_forward_keeps_float32_weights(dataset: str, model: str, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_metrics_reach_trackers(dataset: str, model: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     run(dataset, model, tmp_path, trackers=("tensorboard",), max_updates=1)

@@ -71,6 +71,7 @@ def test_supervised_training_needs_no_reward_and_makes_every_group_likelier(
         run(dataset, model, tmp_path / "rl")
 
 
+@pytest.mark.slow
 def test_reference_model_is_another_models_directory(
     dataset: str, model: str, tmp_path: Path
 ) -> None:

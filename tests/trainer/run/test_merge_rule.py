@@ -51,6 +51,7 @@ def config_of(paths: dict[str, str], dataset: str, out: Path, **settings: Any) -
     return TrainConfig(dataset=paths[dataset], model=paths["model"], out=str(out), **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "rule", "num_rows"),
     [
@@ -81,6 +82,7 @@ def test_sequences_are_merged_as_asked_and_a_merged_dataset_is_trained_as_it_is(
     assert saved == (rule or ("lineage" if dataset == "steps" else "keep"))
 
 
+@pytest.mark.slow
 def test_every_rule_gives_the_same_loss(paths: dict[str, str], tmp_path: Path) -> None:
     found = [
         trainer.train(config_of(paths, "steps", tmp_path / rule, merge_rule=rule)).metrics

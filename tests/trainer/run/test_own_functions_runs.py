@@ -63,6 +63,7 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_the_functions_of_the_docs_are_the_built_in_ones_bit_for_bit(
     paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -117,6 +118,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_function_trains_as_the_built_in_one_that_it_repeats(
     name: str, paths: dict[str, str], tmp_path: Path
@@ -134,6 +136,7 @@ def test_a_function_trains_as_the_built_in_one_that_it_repeats(
         assert lines_of(tmp_path / "own")[0]["policy_loss/ratio"] > 0
 
 
+@pytest.mark.slow
 def test_an_estimator_with_a_critic_is_gae(paths: dict[str, str], tmp_path: Path) -> None:
     settings = {"gamma": 0.9, "gae_lambda": 0.8, "critic_learning_rate": 1e-2}
     own = f"{MINE}:gae"
@@ -154,6 +157,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow
 def test_layouts_give_a_loss_the_same_gradients(paths: dict[str, str], tmp_path: Path) -> None:
     for layout in ("step", "merge", "tree"):
         run(paths, tmp_path / layout, sequence_layout=layout, **OWN)
@@ -165,6 +169,7 @@ def test_layouts_give_a_loss_the_same_gradients(paths: dict[str, str], tmp_path:
             assert [line[n] for n in names] == pytest.approx([expected[n] for n in names], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_the_function_and_the_keys_of_its_configuration(
     paths: dict[str, str], tmp_path: Path
 ) -> None:
@@ -179,6 +184,7 @@ def test_a_run_resumes_with_the_function_and_the_keys_of_its_configuration(
     check_same(weights(Path(trainer.train(config, resume=True).checkpoint)), whole)
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_which_functions_with_which_keys(
     paths: dict[str, str], tmp_path: Path, capfd: Any
 ) -> None:
@@ -221,6 +227,7 @@ def test_functions_are_refused_before_a_model_is_loaded(
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_loss_that_fails_in_a_run_is_named(
     paths: dict[str, str], tmp_path: Path, capfd: Any
 ) -> None:

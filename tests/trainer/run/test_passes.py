@@ -189,6 +189,7 @@ CRITIC = {"advantage_estimator": "gae", "kl_reward_coef": 0.1, "critic_learning_
 COVARIANCE = {"policy_loss_type": "clip_cov", "kl_loss_coef": 0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "names"),
     [

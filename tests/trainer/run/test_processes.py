@@ -169,6 +169,7 @@ def test_a_run_of_two_processes_is_that_of_one(
     assert server.said()[1] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sharded", ["directly", pytest.param("by Accelerate", marks=pytest.mark.nightly)]
 )
@@ -287,6 +288,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_one_process_alone_cannot_read_is_an_error_of_all(
     server: Server, paths: dict[str, str], tmp_path: Path
 ) -> None:

@@ -303,6 +303,7 @@ def recorded(model: str, tmp_path: Path) -> tuple[str, Path]:
     return str(tmp_path / "ds"), tmp_path / "model"
 
 
+@pytest.mark.slow
 @DRY_RUN
 def test_a_model_with_another_tokenizer_is_refused_unless_it_is_allowed(
     recorded: tuple[str, Path], tmp_path: Path, capfd: Any, *, dry_run: bool
@@ -323,6 +324,7 @@ def test_a_model_with_another_tokenizer_is_refused_unless_it_is_allowed(
     assert f"the tokenizer of {model} was not compared" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
@@ -453,6 +455,7 @@ def test_a_broken_model_directory_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_the_plan_is_what_the_run_then_does(model: str, tmp_path: Path, capfd: Any) -> None:
     rows = rows_of(3, (1.0, 0.0, 0.5))
     rows += [row | {"error": "timeout", "reward": None} for row in rows_of(4, (1.0,))[-2:]]

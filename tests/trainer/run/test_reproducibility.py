@@ -32,6 +32,7 @@ def shifted(model: Path, out: Path, num_bytes: int) -> str:
     return str(out)
 
 
+@pytest.mark.slow
 def test_weights_are_the_same_wherever_they_lie_in_their_file(tmp_path: Path) -> None:
     """A response of one token makes the head a matrix-vector product."""
     rng = np.random.default_rng(0)
@@ -65,6 +66,7 @@ def _two_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_two_threads")
 def test_targets_that_share_a_parent_have_the_same_gradient_each_time() -> None:
     """In a tree, the first tokens of all responses to a prompt are predicted at its last token."""

@@ -88,6 +88,7 @@ def checkpoints_of(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_within_a_batch_as_if_it_had_not_stopped(
     paths: dict[str, str], whole: Path, out: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_without_a_pointer_the_newest_checkpoint_is_the_latest(
     assert (out / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_with_more_updates_is_the_run_that_had_them_from_the_start(
     paths: dict[str, str], whole: Path, tmp_path: Path
 ) -> None:
@@ -266,6 +268,7 @@ def test_a_run_of_an_earlier_version_goes_on(paths: dict[str, str], tmp_path: Pa
         find_checkpoint(own)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_left_alone(paths: dict[str, str], out: Path) -> None:
     before = files_of(out)
     with (
@@ -301,6 +304,7 @@ def no_file_larger_than(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [1000, 40_000, 120_000])
 def test_a_full_disk_leaves_the_last_good_checkpoint_and_one_message(
     num_bytes: int, paths: dict[str, str], whole: Path, out: Path, capfd: Any

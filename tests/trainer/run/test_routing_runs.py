@@ -96,6 +96,7 @@ def updates_of(
     return batch, logprobs[batch.chains.slots], update, mini_batch.num_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [40, 2048])
 @pytest.mark.parametrize("apart", [(), (0,), (0, 1, 3)], ids=str)
 def test_step_merge_and_tree_agree_also_where_shared_tokens_were_routed_differently(
@@ -117,6 +118,7 @@ def test_step_merge_and_tree_agree_also_where_shared_tokens_were_routed_differen
             assert layout == "step" or num_tokens < num_steps
 
 
+@pytest.mark.slow
 def test_rows_that_are_kept_as_they_were_merged_come_apart_where_routes_differ(
     moe: str, tmp_path: Path
 ) -> None:
@@ -183,6 +185,7 @@ def routed_steps(draw: st.DrawFn) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 @given(routed_steps())
 @settings(max_examples=examples(25), deadline=None)
 def test_merged_rows_come_apart_where_steps_were_routed_differently(
@@ -197,6 +200,7 @@ def test_merged_rows_come_apart_where_steps_were_routed_differently(
             assert_frame_equal(pipelines.part_by_routes(expected).collect(), expected)
 
 
+@pytest.mark.slow
 @given(routed_steps())
 @settings(max_examples=examples(25), deadline=None)
 def test_layouts_agree_whatever_part_of_a_trajectory_has_routes(rows: list[dict[str, Any]]) -> None:
@@ -264,6 +268,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REFUSED)
 def test_routes_that_are_not_the_models_are_refused(kind: str, moe: str, tmp_path: Path) -> None:
     rows, message = REFUSED[kind]
@@ -275,6 +280,7 @@ def test_routes_that_are_not_the_models_are_refused(kind: str, moe: str, tmp_pat
     assert run(dataset, moe, tmp_path / "ignored", replay_routing=False)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_replay_routes_is_refused_by_name_unless_they_are_ignored(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +296,7 @@ def test_a_model_that_cannot_replay_routes_is_refused_by_name_unless_they_are_ig
     assert "are ignored, because replay_routing is false" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_tokens_without_recorded_experts_are_counted(
     moe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +307,7 @@ def test_tokens_without_recorded_experts_are_counted(
     assert expected in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["step", "merge", "tree"])
 def test_a_run_reproduces_a_sampler_that_routed_differently(
     layout: str, moe: str, tmp_path: Path

@@ -140,6 +140,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_every_target_is_recorded_once_with_the_numbers_of_the_loss(
     name: str, paths: dict[str, str], tmp_path: Path
@@ -229,6 +230,7 @@ def check_logprobs(records: pl.DataFrame, stored: pl.DataFrame, model: str) -> N
     assert np.abs(found[known] - plain.numpy()[known]).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_the_values_are_bit_for_bit_those_that_the_loss_was_given(
     paths: dict[str, str], tmp_path: Path
 ) -> None:
@@ -247,6 +249,7 @@ def test_the_values_are_bit_for_bit_those_that_the_loss_was_given(
         assert targets.select((weight.cast(pl.Float32) == pl.col("weights")).all()).item()
 
 
+@pytest.mark.slow
 def test_recording_changes_no_result_and_a_sample_is_a_part_of_all(
     paths: dict[str, str], tmp_path: Path
 ) -> None:
@@ -323,6 +326,7 @@ def test_a_new_run_removes_the_records_of_a_run_that_was_deleted(
     assert len(records_of(out, 1)) > 0
 
 
+@pytest.mark.slow
 def test_all_updates_are_scanned_in_order_and_the_example_of_the_documentation_runs(
     paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

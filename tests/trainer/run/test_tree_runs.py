@@ -70,6 +70,7 @@ def lines_of(paths: dict[str, str], out: Path, **settings: Any) -> list[dict[str
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_trees_has_the_numbers_of_a_run_on_steps(
     name: str, paths: dict[str, str], tmp_path: Path
@@ -86,6 +87,7 @@ def test_a_run_on_trees_has_the_numbers_of_a_run_on_steps(
         assert same == pytest.approx(wanted, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_each_scope_forwards_and_repeats(
     paths: dict[str, str], tmp_path: Path, capfd: Any
 ) -> None:

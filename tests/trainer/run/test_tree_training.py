@@ -184,6 +184,7 @@ def recomputing() -> Policy:
     return policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "like"), [(adapted, adapted), (recomputing, tiny_policy)], ids=["lora", "checkpoints"]
 )
