@@ -1,6 +1,7 @@
 import asyncio
 import json
 import re
+import shutil
 import time
 from itertools import pairwise
 
@@ -320,3 +321,21 @@ def test_chunks_go_out_as_they_come(tmp_path):
 
     with running(FakeEngine(gap_s=0.05)) as url:
         asyncio.run(main(url))
+
+
+def test_a_recorder_reads_its_own_calls_where_an_earlier_one_of_the_process_had_its(
+    engine, tmp_path
+):
+    async def main(num_calls):
+        async with recording(tmp_path / "ds", engine.url) as client:
+            for seed in range(num_calls):
+                body = PATHS["completions"] | {"seed": seed}
+                await client.post("/s/a/0/v1/completions", json=body)
+            await client.post("/s/a/0/end", json={"reward": 1.0})
+
+    for num_calls in (1, 3):
+        asyncio.run(main(num_calls))
+        assert outcomes(tmp_path / "ds") == {"a_0": (1.0, None)}
+        assert len(rows(tmp_path / "ds", "response_ids")) == num_calls
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
