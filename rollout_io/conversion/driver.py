@@ -156,6 +156,7 @@ def convert(
         plans[-1].rejected += opened.unused
         refuse_nothing(plans, opened.inputs)
         identity = identified.result()
+        refuse_changed(versions)  # or the digests may be of other files than the runs
         staging.begin(identity)
         settings = settings_of(choices, opened.logs, [planned.about for planned in plans], spool)
         parts = [

@@ -11,13 +11,7 @@ import pyarrow as pa
 from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import Reader, errors_of, sound
 from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of
-from rollout_io.conversion.inputs import (
-    PathLike,
-    open_file,
-    paths_of,
-    refuse_changed,
-    versions_of,
-)
+from rollout_io.conversion.inputs import PathLike, open_file, paths_of, refuse_changed, versions_of
 from rollout_io.conversion.log import open_log
 from rollout_io.conversion.plan import plan_logs, refuse_nothing
 from rollout_io.conversion.remote import naming_errors

@@ -334,18 +334,27 @@ def rewritten(log):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("change", [replaced, rewritten])
-def test_a_log_that_changes_during_its_conversion_is_refused(tmp_path, change, workers):
-    """Otherwise the rows of the new file would stand under the names that the old one gave."""
-    log = write(tmp_path / "log.jsonl", call("a/0", 8), call("a/1", 8))
-    after_finding = iter([lambda: change(log)])
+@pytest.mark.parametrize("num_rows_before", [0, 1])
+def test_a_log_that_changes_during_its_conversion_is_refused(
+    tmp_path, num_rows_before, change, workers
+):
+    """Otherwise the rows of the new file would stand under the names that the old one gave.
 
-    def progress(_num_bytes, _num_rows):
-        next(after_finding, lambda: None)()
+    A change before the first row is noticed before it: chunks are kept if the process is killed.
+    """
+    log = write(tmp_path / "log.jsonl", call("a/0", 8), call("a/1", 8))
+    changes, rows = iter([change]), []
+
+    def progress(_num_bytes, num_rows):
+        rows.append(num_rows)
+        if sum(rows) >= num_rows_before:
+            next(changes, lambda _log: None)(log)
 
     with pytest.raises(InputError, match=f"{change.__name__}.*\\[input_file\\]") as error:
         convert(log, tmp_path / "ds", workers=workers, progress=progress, chunk_bytes=1)
     assert error.value.where == str(log)
-    assert not list((tmp_path / "ds").glob("*.parquet"))
+    assert (sum(rows) == 0) == (num_rows_before == 0)
+    assert not (tmp_path / "ds").exists()
 
 
 def test_another_inode_alone_is_no_change(tmp_path):
