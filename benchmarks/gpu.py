@@ -4,12 +4,13 @@
     python -m benchmarks.gpu --device cpu --tiny
 
 The model is a Qwen3-0.6B built from its configuration, with random weights and SmolLM2's tokens
-(0.5B parameters), unless `--model` names a directory. The parts run in separate processes:
+(0.5B parameters), unless `--model` names a directory. The parts run in separate processes, each with
+a time limit, and every result is a line that is written at once:
 
 - `training`: one optimizer step on the same rows with the same loss, in four implementations: a
   padded Transformers loop (benchmarks/padded.py), TRL's GRPO trainer, our packed rows (`step`), and
   our trees. Tokens per second count the tokens of the rows, even if fewer or more are forwarded.
-  Memory is the peak above weights and gradients. All gradients are compared with the padded loop's.
+  Memory is the peak above weights and gradients. All gradients are compared with the first side's.
   Utilisation is the fraction of the card's peak arithmetic that is spent on tokens that an
   implementation must forward; padding and recomputation do not count.
 - `recompiles`: updates on trees of different shapes, and the number of graphs compiled for them.
@@ -36,8 +37,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,7 @@ from trainer import rl
 from trainer.batches.data import Batch
 from trainer.batches.packing import cut_batch
 from trainer.engine.weight_transfer import open_nccl_sender
-from trainer.models.attention import CHAIN_ATTENTION
+from trainer.models.attention import CHAIN_ATTENTION, packed_attention
 from trainer.models.policy import Policy, load_policy
 from trainer.run.settings import objective_of, packing_of
 from trainer.run.update import Learner, update
@@ -78,39 +81,53 @@ PEAK_TFLOPS = {
 Source: NVIDIA's data sheets of these cards (figures "with sparsity" halved). If several names
 match, the longest counts.
 """
-MOST_GRAPHS = 4
+MOST_GRAPHS = 6
+"""Two kinds of masks and the head, with and without gradients."""
 
 
 def main() -> None:
     arguments = _arguments()
     if len(arguments.part) == 1:
-        parts = {arguments.part[0]: PARTS[arguments.part[0]](arguments)}
+        failed = _run(arguments)
     else:
-        parts = {name: _in_process(name) for name in arguments.part}
-    found = {
+        failed = [part for part in arguments.part if not _in_process(part)]
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _run(arguments: argparse.Namespace) -> list[str]:
+    """Run one part, and write each result at once; return the names of those that failed."""
+    (part,) = arguments.part
+    about = {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "card": card(arguments.device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "model": _described(arguments),
-        "parts": parts,
+        "packed_attention": packed_attention(torch.device(arguments.device), arguments.dtype),
     }
-    if arguments.json:
-        print(json.dumps(found))
-    else:
-        _show(found)
-    failures = [f"{name}: {f['failed']}" for name, f in parts.items() if "failed" in f]
-    if failures:
-        sys.exit("; ".join(failures))
+    failed = []
+    for name, figures in chain([("about", about)], PARTS[part](arguments)):
+        if arguments.json:
+            print(json.dumps({"part": part, "name": name} | figures), flush=True)
+        else:
+            shown = (
+                f"{k} {f'{v:,.4g}' if isinstance(v, float) else v}" for k, v in figures.items()
+            )
+            print(f"{part}: {name}: {'; '.join(shown)}", flush=True)
+        if "failed" in figures:
+            failed.append(name)
+    return failed
 
 
-def _show(found: Figures) -> None:
-    shown = ", ".join(f"{key} {found[key]}" for key in ("date", "torch", "transformers"))
-    print(f"{found['card']}; {shown}; {found['model']}")
-    for name, figures in found["parts"].items():
-        print(f"\n{name}")
-        for line in _lines(figures):
-            print(f"  {line}")
+def attempted(name: str, work: Callable[[], Figures]) -> tuple[str, Figures]:
+    """Return the figures of a measurement; a failure is one of them, and others still run."""
+    try:
+        found = work()
+    except Exception as error:
+        traceback.print_exc()
+        found = {"failed": f"{type(error).__name__}: {error}"}
+    return name, {k: v for k, v in found.items() if not (isinstance(v, float) and math.isnan(v))}
 
 
 def _arguments() -> argparse.Namespace:
@@ -162,16 +179,14 @@ def card(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else "CPU, no GPU"
 
 
-def _in_process(part: str) -> Figures:
-    given = iter(sys.argv[1:])
-    rest = [argument for argument in given if argument != "--json"]
-    command = [sys.executable, "-m", "benchmarks.gpu", *rest, "--part", part, "--json"]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
-    lines = done.stdout.splitlines()
-    if not lines:  # the traceback is on stderr; the other parts still run
-        return {"failed": f"the process ended with exit code {done.returncode}"}
-    figures: Figures = json.loads(lines[-1])["parts"][part]
-    return figures
+def _in_process(part: str) -> bool:
+    """Run a part in a process of its own, for at most its limit; return whether it succeeded."""
+    command = [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--part", part]
+    try:
+        return subprocess.run(command, check=False, timeout=LIMIT_S[part]).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"{part}: ended after its limit of {LIMIT_S[part]} s", file=sys.stderr, flush=True)
+        return False
 
 
 def _described(arguments: argparse.Namespace) -> str:
@@ -179,15 +194,6 @@ def _described(arguments: argparse.Namespace) -> str:
         return str(arguments.model)
     kind = "2 layers" if arguments.tiny else "Qwen3-0.6B"
     return f"{kind} with random weights and the tokens of {arguments.tokenizer}, {arguments.dtype}"
-
-
-def _lines(figures: Figures, prefix: str = "") -> Iterator[str]:
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            yield from _lines(value, f"{prefix}{name}: ")
-        else:
-            shown = f"{value:,.4g}" if isinstance(value, float) else value
-            yield f"{prefix}{name} {shown}"
 
 
 @contextmanager
@@ -234,44 +240,44 @@ def _setup(arguments: argparse.Namespace) -> Iterator[Setup]:
     accelerator = Accelerator(mixed_precision=mixed, cpu=arguments.device == "cpu")
     with model_directory(arguments) as model:
         policy = load_policy(model, logprob_chunk_tokens=1024, trees=True)
-        policy.to(accelerator.device)
+        # Without it, the policy would compute in float32 while TRL and the padded loop do not.
+        policy = accelerator.prepare_model(policy)
         policy.checkpoint_layers()
         given = argparse.Namespace(**vars(arguments) | {"model": model})
         yield Setup(arguments=given, accelerator=accelerator, policy=policy)
 
 
-def measure_training(arguments: argparse.Namespace) -> Figures:
+def measure_training(arguments: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     """Measure one optimizer step of each implementation on the same rows."""
+    limit = 1e-3 if arguments.dtype == "float32" else 0.1
     with _setup(arguments) as setup:
         batch = _rows(setup.arguments)
+        num_tokens = int((batch.prompts.lengths + batch.responses.lengths).sum())
+        yield "rows", {"rows": len(batch.names), "tokens": num_tokens}
         sides: dict[str, Callable[[], Figures]] = {
-            "padded": lambda: _padded(setup, batch),
-            "trl": lambda: _trl(setup, batch),
             "packed": lambda: _ours(setup, batch, "step"),
             "tree": lambda: _ours(setup, batch, "tree_per_group"),
+            "padded": lambda: _padded(setup, batch),
+            "trl": lambda: _trl(setup, batch),
         }
-        rounds: dict[str, list[Figures]] = {name: [] for name in sides}
-        gradients: dict[str, torch.Tensor] = {}
+        first: list[torch.Tensor] = []
+
+        def measured(side: Callable[[], Figures]) -> Figures:
+            found = side()
+            found["tokens_per_s"] = num_tokens / found["seconds"]
+            parts = [p.grad.flatten() for p in setup.policy.parameters() if p.grad is not None]
+            gradient = torch.cat(parts)
+            first.append(gradient)
+            del first[1:]
+            difference = float((gradient - first[0]).norm() / first[0].norm())
+            found["gradient_difference"] = difference
+            if not difference < limit:
+                found["failed"] = f"the gradient differs from the first side's by {difference}"
+            return found
+
         for _ in range(arguments.rounds):
             for name, side in sides.items():
-                rounds[name].append(side())
-                grads = [p.grad.flatten().cpu() for p in setup.policy.parameters()]  # type: ignore[union-attr]
-                gradients[name] = torch.cat(grads)
-    num_tokens = int((batch.prompts.lengths + batch.responses.lengths).sum())
-    found: Figures = {"rows": len(batch.names), "tokens": num_tokens}
-    for name, figures in rounds.items():
-        best: Figures = min(figures, key=lambda f: f["seconds"])
-        best["tokens_per_s"] = num_tokens / best["seconds"]
-        best["gradient_difference"] = float(
-            (gradients[name] - gradients["padded"]).norm() / gradients["padded"].norm()
-        )
-        known = {k: v for k, v in best.items() if not (isinstance(v, float) and math.isnan(v))}
-        found[name] = known
-    limit = 1e-3 if arguments.dtype == "float32" else 0.1
-    wrong = {n: f for n in sides if (f := found[n]["gradient_difference"]) >= limit}
-    if wrong:
-        found["failed"] = f"gradients differ from the padded loop's by {wrong}, expected < {limit}"
-    return found
+                yield attempted(name, lambda side=side: measured(side))  # type: ignore[misc]
 
 
 def _rows(arguments: argparse.Namespace) -> Batch:
@@ -528,12 +534,14 @@ def measure_rl(arguments: argparse.Namespace) -> Figures:
     return {name: value for name, value in figures.items() if not math.isnan(value)}
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Figures]] = {
+PARTS: dict[str, Callable[[argparse.Namespace], Iterable[tuple[str, Figures]]]] = {
     "training": measure_training,
-    "recompiles": count_recompiles,
-    "vllm": measure_vllm,
-    "rl": measure_rl,
+    "recompiles": lambda given: [attempted("updates", lambda: count_recompiles(given))],
+    "vllm": lambda given: [attempted("server", lambda: measure_vllm(given))],
+    "rl": lambda given: [attempted("iterations", lambda: measure_rl(given))],
 }
+LIMIT_S = {"training": 1800, "recompiles": 900, "vllm": 900, "rl": 900}
+"""Longest time of each part."""
 
 
 if __name__ == "__main__":

@@ -451,6 +451,8 @@ agent: The custom agent cannot be imported, or is not an `async def` function.
 choices: An option of the conversion has an unknown value, does not apply to the log's format, or
     has the wrong type.
     Pass one of the values that the message lists, or leave the option out.
+compile_layers: The layers of this model cannot be compiled one by one.
+    Set `compile_layers` to false.
 condition: The SQL condition cannot be parsed, is not a condition on each row, is too long, or does
     not match the types of the columns.
     Write an SQL expression over the columns of one row, such as `reward > 0`.

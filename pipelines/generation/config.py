@@ -42,8 +42,8 @@ class GenerateConfig:
     """Engine that samples: the model in this process, or vLLM servers at `urls`."""
     urls: tuple[str, ...] = ()
     """vllm: `http://HOST:PORT` of each server; all calls of a trajectory go to the same server."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """transformers: data type of the weights."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """transformers: data type of the weights. None: bfloat16 on a CUDA device, float32 on a CPU."""
     policy_version: CountOrZero = 0
     """Version of the engine's weights, for the column `policy_version`; >= 0."""
 

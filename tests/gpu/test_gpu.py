@@ -16,6 +16,7 @@ from tests.helpers.gpu_claims import (
     graphs_over_shapes,
 )
 from trainer.models import attention, flex_tree
+from trainer.models.attention import packed_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,17 +31,18 @@ def test_packed_rows_in_bfloat16_are_as_exact_as_padded_ones(
 ) -> None:
     calls = []
     kernel = attention.VARLEN_ATTN
+    path = packed_attention(torch.device("cuda"), "bfloat16")
+    if not path.startswith("FlashAttention (varlen_attn)"):
+        pytest.skip(f"packed rows use {path}")
 
     def counted(*arguments: object, **settings: object) -> object:
         calls.append(settings["window_size"])
         return kernel(*arguments, **settings)
 
-    if kernel is not None:
-        monkeypatch.setattr(attention, "VARLEN_ATTN", counted)
-    check_bfloat16("cuda", Size(), window, "step")
-    if kernel is not None and torch.cuda.get_device_capability() >= (8, 0):
-        assert len(calls) == Size().num_layers
-        assert (63 if window else -1) in {size for size, _ in calls}
+    monkeypatch.setattr(attention, "VARLEN_ATTN", counted)
+    num_forests = check_bfloat16("cuda", Size(), window, "step")
+    assert len(calls) == Size().num_layers * num_forests
+    assert (63 if window else -1) in {size for size, _ in calls}
 
 
 @pytest.mark.parametrize("window", [None, 64])
@@ -50,13 +52,13 @@ def test_trees_in_bfloat16_are_as_exact_as_padded_rows(
     calls = []
     compiled = flex_tree.compiled
     monkeypatch.setattr(flex_tree, "compiled", lambda: calls.append(1) or compiled())
-    check_bfloat16("cuda", Size(), window, "tree")
-    assert len(calls) == Size().num_layers
+    num_forests = check_bfloat16("cuda", Size(), window, "tree")
+    assert len(calls) == Size().num_layers * num_forests
 
 
-def test_200_batches_of_other_shapes_compile_at_most_four_graphs() -> None:
+def test_200_batches_of_other_shapes_compile_four_graphs_of_attention_and_two_of_the_head() -> None:
     torch._dynamo.reset()
-    assert 1 <= graphs_over_shapes("cuda", Size(), 200) <= 4
+    assert 2 <= graphs_over_shapes("cuda", Size(), 200) <= 6
 
 
 def test_a_model_sharded_over_one_process_has_the_gradient_of_a_whole_one() -> None:

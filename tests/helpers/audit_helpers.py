@@ -57,7 +57,7 @@ def sample(models: Sequence[Any], requests: Sequence[Request], seed: int = 0) ->
             for i, logits in zip(own, every, strict=True):
                 one = requests[i]
                 logits = logits + one.noise * torch.randn(len(logits), generator=generator)
-                found = sampled_distribution(logits, one.sampling)
+                found = sampled_distribution(logits[None], [one.sampling])[0]
                 token = int(torch.multinomial(found.exp(), 1, generator=generator))
                 reported = logits.log_softmax(-1) if one.raw else found
                 tokens[i].append(token)

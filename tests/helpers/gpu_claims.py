@@ -122,8 +122,11 @@ def logprobs_of(policy: Policy, forests: Sequence[Forest], device: str) -> Tenso
     return torch.cat(parts)[slots.argsort().to(device)]
 
 
-def check_bfloat16(device: str, size: Size, window: int | None, layout: str) -> None:
-    """Log-probabilities and gradients are as close to float64 as those of padded Transformers."""
+def check_bfloat16(device: str, size: Size, window: int | None, layout: str) -> int:
+    """Log-probabilities and gradients are as close to float64 as those of padded Transformers.
+
+    Returns the number of forests that were forwarded.
+    """
     family = turns(size, 0)
     batch = batch_of(family)
     weights = torch.randn(len(batch.trains), generator=torch.Generator().manual_seed(1))
@@ -150,6 +153,7 @@ def check_bfloat16(device: str, size: Size, window: int | None, layout: str) -> 
     errors = [_distance(model, wanted) for model in models]
     assert errors[0] < 1.5 * errors[1] + 1e-3, errors
     assert errors[0] < 0.3, errors
+    return len(forests)
 
 
 def _distance(model: torch.nn.Module, wanted: dict[str, Any]) -> float:

@@ -20,6 +20,7 @@ from torch import Tensor
 from schemas.errors import InputError
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
 from trainer.batches.recorded_routes import Routes
+from trainer.batches.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,7 @@ class Forest:
             gathering values per target.
         routes: [N, layers, topk] int16 experts of each token, -1 where the model's own router
             decides; None: the router decides for all tokens.
+        chains: Lengths of the chains; None on the CPU, where counting them costs nothing.
     """
 
     token_ids: Tensor
@@ -45,6 +47,7 @@ class Forest:
     target_token: Tensor
     target_slot: Tensor
     routes: Tensor | None = None
+    chains: Chains | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -57,11 +60,60 @@ class Forest:
         return len(self.target_slot)
 
     def to(self, device: torch.device) -> Forest:
-        """Copy the forest to another device."""
-        names = [field.name for field in dataclasses.fields(self)]
-        tensors: dict[str, Any] = {name: getattr(self, name) for name in names}
-        present = {name: t.to(device) for name, t in tensors.items() if t is not None}
-        return Forest(**present)
+        """Copy the forest to another device, with one copy for all [N] and [M] arrays.
+
+        A GPU would wait for the lengths of its chains, so they are counted before the copy.
+        """
+        if device == self.token_ids.device:
+            return self
+        chains = self.chains or Chains.of(self.subtree_end)
+        ends = [] if chains.ends is None else [chains.ends]
+        arrays = [getattr(self, name) for name in ARRAYS] + ends
+        split: Any = to_device(torch.cat(arrays), device).split
+        moved = list(split([len(a) for a in arrays]))
+        if ends:
+            chains = dataclasses.replace(chains, ends=moved.pop())
+        routes = None if self.routes is None else to_device(self.routes, device)
+        return Forest(**dict(zip(ARRAYS, moved, strict=True)), routes=routes, chains=chains)
+
+
+ARRAYS = (
+    "token_ids",
+    "position_ids",
+    "subtree_end",
+    "target_parent",
+    "target_token",
+    "target_slot",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chains:
+    """Lengths of the trees of a forest, if none of them branches.
+
+    Attributes:
+        lengths: Number of tokens of each chain; None if a tree branches.
+        ends: [C + 1] int64 cumulative lengths, from 0; None if a tree branches.
+    """
+
+    lengths: list[int] | None = None
+    ends: Tensor | None = None
+
+    @staticmethod
+    def of(subtree_end: Tensor) -> Chains:
+        """Count the tokens of each chain.
+
+        Example:
+            >>> Chains.of(torch.tensor([2, 2, 3])).lengths
+            [2, 1]
+            >>> Chains.of(torch.tensor([3, 2, 3]))  # 0 has children 1 and 2
+            Chains(lengths=None, ends=None)
+        """
+        runs: Any = torch.unique_consecutive
+        found, lengths = runs(subtree_end, return_counts=True)
+        if not torch.equal(lengths.cumsum(0), found):
+            return Chains()
+        return Chains(lengths=lengths.tolist(), ends=torch.cat([found.new_zeros(1), found]))
 
 
 def attention_mask(subtree_end: Tensor) -> Tensor:
@@ -143,7 +195,9 @@ def chain_forest(
 
 def forest_of(arrays: Mapping[str, IntArray], routes: Routes | None, row: IntArray) -> Forest:
     """Build a forest from its arrays; `row` ([N]) is each token's row, to look up its routes."""
-    tensors = {name: torch.from_numpy(v.astype(np.int64)) for name, v in arrays.items()}
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(v.astype(np.int64)) for name, v in arrays.items()
+    }
     if routes is not None:
         tensors["routes"] = torch.from_numpy(routes.at(row, arrays["position_ids"]))
     return Forest(**tensors)

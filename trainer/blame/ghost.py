@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trainer.batches.forest import Forest
-from trainer.models.attention import lengths_of_chains
+from trainer.batches.forest import Chains, Forest
 from trainer.models.logprob_head import target_logprobs
 from trainer.models.policy import Policy, hidden_before_targets
 from trainer.models.router_replay import replayed
@@ -150,8 +149,9 @@ class GhostNorms:
         Raises:
             UnsupportedLayerError: A layer was called in a way whose norms cannot be computed.
         """
-        lengths = lengths_of_chains(forest.subtree_end)
-        assert lengths is not None
+        chains = Chains.of(forest.subtree_end)
+        assert chains.lengths is not None
+        lengths = torch.tensor(chains.lengths)
         ends = lengths.cumsum(0)
         chain = torch.searchsorted(ends, forest.target_parent, right=True)
         num_targets = torch.bincount(chain, minlength=len(lengths))

@@ -31,9 +31,9 @@ from torch.func import functional_call
 
 from schemas.ragged import BoolArray, IntArray
 from trainer.batches.data import Batch
-from trainer.batches.forest import Forest, chain_forests
+from trainer.batches.forest import Chains, Forest, chain_forests
 from trainer.blame.ghost import GhostNorms, UnsupportedLayerError, check_layers
-from trainer.models.attention import forward_mode_attention, lengths_of_chains
+from trainer.models.attention import forward_mode_attention
 from trainer.models.policy import Policy
 from trainer.run.remarks import say
 from trainer.run.update import Learner, LossInputs, loss_inputs, loss_of
@@ -334,7 +334,7 @@ def _fast(
 
 def _is_separate(batch: Batch, forest: Forest) -> bool:
     """True if no two rows of a micro-batch share tokens."""
-    lengths = lengths_of_chains(forest.subtree_end)
+    lengths = Chains.of(forest.subtree_end).lengths
     rows = np.unique(batch.responses.row_of(forest.target_slot.numpy()))
     return lengths is not None and len(lengths) == len(rows)
 

@@ -1,4 +1,4 @@
-"""Fill in settings that depend on the dataset."""
+"""Fill in settings that depend on the dataset or the device."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 import rollout_io
 from pipelines.merging.segments import joined
 from pipelines.rewards import dataset_outcome
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import TrainConfig, default_dtype
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
-    """Resolve `outcome` and `merge_rule` from the dataset if they are None.
+    """Resolve `outcome` and `merge_rule` from the dataset, and `dtype` from the device, if None.
 
     Raises:
         RolloutError: The dataset cannot be read.
@@ -20,7 +20,8 @@ def resolved(config: TrainConfig) -> TrainConfig:
     if config.sequence_layout == "merge" and rule is None:
         rule = "keep" if _was_merged(config.dataset) else "lineage"
     outcome = dataset_outcome(config.dataset, config.outcome)
-    return dataclasses.replace(config, outcome=outcome, merge_rule=rule)
+    dtype = config.dtype or default_dtype()
+    return dataclasses.replace(config, outcome=outcome, merge_rule=rule, dtype=dtype)
 
 
 def _was_merged(dataset: str) -> bool:

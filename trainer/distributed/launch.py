@@ -19,6 +19,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from schemas.errors import ConfigError, InputError, count
+from trainer.config.train_config import default_dtype
 from trainer.distributed.processes import STARTER, STORE
 from trainer.distributed.sharding import is_sharded
 
@@ -27,7 +28,7 @@ PATIENCE = timedelta(hours=2)
 
 
 def make_accelerator(
-    *, out: str, dtype: str = "float32", optimizer: str = "adamw", trackers: Sequence[str] = ()
+    *, out: str, dtype: str | None = None, optimizer: str = "adamw", trackers: Sequence[str] = ()
 ) -> Accelerator:
     """Create the Accelerator for `--num-processes`, `accelerate launch`, `torchrun`, or one process.
 
@@ -43,6 +44,7 @@ def make_accelerator(
             raise ConfigError("config_value", "trackers", f"`{tracker}`", expected)
     _check_launch(optimizer)
     _join_started()
+    dtype = dtype or default_dtype()
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
         mixed_precision="bf16" if dtype == "bfloat16" else "no",

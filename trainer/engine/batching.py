@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from pipelines.generation.engines.base import Sampling
-from trainer.engine.token_sampling import sample_token
+from trainer.engine.token_sampling import sample_tokens
 from trainer.models.router_replay import recorded
 
 Decode = Callable[[Sequence[int]], str]
@@ -45,9 +45,8 @@ class Request:
     routes: list[Tensor] = field(default_factory=list)
     stop_reason: str | None = None
 
-    def take(self, logits: Tensor, ends: Collection[int], decode: Decode) -> None:
-        """Sample the next token from its logits ([V]), and check whether the response ends."""
-        token, logprob = sample_token(logits, self.sampling, self.generator)
+    def take(self, token: int, logprob: float, ends: Collection[int], decode: Decode) -> None:
+        """Append a sampled token, and check whether the response ends."""
         self.response.append(token)
         self.logprobs.append(logprob)
         if token in ends or (self.sampling.stop and self._met_stop(decode)):
@@ -98,8 +97,10 @@ def continue_batch(
                 logits_to_keep=1,
             ).logits[:, -1]
         _keep_routes(rows, experts(), mask[:, -ids.shape[1] :].bool())
-        for row, last in zip(rows, logits, strict=True):
-            row.take(last, ends, decode)
+        settings, generators = [r.sampling for r in rows], [r.generator for r in rows]
+        sampled = sample_tokens(logits, settings, generators)
+        for row, token, logprob in zip(rows, *sampled, strict=True):
+            row.take(token, logprob, ends, decode)
             if row.stop_reason is not None:
                 finished(row)
         kept = [i for i, row in enumerate(rows) if row.stop_reason is None]

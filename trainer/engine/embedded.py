@@ -174,7 +174,7 @@ class TransformersEngine:
             prompt=prompt,
             sampling=sampling,
             max_tokens=min(sampling.max_tokens, room),
-            generator=torch.Generator(self.model.device).manual_seed(seed),
+            generator=torch.Generator().manual_seed(seed),
             is_wanted=lambda: not future.done(),
         )
         return request, future

@@ -34,12 +34,13 @@ def _served(config: GenerateConfig) -> Engine:
 def _embedded(config: GenerateConfig) -> Engine:
     import torch
 
+    from trainer.config.train_config import default_dtype
     from trainer.engine.embedded import TransformersEngine
 
     return TransformersEngine.load(
         config.model,
         chat_template=config.chat_template,
-        dtype=getattr(torch, config.dtype),
+        dtype=getattr(torch, config.dtype or default_dtype()),
         device="cuda" if torch.cuda.is_available() else "cpu",
         policy_version=config.policy_version,
         max_batch_size=config.max_concurrency,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from schemas.errors import InputError
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
+from trainer.batches.transfer import Arriving, columns_to_device
 from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import combine
 from trainer.distributed.sharding import clip_and_step, under, without_reduction
@@ -123,9 +124,12 @@ def critic_values(
     Returns:
         [T] float32 on the CPU; NaN at response tokens that are not targets.
     """
-    accelerator, values = learner.accelerator, torch.zeros(len(batch.trains))
+    accelerator, values, parts = learner.accelerator, torch.zeros(len(batch.trains)), []
     for _, forest in watch(own_forests(accelerator, forests)):
-        values[forest.target_slot] = learner.critic(forest.to(accelerator.device)).cpu()
+        found = learner.critic(forest.to(accelerator.device))
+        parts.append((forest.target_slot, Arriving({"values": found})))
+    for slot, arriving in parts:
+        values[slot] = arriving.read()["values"]
     return combine(accelerator, values, forests)
 
 
@@ -183,11 +187,12 @@ def update_critic(
         slot = forest.target_slot
         with without_reduction(learner.critic) if done < len(own) else nullcontext():
             values = learner.critic(forest.to(device))
-            old, target = old_values[slot].to(device), targets[slot].to(device)
-            losses = clipped_value_loss(values, old, target, clip=clip)
+            known = {"old": old_values[slot], "target": targets[slot]}
+            known = columns_to_device(known, device)
+            losses = clipped_value_loss(values, known["old"], known["target"], clip=clip)
             accelerator.backward(losses.sum() / num_trained * accelerator.num_processes)
         with torch.no_grad():
-            clipped = losses > clipped_value_loss(values, old, target, clip=None)
+            clipped = losses > clipped_value_loss(values, known["old"], known["target"], clip=None)
             sums += torch.stack([losses.sum(), values.sum(), clipped.float().sum()])
     sums = accelerator.reduce(sums, reduction="sum")
     loss, value, clipped_fraction = (sums / max(num_trained, 1)).tolist()

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from trainer.models.compiling import SYMBOLIC_SIZES
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BLOCK = 128
 """Block size of FlexAttention's mask, for queries and keys."""
@@ -50,10 +52,16 @@ def attend_by_blocks(
     # Rotary embeddings leave queries and keys in float32 under autocast, but not values.
     dtype = autocast_dtype(query)
     room = (0, 0, 0, padded_size(size) - size)
-    inputs = (pad(tensor.to(dtype), room) for tensor in (query, key, value))
+    # `pad` by nothing keeps the strides of its input, and other strides need another graph.
+    inputs = (pad(tensor.to(dtype), room).contiguous() for tensor in (query, key, value))
     mask = block_mask(tree, window)
     shares = key.shape[1] != heads
-    with torch.autocast(query.device.type, enabled=False):  # older versions reject it
+    with (
+        torch.autocast(query.device.type, enabled=False),  # older versions reject it
+        # Otherwise, sizes that are equal in the first forest (16 blocks and 16 heads) count as one
+        # size, and a forest in which they differ needs another graph.
+        SYMBOLIC_SIZES(),
+    ):
         output: Tensor = compiled()(*inputs, block_mask=mask, scale=scaling, enable_gqa=shares)
     return output[:, :, :size].transpose(1, 2).contiguous()
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.models.compiling import SYMBOLIC_SIZES, compiled
+
 BLOCK_ELEMENTS = 2**22
-"""Number of logits processed at once, in float32."""
+"""Number of logits processed at once on a CPU, in float32. A GPU processes a chunk at once, because
+its compiled functions copy no logits to float32."""
 
 
 def target_logprobs(
@@ -32,7 +36,8 @@ def target_logprobs(
 
         dz_j = g * (1[j = token] - p_j) - h * p_j * (log(p_j) + entropy)
 
-    The softmax is in float32, in blocks of rows. The backward pass overwrites the logits with their
+    The softmax is in float32, in blocks of rows; on a GPU, compiled to a few kernels that read the
+    logits in their own precision. The backward pass overwrites the logits with their
     gradient, so that both passes store a chunk's logits only once, in their original precision. No
     other operation may therefore need the logits in its backward pass; PyTorch raises an error if
     one does.
@@ -71,18 +76,11 @@ class _TargetLogprobs(torch.autograd.Function):
         softcap: float | None,
         entropy_gradient: bool,  # noqa: FBT001 - `apply` takes no keywords
     ) -> tuple[Tensor, Tensor]:
-        normalizer, logprobs, entropy = (
-            torch.empty_like(temperature, dtype=torch.float32) for _ in range(3)
-        )
-        for rows, z in scaled_blocks(logits, scale, softcap):
-            z.div_(temperature[rows, None])
-            picked, top = z.gather(-1, token[rows, None])[:, 0], z.amax(-1)
-            z -= top[:, None]
-            p = z.exp()
-            total = p.sum(-1)
-            normalizer[rows] = top + total.log()
-            logprobs[rows] = picked - normalizer[rows]
-            entropy[rows] = total.log() - p.mul_(z).sum(-1) / total
+        parts = [
+            run_block(_summed, block, token[r], temperature[r], scale=scale, softcap=softcap)
+            for r, block in _blocks(logits)
+        ]
+        normalizer, logprobs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(logits, token, temperature, normalizer, entropy)
         ctx.save_for_forward(logits, token, temperature, normalizer, entropy)
         ctx.scale, ctx.softcap, ctx.entropy_gradient = scale, softcap, entropy_gradient
@@ -94,18 +92,13 @@ class _TargetLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, token, temperature, normalizer, entropy = ctx.saved_tensors
-        for rows, capped in scaled_blocks(logits, ctx.scale, ctx.softcap):
-            slope = None if ctx.softcap is None else 1 - (capped / ctx.softcap) ** 2
-            z = capped.div_(temperature[rows, None]).sub_(normalizer[rows, None])
-            p = z.exp()
-            if ctx.entropy_gradient:
-                z.add_(entropy[rows, None]).mul_(entropy_grad[rows, None]).add_(grad[rows, None])
-                p.mul_(z)
-            else:
-                p.mul_(grad[rows, None])
-            p.neg_().scatter_add_(-1, token[rows, None], grad[rows, None])
-            p.mul_(ctx.scale / temperature[rows, None])
-            logits[rows] = p if slope is None else p.mul_(slope)
+        for r, block in _blocks(logits):
+            given = temperature[r], normalizer[r], entropy[r], grad[r]
+            columns = *given, entropy_grad[r] if ctx.entropy_gradient else None
+            settings = {"scale": ctx.scale, "softcap": ctx.softcap}
+            own = _gradient(block.gather(-1, token[r, None]), *columns, **settings, is_token=True)
+            block.copy_(run_block(_gradient, block, *columns, **settings, is_token=False))
+            block.scatter_(-1, token[r, None], own)
         return logits, None, None, None, None, None
 
     @staticmethod
@@ -124,14 +117,86 @@ class _TargetLogprobs(torch.autograd.Function):
         return found, entropy_found if ctx.entropy_gradient else None
 
 
+def _summed(
+    logits: Tensor, token: Tensor, temperature: Tensor, *, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the normalizer, log-probability and entropy of each row ([R] float32 each)."""
+    z = _scaled(logits, scale, softcap).div_(temperature[:, None])
+    picked, top = z.gather(-1, token[:, None])[:, 0], z.amax(-1)
+    z -= top[:, None]
+    p = z.exp()
+    total = p.sum(-1)
+    normalizer = top + total.log()
+    return normalizer, picked - normalizer, total.log() - p.mul_(z).sum(-1) / total
+
+
+def _gradient(
+    logits: Tensor,
+    temperature: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    grad: Tensor,
+    entropy_grad: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    is_token: bool,
+) -> Tensor:
+    """Compute the gradient of logits ([R, K], in their dtype) that are those of the tokens or not.
+
+    The tokens' gradient overwrites that of all logits: to select them in one kernel would cost a
+    comparison of each logit.
+    """
+    capped = _scaled(logits, scale, softcap)
+    slope = None if softcap is None else 1 - (capped / softcap) ** 2
+    z = capped.div_(temperature[:, None]).sub_(normalizer[:, None])
+    p = z.exp()
+    if entropy_grad is None:
+        p.mul_(grad[:, None])
+    else:
+        p.mul_(z.add_(entropy[:, None]).mul_(entropy_grad[:, None]).add_(grad[:, None]))
+    p = p.neg_() + grad[:, None] if is_token else p.neg_()
+    p.mul_(scale / temperature[:, None])
+    return (p if slope is None else p.mul_(slope)).to(logits.dtype)
+
+
+def run_block(function: Any, logits: Tensor, *columns: Tensor | None, **settings: Any) -> Any:
+    """Call a function of a block of logits and its columns; on a GPU, compiled once for all sizes.
+
+    PyTorch would compile again for logits with and without gradient, for columns at other offsets
+    of their storage, and where sizes are equal by chance.
+    """
+    if not is_gpu(logits):
+        return function(logits, *columns, **settings)
+    own = [None if column is None else column.clone() for column in columns]
+    with SYMBOLIC_SIZES():
+        return _compiled(function)(logits.detach(), *own, **settings)
+
+
+def is_gpu(logits: Tensor) -> bool:
+    """Whether the functions are compiled for the device of the logits."""
+    return logits.is_cuda
+
+
+@lru_cache
+def _compiled(function: Any) -> Any:
+    return compiled(function)
+
+
+def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield blocks of rows of [C, V] logits: views, all rows at once on a GPU."""
+    size = len(logits) if is_gpu(logits) else max(1, BLOCK_ELEMENTS // logits.shape[-1])
+    for start in range(0, max(1, len(logits)), max(1, size)):
+        rows = slice(start, start + size)
+        yield rows, logits[rows]
+
+
 def scaled_blocks(
     logits: Tensor, scale: float = 1.0, softcap: float | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield blocks of rows of [C, V] logits, scaled and capped, as float32 copies."""
-    size = max(1, BLOCK_ELEMENTS // logits.shape[-1])
-    for start in range(0, len(logits), size):
-        rows = slice(start, start + size)
-        yield rows, _scaled(logits[rows], scale, softcap)
+    for rows, block in _blocks(logits):
+        yield rows, _scaled(block, scale, softcap)
 
 
 def _scaled(logits: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -12,13 +12,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest, RowLimit
-from trainer.models.attention import forest_mask, use_chain_attention
+from trainer.models.attention import (
+    CHAIN_ATTENTION,
+    chain_attention,
+    forest_mask,
+    use_chain_attention,
+)
+from trainer.models.compiling import SYMBOLIC_SIZES
 from trainer.models.directory import check_model_directory
 from trainer.models.logprob_head import target_logprobs
 from trainer.models.rotary import fix_frequencies
@@ -109,20 +115,43 @@ class Policy(nn.Module):
         Raises:
             ConfigError: The model has no layers that support recomputation.
         """
-        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if not layers:
-            got = f"Transformers cannot recompute the layers of {self.model.config.model_type}"
-            hint = "pass --set gradient_checkpointing=false"
-            raise ConfigError("gradient_checkpointing", "model", got, hint=hint)
-        for layer in layers:
+        for layer in layers_of(self.model, "gradient_checkpointing", "recompute"):
             how: dict[str, Any] = {"use_reentrant": False, "context_fn": same_routes}
             forward: Any = partial(checkpoint, layer.forward, **how)
             layer.forward = forward
 
 
+def compile_layers(model: Any) -> None:
+    """Compile the layers around their attention, so that a GPU makes fewer passes over memory.
+
+    Attention itself stays as it is: its masks differ in every micro-batch. Call this before
+    `Policy.checkpoint_layers`.
+
+    Raises:
+        ConfigError: The model has no layers of the usual kind.
+    """
+    disable: Any = torch.compiler.disable
+    AttentionInterface.register(CHAIN_ATTENTION, disable(chain_attention))
+    for layer in layers_of(model, "compile_layers", "compile"):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def layers_of(model: Any, key: str, verb: str) -> list[Any]:
+    """Return the layers of a model.
+
+    Raises:
+        ConfigError: The model has no layers of the usual kind, so `key` cannot be used.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        got = f"Transformers cannot {verb} the layers of {model.config.model_type}"
+        raise ConfigError(key, "model", got, hint=f"pass --set {key}=false")
+    return layers
+
+
 def hidden_before_targets(model: Any, forest: Forest) -> Tensor:
     """Compute the last hidden state of each target's parent ([M, hidden_size])."""
-    with forest_mask(model.config, forest) as mask:
+    with forest_mask(model.config, forest) as mask, SYMBOLIC_SIZES():
         output = model.base_model(
             input_ids=forest.token_ids[None],
             attention_mask=mask,

@@ -23,7 +23,7 @@ from rollout_io.configuration import (
 )
 from schemas.errors import ConfigError, RolloutError
 from trainer.config.function_keys import suggesting_loss_keys
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import TrainConfig, default_dtype
 
 Table = TypeVar("Table")
 MOST_ITERATIONS = 100_000
@@ -168,10 +168,12 @@ class RlConfig:
 
     def resolved(self) -> dict[str, Any]:
         """Return all keys and values to save, including the tables."""
+        training = dataclasses.asdict(self.training)
+        training["dtype"] = self.training.dtype or default_dtype()
         sets = {name: plain_values(one) for name, one in self.evaluations(0).items()}
         return dataclasses.asdict(self) | {
             "generate": plain_values(self.generation),
-            "train": dataclasses.asdict(self.training),
+            "train": training,
             "evaluate": sets.get("", sets) or None,
         }
 

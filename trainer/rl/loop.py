@@ -52,7 +52,7 @@ from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run.advice import in_train_table
 from trainer.run.checkpoint import checkpoint_path
 from trainer.run.log import RunLog
-from trainer.run.remarks import say, show, warn
+from trainer.run.remarks import say, say_attention, show, warn
 from trainer.run.resume import alone_in, say_if_new, stops_when_full
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.starts import record_start
@@ -136,6 +136,7 @@ def run(
     accelerator = make_accelerator(
         out=t.out, dtype=t.dtype, optimizer=t.optimizer, trackers=t.trackers
     )
+    say_attention(accelerator)
     checkpoint, sampler = agreed(
         accelerator, lambda: _set_up(config, accelerator, open_engine, resume=resume)
     )

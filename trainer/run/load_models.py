@@ -19,7 +19,7 @@ from trainer.distributed.launch import wrap, wrap_frozen
 from trainer.models.critic import Critic, CriticLearner, load_critic
 from trainer.models.lora import WithoutAdapter, add_adapter
 from trainer.models.optimizer import make_optimizer
-from trainer.models.policy import Policy, align, load_policy, row_limit
+from trainer.models.policy import Policy, align, compile_layers, load_policy, row_limit
 from trainer.run.advice import warnings_before
 from trainer.run.cut_rows import larger_limits, truncated, without_tokens
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler, num_greedy_rows
@@ -60,6 +60,8 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
     limits = [row_limit(model.config) for model in models]
     for trained in filter(None, (policy, critic)):
         align(trained)
+    if config.compile_layers:
+        compile_layers(policy.model)
     if config.gradient_checkpointing:
         policy.checkpoint_layers()
     return Models(

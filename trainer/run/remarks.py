@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.distributed.processes import is_main
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,3 +39,12 @@ def show(remark: Remark) -> None:
     """Log a remark in the main process."""
     if is_main():
         _LOGGER.log(remark.level, "%s", remark.text)
+
+
+def say_attention(accelerator: Accelerator) -> None:
+    """Log which attention packed rows use on a GPU, where one is many times faster."""
+    if accelerator.device.type == "cuda":
+        from trainer.models.attention import packed_attention
+
+        dtype = "float32" if accelerator.mixed_precision == "no" else "bfloat16"
+        say(f"attention of packed rows, in {dtype}: {packed_attention(accelerator.device, dtype)}")

@@ -25,7 +25,7 @@ from trainer.models.optimizer import RateSchedule
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.dataset_checks import plan_of
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
-from trainer.run.remarks import Remark, say, show
+from trainer.run.remarks import Remark, say, say_attention, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.settings import BatchSettings, batch_settings, rate_schedule
@@ -112,6 +112,7 @@ def _set_up(config: TrainConfig, load: Callable[[], LoadedRun]) -> TrainingRun:
     accelerator = make_accelerator(
         out=config.out, dtype=config.dtype, optimizer=config.optimizer, trackers=config.trackers
     )
+    say_attention(accelerator)
     set_seed(config.seed)
     loaded = agreed(accelerator, load)
     if accelerator.num_processes > 1:

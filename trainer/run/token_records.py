@@ -28,6 +28,7 @@ from schemas.token_records import (
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.origins import Origins
+from trainer.batches.transfer import Arriving, to_device
 from trainer.distributed.processes import gather_bytes
 from trainer.run.remarks import say
 
@@ -49,7 +50,7 @@ class TokenRecorder:
 
     def __init__(self, recorded: BoolArray) -> None:
         self.recorded = torch.from_numpy(recorded)
-        self._parts: list[dict[str, Tensor]] = []
+        self._parts: list[tuple[Tensor, Arriving]] = []
 
     def add(self, slots: Tensor, values: Mapping[str, Tensor]) -> None:
         """Add the values of a micro-batch's M targets.
@@ -61,17 +62,16 @@ class TokenRecorder:
         picked = self.recorded[slots].nonzero()[:, 0]
         if not len(picked):
             return
-        part = {
-            name: found.detach()[picked.to(found.device)].cpu() for name, found in values.items()
-        }
-        self._parts.append(part | {"slots": slots[picked]})
+        on_device = to_device(picked, next(iter(values.values())).device)
+        arriving = Arriving({name: found.detach()[on_device] for name, found in values.items()})
+        self._parts.append((slots[picked], arriving))
 
     def gathered(self, accelerator: Accelerator) -> dict[str, Tensor]:
         """Gather the values of all processes ([K] by column), sorted by `slots`.
 
         The result is empty if no target was recorded. All processes must call this together.
         """
-        found = _concatenated(self._parts)
+        found = _concatenated([part.read() | {"slots": slots} for slots, part in self._parts])
         if accelerator.num_processes > 1:
             shares = gather_bytes(accelerator, save(found))
             found = _concatenated([part for part in map(load, shares) if part])

@@ -23,6 +23,7 @@ from trainer.algorithms.losses.reductions import Units, reduction_weights
 from trainer.algorithms.objective import Objective, Targets, policy_loss, select
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
+from trainer.batches.transfer import Arriving, columns_to_device, to_device
 from trainer.config.functions import POLICY_LOSS
 from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import agreed, combine, gather_parts
@@ -100,11 +101,14 @@ def policy_logprobs(
         [T] float32 on the CPU; NaN at response tokens that are not targets.
     """
     accelerator, device = learner.accelerator, learner.accelerator.device
-    logprobs = torch.zeros(len(batch.trains))
+    logprobs, parts = torch.zeros(len(batch.trains)), []
+    model = learner.policy if policy is None else policy  # a compiled module has no truth value
     for _, forest in watch(own_forests(accelerator, forests)):
-        temperature = batch.temperature[forest.target_slot].to(device)
-        found, _ = (policy or learner.policy)(forest.to(device), temperature)
-        logprobs[forest.target_slot] = found.cpu()
+        temperature = to_device(batch.temperature[forest.target_slot], device)
+        found, _ = model(forest.to(device), temperature)
+        parts.append((forest.target_slot, Arriving({"logprobs": found})))
+    for slot, arriving in parts:
+        logprobs[slot] = arriving.read()["logprobs"]
     return combine(accelerator, logprobs, forests)
 
 
@@ -146,16 +150,17 @@ def update(
     """
     num_trained = sum(forest.num_targets for forest in forests)
     inputs = loss_inputs(learner, batch, forests, old_logprobs, ref_logprobs, passes)
-    accelerator, parts = learner.accelerator, {}
+    accelerator, parts = learner.accelerator, dict[int, Arriving]()
     own, failures = own_forests(accelerator, forests), list[RolloutError]()
     for done, (number, forest) in enumerate(passes(TRAINING, own), start=1):
         with without_reduction(learner.policy) if done < len(own) else nullcontext():
             slot = forest.target_slot
-            temperature = batch.temperature[slot].to(accelerator.device)
+            temperature = to_device(batch.temperature[slot], accelerator.device)
             outputs = learner.policy(forest.to(accelerator.device), temperature)
-            loss, parts[number] = loss_of(learner, batch, slot, outputs, inputs, failures, recorder)
+            loss, found = loss_of(learner, batch, slot, outputs, inputs, failures, recorder)
             # Data-parallel wrappers average gradients over processes; the weights are global.
             accelerator.backward(loss * accelerator.num_processes)
+            parts[number] = Arriving(found)
     if learner.objective.policy_loss.function.is_own:
         agreed(accelerator, partial(_raise_any, failures))
     grad_norm = 0.0
@@ -163,7 +168,8 @@ def update(
         parameters, max_norm = learner.policy.parameters(), learner.max_grad_norm
         grad_norm = clip_and_step(parameters, learner.optimizer, max_norm)
     loss_name = learner.objective.policy_loss.function.name
-    return _metrics(gather_parts(accelerator, parts), loss_name) | {
+    arrived = {number: arriving.read() for number, arriving in parts.items()}
+    return _metrics(gather_parts(accelerator, arrived), loss_name) | {
         "grad_norm": grad_norm,
         "num_trained_tokens": num_trained,
         "num_forwarded_tokens": sum(forest.num_tokens for forest in forests),
@@ -246,12 +252,13 @@ def loss_of(
         recorder: Receives the values that enter the loss.
 
     Returns:
-        The loss (a scalar with gradient), and metrics ([M] per target, or one value per row).
+        The loss (a scalar with gradient), and metrics ([M] per target, or one value per row;
+        float64, on the policy's device).
     """
     objective = learner.objective
     logprobs, entropy = outputs
-    device = logprobs.device
-    targets, weights = _targets(batch, slot, logprobs, inputs), inputs.weights[slot].to(device)
+    known = _columns(batch, slot, inputs, logprobs.device)
+    targets, weights = _targets(logprobs, known), known["weights"]
     try:
         losses, clipped, own_metrics = policy_loss(targets, objective.policy_loss)
     except RolloutError as error:
@@ -263,8 +270,8 @@ def loss_of(
     found |= {name: values.detach() for name, values in own_metrics.items()}
     recorded = {"clipped": clipped, "entropy": entropy}
     if objective.correction:
-        known = targets.old_logprobs, targets.rollout_logprobs
-        correction = correct(*known, targets.row, objective.correction)
+        both = targets.old_logprobs, targets.rollout_logprobs
+        correction = correct(*both, targets.row, objective.correction)
         losses = losses * correction.weights
         found |= correction.per_target | correction.per_row
         recorded |= {
@@ -274,8 +281,7 @@ def loss_of(
     terms = {"policy_loss": weights * losses}
     total = terms["policy_loss"]
     if inputs.ref_logprobs is not None:
-        reference = inputs.ref_logprobs[slot].to(device)
-        divergence = kl_estimates(logprobs, reference, objective.kl_estimator)
+        divergence = kl_estimates(logprobs, known["ref_logprobs"], objective.kl_estimator)
         terms["policy_kl"] = weights * divergence
         total = total + objective.kl_coef * terms["policy_kl"]
         losses = losses + objective.kl_coef * divergence.detach()
@@ -287,7 +293,7 @@ def loss_of(
         recorder.add(slot, recorded | _known(targets, inputs, objective))
     difference = targets.old_logprobs - targets.rollout_logprobs
     found |= terms | {"loss": total, "rollout_logprobs_diff": difference}
-    return total.sum(), {name: value.detach().double().cpu() for name, value in found.items()}
+    return total.sum(), {name: value.detach().double() for name, value in found.items()}
 
 
 def _known(targets: Targets, inputs: LossInputs, objective: Objective) -> dict[str, Tensor]:
@@ -301,19 +307,32 @@ def _known(targets: Targets, inputs: LossInputs, objective: Objective) -> dict[s
     return known
 
 
-def _targets(batch: Batch, slot: Tensor, logprobs: Tensor, inputs: LossInputs) -> Targets:
-    def at(values: Tensor | None, missing: Tensor) -> Tensor:
-        return missing if values is None else values[slot].to(logprobs.device)
-
+def _columns(
+    batch: Batch, slot: Tensor, inputs: LossInputs, device: torch.device
+) -> dict[str, Tensor]:
+    """Gather what the loss needs of a micro-batch's M targets ([M] each), on the device."""
     _, row = np.unique(batch.responses.row_of(slot.numpy()), return_inverse=True)
-    nothing = torch.zeros_like(logprobs, dtype=torch.bool)
+    columns = {
+        "rollout_logprobs": batch.rollout_logprobs,
+        "advantages": batch.advantages,
+        "weights": inputs.weights,
+        "old_logprobs": inputs.old_logprobs,
+        "ref_logprobs": inputs.ref_logprobs,
+        "selected": inputs.selected,
+    }
+    known = {name: values[slot] for name, values in columns.items() if values is not None}
+    return columns_to_device(known | {"row": torch.from_numpy(row.astype(np.int64))}, device)
+
+
+def _targets(logprobs: Tensor, known: Mapping[str, Tensor]) -> Targets:
+    old, selected = known.get("old_logprobs"), known.get("selected")
     return Targets(
         logprobs=logprobs,
-        old_logprobs=at(inputs.old_logprobs, logprobs.detach()),
-        rollout_logprobs=batch.rollout_logprobs[slot].to(logprobs.device),
-        advantages=batch.advantages[slot].to(logprobs.device),
-        row=torch.from_numpy(row.astype(np.int64)).to(logprobs.device),
-        selected=at(inputs.selected, nothing),
+        old_logprobs=logprobs.detach() if old is None else old,
+        rollout_logprobs=known["rollout_logprobs"],
+        advantages=known["advantages"],
+        row=known["row"],
+        selected=torch.zeros_like(logprobs, dtype=torch.bool) if selected is None else selected,
     )
 
 

@@ -65,13 +65,13 @@ def test_scores_are_those_of_the_sampled_distribution(vocab, spread, temperature
     for i in range(3):
         own = Sampling(temperature=temperature, top_p=top_p, top_k=top_k or None, min_p=min_p)
         kept = scores.labelled[i] - scores.own_kept[i]
-        check_kept(kept, sampled_distribution(logits[i], own), token[i])
+        check_kept(kept, sampled_distribution(logits[i, None], [own])[0], token[i])
         for number, one in enumerate(TRUNCATIONS):
             other = Sampling(
                 temperature=temperature, top_p=one.top_p, top_k=one.top_k or None, min_p=one.min_p
             )
             kept = scores.labelled[i] - scores.kept[i, number]
-            check_kept(kept, sampled_distribution(logits[i], other), token[i])
+            check_kept(kept, sampled_distribution(logits[i, None], [other])[0], token[i])
             assert not scores.outside[i, number]
 
 

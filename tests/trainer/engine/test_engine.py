@@ -3,6 +3,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipelines.generation import Sampled, Sampling
 from pipelines.generation.tool_calls import assistant_message
@@ -12,10 +14,20 @@ from schemas.errors import RolloutError
 from tests.helpers.chat_helpers import CONVERSATIONS, prompt_ids
 from tests.helpers.trainer_helpers import plain_logprobs, tiny_llama
 from trainer.engine.embedded import TransformersEngine
-from trainer.engine.token_sampling import sample_token, sampled_distribution
+from trainer.engine.token_sampling import sample_tokens, sampled_distribution
 
 P = torch.tensor([0.5, 0.3, 0.2])
 PROMPTS = [[5, 9, 3], [7], [2, 2, 8, 11, 30, 4, 4], [17, 40, 21, 3, 9]]
+
+
+def settings_of_a_row():
+    return st.builds(
+        Sampling,
+        temperature=st.sampled_from([0, 0.5, 1, 1.5]),
+        top_k=st.sampled_from([None, 1, 3, 40]),
+        top_p=st.sampled_from([1, 0.3, 0.9]),
+        min_p=st.sampled_from([0, 0.2]),
+    )
 
 
 @pytest.fixture
@@ -58,22 +70,48 @@ def differences(engine, sampled: list[Sampled], temperatures):
     ],
 )
 def test_the_distribution_that_is_sampled(sampling, expected):
-    got = sampled_distribution(P.log(), sampling).exp()
-    torch.testing.assert_close(got, torch.tensor(expected))
+    got = sampled_distribution(P.log()[None], [sampling]).exp()
+    torch.testing.assert_close(got, torch.tensor([expected]))
+
+
+@given(st.lists(settings_of_a_row(), min_size=1, max_size=5), st.integers(0, 99))
+def test_a_rows_token_and_logprob_do_not_depend_on_its_batch(settings, seed):
+    logits = 3 * torch.randn(len(settings), 11, generator=torch.Generator().manual_seed(seed))
+
+    def generators():
+        return [torch.Generator().manual_seed(seed + n) for n in range(len(settings))]
+
+    together = sample_tokens(logits, settings, generators())
+    alone = [
+        sample_tokens(logits[n, None], [one], [generator])
+        for n, (one, generator) in enumerate(zip(settings, generators(), strict=True))
+    ]
+    assert together[0] == [tokens[0] for tokens, _ in alone]
+    assert together[1] == pytest.approx([logprobs[0] for _, logprobs in alone], abs=1e-6)
+    kept = sampled_distribution(logits, settings)
+    assert kept[torch.arange(len(settings)), together[0]].isfinite().all()
 
 
 def test_tokens_are_drawn_as_often_as_their_probability_says():
     sampling, generator = Sampling(temperature=0.5), torch.Generator().manual_seed(0)
-    drawn = [sample_token(P.log(), sampling, generator)[0] for _ in range(4000)]
+    rows, settings, generators = P.log().expand(4000, -1), [sampling] * 4000, [generator] * 4000
+    drawn, _ = sample_tokens(rows, settings, generators)
     got = torch.bincount(torch.tensor(drawn), minlength=3) / 4000
-    expected = sampled_distribution(P.log(), sampling).exp()
+    expected = sampled_distribution(P.log()[None], [sampling])[0].exp()
     assert (got - expected).abs().max() < 0.03
 
 
 def test_temperature_0_takes_the_most_likely_token():
-    token, logprob = sample_token(P.log(), Sampling(temperature=0), torch.Generator())
+    (token,), (logprob,) = sample_tokens(
+        P.log()[None], [Sampling(temperature=0)], [torch.Generator()]
+    )
     assert token == 0
     assert logprob == pytest.approx(-0.6931, abs=1e-4)
+
+
+def test_logits_that_are_not_finite_are_refused():
+    with pytest.raises(RuntimeError, match="logits are not finite"):
+        sample_tokens(torch.full((1, 3), torch.nan), [Sampling()], [torch.Generator()])
 
 
 @pytest.mark.parametrize(

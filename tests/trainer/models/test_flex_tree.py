@@ -98,6 +98,25 @@ def test_all_shapes_with_and_without_windows_and_gradients_compile_four_graphs(
     assert num_graphs() - before == MOST_GRAPHS  # two kinds of masks, with and without gradients
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [(None,), (None, 64)])
+def test_as_many_blocks_as_heads_and_whole_blocks_compile_no_further_graphs(
+    windows: tuple[int | None, ...], compile_with: Callable[[str], None]
+) -> None:
+    """The first forest has 16 blocks for 16 heads, and inputs are views, as a model makes them."""
+    compile_with("aot_eager")
+    before = num_graphs()
+    for num_tokens in (2048, 2000, 1024, 1000, 256, 300, 128):
+        shapes = [(1, num_tokens, heads, 16) for heads in (16, 8, 8)]
+        tree = torch.stack([torch.arange(num_tokens), torch.full((num_tokens,), num_tokens)])
+        for window in windows:
+            for has_gradient in (True, False):
+                inputs = [torch.randn(s, requires_grad=True).transpose(1, 2) for s in shapes]
+                with torch.set_grad_enabled(has_gradient):
+                    attend_by_blocks(*inputs, tree[None, None], window)
+    assert num_graphs() - before == 2 * len(windows)  # with and without gradients
+
+
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("default")  # the compiler's
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler for torch.compile on a CPU")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from benchmarks import gpu
+from benchmarks import gpu, training
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from tests.conftest import ROOT
 from tests.helpers.gpu_claims import (
@@ -25,7 +29,7 @@ from tests.helpers.gpu_claims import (
     check_rl_iteration,
     graphs_over_shapes,
 )
-from trainer.batches.forest import Forest
+from trainer.batches.forest import Chains, Forest
 from trainer.models import attention, flex_tree, tree_attention
 from trainer.models.policy import Policy
 
@@ -43,8 +47,19 @@ MODELS = {
 
 @pytest.mark.parametrize("layout", ["step", "tree"])
 @pytest.mark.parametrize("window", [None, 9])
-def test_bfloat16_is_as_exact_as_in_padded_rows(layout: str, window: int | None) -> None:
-    check_bfloat16("cpu", TINY, window, layout)
+def test_bfloat16_is_as_exact_as_in_padded_rows(
+    layout: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    attend = attention.chain_attention
+
+    def counted(*arguments: Any, **settings: Any) -> Any:
+        calls.append(1)
+        return attend(*arguments, **settings)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention.CHAIN_ATTENTION, counted)
+    num_forests = check_bfloat16("cpu", TINY, window, layout)
+    assert len(calls) == TINY.num_layers * num_forests
 
 
 @pytest.mark.slow
@@ -95,10 +110,13 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
         given = query, key, value, lambda score, *_: score, mask, scale, options
         return torch_flex.flex_attention_hop(*given)[0]
 
-    lengths = torch.tensor([2000, 1000, 1095])
-    num_tokens, num_targets = int(lengths.sum()), 3000
-    found = None if layout == "tree" else lengths
-    monkeypatch.setattr(attention, "lengths_of_chains", lambda _: found)
+    if kernel is None:
+        pytest.skip(attention.packed_attention(torch.device("cuda"), "bfloat16"))
+    ends = torch.tensor([0, 2000, 3000, 4095])
+    num_tokens, num_targets = 4095, 3000
+    chains = Chains()
+    if layout == "step":
+        chains = Chains(lengths=ends.diff().tolist(), ends=ends)
     monkeypatch.setattr(attention, "_runs_varlen", lambda *_: True)
     monkeypatch.setattr(attention, "VARLEN_ATTN", varlen)
     monkeypatch.setattr(tree_attention, "uses_blocks", lambda _: True)
@@ -111,7 +129,7 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
         tokens, targets = (torch.zeros(n, dtype=torch.int64) for n in (num_tokens, num_targets))
         forest = Forest(
             token_ids=tokens, position_ids=tokens, subtree_end=tokens,
-            target_parent=targets, target_token=targets, target_slot=targets,
+            target_parent=targets, target_token=targets, target_slot=targets, chains=chains,
         )  # fmt: skip
         with torch.autocast("cpu", torch.bfloat16):
             logprobs, entropy = policy(forest, torch.ones(num_targets))
@@ -147,6 +165,75 @@ def test_the_peak_is_that_of_the_longest_name_of_a_card() -> None:
     assert gpu.peak_tflops("CPU, no GPU") is None
 
 
+class Products(TorchDispatchMode):
+    """Collects the dtypes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}:
+            self.dtypes.append(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def small_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[argparse.Namespace]:
+    monkeypatch.setattr("sys.argv", ["gpu", "--device", "cpu", "--tiny", "--part", "training"])
+    yield gpu._arguments()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_all_sides_of_the_benchmark_multiply_in_bfloat16(
+    small_run: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def once(_policy: Any, step: Any, **_: Any) -> dict[str, float]:  # no warm-up in float32
+        step()
+        return {"seconds": 1.0}
+
+    monkeypatch.setattr(training, "_measured", once)
+    with gpu._setup(small_run) as setup:
+        batch = gpu._rows(setup.arguments)
+        sides = {
+            "packed": lambda: gpu._ours(setup, batch, "step"),
+            "tree": lambda: gpu._ours(setup, batch, "tree_per_group"),
+            "padded": lambda: gpu._padded(setup, batch),
+            "trl": lambda: gpu._trl(setup, batch),
+        }
+        for name, side in sides.items():
+            with Products() as products:
+                side()
+            assert set(products.dtypes) == {torch.bfloat16}, name
+
+
+@pytest.mark.slow
+def test_a_side_that_fails_leaves_the_results_of_the_others(
+    small_run: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise ValueError("no kernel")
+
+    lines: list[dict[str, Any]] = []
+    seen: list[int] = []
+
+    def written(line: str, file: Any = sys.stdout, **_: Any) -> None:
+        if file is not sys.stderr:
+            lines.append(json.loads(line))
+
+    monkeypatch.setattr("builtins.print", written)
+    monkeypatch.setattr(gpu, "_ours", lambda *_: seen.append(len(lines)) or fail())
+    monkeypatch.setattr(gpu, "_trl", fail)
+    small_run.json = True
+    assert gpu._run(small_run) == ["packed", "tree", "trl"]
+    assert seen == [2, 3]  # each line is written before the next measurement
+    found = {line["name"]: line for line in lines}
+    assert found["tree"]["failed"] == "ValueError: no kernel"
+    assert found["padded"]["seconds"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
@@ -158,9 +245,10 @@ def test_every_part_of_the_benchmark_runs_on_a_cpu(part: str) -> None:
         [*command, "--dtype", "float32", "--part", part], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["card"] == "CPU, no GPU"
-    assert set(found["parts"]) == {part}
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    found = {line["name"]: line for line in lines}
+    assert found["about"]["card"] == "CPU, no GPU"
+    assert {line["part"] for line in lines} == {part}
     if part == "training":
-        sides = [found["parts"][part][side] for side in ("trl", "packed", "tree")]
+        sides = [found[side] for side in ("trl", "padded", "tree")]
         assert all(0 < side["gradient_difference"] < 1e-3 for side in sides)
