@@ -85,6 +85,6 @@ def test_a_micro_batch_needs_at_most_five_copies_and_waits(
     with Transfers() as transfers:
         known = torch.zeros(len(batch.trains))
         updates.update(learner, batch, forests, known, known)
-    assert len(forests) > 2
+    assert len(forests) > 1
     assert len(transfers.found) <= MOST * len(forests), transfers.found
     assert len(transfers.found) >= 2 * len(forests)  # tokens to the device, metrics to the CPU
