@@ -299,7 +299,7 @@ def _with_rewards(
     merged = pa.array(is_joined(table)[segments.row])
     unknown = ~np.asarray(known)[segments.row]
     made = pa.array(values, pa.float64(), mask=unknown)
-    fields = {field.name: pc.struct_field(flat, field.name) for field in flat.type}
+    fields = {field.name: pc.struct_field(flat, [field.name]) for field in flat.type}
     fields["reward"] = pc.if_else(merged, made, fields["reward"].cast(pa.float64()))
     structs = pa.StructArray.from_arrays(list(fields.values()), names=list(fields))
     offsets = offsets_of(np.bincount(segments.row, minlength=table.num_rows)).astype(np.int32)

@@ -214,7 +214,7 @@ def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, fro
     view = View(table, row_offset, unfit)
     for name in declared:
         found += [] if name in unfit else _check_nulls(view, name)
-    breaches = joined([*found, *misfits])
+    breaches = joined([*found, *misfits, unreadable_text(table, row_offset, unfit)])
     return breaches, frozenset(breaches["column"].to_list())
 
 
@@ -223,9 +223,11 @@ def misnamed_columns(table: pa.Table) -> pl.DataFrame:
     counts = Counter(table.column_names)
     sentence = "{got} are named {column!r}"
     found = [_wrong(n, f"{num} columns", "one", sentence) for n, num in counts.items() if num > 1]
+    sentence = "the name {column!r} contains a NUL character"
+    found += [_wrong(n, "a NUL character", "none", sentence) for n in counts if "\0" in n]
     if "" in counts:
         found.append(_wrong("", "a column without a name", "a name", "a column has no name"))
-    sentence = "the column {column} has {got}; field names must be unique"
+    sentence = "the column {column} has {got}; field names must be unique, without NUL characters"
     found += [
         _wrong(column.name, f"{num} fields named {name!r}", "one", sentence)
         for column in table.schema
@@ -234,12 +236,58 @@ def misnamed_columns(table: pa.Table) -> pl.DataFrame:
     return joined(found)
 
 
+def unreadable_text(
+    table: pa.Table, row_offset: int = 0, skipped: frozenset[str] = frozenset()
+) -> pl.DataFrame:
+    """Check columns_and_types: all texts are UTF-8, in columns and inside lists and structs.
+
+    Polars aborts with a panic on any other text, and Arrow itself does not check it.
+    """
+    view, found = View(table, row_offset, frozenset(table.column_names)), []
+    for name in dict.fromkeys(table.column_names):
+        column = table.column(table.column_names.index(name))
+        if name in skipped or not _holds_text(column.type) or _is_text(column):
+            continue
+        rows, at = [], 0
+        for chunk in column.chunks:
+            # Halve the rows until only the bad ones are left.
+            spans = [(0, len(chunk))]
+            while spans:
+                begin, end = spans.pop()
+                if not _is_text(chunk.slice(begin, end - begin)):
+                    half = (begin + end) // 2
+                    spans += [(half, end), (begin, half)] if end - begin > 1 else []
+                    rows += [at + begin] if end - begin == 1 else []
+            at += len(chunk)
+        got, sentence = ["invalid UTF-8"] * len(rows), "the text in column {column} is not UTF-8"
+        index = np.array(rows, np.int64)
+        found.append(view.breaches("columns_and_types", index, name, got, "UTF-8", sentence))
+    return joined(found)
+
+
+def _holds_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _holds_text(kind.value_type)
+    if pa.types.is_nested(kind):
+        return any(_holds_text(kind.field(i).type) for i in range(kind.num_fields))
+    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return is_string or pa.types.is_string_view(kind)
+
+
+def _is_text(values: pa.Array | pa.ChunkedArray) -> bool:
+    try:
+        values.validate(full=True)
+    except (pa.ArrowInvalid, UnicodeError):
+        return False
+    return True
+
+
 def _repeated_fields(kind: pa.DataType) -> Iterator[tuple[str, int]]:
-    """Yield the duplicate field names of every struct in a type, with their counts."""
+    """Yield the duplicate or unusable field names of every struct in a type, with their counts."""
     if pa.types.is_nested(kind):
         fields = [kind.field(i) for i in range(kind.num_fields)]
         counts = Counter(field.name for field in fields)
-        yield from ((name, num) for name, num in counts.items() if num > 1)
+        yield from ((name, num) for name, num in counts.items() if num > 1 or "\0" in name)
         for field in fields:
             yield from _repeated_fields(field.type)
 

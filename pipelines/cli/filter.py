@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from pipelines.filtering.verdicts import Filter
+    from rollout_io.dataset.sources import Sources
     from schemas.metadata import DatasetMetadata, Layout, Outcome
 
 EXAMPLES = example(
@@ -126,15 +127,18 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
     trajectories. The report counts the trajectories and groups that each filter dropped or masked.
     Memory use grows with the number of trajectories, not with their length.
     """
+    from rollout_io.dataset.sources import Sources
+
     choices = _Choices(**options)
     _check_usage(out, choices, dry_run=dry_run)
     if out is not None:
         _refuse_inside(out, (dataset, *choices.mix))
+    read_from = Sources(dataset, *choices.mix, may_grow=True)
     sources = [_Source.decide(path, choices) for path in (dataset, *choices.mix)]
     frame, mixture = _combined(sources, choices)
     if not dry_run:
         assert out is not None
-        _write(frame, out, sources, choices)
+        _write(frame, out, sources, choices, read_from)
     if as_json:
         reports = [source.as_json() for source in sources]
         emit_json({"datasets": reports, "mixture": mixture})
@@ -338,7 +342,13 @@ def _with_sampling(source: _Source) -> pl.LazyFrame:
     return source.frame.with_columns(sampling_extra=pl.lit(said)) if said else source.frame
 
 
-def _write(frame: pl.LazyFrame, out: str, sources: Sequence[_Source], choices: _Choices) -> None:
+def _write(
+    frame: pl.LazyFrame,
+    out: str,
+    sources: Sequence[_Source],
+    choices: _Choices,
+    read_from: Sources,
+) -> None:
     import polars as pl
 
     from rollout_io.dataset.reader import read_layout, read_metadata
@@ -354,6 +364,7 @@ def _write(frame: pl.LazyFrame, out: str, sources: Sequence[_Source], choices: _
         for rows in frame.collect_batches(engine="streaming"):
             writer.write(rows)
             bar(len(rows))
+        read_from.refuse_changed()
 
 
 def _common(found: dict[str, DatasetMetadata], outcome: Outcome | None) -> DatasetMetadata:

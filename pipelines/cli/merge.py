@@ -14,6 +14,7 @@ from rollout_io.cli.workers import workers_of, workers_options
 
 if TYPE_CHECKING:
     from rollout_io.dataset.rewriting import Counts
+    from rollout_io.dataset.sources import Sources
     from schemas.metadata import DatasetMetadata
 
 OUT = click.option("--out", required=True, metavar="DS2", help="Directory of the new dataset.")
@@ -54,10 +55,13 @@ def merge(
     """
     from pipelines.merging.merge import merge_table
     from rollout_io.dataset.reader import read_metadata
+    from rollout_io.dataset.sources import Sources
 
+    sources = Sources(dataset)
     metadata = read_metadata(dataset).made("merge", parents=[dataset], rule=rule)
     transform = partial(merge_table, rule=rule)
-    counts = _rewritten(dataset, out, transform, metadata, layout, (workers, engine), "merge")
+    chosen = (workers, engine)
+    counts = _rewritten(dataset, out, transform, metadata, layout, chosen, "merge", sources)
     _say(counts, out, as_json=as_json)
 
 
@@ -73,9 +77,12 @@ def unmerge(
     """Split merged rows back into the exact steps that they contain."""
     from pipelines.merging.unmerge import unmerge_table
     from rollout_io.dataset.reader import read_metadata
+    from rollout_io.dataset.sources import Sources
 
+    sources = Sources(dataset)
     metadata = read_metadata(dataset).made("unmerge", parents=[dataset])
-    counts = _rewritten(dataset, out, unmerge_table, metadata, layout, (workers, engine), "unmerge")
+    chosen = (workers, engine)
+    counts = _rewritten(dataset, out, unmerge_table, metadata, layout, chosen, "unmerge", sources)
     _say(counts, out, as_json=as_json)
 
 
@@ -95,6 +102,7 @@ def _rewritten(
     layout: Any,
     workers: tuple[int | None, Any],
     label: str,
+    sources: Sources,
 ) -> Counts:
     import polars as pl
 
@@ -113,4 +121,5 @@ def _rewritten(
             layout=layout,
             workers=chosen,
             progress=bar,
+            sources=sources,
         )

@@ -16,6 +16,9 @@ from pipelines.generation.dataset import GroupWriter, missing_tasks
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.tasks import Task, read_tasks
+from rollout_io.dataset.leftovers import remove_leftovers
+from rollout_io.dataset.locking import destination
+from rollout_io.dataset.storage import Location
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from rollout_io.terminal import Bar, Pace
 from schemas.errors import count
@@ -85,7 +88,7 @@ async def generate(config: GenerateConfig, open_engine: OpenEngine) -> GenerateR
 
     Raises:
         RolloutError: The configuration, the tasks, the environments or the dataset are invalid
-            (raised before generating); `engine_down`, `engine_answer`: the engine fails (finished
+            (raised before generating), or another process is writing to `config.out`; `engine_down`, `engine_answer`: the engine fails (finished
             trajectories are written first).
     """
     tokenizer = dataclasses.replace(
@@ -93,14 +96,16 @@ async def generate(config: GenerateConfig, open_engine: OpenEngine) -> GenerateR
         template_kwargs=config.chat_template_kwargs,
     )
     tasks = read_tasks(config.tasks, config.group_size)
-    missing = missing_tasks(tasks, config)
-    result = GenerateResult(out=config.out, num_held=len(tasks) - len(missing))
-    if not missing:
-        return result
-    async with open_engine(config) as engine, open_calls(config, engine, tokenizer) as calls:
-        generator = Generator(engine, tokenizer, config, calls)
-        generator.check(missing)
-        await _run(generator, missing, result)
+    with destination(config.out):
+        remove_leftovers(Location.of(config.out))
+        missing = missing_tasks(tasks, config)
+        result = GenerateResult(out=config.out, num_held=len(tasks) - len(missing))
+        if not missing:
+            return result
+        async with open_engine(config) as engine, open_calls(config, engine, tokenizer) as calls:
+            generator = Generator(engine, tokenizer, config, calls)
+            generator.check(missing)
+            await _run(generator, missing, result)
     return result
 
 

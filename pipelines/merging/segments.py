@@ -117,7 +117,7 @@ def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArra
     columns = []
     for name in names:
         parts = [
-            pc.struct_field(part, name) if part.type.get_field_index(name) >= 0 else None
+            pc.struct_field(part, [name]) if part.type.get_field_index(name) >= 0 else None
             for part in (made, kept)
         ]
         kind = next(part.type for part in parts if part is not None)
@@ -218,7 +218,7 @@ def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
 def _chosen(table: pa.Table, flat: pa.StructArray, steps: Steps, name: str, field: str) -> pa.Array:
     """[S] Take a column's values from the step's segment if it has one, else from its row."""
     column = _flat(table.column(name))
-    stored = cast_column(pc.struct_field(flat, field), column.type)
+    stored = cast_column(pc.struct_field(flat, [field]), column.type)
     order = np.where(steps.segment >= 0, len(column) + steps.segment, steps.row)
     return pa.concat_arrays([column, stored]).take(to_arrow(order))
 

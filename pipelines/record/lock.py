@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import BaseFileLock
 
 from pipelines.record.journal import FOLDER
 from rollout_io.dataset.atomic_files import writable
-from rollout_io.dataset.locking import lock
+from rollout_io.dataset.leftovers import remove_leftovers
+from rollout_io.dataset.locking import Destination, lock
 from rollout_io.dataset.storage import Location
 from schemas.errors import InputError
 
 _WAIT_S = 5.0
 
 
-def lock_dataset(out: str | os.PathLike[str]) -> BaseFileLock:
-    """Lock a dataset's journal until `release()` is called or the process ends.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The locks of a running recorder: of its journal, and of its dataset."""
+
+    journal: BaseFileLock
+    dataset: Destination
+
+    def release(self) -> None:
+        """Release both locks."""
+        self.dataset.release()
+        self.journal.release()
+
+
+def lock_dataset(out: str | os.PathLike[str]) -> Held:
+    """Lock a dataset and its journal until `release()` is called or the process ends.
 
     Raises:
-        InputError: `out_is_free`: another recorder holds the lock; `output_file`: the directory is
+        InputError: `out_is_free`: another recorder, or any other writer, is writing to the dataset; `output_file`: the directory is
             not local or not writable.
     """
     where = os.fspath(out)
@@ -32,4 +47,10 @@ def lock_dataset(out: str | os.PathLike[str]) -> BaseFileLock:
     if held is None:
         hint = "stop the other recorder, or choose a different --out"
         raise InputError("out_is_free", where, "another recorder is writing to it", hint=hint)
-    return held
+    try:
+        every = Destination(where, wait_s=_WAIT_S)
+    except BaseException:
+        held.release()
+        raise
+    remove_leftovers(Location.of(where))
+    return Held(held, every)

@@ -20,6 +20,7 @@ from pipelines.view.packing import Packing
 from pipelines.view.run_files import FLAGS, NUMBERS, read_tokens
 from pipelines.view.sources import Dataset, Sources
 from rollout_io.dataset.atomic_files import replace_text
+from rollout_io.dataset.locking import destination
 from schemas.errors import InputError, count
 from schemas.ragged import IntArray
 
@@ -73,10 +74,11 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
     if not any(len(numbers) for numbers in chosen.values()) and not sources.runs:
         got = "no trajectory matches" if where else "there are no trajectories to export"
         raise InputError("nothing_left", where or "dataset", got)
-    packing = Packing()
-    for key, answer in _answers(sources, chosen, where, limit):
-        _add(packing, key, answer)
-    replace_text(Path(out), inlined(bundle, packing.blobs()))
+    with destination(out, noun="path"):
+        packing = Packing()
+        for key, answer in _answers(sources, chosen, where, limit):
+            _add(packing, key, answer)
+        replace_text(Path(out), inlined(bundle, packing.blobs()))
     num = sum(map(len, chosen.values()))
     return f"{count(num, 'trajectory')}, {os.path.getsize(out) / 1e6:.1f} MB"  # noqa: PTH202
 

@@ -156,6 +156,10 @@ def _run(args: Sequence[str] | None) -> int:
         return _report(explanation) if explanation else _unexpected(error)
     except Exception as error:
         return _unexpected(error)
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        return _unexpected(error)
     return result if isinstance(result, int) else 0
 
 
@@ -180,7 +184,13 @@ def _file_error(error: OSError) -> RolloutError | None:
     return InputError("file", str(error.filename), got) if error.filename else None
 
 
-def _unexpected(error: Exception) -> int:
+def _is_panic(error: BaseException) -> bool:
+    """True for a panic of Polars, which is no `Exception`."""
+    polars = sys.modules.get("polars")
+    return polars is not None and isinstance(error, polars.exceptions.PanicException)
+
+
+def _unexpected(error: BaseException) -> int:
     if _is_debugging():
         traceback.print_exc()
         return 2

@@ -162,12 +162,13 @@ def convert(
         parts = [
             (i, runs) for i, made in enumerate(plans) for runs in chunks(made.runs, chunk_bytes)
         ]
-        reports = _reports_before(staging, len(parts), spool)
+        whole = _whole(parts, settings[0].metadata)
+        reports = _reports_before(staging.resume(whole), spool)
         for i, known in reports.items():
             report(sum(run.num_bytes for run in parts[i][1]), known.summary.num_rows)
         num_resumed, here = len(reports), workers == Workers()
         planned = _planned(opened.logs, plans)
-        every = _chunks(parts, outcomes, settings[0].metadata, staging)
+        every = _chunks(parts, outcomes, whole, staging)
         missing = [
             replace(chunk, record=record_of(identity, None if chunk.index else planned))
             for chunk in every
@@ -184,7 +185,7 @@ def convert(
         results = [reports[i] for i in range(len(parts))]
         summary = _conclude(staging, opened, plans, planned, results, choices)
         about = _facts(settings[0].metadata)
-        staging.publish(len(parts))
+        staging.publish(whole)
     return Conversion(summary=summary, about=about, left=opened.left, num_resumed=num_resumed)
 
 
@@ -249,15 +250,14 @@ def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> 
         staging.clear()
         about = _facts(read_metadata(staging.where))
         return Conversion(summary=summary, about=about, left=opened.left, was_done=True)
-    if shards and not staging.is_publishing(identity):
+    if shards and not staging.may_be_publishing(identity):
         raise occupied(staging.where, len(shards))
     return None
 
 
-def _reports_before(staging: Staging, num_chunks: int, spool: Path) -> dict[int, Report]:
+def _reports_before(known: Mapping[int, dict[str, Any]], spool: Path) -> dict[int, Report]:
     """Return the reports of chunks that an interrupted run finished, by index."""
-    known = {i: staging.report(i) for i in range(num_chunks)}
-    reports = {i: Report.decode(found) for i, found in known.items() if found is not None}
+    reports = {i: Report.decode(found) for i, found in known.items()}
     for report in reports.values():
         report.rejected = [_located(rejected, spool) for rejected in report.rejected]
     return reports
@@ -271,16 +271,20 @@ def _located(rejected: Rejected, spool: Path) -> Rejected:
     return rejected._replace(place=structs.replace(place, path=copy))
 
 
+def _whole(parts: Sequence[tuple[int, Sequence[Run]]], metadata: DatasetMetadata) -> Part:
+    """Return the part of the dataset that all chunks have in common."""
+    every = (run for _, runs in parts for run in runs)
+    facts = [[run.instance_id, run.repetition_id, run.num_bytes] for run in every]
+    return Part.of([metadata.made_by, facts], num_parts=len(parts))
+
+
 def _chunks(
     parts: Sequence[tuple[int, Sequence[Run]]],
     outcomes: Mapping[Key, Outcome],
-    metadata: DatasetMetadata,
+    whole: Part,
     staging: Staging,
 ) -> Iterator[Chunk]:
     """Yield the chunks of a conversion, with output directories and positions in the dataset."""
-    every = (run for _, runs in parts for run in runs)
-    facts = [[run.instance_id, run.repetition_id, run.num_bytes] for run in every]
-    whole = Part.of([metadata.made_by, facts], num_parts=len(parts))
     for i, (log, runs) in enumerate(parts):
         part, known = replace(whole, index=i), _outcomes_of(runs, outcomes)
         yield Chunk(part=part, runs=runs, outcomes=known, out=staging.chunk_path(i), log=log)

@@ -68,7 +68,7 @@ def open_inputs(
     found: list[Input] = []
     unread: list[str] = []
     for left in spool.glob("*"):  # left by a conversion that was killed
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
     skipped = {_real(path) for path in ignored}
     for path, is_matched in ((path, path != given) for given in paths for path in expanded(given)):
         given = Path(path)

@@ -1,7 +1,6 @@
 """The hidden directory in which a dataset is built, so that a conversion can be resumed.
 
     DS/.converting/plan.json            identity of the conversion: files, choices, version
-    DS/.converting/lock                 held by the running process (local directories)
     DS/.converting/inputs/              decompressed files, and copies of pipes
     DS/.converting/chunk-00000/         shards of a finished chunk, and report.json
     DS/.converting/chunk-00001.4f.tmp/  unfinished chunk, with its writer's id
@@ -11,6 +10,10 @@ A local chunk directory is renamed once it is complete. In an object store, the 
 moved one by one, and the report is written last. A directory with the final name and a report is
 therefore complete. Publishing moves the shards into the dataset, in order; an interrupted
 publication can be resumed too.
+
+No file here says what to move where. Each shard's footer says which shard of which conversion it is
+(`rollout_io.dataset.footer`), and a shard that is not the expected one of this conversion is neither
+moved nor replaced. Symbolic links are never followed.
 """
 
 from __future__ import annotations
@@ -25,15 +28,20 @@ from pathlib import Path
 from typing import Any
 
 from rollout_io.dataset.atomic_files import writable
-from rollout_io.dataset.locking import lock
-from rollout_io.dataset.storage import SHARD_PREFIX, SHARD_SUFFIX, STAGING, Location, move
+from rollout_io.dataset.footer import Part, Place
+from rollout_io.dataset.locking import destination
+from rollout_io.dataset.reader import footers
+from rollout_io.dataset.storage import STAGING, Location, move, occupied, publish, shard_name
 from schemas.errors import InputError, RolloutError
 
 REJECTED = ".rejected.jsonl"
 _LINE = re.compile(rb'\{"source":"(?:[^"\\]|\\.)*","rule":"')  # start of `rejections.lines`
+_MOST_SHARDS = 1 << 20  # more than any chunk has: a report is only a file, and may say anything
 # After these errors the input is fine, and another attempt can reuse the finished chunks.
 _KEEPS_CHUNKS = frozenset({"output_file", "remote_store", "worker"})
-_PLAN, _LOCK, _REPORT, _PUBLISHING = "plan.json", "lock", "report.json", "publishing.json"
+_PLAN, _REPORT = "plan.json", "report.json"
+_CHUNK = re.compile(r"chunk-(\d{5,})(\.[0-9a-f]{8}\.tmp)?")
+_OURS = frozenset({_PLAN, f"{_PLAN}.tmp", "inputs", REJECTED[1:]})  # names in the staging directory
 
 
 class Staging:
@@ -58,21 +66,16 @@ class Staging:
         Raises:
             InputError: `out_is_free`: another process is writing to it.
         """
-        with writable(self.where):
-            self.folder.fs.makedirs(self.folder.path, exist_ok=True)
-        if not self.out.is_local:
+        with destination(self.where):
+            if _is_link(self.folder):
+                got, hint = "the staging directory is a symbolic link", "remove the link"
+                raise InputError("out_is_free", self.folder.path, got, "", hint)
+            with writable(self.where):
+                self.folder.fs.makedirs(self.folder.path, exist_ok=True)
+            for path in _names(self.folder):
+                if _is_link(Location(self.folder.fs, path)) and _is_ours(path):
+                    self.folder.fs.rm(path)
             yield
-            return
-        with writable(self.where):
-            held = lock(Path(self.folder.join(_LOCK).path))
-        if held is None:
-            got = "another process is writing to this directory"
-            hint = "wait until it ends, or choose a different --out"
-            raise InputError("out_is_free", self.where, got, "", hint)
-        try:
-            yield
-        finally:
-            held.release()
 
     @contextmanager
     def resumable(self) -> Iterator[None]:
@@ -84,7 +87,7 @@ class Staging:
                     guarded = True
                     yield
                 except RolloutError as error:
-                    if error.rule not in _KEEPS_CHUNKS and not self.is_publishing():
+                    if error.rule not in _KEEPS_CHUNKS and not self._is_publishing():
                         self.clear()
                     raise
                 except BaseException:
@@ -106,11 +109,75 @@ class Staging:
         """Start or resume the conversion with this identity; remove chunks of other conversions."""
         is_same = _read_json(self.folder.join(_PLAN)) == identity
         for path in _names(self.folder):
-            name = path.rsplit("/", 1)[-1]
-            if name.startswith("chunk-") and not (is_same and name[6:].isdigit()):
+            found = _CHUNK.fullmatch(posixpath.basename(path))
+            if found and (found[2] or not is_same):
                 _remove(Location(self.folder.fs, path))
         if not is_same:
             _write_json(self.folder.join(_PLAN), identity)
+
+    def resume(self, whole: Part) -> dict[int, dict[str, Any]]:
+        """Return the reports of the finished chunks by index, and remove all other chunks.
+
+        Args:
+            whole: Any part of the dataset being written.
+
+        Raises:
+            InputError: `out_is_free`: the dataset's directory contains shards of something else.
+        """
+        entries = self._entries()
+        complete = entries.keys() == set(range(whole.num_parts))
+        sound, published = dict[int, dict[str, Any]](), set[str]()
+        first = 0
+        for index, (num_shards, report) in sorted(entries.items()):
+            shards = self._places_of(index, num_shards, first if complete else None)
+            if _are_of(shards, whole, index, num_shards):
+                sound[index] = report
+                published |= {shard.path for shard in shards if self._is_published(shard)}
+            first += num_shards
+        there = self.out.datasets()
+        if set(there) != published:
+            raise occupied(self.where, len(there))
+        for path in _names(self.folder):
+            found = _CHUNK.fullmatch(posixpath.basename(path))
+            if found and not found[2] and int(found[1]) not in sound:
+                _remove(Location(self.folder.fs, path))
+        return sound
+
+    def _entries(self) -> dict[int, tuple[int, dict[str, Any]]]:
+        """Return the number of shards and the report of each chunk that has a valid report."""
+        entries = {}
+        for path in _names(self.folder):
+            found = _CHUNK.fullmatch(posixpath.basename(path))
+            if not found or found[2] or path != self._finished(int(found[1])).path:
+                continue
+            chunk = Location(self.folder.fs, path)
+            if not _is_link(chunk) and (read := _read_json(chunk.join(_REPORT))):
+                number, report = read.get("num_shards"), read.get("report")
+                if isinstance(number, int) and number > 0 and isinstance(report, dict):
+                    entries[int(found[1])] = number, report
+        return entries
+
+    def _places_of(self, index: int, num_shards: int, first: int | None) -> list[Location]:
+        """Return where the shards of a chunk are: still in the chunk, or already in the dataset.
+
+        Args:
+            index: The chunk.
+            num_shards: Its number of shards.
+            first: Number of its first shard in the dataset; None if no shard can be there yet.
+        """
+        chunk, places = self._finished(index), list[Location]()
+        staged = {shard.path: shard for shard in self.shards(index)}
+        for number in range(min(num_shards, _MOST_SHARDS)):
+            shard = staged.pop(chunk.join(shard_name(number)).path, None)
+            final = None if first is None else self.out.join(shard_name(first + number))
+            if shard is None or (final is not None and _is_same(shard, final)):
+                shard = final
+            if shard is not None and shard.fs.exists(shard.path) and not _is_link(shard):
+                places.append(shard)
+        return [] if staged else places
+
+    def _is_published(self, shard: Location) -> bool:
+        return posixpath.dirname(shard.path) == self.out.path.rstrip("/")
 
     def chunk_path(self, index: int) -> str:
         """Return a new path to write a chunk to."""
@@ -130,9 +197,10 @@ class Staging:
             got = "the output of a worker process is not visible to this process"
             hint = "write to storage that all nodes share, or use --workers 1"
             raise InputError("shared_storage", self.where, got, "", hint)
-        finished = self.folder.join(f"chunk-{index:05d}")
+        finished = self._finished(index)
+        entry = {"num_shards": len(written.shards()), "report": report}
         if self.out.is_local:
-            _write_json(written.join(_REPORT), report)
+            _write_json(written.join(_REPORT), entry)
             self.folder.fs.mv(written.path, finished.path, recursive=True)
             return
         # Object stores cannot rename a folder, so the report, which completes the chunk, comes last.
@@ -140,52 +208,66 @@ class Staging:
             _remove(finished)
             for shard in written.shards():
                 move(Location(written.fs, shard), finished.join(posixpath.basename(shard)))
-        _write_json(finished.join(_REPORT), report)
+        _write_json(finished.join(_REPORT), entry)
 
-    def report(self, index: int) -> dict[str, Any] | None:
-        """Return the report of a finished chunk; None if it is unfinished."""
-        return _read_json(self.folder.join(f"chunk-{index:05d}").join(_REPORT))
+    def _finished(self, index: int) -> Location:
+        return self.folder.join(f"chunk-{index:05d}")
 
     def shards(self, index: int) -> list[Location]:
         """Return the shards of a chunk, in order."""
-        chunk = self.folder.join(f"chunk-{index:05d}")
-        return [Location(self.out.fs, path) for path in chunk.shards()]
+        return [Location(self.out.fs, path) for path in self._finished(index).shards()]
 
-    def publish(self, num_chunks: int) -> None:
-        """Move the shards of all chunks, which must be finished, into the dataset."""
-        order = self.folder.join(_PUBLISHING)
-        names = _read_json(order)
-        if names is None:
-            paths = [shard.path for i in range(num_chunks) for shard in self.shards(i)]
-            finals = (f"{SHARD_PREFIX}{n:05d}{SHARD_SUFFIX}" for n in range(len(paths)))
-            names = dict(zip(paths, finals, strict=False))
-            _write_json(order, names)
-        for path, name in names.items():
-            if self.out.fs.exists(path):
-                self.out.fs.mv(path, self.out.join(name).path)
+    def publish(self, whole: Part) -> None:
+        """Move the shards of all chunks, which must be finished, into the dataset.
+
+        Args:
+            whole: Any part of the dataset being written.
+
+        Raises:
+            InputError: `out_is_free`: a chunk is not of this conversion, or another writer has
+                published a shard.
+        """
+        if self.resume(whole).keys() != set(range(whole.num_parts)):
+            got, hint = "the staging directory was changed", "run the same command again"
+            raise InputError("out_is_free", self.folder.path, got, "", hint)
+        first = 0
+        for index, (num_shards, _) in sorted(self._entries().items()):
+            for number in range(num_shards):
+                shard = self._finished(index).join(shard_name(number))
+                final = self.out.join(shard_name(first + number))
+                if _is_same(shard, final):  # killed while publishing it
+                    shard.fs.rm_file(shard.path)
+                elif shard.fs.exists(shard.path):
+                    publish(shard, final)
+            first += num_shards
         self.clear()
 
     def clear(self) -> None:
         """Remove the staging directory, and the dataset directory if the conversion created it."""
-        _remove(self.folder)
+        for path in _names(self.folder):
+            if _is_ours(path):
+                _remove(Location(self.folder.fs, path))
         fs, path = self.out.fs, self.out.path
-        if self._may_remove and fs.isdir(path) and not fs.ls(path):
-            fs.rmdir(path)
+        for folder in (self.folder.path, *([path] if self._may_remove else [])):
+            if fs.isdir(folder) and not fs.ls(folder):
+                fs.rmdir(folder)
 
     @property
     def rejected(self) -> Location:
         """Location of the file of rejected records."""
         return Location(self.out.fs, self.out.path.rstrip("/") + REJECTED)
 
-    def is_publishing(self, identity: dict[str, Any] | None = None) -> bool:
-        """True if a conversion (with this identity, if given) was interrupted while moving shards."""
-        begun = _read_json(self.folder.join(_PUBLISHING)) is not None
-        return begun and identity in (None, _read_json(self.folder.join(_PLAN)))
+    def may_be_publishing(self, identity: dict[str, Any]) -> bool:
+        """True if this conversion seems to have been interrupted while moving shards; see `resume`."""
+        return self._is_publishing() and _read_json(self.folder.join(_PLAN)) == identity
+
+    def _is_publishing(self) -> bool:
+        """True if shards of a finished chunk are no longer in it."""
+        return any(len(self.shards(i)) < number for i, (number, _) in self._entries().items())
 
     def holds_chunks(self) -> bool:
         """True if any chunk is finished."""
-        done = (name for name in _names(self.folder) if not name.endswith(".tmp"))
-        return any(self.folder.fs.exists(f"{name}/{_REPORT}") for name in done)
+        return bool(self._entries())
 
     def refuse_foreign(self) -> None:
         """Check that an existing file of rejected records was written by a conversion.
@@ -194,7 +276,11 @@ class Staging:
             InputError: `out_is_free`: a different file or directory has this name.
         """
         fs, path = self.rejected.fs, self.rejected.path
-        if not fs.exists(path) or (fs.isfile(path) and _LINE.match(fs.head(path, 1 << 16))):
+        if not _is_link(self.rejected) and not fs.exists(path):
+            return
+        if not _is_link(self.rejected) and (
+            fs.isfile(path) and _LINE.match(fs.head(path, 1 << 16))
+        ):
             return
         got = "the path is needed for rejected records, but already exists and contains other data"
         hint = "choose a different --out, or rename the existing file"
@@ -258,5 +344,39 @@ def _names(folder: Location) -> list[str]:
 
 
 def _remove(location: Location) -> None:
-    if location.fs.exists(location.path):
+    if _is_link(location) or location.fs.exists(location.path):
         location.fs.rm(location.path, recursive=True)
+
+
+def _is_ours(path: str) -> bool:
+    """True for the name of a file or directory that a conversion creates in its staging directory."""
+    name = posixpath.basename(path.rstrip("/"))
+    return name in _OURS or _CHUNK.fullmatch(name) is not None
+
+
+def _is_link(location: Location) -> bool:
+    return location.is_local and Path(location.path).is_symlink()
+
+
+def _is_same(one: Location, other: Location) -> bool:
+    """True if two local paths are the same file."""
+    try:
+        return one.is_local and Path(one.path).samefile(other.path)
+    except OSError:
+        return False
+
+
+def _are_of(shards: list[Location], whole: Part, index: int, num_shards: int) -> bool:
+    """True if the footers say that these are all shards of one part of a dataset, in order."""
+    if len(shards) != num_shards:
+        return False
+    try:
+        found = [Place.decode(footers(shard.url)[0]) for shard in shards]
+    except (RolloutError, ValueError, TypeError, KeyError):
+        return False
+    return all(
+        place is not None
+        and (place.writing, place.num_parts) == (whole.writing, whole.num_parts)
+        and (place.part, place.index, place.is_last) == (index, number, number == num_shards - 1)
+        for number, place in enumerate(found)
+    )

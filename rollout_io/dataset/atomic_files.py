@@ -13,19 +13,24 @@ from schemas.errors import InputError
 
 
 @contextmanager
-def whole(final: Path, mark: str = "partial") -> Iterator[Path]:
+def whole(final: Path, *, is_new: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `final`; rename it afterwards, or remove it after an error.
+
+    The leftovers of a killed process are removed, so hold a lock if several processes may write to
+    `final` (`rollout_io.dataset.locking`).
 
     Args:
         final: Path of the file or folder; an existing file or empty folder is replaced.
-        mark: Distinguishes processes that may write to `final` at the same time. Leftovers of a
-            killed process with the same mark are removed.
+        is_new: If true, an existing file is not replaced.
+
+    Raises:
+        FileExistsError: `is_new` is true, and the file exists.
     """
-    partial = final.with_name(f".{final.name}.{mark}")
+    partial = final.with_name(f".{final.name}.partial")
     _remove(partial)
     try:
         yield partial
-        settle(partial, final)
+        (settle_new if is_new and partial.is_file() else settle)(partial, final)
     except BaseException:
         with suppress(OSError):
             _remove(partial)
@@ -44,6 +49,26 @@ def settle(partial: Path, final: Path) -> None:
         sync(path)
     partial.replace(final)
     sync(final.parent)  # the rename is durable only once the directory is synced
+
+
+def settle_new(partial: Path, final: Path) -> None:
+    """Sync a file to disk, then give it a new name.
+
+    Raises:
+        FileExistsError: The name is taken, even if another process took it just now.
+    """
+    sync(partial)
+    try:
+        os.link(partial, final)  # unlike a rename, it never replaces a file
+    except FileExistsError:
+        raise
+    except OSError:  # some filesystems have no hard links
+        if os.path.lexists(final):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final)) from None
+        partial.replace(final)
+    else:
+        partial.unlink()
+    sync(final.parent)
 
 
 def sync(path: Path) -> None:
@@ -78,7 +103,7 @@ def writable(where: str, hint: str | None = None) -> Iterator[None]:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
         path.unlink()

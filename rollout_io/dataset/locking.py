@@ -1,10 +1,32 @@
-"""File locks, which the operating system releases when the process ends."""
+"""Locks, so that only one process at a time writes to a destination.
+
+The operating system releases file locks when the process ends.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
+
+from rollout_io.dataset.atomic_files import writable
+from rollout_io.dataset.storage import Location
+from schemas.errors import InputError
+
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
+"""Errors of filesystems that do not support locks."""
+
+_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_MOST_NAME_BYTES = 200
+_remote: set[str] = set()  # remote destinations that this process is writing to
+_remote_guard = threading.Lock()
 
 
 def lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
@@ -29,3 +51,86 @@ def lock(path: Path, wait_s: float = 0.0) -> BaseFileLock | None:
     except Timeout:
         return None
     return held
+
+
+class Destination:
+    """The right to write to one path, held until `release()` or the end of the process.
+
+    A local path is locked with the file `.NAME.lock` beside it, or `.lock` inside it if only the
+    directory itself is writable, so that every writer of this library uses the same lock. There is no
+    such lock in an object store: a remote path is locked only against writers in this process.
+
+    Args:
+        out: File or directory, local or an fsspec URL.
+        wait_s: Maximum time to wait for another process, seconds.
+        noun: What `out` is, for messages.
+
+    Raises:
+        InputError: `out_is_free`: another process is writing to `out`; `output_file`: the lock
+            cannot be created.
+    """
+
+    def __init__(
+        self, out: str | os.PathLike[str], *, wait_s: float = 0.0, noun: str = "directory"
+    ) -> None:
+        where, location = os.fspath(out), Location.of(out)
+        self._file: BaseFileLock | None = None
+        self._path: Path | None = None
+        self._url = ""
+        is_mine = True
+        if location.is_local:
+            with writable(where):
+                is_mine = self._lock(Path(os.path.realpath(location.path)), wait_s)
+        else:
+            with _remote_guard:
+                is_mine = location.url not in _remote
+                _remote.update({location.url} if is_mine else ())
+            self._url = location.url if is_mine else ""
+        if not is_mine:
+            got = f"another process is writing to this {noun}"
+            hint = "wait until it ends, or choose a different --out"
+            raise InputError("out_is_free", where, got, "", hint)
+
+    def _lock(self, target: Path, wait_s: float) -> bool:
+        for path in (_beside(target), target / ".lock"):
+            try:
+                self._file, self._path = lock(path, wait_s), path
+            except OSError as error:
+                if error.errno in NO_LOCKS:
+                    return True
+                if error.errno not in _NOT_WRITABLE or path.parent == target or not target.is_dir():
+                    raise
+            else:
+                return self._file is not None
+        raise AssertionError
+
+    def release(self) -> None:
+        """Let others write to the path; calling it again has no effect."""
+        if self._file is not None and self._path is not None:
+            # Removing a held lock is safe: whoever is waiting for it sees that the file is gone.
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            self._file.release()
+            self._file = None
+        with _remote_guard:
+            _remote.discard(self._url)
+        self._url = ""
+
+
+@contextmanager
+def destination(
+    out: str | os.PathLike[str], *, wait_s: float = 0.0, noun: str = "directory"
+) -> Iterator[None]:
+    """Hold a `Destination` in a `with` block."""
+    held = Destination(out, wait_s=wait_s, noun=noun)
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def _beside(target: Path) -> Path:
+    name = target.name
+    if len(os.fsencode(name)) > _MOST_NAME_BYTES:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return target.with_name(f".{name}.lock") if name else target / ".lock"

@@ -7,7 +7,7 @@ import binascii
 import difflib
 import os
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from threading import Lock
@@ -25,8 +25,15 @@ from rollout_io.dataset.opening import refuse_irregular, too_many_open_files
 from rollout_io.dataset.partitions import partition_fields, partition_values, with_partition
 from rollout_io.dataset.polars_sources import lazy_frame
 from rollout_io.dataset.prefix_layout import decode_prefixes, trajectory_starts
+from rollout_io.dataset.sources import changed, state_of
 from rollout_io.dataset.storage import Location, find_shards
-from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
+from schemas.checker import (
+    DECODE_COLUMNS,
+    check_references,
+    misnamed_columns,
+    raise_errors,
+    unreadable_text,
+)
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import ConfigError, InputError, InvariantError
 from schemas.extras import requires_extra
@@ -268,8 +275,8 @@ def stored_tables(path: PathLike) -> Iterator[pa.Table]:
     for shard in _open_shards(path):
         is_named = len(set(shard.names)) == len(shard.names) and "trajectory_id" in shard.names
         cut = is_named and not shard.aligned
-        whole = (table for _, table in shard.row_groups(shard.names))
-        for stored in _align([shard], shard.names) if cut else whole:
+        whole = (table for _, table in shard.row_groups(shard.names, is_checked=False))
+        for stored in _align([shard], shard.names, whole) if cut else whole:
             decodes = shard.encoded and not len(check_references(stored))
             yield decode_prefixes(stored) if decodes else stored
 
@@ -281,6 +288,7 @@ class _Shard:
         self, location: Location, file: pq.ParquetFile, partition: Mapping[str, pa.Scalar]
     ) -> None:
         self.location, self._footer, self._partition = location, file.metadata, partition
+        self._state = state_of(location) if location.is_local else None
         self.num_rows: int = file.metadata.num_rows
         self.pairs = file.metadata.metadata or {}
         self._stored: list[str] = file.schema_arrow.names
@@ -314,13 +322,20 @@ class _Shard:
         return [self._footer.row_group(i).num_rows for i in range(self._footer.num_row_groups)]
 
     def row_groups(
-        self, names: Sequence[str], predicate: pl.Expr | None = None
+        self,
+        names: Sequence[str],
+        predicate: pl.Expr | None = None,
+        *,
+        is_checked: bool = True,
     ) -> Iterator[tuple[int, pa.Table]]:
         """Yield row groups in their stored layout, upgraded to the current schema version.
 
         Row groups in which no row satisfies `predicate` are skipped. If it limits the ids, most are
         skipped without being read (`rollout_io.dataset.id_filters`). List and string columns have
         plain types, even if the file has large or view types.
+
+        Raises:
+            ValidationError: `columns_and_types`: a text is not UTF-8, and `is_checked` is true.
         """
         numbers: Sequence[int] = range(self._footer.num_row_groups)
         if predicate is not None and not self._partition:
@@ -329,7 +344,7 @@ class _Shard:
         with self._opened() as file:
             for index in numbers:
                 if predicate is None or self._keeps_some(file, index, predicate):
-                    yield index, self._row_group(file, index, names)
+                    yield index, self._row_group(file, index, names, is_checked=is_checked)
 
     def row_group(self, index: int, names: Sequence[str]) -> pa.Table:
         """Return one row group, in the same form as `row_groups`."""
@@ -340,17 +355,32 @@ class _Shard:
     def _opened(self) -> Iterator[pq.ParquetFile]:
         with ExitStack() as stack:
             with _readable(self.location):
+                if self.location.is_local and state_of(self.location) not in (
+                    self._state,
+                    None,
+                ):
+                    raise changed(self.location.path, "replaced or rewritten")
                 source = stack.enter_context(_source(self.location))
                 footer = self._footer
                 file = pq.ParquetFile(source, metadata=footer, page_checksum_verification=True)
             yield file
 
-    def _row_group(self, file: pq.ParquetFile, index: int, names: Sequence[str]) -> pa.Table:
+    def _row_group(
+        self,
+        file: pq.ParquetFile,
+        index: int,
+        names: Sequence[str],
+        *,
+        is_checked: bool = True,
+    ) -> pa.Table:
         with _readable(self.location, index):
             # Threads that read through a Python file object can outlive the interpreter.
             stored = [name for name in names if name in self._stored]
             table = file.read_row_group(index, columns=stored, use_threads=self.location.is_local)
-            table = plain_table(upgraded(table, self.pairs))
+            # A name with dots also selects the fields of a struct, and "a" also selects "a.b".
+            table = plain_table(upgraded(table.select(stored), self.pairs))
+            if is_checked:
+                raise_errors(unreadable_text(table), self.location.path)
         values = {name: value for name, value in self._partition.items() if name in names}
         where = f"{self.location.path}, row group {index}"
         return with_partition(table, values, where) if values else table
@@ -508,7 +538,9 @@ def _tables(
         yield empty
 
 
-def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]:
+def _align(
+    shards: Sequence[_Shard], names: Sequence[str], given: Iterable[pa.Table] | None = None
+) -> Iterator[pa.Table]:
     """Regroup the tables of other programs' files so that no trajectory spans two tables."""
     keyed = list(dict.fromkeys([*names, "trajectory_id"]))
     for shard in shards:
@@ -517,15 +549,14 @@ def _align(shards: Sequence[_Shard], names: Sequence[str]) -> Iterator[pa.Table]
             hint = f"run `rollouts validate {where}` to list every error"
             raise InvariantError("columns_and_types", where, got, "", hint)
     rest: pa.Table | None = None
-    for shard in shards:
-        for table in shard.tables(keyed):
-            parts = [table] if rest is None else [rest, table]
-            whole = pa.concat_tables(parts, promote_options="permissive")
-            starts = trajectory_starts(whole)
-            cut = int(starts[-1]) if len(starts) else 0
-            if cut:
-                yield whole.slice(0, cut).select(names)
-            rest = whole.slice(cut)
+    for table in given or (table for shard in shards for table in shard.tables(keyed)):
+        parts = [table] if rest is None else [rest, table]
+        whole = pa.concat_tables(parts, promote_options="permissive")
+        starts = trajectory_starts(whole)
+        cut = int(starts[-1]) if len(starts) else 0
+        if cut:
+            yield whole.slice(0, cut).select(names)
+        rest = whole.slice(cut)
     if rest is not None and rest.num_rows:
         yield rest.select(names)
 

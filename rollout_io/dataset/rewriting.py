@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from operator import add
 from typing import Any
@@ -26,6 +26,7 @@ from rollout_io.dataset.local_files import LocalFiles
 from rollout_io.dataset.opening import digest_of
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces, read_layout
+from rollout_io.dataset.sources import Sources
 from rollout_io.dataset.storage import Location, find_shards, occupied, refuse_inside
 from rollout_io.dataset.writer import RolloutWriter
 from schemas.checker import Checker, ValidationError
@@ -61,6 +62,7 @@ def rewrite(
     layout: Layout | None = None,
     workers: Workers | None = None,
     progress: Progress | None = None,
+    sources: Sources | None = None,
 ) -> Counts:
     """Apply `transform` to each row group of a dataset, and write the results as a new dataset.
 
@@ -76,12 +78,15 @@ def rewrite(
         layout: Layout of the new dataset; None: the layout of `dataset`.
         workers: Processes that do the work; None: this process.
         progress: Called with the number of rows read since the last call.
+        sources: The dataset as it was before the caller read anything from it.
 
     Raises:
         ValidationError: The dataset breaks a named invariant; nothing is written.
-        InputError: `out_is_free`: `out` already contains a dataset, or is inside `dataset`.
+        InputError: `out_is_free`: `out` already contains a dataset, or is inside `dataset`;
+            `input_file`: the dataset changed while it was read.
     """
     refuse_inside(out, dataset)
+    read_from = sources or Sources(dataset)
     staging, workers = Staging(out), workers or Workers()
     report = progress or (lambda _num_rows: None)
     layout = layout or read_layout(dataset)
@@ -89,26 +94,26 @@ def rewrite(
     identity = {"made": made, "shards": _states(dataset)}
     with staging.resumable():
         shards = staging.out.datasets()
-        if shards and not staging.is_publishing(identity):
+        if shards and not staging.may_be_publishing(identity):
             raise occupied(staging.where, len(shards))
         staging.begin(identity)
-        sources = pieces(dataset)
-        done = _earlier(staging, len(sources))
-        checkers = {i: structure_of(sources[i]) for i in done}
+        parts = pieces(dataset)
+        facts = [made, [state for _, state in identity["shards"]]]
+        whole = Part.of(facts, num_parts=len(parts))
+        done = {i: Counts(**report) for i, report in staging.resume(whole).items()}
+        checkers = {i: structure_of(parts[i]) for i in done}
         for counts in done.values():
             report(counts.num_rows_before)
         job = partial(_rewrite_piece, transform, metadata, layout, decode)
-        missing = [i for i in range(len(sources)) if i not in done]
-        facts = [made, [state for _, state in identity["shards"]]]
-        tasks = [
-            (sources[i], staging.chunk_path(i), Part.of(facts, i, len(sources))) for i in missing
-        ]
+        missing = [i for i in range(len(parts)) if i not in done]
+        tasks = [(parts[i], staging.chunk_path(i), replace(whole, index=i)) for i in missing]
         with _named_by_the_whole(dataset), closing(_run(job, tasks, workers, report)) as results:
             for index, (counts, checker) in results:
                 staging.finish_chunk(missing[index], asdict(counts))
                 done[missing[index]], checkers[missing[index]] = counts, checker
-        refuse_split(dataset, [checkers[i] for i in range(len(sources))])
-        staging.publish(len(sources))
+        refuse_split(dataset, [checkers[i] for i in range(len(parts))])
+        read_from.refuse_changed()
+        staging.publish(whole)
     return sum(done.values(), Counts())
 
 
@@ -161,12 +166,6 @@ def _rewrite_piece(
             raise
         raise ValidationError.of(error.breaches, f"the result for {source}") from None
     return counts, checker
-
-
-def _earlier(staging: Staging, num: int) -> dict[int, Counts]:
-    """Return the counts of the pieces that an interrupted run finished."""
-    found = {i: staging.report(i) for i in range(num)}
-    return {i: Counts(**report) for i, report in found.items() if report is not None}
 
 
 def _states(dataset: str) -> list[Any]:

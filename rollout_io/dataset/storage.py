@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_io.dataset.atomic_files import settle
+from rollout_io.dataset.atomic_files import settle, settle_new
 from rollout_io.dataset.local_files import LocalFiles, local_path
 from rollout_io.dataset.opening import similar_path
 from rollout_io.dataset.remote_files import RemoteFiles
@@ -211,6 +211,11 @@ def refuse_inside(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) 
         raise InputError("out_is_free", os.fspath(out), got, "", "choose an --out outside of it")
 
 
+def shard_name(index: int, tag: str = "") -> str:
+    """Return the file name of a shard; appended shards have a tag."""
+    return f"{SHARD_PREFIX}{index:05d}{tag}{SHARD_SUFFIX}"
+
+
 def temporary(final: Location) -> Location:
     """Return a temporary path beside `final` that no reader mistakes for a shard."""
     folder, name = posixpath.split(final.path)
@@ -220,14 +225,24 @@ def temporary(final: Location) -> Location:
 def publish(written: Location, final: Location) -> None:
     """Rename a complete file to its final name; a local file is synced before and after.
 
+    A local file is never replaced. A store has no such operation: there, a file that another writer
+    publishes at the same moment may be replaced.
+
     Raises:
         InputError: `out_is_free`: another writer has already published a file of this name.
     """
-    if final.fs.exists(final.path):
+    is_taken = not written.is_local and final.fs.exists(final.path)
+    if written.is_local:
+        try:
+            settle_new(Path(written.path), Path(final.path))
+        except FileExistsError:
+            is_taken = True
+    elif not is_taken:
+        written.fs.mv(written.path, final.path)
+    if is_taken:
         got = "a different writer has already written this file"
         hint = "pass append=True to writers that share a directory"
         raise InputError("out_is_free", final.path, got, "", hint)
-    move(written, final)
 
 
 def move(written: Location, final: Location) -> None:

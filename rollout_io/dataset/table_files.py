@@ -8,6 +8,7 @@ from pathlib import Path
 import polars as pl
 
 from rollout_io.dataset.atomic_files import whole, writable
+from rollout_io.dataset.locking import destination
 from schemas.errors import InputError
 
 
@@ -30,10 +31,9 @@ def write_table(table: pl.DataFrame, out: str) -> None:
     """Write a table atomically to a new Parquet file, and create its parent directories.
 
     Raises:
-        InputError: `out_is_free`: the path exists; `output_file`: it cannot be written.
+        InputError: `out_is_free`: the path exists, or another process is writing to it; `output_file`: it cannot be written.
     """
-    check_table_out(out)
-    with writable(out):
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        with whole(Path(out)) as partial:
+    with destination(out, noun="path"):
+        check_table_out(out)
+        with writable(out), whole(Path(out), is_new=True) as partial:
             table.write_parquet(partial)

@@ -15,13 +15,15 @@ import pyarrow.parquet as pq
 from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.footer import Part, Place, Places, seal
 from rollout_io.dataset.id_filters import IdFilters
+from rollout_io.dataset.leftovers import mark_alive, remove_leftovers
+from rollout_io.dataset.locking import Destination
 from rollout_io.dataset.prefix_layout import encode_prefixes, trajectory_starts
 from rollout_io.dataset.storage import (
     SHARD_PREFIX,
-    SHARD_SUFFIX,
     Location,
     occupied,
     publish,
+    shard_name,
     temporary,
 )
 from schemas.checker import Checker, misnamed_columns, raise_errors
@@ -67,7 +69,8 @@ class RolloutWriter:
 
     Raises:
         InputError: `out_is_free`: the path already contains a dataset, and `append` is false or the
-            dataset is partitioned (`rollout_io.dataset.partitions`).
+            dataset is partitioned (`rollout_io.dataset.partitions`); or `append` is false and another
+            process is writing to the path.
         ValidationError: From `write` or `close`; everything written is removed.
 
     Example:
@@ -104,8 +107,16 @@ class RolloutWriter:
         self._part, self._stands_alone = part, append
         self._places: Places | None = None
         self._published: list[Location] = []
+        # Appended shards have names of their own, and parts have directories of their own.
+        self._held = None if append or part is not None else Destination(path)
         self._made_folder = not self._location.fs.exists(self._location.path)
-        existing = [] if self._made_folder else self._existing(append=append)
+        try:
+            existing = [] if self._made_folder else self._existing(append=append)
+        except BaseException:
+            self._release()
+            raise
+        if self._held is not None:
+            remove_leftovers(self._location)
         self._next_index = 1 + max((_index_of(p) for p in existing), default=-1)
         self._tag = f"-{os.urandom(4).hex()}" if append else ""
 
@@ -170,6 +181,11 @@ class RolloutWriter:
             self.abort()
             raise
         self._is_open = False
+        self._release()
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held.release()
 
     def _refuse_if_closed(self) -> None:
         if not self._is_open:
@@ -188,6 +204,7 @@ class RolloutWriter:
         folder = self._location
         if self._made_folder and folder.fs.isdir(folder.path) and not folder.fs.ls(folder.path):
             folder.fs.rmdir(folder.path)
+        self._release()
 
     def _flush(self, *, final: bool) -> None:
         if not self._pending:
@@ -223,7 +240,7 @@ class RolloutWriter:
                 given = self._part
                 self._places = Places(given) if given else Places.of_whole(pairs, table)
             schema = table.schema.with_metadata(pairs)
-            name = f"{SHARD_PREFIX}{self._next_index:05d}{self._tag}{SHARD_SUFFIX}"
+            name = shard_name(self._next_index, self._tag)
             self._shard = _Shard(self._location, self._location.join(name), schema)
             self._next_index += 1
         self._shard.write(table)
@@ -251,6 +268,8 @@ class _Shard:
         with _writable(final):
             folder.fs.makedirs(folder.path, exist_ok=True)
             self._file = folder.fs.open(self._temporary.path, "wb")
+            if folder.is_local:
+                mark_alive(self._file)
         try:
             self._writer = self._open(self._stored)
         except BaseException:

@@ -37,8 +37,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     """
     del failed
     statistics, schema = Statistics(), pa.schema([])
-    metadata = read_metadata(dataset)
     with new_export(out, dataset) as folder:
+        metadata = read_metadata(dataset)
         folder.mkdir()
         (folder / "data").mkdir()
         with _Shards(folder / "data", metadata) as shards:

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from rollout_io.dataset.reader import iter_tables, read_metadata, shard_sizes
 from rollout_io.dataset.rewriting import rewrite
+from rollout_io.dataset.sources import Sources
 from rollout_io.formats.exporting.export_files import refuse_taken
 from rollout_io.formats.exporting.export_rows import Exported, Failed, PathLike
 
@@ -36,12 +37,15 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     del failed
     if Path(out).is_file():
         refuse_taken(out, dataset)
+    sources = Sources(dataset)
     schema = next(iter(iter_tables(dataset))).schema
     if not any(shard_sizes(dataset).values()):
         Exported().close(dataset)
     source, target = os.fspath(dataset), os.fspath(out)
     complete = partial(_with_all_columns, schema)
-    counts = rewrite(source, target, complete, read_metadata(dataset), layout="full")
+    counts = rewrite(
+        source, target, complete, read_metadata(dataset), layout="full", sources=sources
+    )
     return Exported(num_rows_read=counts.num_rows_before, num_rows_written=counts.num_rows_after)
 
 

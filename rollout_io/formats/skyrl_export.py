@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollout_io.dataset.reader import read, read_metadata
-from rollout_io.formats.exporting.export_files import refuse_taken
+from rollout_io.formats.exporting.export_files import new_export
 from rollout_io.formats.exporting.export_rows import (
     FAILED,
     IN_FAILED_GROUP,
@@ -22,7 +22,7 @@ from rollout_io.formats.exporting.export_rows import (
     Failures,
     PathLike,
 )
-from rollout_io.formats.skyrl_generator_output import write_generator_output
+from rollout_io.formats.skyrl_generator_output import generator_output_text
 from rollout_io.formats.skyrl_output_columns import METRICS_KEY, TIMES
 from schemas.errors import count
 
@@ -46,11 +46,11 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     Raises:
         RolloutError: `out_is_free`: `out` exists; or any error of `to_generator_output`.
     """
-    refuse_taken(out, dataset)
-    table = read(dataset)
-    outcome = read_metadata(dataset).outcome or "last"
-    write_generator_output(_with_metrics(table, dataset), out, failed, outcome)
-    found = Failures.of(dataset, failed)
+    with new_export(out, dataset) as path:
+        table, found = read(dataset), Failures.of(dataset, failed)
+        outcome = read_metadata(dataset).outcome or "last"
+        text = generator_output_text(_with_metrics(table, dataset), out, failed, outcome)
+        path.write_text(text, encoding="utf-8")
     masked, last = found.masked(table), np.asarray(table.column("is_last_step"))
     done = Exported(num_rows_read=table.num_rows)
     done.num_rows_written = int((~masked | last).sum())

@@ -148,15 +148,22 @@ def write_generator_output(
     outcome: Outcome = "last",
 ) -> None:
     """Write a table as a GeneratorOutput in JSON; an error leaves no partial file."""
+    text = generator_output_text(table, file, failed, outcome)
+    with replaced_export(file) as path:
+        path.write_text(text, encoding="utf-8")
+
+
+def generator_output_text(
+    table: Any, file: str | os.PathLike[str], failed: Failed, outcome: Outcome
+) -> str:
+    """Return the text that `write_generator_output` writes to `file`."""
     output = to_generator_output(table, failed, outcome)
     try:
-        text = json.dumps(output, allow_nan=False, separators=(",", ":"), default=asdict)
+        return json.dumps(output, allow_nan=False, separators=(",", ":"), default=asdict) + "\n"
     except ValueError:
         hint = "drop the metric, or replace NaN and infinity"
         got = "cannot write NaN or infinity as JSON"
         raise InputError("json_number", os.fspath(file), got, hint=hint) from None
-    with replaced_export(file) as path:
-        path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_generator_output(

@@ -63,11 +63,12 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     """
     with requires_extra("train", "--format slime"):
         import torch
-    failures, done, groups = Failures.of(dataset, failed), Exported(), Groups()
+    done, groups = Exported(), Groups()
     uniform = Uniform(dataset, ["rollout_logprobs", ROUTES])
     samples: list[dict[str, Any]] = []
     num_removed = 0
     with new_export(out, dataset) as path:
+        failures = Failures.of(dataset, failed)
         for piece in declared_tables(dataset):
             is_failed, masked = failures.failed(piece), failures.masked(piece)
             healthy = piece.filter(pa.array(~masked))

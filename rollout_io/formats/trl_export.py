@@ -48,9 +48,9 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         RolloutError: A reward is null; only some rows have log-probabilities; `out` exists; a user
             column has a name that the export uses.
     """
-    failures, uniform = Failures.of(dataset, failed), Uniform(dataset, ["rollout_logprobs"])
-    done, groups = Exported(), Groups()
+    uniform, done, groups = Uniform(dataset, ["rollout_logprobs"]), Exported(), Groups()
     with new_export(out, dataset) as path, ParquetFile(path) as file:
+        failures = Failures.of(dataset, failed)
         for piece in declared_tables(dataset):
             table = failures.leave_out(piece, done)
             uniform.check(table)

@@ -60,9 +60,9 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     Example:
         A row with response ids [7, 8, 9], reward 0.5 and no `rewards` has rm_scores [0, 0, 0.5].
     """
-    failures, done = Failures.of(dataset, failed), Exported()
-    uniform = Uniform(dataset, ["rollout_logprobs", ROUTES])
+    uniform, done = Uniform(dataset, ["rollout_logprobs", ROUTES]), Exported()
     with new_export(out, dataset) as path, ParquetFile(path) as file:
+        failures = Failures.of(dataset, failed)
         for piece in declared_tables(dataset):
             table = failures.leave_out(piece, done)
             uniform.check(table)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from rollout_io.dataset.atomic_files import whole, writable
+from rollout_io.dataset.locking import destination
 from rollout_io.terminal import Bar
 from schemas.errors import ConfigError, InputError, count
 from schemas.token_records import token_record_path
@@ -356,9 +357,7 @@ def _refuse_taken(out: Path, run: Path) -> None:
 def _write(out: Path, run: TrainingRun) -> None:
     """Write the policy, and the critic in `critic/`, in the layout of a checkpoint."""
     unwrap = run.learner.accelerator.unwrap_model
-    with writable(str(out)):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with whole(out) as partial:
-            write_model(partial, unwrap(run.learner.policy).model, run.checkpoints.source)
-            if run.critic is not None:
-                unwrap(run.critic.critic).save(partial / "critic")
+    with destination(out), writable(str(out)), whole(out) as partial:
+        write_model(partial, unwrap(run.learner.policy).model, run.checkpoints.source)
+        if run.critic is not None:
+            unwrap(run.critic.critic).save(partial / "critic")

@@ -7,13 +7,13 @@ import difflib
 import errno
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from rollout_io.dataset.locking import lock
+from rollout_io.dataset.locking import destination
 from schemas.errors import ConfigError, InputError, count
 from trainer.config.train_config import TrainConfig
 from trainer.run.checkpoint import latest_checkpoint
@@ -34,7 +34,6 @@ MAY_CHANGE = {
 are fixed if the learning rate decays towards the last update."""
 _HINT = "resume with the configuration of the run, or start a new run"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 def fixed_keys(config: TrainConfig) -> set[str]:
@@ -154,28 +153,23 @@ def lines_to_keep(path: Path, num_lines: int) -> bytes:
 
 @contextmanager
 def alone_in(out: Path) -> Iterator[None]:
-    """Keep other processes from training in the same directory, if its filesystem supports locks.
+    """Keep other processes from writing to the same directory, if its filesystem supports locks.
 
     Raises:
-        InputError: Another process is training in the directory.
+        InputError: `run_in_use`: another process is training in the directory, or writing to it.
     """
-    try:
-        held = lock(out / ".lock")
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
+    with ExitStack() as held:
+        try:
+            held.enter_context(destination(out))
+        except InputError as error:
+            if error.rule != "out_is_free":
+                raise
+            got, hint = (
+                "another process is training in this directory, or writing to it",
+                "wait for it to end, or stop it",
+            )
+            raise InputError("run_in_use", str(out), got, hint=hint) from None
         yield
-        return
-    if held is None:
-        got, hint = (
-            "another process is training in this directory",
-            "wait for it to end, or stop it",
-        )
-        raise InputError("run_in_use", str(out), got, hint=hint)
-    try:
-        yield
-    finally:
-        held.release()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 
 from rollout_io.dataset.atomic_files import whole, writable
 from rollout_io.dataset.footer import seal
+from rollout_io.dataset.locking import destination
+from rollout_io.dataset.sources import refuse_changed
 from rollout_io.dataset.storage import refuse_inside
 from schemas.errors import ConfigError, InputError
 from schemas.types import cast_column
@@ -28,17 +30,27 @@ def new_export(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> 
             written.
     """
     refuse_taken(out, dataset)
-    with replaced_export(out) as path:
-        yield path
+    with _export(out, is_new=True) as path:
+        refuse_taken(out, dataset)  # another writer may have finished before this one locked it
+        with refuse_changed(dataset):
+            yield path
 
 
 @contextmanager
 def replaced_export(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Like `new_export`, but replace an existing file."""
-    target = Path(out)
-    hint = f"check that the directory is writable: ls -ld {target.parent}"
-    with writable(os.fspath(out), hint), whole(target, f"{os.getpid()}.tmp") as path:
+    with _export(out, is_new=False) as path:
         yield path
+
+
+@contextmanager
+def _export(out: str | os.PathLike[str], *, is_new: bool) -> Iterator[Path]:
+    target = Path(out).absolute()
+    hint = f"check that the directory is writable: ls -ld {Path(out).parent}"
+    with writable(os.fspath(out), hint), ExitStack() as stack:
+        target.parent.stat()  # the lock would create it
+        stack.enter_context(destination(out, noun="path"))
+        yield stack.enter_context(whole(target, is_new=is_new))
 
 
 def refuse_taken(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> None:
