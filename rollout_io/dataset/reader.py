@@ -378,7 +378,8 @@ class _Shard:
             stored = [name for name in names if name in self._stored]
             table = file.read_row_group(index, columns=stored, use_threads=self.location.is_local)
             # A name with dots also selects the fields of a struct, and "a" also selects "a.b".
-            table = plain_table(upgraded(table.select(stored), self.pairs))
+            kept = [i for i, name in enumerate(table.column_names) if name in stored]
+            table = plain_table(upgraded(table.select(kept), self.pairs))
             if is_checked:
                 raise_errors(unreadable_text(table), self.location.path)
         values = {name: value for name, value in self._partition.items() if name in names}
