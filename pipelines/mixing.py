@@ -11,7 +11,7 @@ import polars as pl
 
 from pipelines.filtering.filters import lot
 from pipelines.rewards import place_token_rewards
-from pipelines.tables import Frame, as_lazy
+from pipelines.tables import Frame, as_lazy, exact_column
 from schemas.errors import ConfigError, InputError, InvariantError, count, first_of
 
 _POSITION = "position in the mixture"
@@ -158,12 +158,19 @@ def _draw(ids: pl.DataFrame, num_groups: int, seed: int) -> pl.DataFrame:
 def _interleaved(
     frames: Mapping[str, pl.LazyFrame], drawn: Mapping[str, pl.DataFrame], *, prefix_names: bool
 ) -> pl.LazyFrame:
-    schema = _common_schema(frames)
+    schema, position = _common_schema(frames), _POSITION
+    while position in schema:  # a user column may have any name
+        position += "'"
     parts = [
-        _place(frames[name], places, schema, f"{name}/" if prefix_names else "")
+        _place(
+            frames[name],
+            places.rename({_POSITION: position}),
+            schema,
+            f"{name}/" if prefix_names else "",
+        )
         for name, places in _positions(drawn).items()
     ]
-    return reduce(lambda a, b: a.merge_sorted(b, key=_POSITION), parts).drop(_POSITION)
+    return reduce(lambda a, b: a.merge_sorted(b, key=position), parts).drop(position)
 
 
 def _positions(drawn: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
@@ -208,7 +215,7 @@ def _place(
     """Select the drawn rows of one dataset, with positions, cast to the common schema."""
     present = frame.collect_schema()
     columns = [
-        (pl.col(name) if name in present else pl.lit(None)).cast(kind).alias(name)
+        (exact_column(name) if name in present else pl.lit(None)).cast(kind).alias(name)
         for name, kind in schema.items()
     ]
     drawn = frame.select(columns).join(

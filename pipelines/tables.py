@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
@@ -35,6 +36,12 @@ def as_lazy(frame: Frame) -> pl.LazyFrame:
     data = frame if isinstance(frame, pl.DataFrame) else pl.from_arrow(frame)
     assert isinstance(data, pl.DataFrame)
     return data.lazy()
+
+
+def exact_column(name: str) -> pl.Expr:
+    """Select the column of exactly this name: `pl.col` takes "*" and "^...$" for patterns."""
+    is_pattern = name == "*" or (name.startswith("^") and name.endswith("$"))
+    return pl.col(f"^{re.escape(name)}$") if is_pattern else pl.col(name)
 
 
 def over_tables(frame: Frame, transform: Transform) -> pl.LazyFrame:

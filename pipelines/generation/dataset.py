@@ -71,7 +71,8 @@ class GroupWriter:
     def __init__(
         self, out: str, tasks: Sequence[Task], metadata: DatasetMetadata, config: GenerateConfig
     ) -> None:
-        self._out = os.fspath(out)
+        place = Location.of(out)  # absolute, because environments and agents may call os.chdir
+        self._out = place.path if place.is_local else os.fspath(out)
         self._metadata = metadata.made(VERB, config=identity(config))
         self._groups_per_shard = config.groups_per_shard
         self._order = {task.trajectory_id: index for index, task in enumerate(tasks)}

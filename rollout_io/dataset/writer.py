@@ -356,7 +356,9 @@ def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
     Token ids and log-probabilities are split by byte significance, which compresses them better and
     faster than a dictionary.
     """
+    # A user column may have the name of a list's elements.
     split = [f.name for f in schema if f.name in _SPLIT]
+    split = [name for name in split if f"{name}.list.element" not in schema.names]
     dictionary = [path for f in schema if f.name not in split for path in _leaves(f.name, f.type)]
     return dictionary, {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in split}
 

@@ -1,8 +1,8 @@
 """Of two writers to one destination the second is refused, and no writer touches what others own."""
 
 import json
-import os
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -191,6 +191,14 @@ def forge_linked_files(staging, foreign):
         (staging / "inputs").symlink_to(foreign)
 
 
+@contextmanager
+def suppress_rollout_error(rules):
+    try:
+        yield
+    except RolloutError as error:
+        rules.append(error.rule)
+
+
 FORGED = [
     *(forge_publishing, forge_shard, forge_swapped_shard, forge_report),
     *(forge_linked_chunk, forge_linked_shard, forge_linked_files),
@@ -207,16 +215,13 @@ def test_forged_bookkeeping_moves_deletes_and_publishes_nothing_of_others(
     killed(log, out, moves)
     forge(out / ".converting", foreign)
     before = {path.name: path.read_bytes() for path in foreign.iterdir()}
-    try:
+    rules = []
+    with suppress_rollout_error(rules):
         convert([log], out, CHOICES, chunk_bytes=1)
-    except RolloutError as error:
-        assert error.rule == "out_is_free"
-        assert moves
-        shards = sorted(out.glob("*.parquet"))
-        assert [rollout_io.read(shard)["instance_id"].to_pylist() for shard in shards] == [["a"]]
-    else:
-        assert rollout_io.read(out)["trajectory_id"].to_pylist() == ["a_0", "a_1", "a_2"]
-        assert len(list(out.glob("*.parquet"))) == 3
+    shards = sorted(out.glob("*.parquet"))
+    found = [rollout_io.read(shard)["trajectory_id"].to_pylist() for shard in shards]
+    refused = moves and rules == ["out_is_free"] and found == [["a_0"]]
+    assert refused or (not rules and found == [["a_0"], ["a_1"], ["a_2"]])
     assert {path.name: path.read_bytes() for path in foreign.iterdir()} == before
 
 
@@ -247,9 +252,9 @@ def test_a_link_in_place_of_the_staging_directory_is_refused(tmp_path, foreign):
     log, out = write(tmp_path / "log", call("a/0")), tmp_path / "out"
     out.mkdir()
     (out / ".converting").symlink_to(foreign)
-    before = sorted(os.listdir(foreign))
+    before = sorted(foreign.iterdir())
     assert refusal([log], out, CHOICES).rule == "out_is_free"
-    assert sorted(os.listdir(foreign)) == before
+    assert sorted(foreign.iterdir()) == before
     assert Staging(out).out.path == str(out)
 
 
@@ -263,7 +268,7 @@ def test_a_source_that_is_replaced_during_a_read_is_refused(verb, given, monkeyp
     check = Sources.refuse_changed
 
     def replaced(self):
-        os.replace(other / "part-00000.parquet", given["ds"] / "part-00000.parquet")
+        (other / "part-00000.parquet").replace(given["ds"] / "part-00000.parquet")
         check(self)
 
     monkeypatch.setattr(Sources, "refuse_changed", replaced)
@@ -271,7 +276,8 @@ def test_a_source_that_is_replaced_during_a_read_is_refused(verb, given, monkeyp
     assert code == 1
     if "[reward_known]" not in said:
         assert "the file was replaced or rewritten while it was read. [input_file]" in said
-    assert not list(Path(given["out"]).glob("*.parquet")) and not given["out"].is_file()
+    assert not list(Path(given["out"]).glob("*.parquet"))
+    assert not given["out"].is_file()
 
 
 def test_text_that_is_not_utf_8_is_refused_by_name(given, capsys):
