@@ -95,8 +95,10 @@ class Journal:
         An incomplete last line is removed; its write was never confirmed to a client.
         """
         found: dict[str, Recovered] = {}
+        self._refuse_links()
         for gone in self._root.glob("*.done"):
-            shutil.rmtree(gone, ignore_errors=True)
+            if gone.name.removesuffix(".done").isdigit():
+                shutil.rmtree(gone, ignore_errors=True)
         for number in self.folders():
             for path in (self._path(number, file) for file in _FILES):
                 self._sizes[path] = _cut_to_lines(path)
@@ -105,6 +107,18 @@ class Journal:
             found |= {n: s for n, s in self._sessions(number) if n not in written}
             self.folder = number + 1
         return found
+
+    def _refuse_links(self) -> None:
+        """Check that the logs are no links: lines are cut off and appended here.
+
+        Raises:
+            InputError: `journal`: a file or directory of the journal is a symbolic link.
+        """
+        for number in self.folders():
+            logs = [self._path(number, file) for file in _FILES]
+            for path in (self._root, logs[0].parent, *logs):
+                if path.is_symlink():
+                    raise InputError("journal", str(path), "a symbolic link", "a file", "remove it")
 
     def _sessions(self, number: int) -> Iterator[tuple[str, Recovered]]:
         sessions: dict[str, Recovered] = {}

@@ -122,7 +122,7 @@ def latest_checkpoint(out: Path) -> Path | None:
 def discard_after(out: Path, global_step: int) -> None:
     """Delete checkpoints of later updates, and incomplete checkpoints of killed runs."""
     for path in (out / "checkpoints").glob(f".{PREFIX}*"):
-        shutil.rmtree(path)
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
     for path in _checkpoints(out):
         if _step(path) > global_step:
             remove_directory(path)
@@ -156,6 +156,9 @@ def _step(path: Path) -> int:
 
 def remove_directory(path: Path) -> None:
     """Rename a directory before deleting it, so that no checkpoint is ever half deleted."""
+    if path.is_symlink():
+        path.unlink()
+        return
     removed = path.with_name(f".{path.name}.removed")
     shutil.rmtree(removed, ignore_errors=True)
     path.rename(removed)

@@ -155,7 +155,7 @@ def write_token_records(out: Path, global_step: int, records: pa.Table) -> None:
 
 def discard_token_records(out: Path, global_step: int) -> None:
     """Delete the records of later updates, and incomplete files of killed runs."""
-    for path in (out / TOKENS).glob(".*"):
+    for path in (out / TOKENS).glob(".*.parquet.partial"):
         path.unlink()
     for later in token_record_steps(out):
         if later > global_step:
