@@ -271,7 +271,7 @@ def _holds_text(kind: pa.DataType) -> bool:
     if pa.types.is_nested(kind):
         return any(_holds_text(kind.field(i).type) for i in range(kind.num_fields))
     is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return is_string or pa.types.is_string_view(kind)
+    return bool(is_string or pa.types.is_string_view(kind))
 
 
 def _is_text(values: pa.Array | pa.ChunkedArray) -> bool:
