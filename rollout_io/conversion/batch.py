@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,6 +24,7 @@ from rollout_io.conversion.text import Retokenizer, is_of_tokenizer, with_tokens
 from rollout_io.formats.base import Adapter, Input, Options, Place, Rejected, Run, Trajectory
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.parsing.records import INCOMPLETE
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.checker import Checker
@@ -68,6 +70,7 @@ class Reader:
         rejected: Records of runs that could not be read.
         routing: (layers, experts per token) of the log, from the first run with routing.
         compared: Ids of the trajectories whose token ids were compared with the text in the log.
+        notes: Notes about each trajectory (`rollout_io.formats.parsing.notes`), by its id.
     """
 
     settings: Settings
@@ -75,6 +78,7 @@ class Reader:
     rejected: list[Rejected] = field(default_factory=list)
     routing: tuple[int, int] | None = None
     compared: set[str] = field(default_factory=set)
+    notes: dict[str, Counter[str]] = field(default_factory=dict)
 
     def parts(self, runs: Sequence[Run]) -> Iterator[Part]:
         """Yield the runs and their rows in order; the rows are checked later, by `sound`."""
@@ -106,9 +110,10 @@ class Reader:
                     with contained(run.places[0].where if run.places else run.instance_id):
                         assert run.repetition_id is not None
                         logged = Trajectory(steps=[])
-                        if run.places:
-                            logged = self.settings.adapter.read(run, options)
-                        steps = with_tokens(logged, self.settings.retokenizer)
+                        with noted() as notes:
+                            if run.places:
+                                logged = self.settings.adapter.read(run, options)
+                            steps = with_tokens(logged, self.settings.retokenizer)
                         given = self.outcomes.get((run.instance_id, run.repetition_id))
                         settled = settle(run, logged, steps, given, options.reward)
                     tokenizer = self.settings.tokenizer
@@ -116,6 +121,8 @@ class Reader:
                         self.compared.add(settled.trajectory_id)
                     routes = [step.rollout_expert_indices for step in settled.steps]
                     self._take_routing([r.shape[1:] for r in routes if r is not None], run)
+                    if notes:
+                        self.notes[settled.trajectory_id] = notes
                     batch.append((run, settled))
                 except RolloutError as error:
                     if is_of_tokenizer(error, self.settings.retokenizer):

@@ -151,7 +151,7 @@ def convert_chunk(
                         continue
                     columns = known
                 if table.num_rows:
-                    report.summary.add(table, reader.compared)
+                    report.summary.add(table, reader.compared, reader.notes)
                     writer.write(table)
                 tell(0, table.num_rows)
             tell(num_bytes, 0)

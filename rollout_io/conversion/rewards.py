@@ -10,7 +10,12 @@ from typing import Any
 import msgspec
 
 from rollout_io.dataset.opening import open_input
-from rollout_io.formats.parsing.jsonl import decode_line, read_lines, type_error
+from rollout_io.formats.parsing.jsonl import (
+    decode_line,
+    read_lines,
+    type_error,
+    without_lone_surrogates,
+)
 from rollout_io.formats.parsing.naming import split_session
 from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
 from schemas.errors import InputError, RolloutError, raise_first
@@ -79,7 +84,7 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcom
         for line in read_lines(file):
             where = f"{name}:{line.number}"
             try:
-                session, outcome = _parse(decode_line(decoder, line.content, where), where)
+                session, outcome = _parse(_decode(decoder, line.content, where), where)
                 if session in outcomes:
                     raise second_line(session, outcomes[session], outcome)
                 outcomes[session] = outcome
@@ -88,6 +93,16 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcom
     if errors:
         raise_first(errors)
     return outcomes
+
+
+def _decode(
+    decoder: msgspec.json.Decoder[dict[str, Any]], content: bytes, where: str
+) -> dict[str, Any]:
+    if without_lone_surrogates(content) != content:
+        got = "a lone surrogate (half of a character), which no name of a run has"
+        hint = "write the name of the run as it is in the log"
+        raise InputError("json_line", where, got, "", hint)
+    return decode_line(decoder, content, where)
 
 
 def second_line(session: str, first: Outcome, second: Outcome) -> InputError:

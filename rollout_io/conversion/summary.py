@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -30,6 +31,8 @@ class Summary:
         formats: Number of runs found in the logs, by format.
         num_exact: Number of trajectories with token ids from an engine.
         num_compared: Number of these trajectories whose ids were compared with the text in the log.
+        notes: What the logs lack, or how their text was changed, with its count
+            (`rollout_io.formats.parsing.notes`).
         reasons: Reasons of the rejections, the most frequent first (`rejections.reasons`).
     """
 
@@ -50,6 +53,7 @@ class Summary:
     instances: set[str] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
     formats: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
     reasons: list[rejections.Reason] = field(default_factory=list)
 
     @property
@@ -63,12 +67,18 @@ class Summary:
         self.num_duplicates += sum(r.error.rule in rejections.DUPLICATES for r in rejected)
         self.reasons = rejections.merged(self.reasons, rejections.reasons(rejected))
 
-    def add(self, table: pa.Table, compared: AbstractSet[str] = frozenset()) -> None:
+    def add(
+        self,
+        table: pa.Table,
+        compared: AbstractSet[str] = frozenset(),
+        notes: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    ) -> None:
         """Add the counts of a table of complete trajectories.
 
         Args:
             table: Rows of the trajectories.
             compared: Ids of trajectories whose token ids were compared with the text in the log.
+            notes: Notes about trajectories, by their ids.
         """
         frame = pl.DataFrame(
             pl.from_arrow(table.select([n for n in _NAMES if n in table.column_names]))
@@ -82,6 +92,8 @@ class Summary:
         exact = set(frame.filter(_IS_CALL & ~_IS_TEXT)["trajectory_id"].unique())
         self.num_exact += len(exact)
         self.num_compared += len(exact & compared)
+        for name in notes and frame["trajectory_id"].unique():
+            self.notes = _added(self.notes, notes.get(name, {}))
         self.num_restarted += _num_restarted(table)
         self.numbers |= _numbers(table)
         self.instances |= set(frame["instance_id"].unique())
@@ -92,6 +104,8 @@ class Summary:
             ours, theirs = getattr(self, f.name), getattr(other, f.name)
             if f.name == "reasons":
                 self.reasons = rejections.merged(ours, theirs)
+            elif f.name == "notes":
+                self.notes = _added(ours, theirs)
             else:
                 total = ours | theirs if isinstance(ours, set | dict) else ours + theirs
                 setattr(self, f.name, total)
@@ -134,6 +148,7 @@ class Summary:
             "num_restarted": self.num_restarted,
             "num_exact": self.num_exact,
             "num_compared": self.num_compared,
+            "notes": dict(sorted(self.notes.items())),
         }
 
     def text(self, out: str) -> str:
@@ -161,6 +176,7 @@ class Summary:
             lines.append(
                 f"{_num(self.num_retokenized, 'row')} re-tokenized from text: ids are approximate"
             )
+        lines += [f"{what}: {number:,}" for what, number in sorted(self.notes.items())]
         if self.num_restarted:
             lines.append(
                 f"{_num(self.num_restarted, 'trajectory')} in which the first prompt recurs, "
@@ -256,6 +272,10 @@ _COUNTS = {
     "num_without_reward": (_IS_LAST & _IS_HEALTHY & pl.col("reward").is_null()).sum(),
     "reward_sum": pl.col("reward").filter(_IS_LAST & _IS_HEALTHY).sum(),
 }
+
+
+def _added(notes: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    return {what: notes.get(what, 0) + more.get(what, 0) for what in {**notes, **more}}
 
 
 def _num_restarted(table: pa.Table) -> int:

@@ -17,7 +17,7 @@ import msgspec
 from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.clues import explained
-from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
+from rollout_io.formats.parsing.jsonl import decode_line, decoded, refuse_lfs_pointer
 from rollout_io.formats.refused import REFUSED
 from rollout_io.plugins import Plugin, plugins
 from schemas.errors import ConfigError, InputError, RolloutError
@@ -164,7 +164,22 @@ def unknown_format(name: str, formats: Mapping[str, Adapter]) -> InputError:
 
 def explanation(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
     """Return an error that explains why an input matches no format; None if the cause is unknown."""
-    return explained(name, path) or _nearest(name, path, formats)
+    return explained(name, path) or _nearest(name, path, formats) or _damaged(name, path)
+
+
+def _damaged(name: str, path: Path) -> InputError | None:
+    """Return the error for a file of JSON lines whose first lines are all invalid JSON."""
+    found: InputError | None = None
+    for number, line in enumerate(first_lines(path), 1):
+        if not line.lstrip().startswith(b"{") or not line.rstrip().endswith(b"}"):
+            return None
+        try:
+            decode_line(_OBJECT, line, f"{name}:{number}")
+        except InputError as error:
+            found = found or error
+        else:
+            return None
+    return found
 
 
 def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
@@ -192,7 +207,7 @@ def _first_keys(path: Path) -> dict[str, msgspec.Raw]:
     """Return the keys and values of the first line that is a JSON object; empty if none is."""
     for line in first_lines(path):
         try:
-            return _OBJECT.decode(line)
+            return decoded(_OBJECT, line)
         except (msgspec.MsgspecError, ValueError, RecursionError):
             continue
     return {}
@@ -234,7 +249,7 @@ def has_record(path: Path, decoder: msgspec.json.Decoder[Any]) -> bool:
 
 def _decodes(line: bytes, decoder: msgspec.json.Decoder[Any]) -> bool:
     try:
-        decoder.decode(line)
+        decoded(decoder, line)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False
     return True

@@ -31,7 +31,7 @@ from rollout_io.formats.base import (
 from rollout_io.formats.detect import first_lines
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.fields import label, numbers
-from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.jsonl import decode_line, decoded
 from rollout_io.formats.parsing.messages import openai_tools, prompt_key, read_messages
 from rollout_io.formats.parsing.records import Record, find_lines, read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX
@@ -153,8 +153,8 @@ def recognizes(path: Path) -> bool:
 
 def _is_line(content: bytes) -> bool:
     try:
-        _SHAPE_DECODER.decode(content)
-        return _is_bare(content) or not _ANOTHER & _FIELDS_DECODER.decode(content).keys()
+        decoded(_SHAPE_DECODER, content)
+        return _is_bare(content) or not _ANOTHER & decoded(_FIELDS_DECODER, content).keys()
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False
 

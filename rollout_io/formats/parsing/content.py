@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.jsonl import decode_line, decoded, refuse_not_utf8
 from schemas.errors import InputError
 
 Message = dict[str, Any]
@@ -82,8 +82,9 @@ def canonical_json(text: str | bytes) -> str:
         >>> canonical_json('{ "n" : 1.0, "who": "Zo\u00eb" }')
         '{"n":1.0,"who":"Zoë"}'
     """
+    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     try:
-        return _ANY_ENCODER.encode(_ANY_DECODER.decode(text)).decode()
+        return _ANY_ENCODER.encode(decoded(_ANY_DECODER, content)).decode()
     except (msgspec.MsgspecError, ValueError, ArithmeticError, RecursionError):
         return text if isinstance(text, str) else text.decode(errors="surrogateescape")
 

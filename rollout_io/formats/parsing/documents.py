@@ -11,7 +11,12 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input, read_input
 from rollout_io.formats.base import About, Found, Input, Place, Progress, Rejected, Run
-from rollout_io.formats.parsing.jsonl import contained, refuse_lfs_pointer
+from rollout_io.formats.parsing.jsonl import (
+    contained,
+    decoded,
+    refuse_lfs_pointer,
+    without_lone_surrogates,
+)
 from rollout_io.formats.parsing.records import refuse_repeated
 from schemas.errors import RolloutError
 
@@ -37,7 +42,7 @@ def find_documents(
     """
     first: dict[bytes, str] = {}
     for given in inputs:
-        content = read_input(given.path)
+        content = without_lone_surrogates(read_input(given.path))
         progress(len(content))
         place = Place(given.path, given.name, 0, len(content))
         try:
@@ -65,7 +70,7 @@ def is_document(path: Path, decoder: msgspec.json.Decoder[Any], marks: Iterable[
             start = file.read(_START_BYTES)
             if not start.lstrip().startswith((b"{", b"[")) or not any(m in start for m in marks):
                 return False
-            decoder.decode(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            decoded(decoder, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return False
     return True

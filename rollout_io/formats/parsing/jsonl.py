@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from mmap import mmap
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
 from rollout_io.dataset.opening import read_input
+from rollout_io.formats.parsing.notes import note_run
 from schemas.errors import InputError, RolloutError, count
 
 T = TypeVar("T")
@@ -32,6 +34,14 @@ _WORDS = {
 _ENDS_LIKE_A_LINE = re.compile(r":[0-9]+$")
 FIELDS_HINT = "see docs/formats.md for the fields of the format"
 """Hint for a field of the wrong type; `pointed` adds the section of the format to the link."""
+
+SURROGATES = "runs with lone surrogates (halves of a character), each read as U+FFFD"
+
+_ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+"""All escapes, so that the backslash of one is never taken for the start of the next."""
 
 NESTED = "lists or objects are nested too deeply"
 
@@ -108,9 +118,41 @@ def decode_document(decoder: msgspec.json.Decoder[T], content: bytes, where: str
     return _decode(decoder, content, where, _DOCUMENT)
 
 
-def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: _Unit) -> T:
+def decoded(decoder: msgspec.json.Decoder[T], content: bytes | mmap) -> T:
+    r"""Decode JSON in which escaped surrogates may be lone; these become U+FFFD, as in browsers.
+
+    The run that is being read is noted (`SURROGATES`).
+
+    Raises:
+        msgspec.MsgspecError, UnicodeDecodeError, RecursionError: The content cannot be decoded.
+
+    Example:
+        >>> decoded(msgspec.json.Decoder(), rb'["cut \ud83d", "\ud83d\ude00"]')
+        ['cut \ufffd', '😀']
+    """
     try:
         return decoder.decode(content)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        repaired = without_lone_surrogates(bytes(content))
+        if repaired == bytes(content):
+            raise
+        found = decoder.decode(repaired)
+        note_run(SURROGATES)
+        return found
+
+
+def without_lone_surrogates(content: bytes) -> bytes:
+    """Replace escapes of lone surrogates in JSON by those of U+FFFD; no length or offset changes."""
+    if b"\\ud" not in content and b"\\uD" not in content:
+        return content
+    return _ESCAPES.sub(lambda match: b"\\ufffd" if match[1] else match[0], content)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: _Unit) -> T:
+    try:
+        return decoded(decoder, content)
     except UnicodeDecodeError:
         refuse_not_utf8(content, where, unit)
         raise

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from rollout_io.formats.base import Place
-from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8, without_lone_surrogates
 from rollout_io.formats.parsing.records import read_record
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ def parts_of(
         name: Name of the list.
         parts: Raw elements of the list, in order.
     """
-    end = 0
+    document, end = without_lone_surrogates(document), 0  # as decoded: offsets are the same
     for i, part in enumerate(parts):
         start = document.index(bytes(part), end)
         end = start + len(bytes(part))
