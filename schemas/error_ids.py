@@ -365,6 +365,8 @@ shared_storage: The worker processes do not share the storage of the output dire
 some_rows: There are no rows to export.
     Export a dataset with rows, or change `--failed` if only groups with failed trajectories are
     left.
+special_tokens: A text contains a special token, which the tokenizer cannot encode as plain text.
+    Use a tokenizer with a `tokenizer.json`, or replace the special token in the text.
 tasks: The task file cannot be read, has no tasks, repeats an `instance_id`, or has a task with an
     invalid field.
     Write one JSON object per task, with a `prompt` and a unique `instance_id` as docs/generation.md

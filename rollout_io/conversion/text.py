@@ -15,6 +15,7 @@ from rollout_io.conversion.answers import with_answers
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Completion, Conversation, Step, Trajectory
 from rollout_io.formats.parsing.messages import text_of
+from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import token_ids
 from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import ConfigError, InputError, RolloutError
@@ -24,6 +25,7 @@ from schemas.metadata import DatasetMetadata
 if TYPE_CHECKING:
     from rollout_io.retokenize import ChatTokenizer
 
+LITERALS = "special tokens in texts, encoded as plain text"
 NO_TOKENS = "no_token_ids"
 _NEEDS_TOKENIZER = "pass --tokenizer DIR to re-tokenize the text (approximate), or "
 _COLLECT = "collect exact ids from the engine (return_token_ids)"
@@ -62,6 +64,7 @@ class Retokenizer:
             num_given=conversation.num_given,
             where=conversation.source,
         )
+        note(LITERALS, encoded.num_literal)
         first = conversation.num_given
         spoken = [m for m in conversation.messages[first:] if m["role"] == "assistant"]
         answers = encoded.spans[[is_answer(message) for message in spoken]]
@@ -93,7 +96,8 @@ class Retokenizer:
         Raises:
             RolloutError: `nonempty_prompt`, `nonempty_response`: one of the texts is empty.
         """
-        prompt, response = self.tokenizer.encode([text.prompt, text.response], [text.source] * 2)
+        prompt = self._ids(text.prompt, text.source, has_special=text.has_special[0])
+        response = self._ids(text.response, text.source, has_special=text.has_special[1])
         return Step(
             source=text.source,
             prompt_token_ids=token_ids(prompt, "prompt", text.source),
@@ -109,6 +113,15 @@ class Retokenizer:
             response_text=text.response,
             metrics=text.metrics,
         )
+
+    def _ids(self, text: str, where: str, *, has_special: bool) -> list[int]:
+        from rollout_io.retokenize.literals import encode_text
+
+        if has_special:
+            return self.tokenizer.encode([text], [where])[0]
+        (ids,), num_literal = encode_text([text], self.tokenizer, [where])
+        note(LITERALS, num_literal)
+        return ids
 
 
 def cached_tokenizer(directory: str, chat_template: str | None) -> ChatTokenizer:

@@ -229,11 +229,14 @@ class Completion:
         source: File and position from which the text was read.
         prompt: Text of the prompt; not empty.
         response: Text of the response; not empty.
+        has_special: Whether special tokens in the prompt, and in the response, are control tokens;
+            if the log removed these, what looks like one is plain text.
     """
 
     source: str
     prompt: str
     response: str
+    has_special: tuple[bool, bool] = (True, True)
     trains: bool = True
     reward: float | None = None
     stop_reason: str | None = None

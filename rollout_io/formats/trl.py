@@ -125,7 +125,8 @@ def read_row(run: Run, _: Options) -> Trajectory:
 
 def _said(row: Mapping[str, Any], where: str) -> Conversation | Completion:
     if _is_text(row):
-        return Completion(source=where, prompt=row["prompt"], response=row["completion"])
+        prompt, response = row["prompt"], row["completion"]
+        return Completion(source=where, prompt=prompt, response=response, has_special=(True, False))
     messages = _messages(row, "prompt", where) + _messages(row, "completion", where)
     if all(message["role"] != "assistant" for message in messages):
         raise InputError("no_calls", where, "the completion has no assistant message")

@@ -88,8 +88,14 @@ def read_sample(run: Run, _: Options) -> Trajectory:
         "gts": label(sample.gts, place.where),
         "request_id": label(sample.request_id, place.where),
     }
+    step = Completion(
+        source=place.where,
+        prompt=sample.input,
+        response=sample.output,
+        has_special=(False, False),
+    )
     return Trajectory(
-        steps=[Completion(source=place.where, prompt=sample.input, response=sample.output)],
+        steps=[step],
         reward=sample.score,
         metrics=numbers({n: f for n, f in fields.items() if n not in _NO_METRICS}, place.where),
         user_values={name: text for name, text in texts.items() if text},

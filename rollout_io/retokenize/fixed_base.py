@@ -19,6 +19,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from rollout_io.retokenize.literals import as_text
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
 from schemas.errors import InputError
@@ -106,6 +107,7 @@ def encode_messages(
         '<|im_start|>assistant\n<think>\n\n</think>\n\nHi<|im_end|>\n'
     """
     plain = [normalize(m, f"{where}, message {i}") for i, m in enumerate(messages)]
+    plain, tools, tokenizer, _ = as_text(plain, tools, tokenizer, where)
     pieces = encode_pieces([plain] if plain else [], tokenizer, tools, [where])
     return np.array([token for piece in pieces for token in piece.ids], np.int32)
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from rollout_io.retokenize.fixed_base import BASE, FixedBase, Piece, encode_pieces, fixed_base
 from rollout_io.retokenize.kept import dropped, refuse_dropped, refuse_dropped_texts
+from rollout_io.retokenize.literals import as_text
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
 from schemas.errors import InputError, InvariantError
@@ -48,9 +49,11 @@ class Retokenized(ResponseTokens):
 
     Attributes:
         prompt_token_ids: [tokens] int32: everything before the first generated token.
+        num_literal: Number of special tokens in texts, which are encoded as plain text.
     """
 
     prompt_token_ids: npt.NDArray[np.int32]
+    num_literal: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ def retokenize(
         response = the first answer after its header, then all later messages,
                    each encoded after a fixed base (`encode_messages`)
 
+    Special tokens in the texts of messages and tools are encoded as plain text.
+
     The ids may differ from the sampled ids, because text does not determine its tokenization: mark
     such rows `token_source = "retokenized"`.
 
@@ -91,7 +96,8 @@ def retokenize(
         where: Name of the conversation, for error messages.
 
     Raises:
-        InputError: `retokenize`: the conversation has no answer, or begins with one; or any error
+        InputError: `special_tokens`: the tokenizer cannot encode a special token in a text as plain
+            text; `retokenize`: the conversation has no answer, or begins with one; or any error
             of `encode_response`.
 
     Example:
@@ -102,7 +108,9 @@ def retokenize(
         >>> tokenizer.decode(retokenize(chat, tokenizer).prompt_token_ids)
         '<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n'
     """
-    plain = _normalized(messages, where)
+    plain, tools, tokenizer, num_literal = as_text(
+        _normalized(messages, where), tools, tokenizer, where
+    )
     first = _first_answer(plain, num_given, where)
     response = _response(plain, first, tokenizer, tools, logprobs, where)
     header, given = int(response.spans[0, 0]), response.logprobs
@@ -112,6 +120,7 @@ def retokenize(
         loss_mask=response.loss_mask[header:],
         logprobs=None if given is None else given[header:],
         spans=response.spans - np.array([header, 0], np.int32),
+        num_literal=num_literal,
     )
 
 
@@ -155,7 +164,8 @@ def encode_response(
         >>> answer.spans.tolist()
         [[4, 2]]
     """
-    return _response(_normalized(messages, where), 0, tokenizer, tools, logprobs, where)
+    plain, tools, tokenizer, _ = as_text(_normalized(messages, where), tools, tokenizer, where)
+    return _response(plain, 0, tokenizer, tools, logprobs, where)
 
 
 def _normalized(messages: Sequence[Message], where: str) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_IN_TEXT = frozenset({"", "<think>", "</think>"})
+_MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _LONE = re.compile("[\ud800-\udfff]")
 
 
@@ -65,6 +67,39 @@ class ChatTokenizer:
     def vocab_size(self) -> int:
         """Exclusive upper bound of the ids, including ids of added tokens."""
         return 1 + int(max(self.backend.get_vocab().values()))
+
+    @cached_property
+    def control_tokens(self) -> frozenset[str]:
+        """Texts of the tokens that no answer contains as such: special tokens and role markers.
+
+        Other added tokens, such as those around thinking and tool calls, may be part of answers.
+        """
+        special = {str(token) for token in self._added_tokens if token.special}
+        messages = [{"role": role, "content": ""} for role in ("system", "user")]
+        try:
+            shown = self.render(messages, generation_prompt=True)
+        except RolloutError:
+            shown = ""
+        marks = {str(token) for token in self._added_tokens if str(token) in shown}
+        return frozenset({*special, *map(str, self.backend.all_special_tokens), *marks}) - _IN_TEXT
+
+    @cached_property
+    def marker_tokens(self) -> frozenset[str]:
+        """`control_tokens`, and added tokens that look like them, which no other message contains.
+
+        Example: "<|fim_prefix|>" of Qwen.
+        """
+        alike = {str(token) for token in self._added_tokens if _MARKER.fullmatch(str(token))}
+        return self.control_tokens | alike
+
+    @property
+    def _added_tokens(self) -> list[Any]:
+        return list(self.backend.added_tokens_decoder.values())
+
+    @cached_property
+    def literals(self) -> dict[int, Any]:
+        """Cache of `rollout_io.retokenize.literals`."""
+        return {}
 
     @cached_property
     def template_fingerprint(self) -> str | None:
@@ -170,12 +205,24 @@ class ChatTokenizer:
                 list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
             )
         except Exception as error:  # tokenizers raises bare TypeError
-            bad = [where for text, where in zip(texts, places, strict=True) if _LONE.search(text)]
-            got, where = ("the text contains a lone surrogate", bad[0]) if bad else ("", places[0])
-            got = got or f"the tokenizer raised {_one_line(error)}"
-            raise InputError("tokenizer", where, got) from None
+            self.refuse_lone_surrogates(texts, places)
+            got = f"the tokenizer raised {_one_line(error)}"
+            raise InputError("tokenizer", places[0], got) from None
         ids: list[list[int]] = batch["input_ids"]
         return ids
+
+    @staticmethod
+    def refuse_lone_surrogates(texts: Sequence[str], places: Sequence[str]) -> None:
+        """Check that texts are valid Unicode.
+
+        Raises:
+            InputError: `tokenizer`: a text has a lone surrogate.
+        """
+        for text, where in zip(texts, places, strict=True):
+            if _LONE.search(text):
+                got = "the text contains a lone surrogate (half of a character)"
+                hint = "replace it by U+FFFD where the log is written"
+                raise InputError("tokenizer", where, got, "", hint)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, with special tokens and without clean-up."""

@@ -77,9 +77,9 @@ CONVERSATIONS = {
     "text before a call": [
         user("Time?"),
         assistant("Let me look.", call("clock", city="Z\u00fcrich")),
-        tool("<|im_end|>"),
+        tool("<|im_ end|>"),
         user("And?"),
-        assistant("12 <|im_start|>"),
+        assistant("12 <|im_ start|>"),
     ],
     "leading newlines": [user("Hi"), assistant("\n\nHi"), user("Ho"), assistant("\n \n Ho")],
     "empty": [user(""), assistant(""), user(""), assistant("\n")],
@@ -306,7 +306,7 @@ PARTS = [
     "\r\n",
     "assistant",
 ]
-PARTS += ["<|im_end|>", "<|im_start|>", "<tool_call>", "{", '"', "```"]
+PARTS += ["<|im_ end|>", "<|im_ start|>", "<tool_call>", "{", '"', "```"]
 TEXT = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 CALL = st.builds(call, st.sampled_from(["weather", "clock"]), city=TEXT)
 THINKING = st.tuples(TEXT, TEXT).map(lambda t: f"<think>\n{t[0]}\n</think>\n\n{t[1]}")

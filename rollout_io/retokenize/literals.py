@@ -1,0 +1,234 @@
+r"""Special tokens in texts, which are encoded as plain text.
+
+Tokenizers turn the text of a special token, such as "<|im_end|>", into its id, wherever it occurs.
+In a file that a tool has read, or in an answer, it is not a control token: as one, it would end the
+message. So before a conversation with such texts is rendered, each is replaced by a mark, which
+survives the chat template. In the rendered text, the template's own special tokens get private
+names and the marks become the texts again. A copy of the tokenizer, whose special tokens have
+these names, encodes the result: all tokens around are as the tokenizer would split them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from rollout_io.retokenize.tokenizer import ChatTokenizer, Message, Tools
+from schemas.errors import InputError
+from schemas.extras import requires_extra
+
+_NAME = "<|rollouts-control-{}|>"
+_STEM = _NAME.partition("{")[0]
+_MAX_TRIES = 64
+
+
+class Literal(NamedTuple):
+    """A conversation whose texts contain no special tokens, and the tokenizer for it.
+
+    Attributes:
+        messages: The messages; special tokens in their texts are replaced by marks.
+        tools: The tool definitions, in the same way.
+        tokenizer: Renders and encodes the conversation; encodes marks as the texts they replace.
+        num_texts: Number of special tokens in the texts.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: Tools | None
+    tokenizer: ChatTokenizer
+    num_texts: int
+
+
+def as_text(
+    messages: Sequence[Message], tools: Tools | None, tokenizer: ChatTokenizer, where: str
+) -> Literal:
+    """Prepare a conversation so that special tokens in its texts are encoded as plain text.
+
+    Args:
+        messages: Normalised messages.
+        tools: Tool schemas.
+        tokenizer: From `load_tokenizer`.
+        where: Name of the conversation, for error messages.
+
+    Returns:
+        The arguments unchanged if no text contains a special token.
+
+    Raises:
+        InputError: `special_tokens`: a text contains a special token, but the tokenizer cannot
+            encode it as plain text.
+    """
+    plain = [dict(message) for message in messages]
+    patterns = {True: _pattern(tokenizer.control_tokens), False: _pattern(tokenizer.marker_tokens)}
+    given: list[tuple[Message, re.Pattern[str]]]
+    given = [(value, patterns[value["role"] == "assistant"]) for value in plain]
+    given += [(tool, patterns[False]) for tool in tools or ()]
+    texts = [(text, pattern) for value, pattern in given for text in _texts(value)]
+    num_texts = sum(len(pattern.findall(text)) for text, pattern in texts)
+    if not num_texts:
+        return Literal(plain, tools, tokenizer, 0)
+    literal = _literal(tokenizer, [text for text, _ in texts], where)
+    made = [_mapped(value, partial(literal.marked, pattern)) for value, pattern in given]
+    size = len(plain)
+    return Literal(made[:size], None if tools is None else made[size:], literal, num_texts)
+
+
+def encode_text(
+    texts: Sequence[str], tokenizer: ChatTokenizer, places: Sequence[str]
+) -> tuple[list[list[int]], int]:
+    """Return the ids of texts in which special tokens are plain text, and how many there are.
+
+    Args:
+        texts: Texts without special tokens, such as decoded text from which they were removed.
+        tokenizer: From `load_tokenizer`.
+        places: Name of each text, for error messages.
+
+    Raises:
+        InputError: `special_tokens`: see `as_text`; `tokenizer`: a text is invalid Unicode.
+    """
+    pattern = _pattern(tokenizer.marker_tokens)
+    num_texts = sum(len(pattern.findall(text)) for text in texts)
+    if not num_texts:
+        return tokenizer.encode(texts, places), 0
+    literal = _literal(tokenizer, texts, places[0])
+    return literal.encode([literal.marked(pattern, text) for text in texts], places), num_texts
+
+
+@dataclass(frozen=True, eq=False)
+class LiteralTokenizer(ChatTokenizer):
+    """A tokenizer that encodes marks as the text of special tokens.
+
+    Attributes:
+        marks: Mark of each special token.
+        names: Private name of each special token.
+        renamed: Copy of the backend (a `tokenizers.Tokenizer`) with these names.
+    """
+
+    marks: Mapping[str, str] = None  # type: ignore[assignment]
+    names: Mapping[str, str] = None  # type: ignore[assignment]
+    renamed: Any = None
+
+    def marked(self, pattern: re.Pattern[str], text: str) -> str:
+        """Replace the special tokens in a text by their marks."""
+        return pattern.sub(lambda match: self.marks[match[0]], text)
+
+    def encode(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
+        """Return the ids of rendered texts; see `ChatTokenizer.encode`."""
+        self.refuse_lone_surrogates(texts, places)
+        literals = {mark: token for token, mark in self.marks.items()}
+        pattern, spelled = _pattern(self.names), _pattern(literals)
+        made = [pattern.sub(lambda match: self.names[match[0]], text) for text in texts]
+        made = [spelled.sub(lambda match: literals[match[0]], text) for text in made]
+        found = [
+            encoding.ids for encoding in self.renamed.encode_batch(made, add_special_tokens=False)
+        ]
+        ids = {self.backend.convert_tokens_to_ids(token) for token in self.names}
+        for text, tokens, where in zip(texts, found, places, strict=True):
+            if sum(token in ids for token in tokens) != len(pattern.findall(text)):
+                raise _refused(self, where)
+        return found
+
+
+@lru_cache(maxsize=64)
+def _compiled(tokens: frozenset[str]) -> re.Pattern[str]:
+    longest = sorted(tokens, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest)) or "(?!)")
+
+
+def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern of these tokens, the longest first; it matches nothing without tokens."""
+    return _compiled(frozenset(tokens))
+
+
+def _literal(tokenizer: ChatTokenizer, texts: Iterable[str], where: str) -> LiteralTokenizer:
+    """Return the tokenizer whose marks occur in none of the texts."""
+    whole = "\n".join(texts)
+    if _STEM in whole:
+        raise _refused(tokenizer, where, f"{_STEM!r} occurs as well")
+    for number in range(_MAX_TRIES):
+        marks = {token: _mark(token, number) for token in tokenizer.marker_tokens}
+        if not any(mark in whole for mark in marks.values()):
+            found = tokenizer.literals.get(number)
+            if found is None:
+                found = tokenizer.literals[number] = _made(tokenizer, marks, where)
+            return found
+    raise _refused(tokenizer, where, "all marks for it occur as well")
+
+
+def _mark(token: str, number: int) -> str:
+    """Return a text that reads like a special token but is none: `<|im_end|~0~>`."""
+    return f"{token[:-1]}~{number}~{token[-1:]}"
+
+
+def _made(tokenizer: ChatTokenizer, marks: dict[str, str], where: str) -> LiteralTokenizer:
+    pattern, tokens = _pattern(marks), sorted(marks)
+    names = {token: _NAME.format(i) for i, token in enumerate(tokens)}
+    if any(pattern.search(text) for text in (*marks.values(), *names.values())):
+        raise _refused(tokenizer, where, "its special tokens occur inside others")
+    made = LiteralTokenizer(
+        tokenizer.name,
+        tokenizer.backend,
+        tokenizer.template_kwargs,
+        marks=marks,
+        names=names,
+        renamed=_renamed(tokenizer, names, where),
+    )
+    sample = "".join(f"{token}a b\n" for token in tokens)
+    if made.encode([sample], [where]) != tokenizer.encode([sample], [where]):
+        raise _refused(tokenizer, where)
+    return made
+
+
+def _renamed(tokenizer: ChatTokenizer, names: Mapping[str, str], where: str) -> Any:
+    with requires_extra("text", where):
+        from tokenizers import Tokenizer
+    backend = getattr(tokenizer.backend, "backend_tokenizer", None)
+    if backend is None:
+        raise _refused(tokenizer, where, "it has no tokenizer.json")
+    try:
+        state = json.loads(backend.to_str())
+        for added in state["added_tokens"]:
+            added["content"] = names.get(added["content"], added["content"])
+        model = state["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(token, token): i for token, i in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(token, token), *rest] for token, *rest in model["vocab"]]
+        if "unk_token" in model:
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        state |= {"post_processor": None, "truncation": None, "padding": None}
+        return Tokenizer.from_str(json.dumps(state))
+    except Exception as error:  # tokenizers raises bare exceptions
+        got = " ".join(str(error).split())[:120]
+        raise _refused(tokenizer, where, f"{type(error).__name__}: {got}") from None
+
+
+def _refused(tokenizer: ChatTokenizer, where: str, why: str = "") -> InputError:
+    got = f"a text contains a special token of {tokenizer.name}, which the tokenizer cannot encode "
+    got += f"as plain text{why and ': '}{why}"
+    hint = "use a tokenizer with a tokenizer.json, or replace the special token in the text"
+    return InputError("special_tokens", where, got, "", hint)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(key)
+            yield from _texts(inner)
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_mapped(key, change): _mapped(inner, change) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_mapped(inner, change) for inner in value]
+    return value
