@@ -8,7 +8,13 @@ is reconstructed from the steps:
     source agent       an answer of the model; a step that is copied or made no call
                        (llm_call_count 0) is part of the prompt
     observation        tool results; a user message if the result has no tool call id
-    compaction         keeps the messages before the first answer and drops all others
+    context_management a change of the context, by its `boundary`:
+        replace        the observation of the step replaces all earlier messages
+        append         the observation is added to the messages
+        any other      what remains is not in the log: the calls after it are left out, until the
+                       next `replace`
+    compaction         without a boundary, or with sub-agents instead of a text: keeps the messages
+                       before the first answer and drops all others
 """
 
 from __future__ import annotations
@@ -23,8 +29,11 @@ from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import openai_tools, read_message
 from rollout_io.formats.parsing.model_calls import Call
+from rollout_io.formats.parsing.notes import note
 
-_COMPACTION = "compaction"
+_COMPACTION, _REPLACE, _APPEND = "compaction", "replace", "append"
+SYSTEM_NOTES = "system steps after the first message, taken as notes of the harness: left out"
+UNKNOWN_CONTEXTS = "calls after a change of the context that the log does not contain: left out"
 
 
 class _ToolCall(msgspec.Struct, gc=False):
@@ -35,6 +44,7 @@ class _ToolCall(msgspec.Struct, gc=False):
 
 class _Management(msgspec.Struct, gc=False):
     type: str | None = None
+    boundary: str | None = None
 
 
 class _Extra(msgspec.Struct, gc=False):
@@ -59,6 +69,7 @@ class Chat:
         self._tools = openai_tools(logged.tool_definitions)
         self._temperature = temperature_of(logged.extra)
         self._history: list[Message] = []
+        self._is_known, self._is_replaced = True, False
 
     def calls(self, step: StepRecord, where: str) -> Iterator[Call]:
         """Add a step to the chat; yield its call if the step is a model call.
@@ -70,11 +81,15 @@ class Chat:
         Raises:
             InputError: `record_type`, `message`: a field has an unsupported type.
         """
-        if step.source == "system":
-            self._take_note(step, where)
-            return
+        managed = _management(step, where)
         message = _message(step, where)
-        if step.is_call:
+        if step.source == "system":
+            if not self._manage(managed.boundary, step, where):
+                self._take_note(step, message, managed)
+            return
+        if step.is_call and not (self._is_known and (self._history or not self._is_replaced)):
+            note(UNKNOWN_CONTEXTS)
+        elif step.is_call:
             yield Call(
                 where=where,
                 prompt=list(self._history),
@@ -83,16 +98,33 @@ class Chat:
                 tools=self._tools,
                 temperature=self._temperature,
             )
-        self._history.append(message)
-        results = step.observation.results if step.observation else None
-        self._history += [_result(result, where) for result in results or () if not _is_ref(result)]
+        if not self._manage(managed.boundary, step, where):
+            self._history.append(message)
+            self._history += _results(step, where)
 
-    def _take_note(self, step: StepRecord, where: str) -> None:
+    def _manage(self, boundary: str | None, step: StepRecord, where: str) -> bool:
+        """Change the context at a boundary; return False if the step is like any other."""
+        texts = [m for m in _results(step, where) if m["content"]]
+        is_replaced = boundary == _REPLACE and (texts or not step.refs)
+        if boundary is None or (boundary == _REPLACE and not is_replaced):
+            return False
+        if boundary == _APPEND and step.source != "system":
+            return False
+        if is_replaced:
+            self._history, self._is_known, self._is_replaced = [], True, True
+        elif boundary != _APPEND:
+            self._is_known = False
+        self._history += [{"role": "user", "content": m["content"]} for m in texts]
+        return True
+
+    def _take_note(self, step: StepRecord, message: Message, managed: _Management) -> None:
         if all(message["role"] == "system" for message in self._history):
-            self._history.append(_message(step, where))
-        elif step.refs or _is_compaction(step, where):
+            self._history.append(message)
+        elif step.refs or managed.type == _COMPACTION:
             answers = (i for i, m in enumerate(self._history) if m["role"] == "assistant")
             del self._history[next(answers, len(self._history)) :]
+        else:
+            note(SYSTEM_NOTES)
 
 
 def temperature_of(settings: dict[str, Any] | None) -> float | None:
@@ -103,10 +135,9 @@ def temperature_of(settings: dict[str, Any] | None) -> float | None:
     return float(value) if 0 <= value <= 1e38 else None
 
 
-def _is_compaction(step: StepRecord, where: str) -> bool:
+def _management(step: StepRecord, where: str) -> _Management:
     extra = decode_line(_EXTRA_DECODER, bytes(step.extra), f"{where}.extra")
-    marked = extra.context_management if extra else None
-    return marked is not None and marked.type == _COMPACTION
+    return (extra and extra.context_management) or _Management()
 
 
 def _is_ref(result: Result) -> bool:
@@ -126,6 +157,11 @@ def _message(step: StepRecord, where: str) -> Message:
         or None,
     }
     return read_message(msgspec.Raw(msgspec.json.encode(fields)), where)
+
+
+def _results(step: StepRecord, where: str) -> list[Message]:
+    results = step.observation.results if step.observation else None
+    return [_result(result, where) for result in results or () if not _is_ref(result)]
 
 
 def _result(result: Result, where: str) -> Message:

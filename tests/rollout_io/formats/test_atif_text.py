@@ -6,7 +6,8 @@ import shutil
 import polars as pl
 import pytest
 
-from rollout_io import Choices, convert, read_log, read_metadata
+from rollout_io import Choices, convert, read, read_log, read_metadata
+from rollout_io.formats.atif_text import UNKNOWN_CONTEXTS
 from schemas import check
 from schemas.errors import RolloutError
 from tests.helpers.harbor_helpers import (
@@ -97,8 +98,12 @@ def test_copied_steps_and_steps_without_a_call_are_not_trained_on(tmp_path, rows
 @pytest.mark.parametrize(
     "marks",
     [
-        {"extra": {"context_management": {"type": "compaction", "boundary": "replace"}}},
+        {"extra": {"context_management": {"type": "compaction"}}},
         {"observation": {"results": [{"subagent_trajectory_ref": [{"session_id": "s"}]}]}},
+        {
+            "observation": {"results": [{"subagent_trajectory_ref": [{"session_id": "s"}]}]},
+            "extra": {"context_management": {"type": "compaction", "boundary": "replace"}},
+        },
     ],
 )
 def test_a_compaction_begins_a_new_context_after_the_first_prompt(tmp_path, rows, tokenizer, marks):
@@ -113,6 +118,66 @@ def test_a_compaction_begins_a_new_context_after_the_first_prompt(tmp_path, rows
     assert trained(tokenizer, found) == ["Before.<|im_end|>", "After.<|im_end|>"]
     chats = [[m["content"] for m in json.loads(p)] for p in found["messages"]]
     assert chats == [["The task.", "Before."], ["The task.", "A summary.", "After."]]
+
+
+def boundary(step_id, kind, text=None, source="system", **fields):
+    results = [] if text is None else [{"content": text}]
+    marks = {"extra": {"context_management": {"type": "compaction", "boundary": kind}}}
+    observation = {"observation": {"results": results}}
+    return said(step_id, source, "Context compaction performed", **marks, **observation, **fields)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize("source", ["system", "agent"])
+def test_after_a_boundary_that_replaces_the_prompt_is_its_observation_and_what_follows(
+    tmp_path, rows, source, is_copied
+):
+    steps = [
+        said(1, "system", "The rules.", is_copied_context=is_copied),
+        said(2, "user", "The task.", is_copied_context=is_copied),
+        said(3, "agent", "Before.", is_copied_context=is_copied),
+        boundary(
+            4,
+            "replace",
+            "A summary.",
+            source,
+            **({"llm_call_count": 0} if source == "agent" else {}),
+        ),
+        said(5, "user", "And now?"),
+        said(6, "agent", "After."),
+        boundary(7, "append", "More facts."),
+        said(8, "agent", "More."),
+        boundary(9, "replace"),
+        said(10, "user", "A second summary."),
+        said(11, "agent", "At last."),
+    ]
+    found = rows(write(tmp_path / "a.json", atif(*steps)))
+    chats = [[m["content"] for m in json.loads(p)] for p in found["messages"]]
+    after = ["A summary.", "And now?", "After.", "More facts.", "More."]
+    assert chats[-2:] == [after, ["A second summary.", "At last."]]
+    assert chats[:-2] == ([] if is_copied else [["The rules.", "The task.", "Before."]])
+
+
+@pytest.mark.parametrize("lost", [boundary(3, "truncate"), boundary(3, "replace")])
+def test_calls_whose_context_is_not_in_the_log_are_left_out_and_counted(
+    tmp_path, smollm2_dir, lost
+):
+    steps = [
+        said(1, "user", "The task."),
+        said(2, "agent", "Before."),
+        lost,
+        said(4, "agent", "In the dark."),
+        boundary(5, "replace", "A summary."),
+        said(6, "agent", "After."),
+    ]
+    path = write(tmp_path / "a.json", atif(*steps))
+    choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    done = convert([str(path)], tmp_path / "ds", choices).summary
+    messages = read(tmp_path / "ds").column("messages").to_pylist()
+    chats = [[m["content"] for m in json.loads(text)] for text in messages]
+    assert chats == [["The task.", "Before."], ["A summary.", "After."]]
+    assert done.notes == {UNKNOWN_CONTEXTS: 1}
+    assert f"{UNKNOWN_CONTEXTS}: 1" in done.text("ds")
 
 
 def test_sub_agents_and_continuations_are_contexts_of_the_same_run(tmp_path, rows, tokenizer):
