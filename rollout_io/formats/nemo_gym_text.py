@@ -11,9 +11,12 @@ response contains the rest. Each item becomes a message or part of one:
 
 Only token ids mark the end of a model call, so the calls are inferred: consecutive items of the
 model are one call, which ends at the next item of the environment (the output of a function, or a
-message that is not the assistant's). The items of a call become one assistant message, in the order
-reasoning, text, tool calls. It is also inferred that each call saw all items before it. Items of
-the model in the request are part of the prompt.
+message that is not the assistant's), or before a message with another id than the call's message.
+What the model saw between two such calls is not in the log, which is noted. A message whose text
+begins with that of the message before it is a later state of that message and replaces it. The
+items of a call become one assistant message, in the order reasoning, text, tool calls. It is also
+inferred that each call saw all items before it. Items of the model in the request are part of the
+prompt.
 """
 
 from __future__ import annotations
@@ -37,12 +40,16 @@ from rollout_io.formats.parsing.content import (
     tool_call,
 )
 from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.responses import Response
 from rollout_io.formats.parsing.sampling import SamplingFields
 from schemas.errors import InputError
 
 _T = TypeVar("_T")
 _ASSISTANT = "assistant"
+UNSEEN = "answers that directly follow another answer: what the model saw in between is not logged"
+CUMULATIVE = "messages that repeat the beginning of the next one: only the last of them is read"
+WITHOUT_IDS = "messages without ids that are joined with the message before them"
 _HIDDEN = ("previous_response_id", "conversation", "prompt")
 
 
@@ -61,6 +68,7 @@ class Request(SamplingFields, gc=False):
 
 class _Item(msgspec.Struct, gc=False):
     type: str = "message"
+    id: str | None = None
     role: str | None = None
     content: Content = None
     summary: Content = None
@@ -126,28 +134,67 @@ class _Chat:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self._is_open = False
+        self._call: list[tuple[_Item, Message]] = []
 
     def add(self, given: str | Sequence[msgspec.Raw], role: str, where: str) -> None:
         """Add items, or a string as a single message; the first item always begins a new message."""
-        self._is_open = False
         if isinstance(given, str):
             self.messages.append({"role": role, "content": given})
             return
         for i, raw in enumerate(given):
             place = f"{where}[{i}]"
-            self._add(_piece(decode_line(_ITEM_DECODER, bytes(raw), place), place))
+            item = decode_line(_ITEM_DECODER, bytes(raw), place)
+            piece = _piece(item, place)
+            if piece["role"] == _ASSISTANT:
+                self._add(item, piece)
+            else:
+                self._end_call()
+                self.messages.append(piece)
+        self._end_call()
 
-    def _add(self, piece: Message) -> None:
-        is_answer = piece["role"] == _ASSISTANT
-        if not (is_answer and self._is_open):
-            self.messages.append(piece)
-        else:
-            reply = self.messages[-1]
-            calls = [*reply.get("tool_calls", ()), *piece.pop("tool_calls", ())]
+    def _add(self, item: _Item, piece: Message) -> None:
+        """Add an item of the model to the current call, or begin another call with it."""
+        said = [i for i, (other, _) in enumerate(self._call) if other.type == "message"]
+        if item.type == "message" and said:
+            last, before = self._call[said[-1]]
+            is_same = last.id is not None and last.id == item.id
+            if _extends(piece["content"], before["content"], is_same=is_same):
+                note(CUMULATIVE)
+                self._call[said[-1]] = (item, piece)
+                return
+            if last.id is None or item.id is None:
+                note(WITHOUT_IDS)
+            elif not is_same:
+                self._split()
+        self._call.append((item, piece))
+
+    def _split(self) -> None:
+        """End the current call before its last thoughts, which belong to the next message."""
+        size = len(self._call)
+        while self._call[size - 1][0].type == "reasoning":
+            size -= 1
+        thoughts = self._call[size:]
+        del self._call[size:]
+        self._end_call()
+        self._call = thoughts
+        note(UNSEEN)
+
+    def _end_call(self) -> None:
+        reply: Message = {"role": _ASSISTANT, "content": ""}
+        calls: list[Message] = []
+        for _, piece in self._call:
+            calls += piece.pop("tool_calls", ())
             extend(reply, piece)
-            reply |= {"tool_calls": calls} if calls else {}
-        self._is_open = is_answer
+        if self._call:
+            self.messages.append(reply | ({"tool_calls": calls} if calls else {}))
+        self._call = []
+
+
+def _extends(content: str | list[Message], before: str | list[Message], *, is_same: bool) -> bool:
+    """True if a message is a later state of the message before it."""
+    if not isinstance(content, str) or not isinstance(before, str) or not before:
+        return False
+    return content.startswith(before) and (is_same or len(content) > len(before))
 
 
 def _piece(item: _Item, where: str) -> Message:

@@ -6,6 +6,7 @@ import pytest
 
 import rollout_io
 from rollout_io import Choices, convert, read_log, read_metadata
+from rollout_io.formats.nemo_gym_text import CUMULATIVE, UNSEEN, WITHOUT_IDS
 from schemas import check
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
@@ -417,3 +418,54 @@ def test_a_real_file_keeps_every_item_and_tool(harness_logs, tmp_path, choices, 
                 assert f'{{"name": "{item["name"]}", "arguments": ' in text
             elif item["type"] == "function_call_output":
                 assert f"<tool_response>\n{item['output'][:80]}" not in text
+
+
+def item(text, **fields):
+    return message(text, **fields)
+
+
+def chats(table):
+    return [[(m["role"], m["content"]) for m in json.loads(row["messages"])] for row in table]
+
+
+def summary_of(tmp_path, choices, record):
+    path = write(tmp_path / "b.jsonl", [record])
+    return convert([path], tmp_path / "ds", choices()).summary
+
+
+def test_messages_with_different_ids_are_the_answers_of_several_calls(
+    tmp_path, rows, choices, tokenizer
+):
+    said = ["click(10, 20)", "click(30, 40)", "DONE"]
+    steps = [item(text, id=f"msg-step-{i}") for i, text in enumerate(said)]
+    record = run(steps[0], steps[1], reasoning("Am I done?"), steps[2], **asked(user("Open it.")))
+    (row,) = table = rows(record)
+    assert chats(table) == [[("user", "Open it."), *(("assistant", text) for text in said)]]
+    thought = "<think>\nAm I done?\n</think>\n\n"
+    assert trained(tokenizer, row) == [
+        f"{text}<|im_end|>" for text in (said[0], said[1], thought + said[2])
+    ]
+    assert summary_of(tmp_path, choices, record).notes == {UNSEEN: 2}
+
+
+@pytest.mark.parametrize("ids", [("m", "m", "m"), ("m-0", "m-1", "m-2"), (None, None, None)])
+def test_states_of_a_message_are_one_answer_neither_joined_nor_doubled(
+    tmp_path, rows, choices, ids
+):
+    texts = ["The Nile", "The Nile is", "The Nile is long."]
+    items = [item(text, **({"id": i} if i else {})) for text, i in zip(texts, ids, strict=True)]
+    record = run(*items, **asked(user("Which?")))
+    assert chats(rows(record)) == [[("user", "Which?"), ("assistant", texts[2])]]
+    assert summary_of(tmp_path, choices, record).notes == {CUMULATIVE: 2}
+
+
+def test_equal_messages_are_one_if_their_ids_are_equal_and_else_two(rows):
+    twice = [item("Yes.", id="m"), item("Yes.", id="m"), item("Yes.", id="n")]
+    answers = [("assistant", "Yes.")] * 2
+    assert chats(rows(run(*twice, **asked(user("Go?"))))) == [[("user", "Go?"), *answers]]
+
+
+def test_messages_without_ids_are_joined_which_is_counted(tmp_path, rows, choices):
+    record = run(item("One."), item("Two."), **asked(user("Go.")))
+    assert chats(rows(record)) == [[("user", "Go."), ("assistant", "One.\nTwo.")]]
+    assert summary_of(tmp_path, choices, record).notes == {WITHOUT_IDS: 1}
