@@ -35,12 +35,14 @@ from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.items import Item
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.parts import decode_record
 from rollout_io.formats.parsing.records import incomplete, lines_of
 from schemas.errors import InputError, RolloutError
 
 _Kind = Literal["session_meta", "turn_context", "response_item", "event_msg", "compacted"]
 _GROUPS = "inferred: each session is a separate instance"
+LOST = "answers after items that are encrypted or of an unknown type: left out"
 _ROLLED_BACK = "thread_rolled_back"
 
 
@@ -132,8 +134,8 @@ def read_session(run: Run, _: Options) -> Trajectory:
     """Read the contexts of a session as text; each `source` is the location of the last item.
 
     Raises:
-        InputError: `record_type`: a line is damaged; `message`: an item has an unknown type;
-            `no_calls`: there is no model response.
+        InputError: `record_type`: a line is damaged; `message`: every answer depends on an item that
+            is encrypted or of an unknown type; `no_calls`: there is no model response.
     """
     thread, texts = Thread(), dict[str, str]()
     for place in run.places:
@@ -154,11 +156,14 @@ def read_session(run: Run, _: Options) -> Trajectory:
             if event.type == _ROLLED_BACK:
                 thread.roll_back(event.num_turns or 0)
     contexts = thread.answered()
+    if not contexts and thread.unread is not None:
+        raise thread.unread
     if not contexts:
         raise InputError("no_calls", run.places[0].where, "the session has no model response")
     steps = [
-        Conversation(source=c.where, messages=c.messages, num_given=c.num_given) for c in contexts
+        Conversation(source=c.where, messages=c.known, num_given=c.num_given) for c in contexts
     ]
+    note(LOST, thread.num_lost)
     return Trajectory(steps=steps, user_values=texts)
 
 

@@ -19,10 +19,16 @@ from rollout_io.formats.parsing.content import (
     shown,
     tool_call,
 )
+from rollout_io.formats.parsing.notes import note
+from schemas.errors import InputError
 
-OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output"})
+OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
+WEB_SEARCHES = "web searches, whose results are not in the log"
+ENCRYPTED_THOUGHTS = "reasoning items that are encrypted: their text is not in the log"
 _ACTIONS = frozenset({"local_shell_call", "web_search_call"})
-_UNREADABLE = frozenset({"compaction", "compaction_summary", "ghost_snapshot", "other"})
+_COMPACTIONS = frozenset({"compaction", "compaction_summary", "context_compaction"})
+_CONTROLS = frozenset({"ghost_snapshot", "configuration_update", "compaction_trigger"})
+"""Items for the harness or the API, which the model does not see."""
 
 
 class Item(msgspec.Struct, gc=False):
@@ -34,11 +40,20 @@ class Item(msgspec.Struct, gc=False):
     summary: Content = None
     id: str | None = None
     call_id: str | None = None
+    namespace: str | None = None
     name: str | None = None
     arguments: msgspec.Raw = NO_JSON
     input: str | None = None
     action: msgspec.Raw = NO_JSON
     output: msgspec.Raw = NO_JSON
+    tools: msgspec.Raw = NO_JSON
+    encrypted_content: str | None = None
+    encrypted_function_args: list[str] | None = None
+
+    @property
+    def is_of_environment(self) -> bool:
+        """True if the model did not write the item, judged by its type."""
+        return self.type in _COMPACTIONS or self.type.endswith(("_output", "_message"))
 
 
 class _Result(msgspec.Struct, gc=False):
@@ -53,16 +68,29 @@ def read_item(item: Item, where: str) -> Message | None:
     """Return the contribution of an item to a conversation; `extend` joins the assistant's pieces.
 
     Reasoning is taken from its text or, if there is none, from its summary. Return None for an item
-    that only the API can read.
+    that the model does not see. Web searches and encrypted reasoning are noted.
 
     Raises:
-        InputError: `message`: the item has an unknown type, or is a message without a role.
+        InputError: `message`: the item has an unknown type, is encrypted, or is a message without a
+            role.
     """
-    if item.type in _UNREADABLE:
+    if item.type in _CONTROLS:
         return None
+    if item.type in _COMPACTIONS:
+        if item.type == "context_compaction" and item.encrypted_content is None:
+            return None
+        raise _refused(where, "the summary of a compaction, which is encrypted")
     if item.type in OUTPUTS:
-        text = _output(item.output, where)
+        is_search = item.type == "tool_search_output"
+        text = json_text(item.tools, where) if is_search else _output(item.output, where)
         return known({"role": "tool", "content": text, "tool_call_id": item.call_id})
+    if item.type == "additional_tools":
+        return {"role": item.role or "developer", "content": json_text(item.tools, where)}
+    if item.type == "agent_message":
+        content = shown(parts_in(item.content))
+        if not isinstance(content, str):
+            raise _refused(where, "a message of another agent with a part that is not text")
+        return {"role": "user", "content": content}
     if item.type == "message":
         if item.role is None:
             raise bad_message(where, "the message has no role")
@@ -70,7 +98,9 @@ def read_item(item: Item, where: str) -> Message | None:
     piece: Message = {"role": "assistant", "content": ""}
     if item.type == "reasoning":
         thought = all_text(item.content) or all_text(item.summary)
+        note(ENCRYPTED_THOUGHTS, int(not thought and item.encrypted_content is not None))
         return piece | ({"reasoning_content": thought} if thought else {})
+    note(WEB_SEARCHES, int(item.type == "web_search_call"))
     return piece | {"tool_calls": [_call(item, where)]}
 
 
@@ -91,16 +121,27 @@ def reply_of(items: Iterable[Item], where: str) -> Message:
 
 def _call(item: Item, where: str) -> Message:
     """Convert a function call, a custom tool call (text input) or a built-in tool call."""
-    call_id = item.call_id or item.id
-    if item.type == "function_call" and item.name is not None:
-        return tool_call(call_id, item.name, json_text(item.arguments, where))
-    if item.type == "custom_tool_call" and item.name is not None:
+    call_id, name = item.call_id or item.id, item.name
+    if item.encrypted_function_args:
+        raise _refused(where, "a function call with encrypted arguments")
+    if name is not None and item.namespace:
+        name = f"{item.namespace}{'' if item.namespace.endswith(('_', '.')) else '.'}{name}"
+    if item.type == "function_call" and name is not None:
+        return tool_call(call_id, name, json_text(item.arguments, where))
+    if item.type == "custom_tool_call" and name is not None:
         arguments = msgspec.json.encode({"input": item.input or ""}).decode()
-        return tool_call(call_id, item.name, arguments)
+        return tool_call(call_id, name, arguments)
+    if item.type == "tool_search_call":
+        return tool_call(call_id, "tool_search", json_text(item.arguments, where))
     if item.type in _ACTIONS:
         return tool_call(call_id, item.type.removesuffix("_call"), json_text(item.action, where))
-    got, expected = f"an item of type {item.type!r}", "a message, reasoning or a tool call"
-    raise bad_message(where, got, expected)
+    raise _refused(where, f"an item of type {item.type!r}")
+
+
+def _refused(where: str, got: str) -> InputError:
+    expected = "a message, reasoning or a tool call"
+    hint = "answers that depend on it cannot be used: the log does not contain what the model saw"
+    return InputError("message", where, got, expected, hint)
 
 
 def _output(raw: msgspec.Raw, where: str) -> str | list[Message]:

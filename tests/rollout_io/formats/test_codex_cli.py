@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from rollout_io.formats.codex_cli import ADAPTER
+from rollout_io.formats.base import Options
+from rollout_io.formats.codex_cli import ADAPTER, LOST
+from rollout_io.formats.parsing.items import ENCRYPTED_THOUGHTS, WEB_SEARCHES
+from rollout_io.formats.parsing.notes import noted
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
@@ -46,6 +49,19 @@ def contexts(tmp_path):
         ((_, trajectory),), rejected = read_all(ADAPTER, write_lines(tmp_path / "s", *records))
         assert rejected == []
         return [step.messages for step in trajectory.steps]
+
+    return read
+
+
+@pytest.fixture
+def noted_contexts(tmp_path):
+    """Messages of each conversation of a session, and the notes about it."""
+
+    def read(*records):
+        (run,) = planned(ADAPTER, write_lines(tmp_path / "s", *records)).runs
+        with noted() as notes:
+            trajectory = ADAPTER.read(run, Options())
+        return [step.messages for step in trajectory.steps], dict(notes)
 
     return read
 
@@ -121,21 +137,126 @@ def test_instructions_stand_first_and_a_developer_later_speaks_as_a_user(context
 
 
 def test_a_compaction_begins_a_new_context_with_the_history_that_was_kept(contexts):
-    kept = [message("user", "Hi.")["payload"], {"type": "compaction", "encrypted_content": "x"}]
     first, second, third = contexts(
         line("session_meta", id="s", base_instructions={"text": "You are Codex."}),
         message("user", "Hi."),
         answer("Ho."),
-        line("compacted", message="", replacement_history=kept),
+        line("compacted", message="", replacement_history=[message("user", "Hello.")["payload"]]),
         answer("On."),
         line("compacted", message="We greeted.", replacement_history=None),
         message("user", "Bye."),
         answer("Bye."),
+        line("compacted", message="We parted.", replacement_history=None),
     )
     system = ("system", "You are Codex.")
     assert said(first) == [system, ("user", "Hi."), ("assistant", "Ho.")]
-    assert said(second) == [system, ("user", "Hi."), ("assistant", "On.")]
-    assert said(third) == [system, ("user", "We greeted."), ("user", "Bye."), ("assistant", "Bye.")]
+    assert said(second) == [system, ("user", "Hello."), ("assistant", "On.")]
+    kept = [system, ("user", "Hello."), ("user", "We greeted."), ("user", "Bye.")]
+    assert said(third) == [*kept, ("assistant", "Bye.")]
+
+
+def test_a_summary_replaces_the_summary_before_it_and_user_messages_stay(contexts):
+    (*_, last) = contexts(
+        message("user", "One."),
+        answer("Ho."),
+        line("compacted", message="First summary."),
+        message("user", "Two."),
+        answer("Ho."),
+        line("compacted", message="Second summary."),
+        answer("Three."),
+    )
+    assert [text for _, text in said(last)] == ["One.", "Two.", "Second summary.", "Three."]
+
+
+ENCRYPTED = [
+    {"type": kind, "encrypted_content": "x"} for kind in ("compaction", "context_compaction")
+]
+
+
+@pytest.mark.parametrize(
+    "summary", [*ENCRYPTED, {"type": "compaction_summary", "encrypted_content": "x"}]
+)
+def test_answers_without_their_summary_are_left_out_and_counted(noted_contexts, summary):
+    kept = [message("user", "Hi.")["payload"], summary]
+    found, notes = noted_contexts(
+        message("user", "Hi."),
+        answer("Ho."),
+        line("compacted", message="", replacement_history=kept),
+        message("user", "On."),
+        answer("On it."),
+        call("a"),
+        output("a", "x"),
+        answer("Done."),
+        line(
+            "compacted",
+            message="All of it.",
+            replacement_history=[message("user", "Go.")["payload"]],
+        ),
+        answer("Gone."),
+    )
+    texts = [[text for _, text in said(messages)] for messages in found]
+    assert texts == [["Hi.", "Ho."], ["Go.", "Gone."]]
+    assert notes == {LOST: 2}
+
+
+def test_an_item_of_an_unknown_type_costs_the_answers_that_depend_on_it(noted_contexts):
+    found, notes = noted_contexts(
+        message("user", "Hi."),
+        answer("Ho."),
+        message("user", "Draw."),
+        answer("I draw."),
+        item("image_generation_call", id="i", status="completed", result="png"),
+        answer("Drawn."),
+        line("event_msg", type="thread_rolled_back", num_turns=1),
+        message("user", "Write."),
+        answer("Written."),
+    )
+    texts = [[text for _, text in said(messages)] for messages in found]
+    assert texts == [["Hi.", "Ho.", "Write.", "Written."]]
+    assert notes == {LOST: 1}
+
+
+def test_an_unknown_output_does_not_cost_the_answer_before_it(noted_contexts):
+    found, notes = noted_contexts(
+        message("user", "Hi."), answer("Ho."), item("telepathy_output"), answer("Hm.")
+    )
+    assert [[text for _, text in said(messages)] for messages in found] == [["Hi.", "Ho."]]
+    assert notes == {LOST: 1}
+
+
+def test_items_of_new_codex_versions_are_read(noted_contexts):
+    tools = [{"type": "function", "name": "get_weather", "parameters": {}}]
+    ((*messages, last),), notes = noted_contexts(
+        item("additional_tools", role="developer", tools=[{"type": "custom", "name": "exec"}]),
+        message("user", "Find a tool."),
+        item("configuration_update", reasoning={"effort": "high"}),
+        item("tool_search_call", call_id="c1", execution="client", arguments={"query": "weather"}),
+        item(
+            "tool_search_output", call_id="c1", status="completed", execution="client", tools=tools
+        ),
+        item("function_call", namespace="mcp__sky", name="rain", arguments="{}", call_id="c2"),
+        output("c2", "sunny"),
+        item("web_search_call", id="ws", action={"type": "search", "query": "sun"}),
+        item(
+            "agent_message",
+            author="a",
+            recipient="b",
+            content=[{"type": "input_text", "text": "Hurry."}],
+        ),
+        item("reasoning", summary=[], encrypted_content="x"),
+        item("context_compaction"),
+        answer("It is sunny."),
+    )
+    assert [m["role"] for m in messages] == [
+        *("system", "user", "assistant", "tool", "assistant", "tool", "assistant", "user")
+    ]
+    assert json.loads(messages[0]["content"]) == [{"type": "custom", "name": "exec"}]
+    assert json.loads(messages[3]["content"]) == tools
+    names = [c["function"]["name"] for m in messages for c in m.get("tool_calls", ())]
+    assert names == ["tool_search", "mcp__sky.rain", "web_search"]
+    assert messages[-1]["content"] == "Hurry."
+    assert last["content"] == "It is sunny."
+    assert notes == {WEB_SEARCHES: 1, ENCRYPTED_THOUGHTS: 1}
 
 
 def test_what_was_rolled_back_stays_a_context_of_its_own(contexts):
@@ -158,13 +279,17 @@ def test_what_was_rolled_back_stays_a_context_of_its_own(contexts):
     assert [text for _, text in said(second)] == ["Hi.", "Ho.", "Right?", "Right."]
 
 
-def test_an_item_of_an_unknown_kind_is_refused_by_its_name(tmp_path):
-    path = write_lines(tmp_path / "s", message("user", "Hi."), answer("Ho."), item("telepathy"))
+@pytest.mark.parametrize("unread", [item("telepathy"), item("compaction", encrypted_content="x")])
+def test_a_session_whose_answers_all_depend_on_an_unread_item_is_refused_by_its_name(
+    tmp_path, unread
+):
+    path = write_lines(tmp_path / "s", message("user", "Hi."), unread, answer("Ho."))
     _, rejected = read_all(ADAPTER, path)
     assert len(rejected) == 3
-    assert str(rejected[0].error).startswith(
-        f"{path}:3, payload: found an item of type 'telepathy'"
-    )
+    error = rejected[1].error
+    assert (error.rule, error.where) == ("message", f"{path}:2, payload")
+    assert "'telepathy'" in str(error) or "encrypted" in str(error)
+    assert "does not contain what the model saw" in error.hint
 
 
 @pytest.mark.parametrize(
