@@ -7,10 +7,15 @@
 A line is a run. Its group is `instance_id`, or else `id`; lines with neither field are grouped by
 the messages before their first answer, and the history of the dataset records that rule. The
 outcome is `reward`, or else `score`; numbers in `rewards`, `scores` and `metrics` are metrics too.
+
+A system prompt beside the messages (`system_prompt`, `system`, `system_message`, `instructions`)
+becomes the first message. The history of the dataset lists all other text beside the messages.
+Messages that Hermes marks as not `active` (a user took them back) are left out.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,10 +34,11 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import first_lines
-from rollout_io.formats.parsing.content import NO_JSON
+from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_in, shown
 from rollout_io.formats.parsing.fields import label, numbers
 from rollout_io.formats.parsing.jsonl import decode_line, decoded
 from rollout_io.formats.parsing.messages import openai_tools, prompt_key, read_messages
+from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.records import Record, find_lines, read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError
@@ -43,6 +49,12 @@ _ANOTHER = frozenset(
 )
 _OF_NAMES = frozenset({"id", "instance_id", "repetition_id"})
 _NAMES = ("instance_id", "id")
+_SYSTEM = ("system_prompt", "system", "system_message", "instructions")
+_READ = frozenset({"messages", "tools", *_OF_NAMES})
+_TEXT = (b'"', b"[")
+_SHOWN = 20  # maximum number of fields that are listed
+NOT_READ = "not_read"
+INACTIVE = "messages that were taken back (not `active`): left out"
 _GROUPS_OF_NUMBERS = frozenset({"metrics", "rewards", "scores"})
 
 
@@ -58,6 +70,14 @@ class _Line(msgspec.Struct, gc=False):
     tools: list[Any] | None = None
     reward: float | None = None
     score: float | None = None
+    system_prompt: msgspec.Raw = NO_JSON
+    system: msgspec.Raw = NO_JSON
+    system_message: msgspec.Raw = NO_JSON
+    instructions: msgspec.Raw = NO_JSON
+
+
+class _State(msgspec.Struct, gc=False):
+    active: int | bool | None = None
 
 
 class _Names(msgspec.Struct, gc=False):
@@ -72,6 +92,8 @@ class _Shape(msgspec.Struct, gc=False):
 
 _LINE_DECODER = msgspec.json.Decoder(_Line)
 _BARE_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
+_SYSTEM_DECODER = msgspec.json.Decoder(Content)
+_STATE_DECODER = msgspec.json.Decoder(_State)
 _NAMES_DECODER = msgspec.json.Decoder(_Names)
 _SHAPE_DECODER = msgspec.json.Decoder(_Shape | _Roles)
 _FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -80,11 +102,33 @@ _FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def find_conversations(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield one run per line, in the order of the lines."""
     is_inferred = False
-    for found in find_lines(inputs, progress, _find):
+    unread: Counter[str] = Counter()
+
+    def find(record: Record) -> Run:
+        run = _find(record)
+        unread.update(_unread(record.content, record.place.where))
+        return run
+
+    for found in find_lines(inputs, progress, find):
         is_inferred |= isinstance(found, Run) and not found.labels.keys() & {*_NAMES}
         yield found
     if is_inferred:
         yield About("groups", _GROUPS)
+    if unread:
+        listed = [f"{name!r} ({number:,})" for name, number in unread.most_common(_SHOWN)]
+        listed += ["..."] if len(unread) > _SHOWN else []
+        yield About(NOT_READ, "fields beside the messages (lines): " + ", ".join(listed))
+
+
+def _unread(content: bytes, where: str) -> list[str]:
+    """Return the names of the fields beside the messages that have text."""
+    if _is_bare(content):
+        return []
+    fields = decode_line(_FIELDS_DECODER, content, where)
+    has_text = {n for n, raw in fields.items() if bytes(raw).startswith((b'"', b"[", b"{"))}
+    has_text -= {n for n in has_text if bytes(fields[n]) in {b'""', b"[]", b"{}"}}
+    read = _READ | {name for name in _SYSTEM if bytes(fields.get(name, b"")).startswith(_TEXT)}
+    return sorted(name[:40] for name in has_text - read - _GROUPS_OF_NUMBERS)
 
 
 def _find(record: Record) -> Run:
@@ -97,7 +141,7 @@ def _find(record: Record) -> Run:
     instance = next((labels[name] for name in _NAMES if name in labels), None)
     if instance is None:
         line = _decode(record.content, place.where)
-        instance = prompt_key(read_messages(line.messages, f"{place.where}, messages"))
+        instance = prompt_key(_messages(line, place.where))
     return Run(
         instance_id=instance,
         repetition_id=names.repetition_id,
@@ -116,17 +160,45 @@ def _decode(content: bytes, where: str) -> _Line:
     return decode_line(_LINE_DECODER, content, where)
 
 
+def _messages(line: _Line, where: str) -> list[Message]:
+    """Return the messages of a line, after the system prompt beside them."""
+    states = [
+        decode_line(_STATE_DECODER, bytes(raw), f"{where}, messages") for raw in line.messages
+    ]
+    active = [
+        raw
+        for raw, state in zip(line.messages, states, strict=True)
+        if state.active is None or state.active
+    ]
+    note(INACTIVE, len(states) - len(active))
+    messages = read_messages(active, f"{where}, messages")
+    for name in _SYSTEM:
+        place = f"{where}, {name}"
+        if not bytes(getattr(line, name)).startswith(_TEXT):
+            continue
+        prompt = shown(parts_in(decode_line(_SYSTEM_DECODER, bytes(getattr(line, name)), place)))
+        logged = [m["content"] for m in messages if m["role"] in {"system", "developer"}]
+        if not prompt or prompt in logged:
+            continue
+        if logged:
+            got = f"`{name}` differs from the system message of the conversation"
+            hint = "keep the one that the model saw"
+            raise InputError("message", place, got, "one system prompt", hint)
+        messages.insert(0, {"role": "system", "content": prompt})
+    return messages
+
+
 def read_conversation(run: Run, _: Options) -> Trajectory:
     """Read the conversation of a line; all numbers of the line become metrics.
 
     Raises:
-        InputError: `record_type`: a field has the wrong type; `no_calls`: there is no assistant
-            message.
+        InputError: `record_type`: a field has the wrong type; `message`: there are two system
+            prompts; `no_calls`: there is no assistant message.
     """
     (place,) = run.places
     content = read_record(place)
     line = _decode(content, place.where)
-    messages = read_messages(line.messages, f"{place.where}, messages")
+    messages = _messages(line, place.where)
     if all(message["role"] != "assistant" for message in messages):
         raise InputError("no_calls", place.where, "the conversation has no assistant message")
     step = Conversation(source=place.where, messages=messages, tools=openai_tools(line.tools))

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.base import Options
-from rollout_io.formats.openai_messages import ADAPTER
+from rollout_io.formats.openai_messages import ADAPTER, INACTIVE, NOT_READ
+from rollout_io.formats.parsing.notes import noted
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines, save_template
-from tests.helpers.text_log_helpers import save
+from tests.helpers.text_log_helpers import found_in, save
 
 USER, ANSWER = {"role": "user", "content": "1 + 5?"}, {"role": "assistant", "content": "6"}
 CHAT = [USER, ANSWER]
@@ -51,6 +52,43 @@ def test_messages_tools_reward_and_numbers_of_a_line_are_read(tmp_path):
     assert found.reward == 1.0
     numbers = {"reward": 1.0, "score": 0.5, "turns": 2.0, "ok": 1.0, "rewards.style": 0.25}
     assert found.metrics == numbers
+
+
+@pytest.mark.parametrize("name", ["system_prompt", "system", "system_message", "instructions"])
+@pytest.mark.parametrize("prompt", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
+def test_a_system_prompt_beside_the_messages_is_the_first_message(name, prompt, tmp_path):
+    (step,) = read_one(tmp_path, {"messages": CHAT, name: prompt}).steps
+    assert step.messages == [{"role": "system", "content": "Be brief."}, *CHAT]
+    (again,) = read_one(tmp_path, {"messages": step.messages, name: prompt}).steps
+    assert again.messages == step.messages
+
+
+def test_two_different_system_prompts_are_refused_by_name(tmp_path):
+    both = [{"role": "system", "content": "Be long."}, *CHAT]
+    for record in (
+        {"messages": both, "system_prompt": "Be brief."},
+        {"messages": CHAT, "system_prompt": "Be brief.", "instructions": "Be long."},
+    ):
+        _, (rejected,) = read_all(ADAPTER, lines(tmp_path, record))
+        assert rejected.error.rule == "message"
+        assert rejected.error.where.endswith(("system_prompt", "instructions"))
+
+
+def test_other_text_beside_the_messages_is_listed_in_the_history(tmp_path):
+    records = [
+        {"messages": CHAT, "id": 1, "title": "Sums", "documents": [1], "empty": "", "turns": 2},
+        {"messages": CHAT, "id": 2, "title": "More sums", "rewards": {"style": 1}},
+    ]
+    facts = found_in(ADAPTER, lines(tmp_path, *records))[2]
+    assert facts == {NOT_READ: "fields beside the messages (lines): 'title' (2), 'documents' (1)"}
+
+
+def test_messages_that_a_user_took_back_are_left_out_and_counted(tmp_path):
+    back = [m | {"active": 0} for m in CHAT]
+    (run,) = planned(ADAPTER, lines(tmp_path, {"messages": [*back, *CHAT], "id": 1})).runs
+    with noted() as notes:
+        (step,) = ADAPTER.read(run, Options()).steps
+    assert (step.messages, notes) == (CHAT, {INACTIVE: 2})
 
 
 @pytest.mark.parametrize(
