@@ -269,6 +269,8 @@ one_sequence: A trajectory of a GeneratorOutput has several sequences, because i
     Set `history = "step_wise"`.
 open_files: The process reached its limit of open files.
     Raise the limit, for example with `ulimit -n 4096`.
+other_api: A logged response is of an API whose tokens the format does not read.
+    Log chat completions of the engine, or rename the fields as the error says.
 other_tokenizer: The tokenizer decodes the logged token ids to text that differs from the logged
     text.
     Set `--tokenizer` to the tokenizer of the model that sampled the tokens.

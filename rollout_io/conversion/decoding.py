@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rollout_io.conversion.text import cached_tokenizer
 from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.tokens import parse_ids
-from rollout_io.formats.parsing.witnesses import holds, shortened
+from rollout_io.formats.parsing.witnesses import holds, missing_word, shortened
 from schemas.errors import InputError
 from schemas.messages import RETOKENIZED
 
@@ -21,7 +21,7 @@ def check_decoded(steps: Iterable[Step], directory: str) -> bool:
     """Decode the sampled ids and compare them with the text in the log.
 
     If the log has the text of each token next to its log-probability, all tokens are compared;
-    otherwise only the text of one response per run. If the harness stored that text in a modified
+    otherwise only the text of one response per run, and the words of all tool calls. If the harness stored that text in a modified
     form (parsed, or joined with tool calls), only its words are compared (`has_words_of`).
 
     Args:
@@ -39,17 +39,19 @@ def check_decoded(steps: Iterable[Step], directory: str) -> bool:
         told = () if step.token_text is None else (step.token_text,)
         texts = told or (() if is_sampled else step.texts)
         edited = None if texts or is_sampled else _long_enough(step.response_text)
-        if step.token_source == RETOKENIZED or not (texts or edited):
+        if step.token_source == RETOKENIZED or not (texts or edited or step.called):
             continue
         tokenizer = cached_tokenizer(directory, None)
         ids = _ids(step)
         if not ids or max(ids) >= tokenizer.vocab_size or min(ids) < 0:
             continue  # reported by token_range
         decoded = tokenizer.decode_each(ids) if told else tokenizer.decode(ids)
-        is_sampled, is_compared = is_sampled or not told, True
+        is_sampled, is_compared = is_sampled or bool(not told and (texts or edited)), True
         for text in texts:
             if not holds(decoded, text):
                 raise _other(step, directory, decoded, text)
+        if (word := missing_word(decoded, step.called)) is not None:
+            raise _other(step, directory, decoded, f"a tool call with {word}")
         if edited and not has_words_of(decoded, edited):
             raise _other(step, directory, decoded, edited)
     return is_compared

@@ -156,6 +156,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
         num_counted: Numbers of prompt and response tokens that the engine reported; each may be
             None.
         texts: Verbatim parts of the response's text, without special tokens and tool calls.
+        called: Words that the tool calls of the response consist of.
         token_text: Tokens of the response, decoded one by one and concatenated, or None.
     """
 
@@ -170,6 +171,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
     token_source: str = "engine"
     num_counted: tuple[int | None, int | None] = (None, None)
     texts: Sequence[str] = ()
+    called: Sequence[str] = ()
     token_text: str | None = None
     reward: float | None = None
     stop_reason: str | None = None

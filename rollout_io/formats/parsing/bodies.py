@@ -111,6 +111,8 @@ class Choice(msgspec.Struct, gc=False):
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     routed_experts: msgspec.Raw = NO_JSON
+    response_token_ids: msgspec.Raw = NO_JSON
+    meta_info: msgspec.Raw = NO_JSON
 
 
 class Usage(msgspec.Struct, gc=False):
@@ -128,6 +130,14 @@ class Response(msgspec.Struct, gc=False):
     usage: Usage | None = None
     error: msgspec.Raw = NO_JSON
     object: str | None = None
+    type: msgspec.Raw = NO_JSON
+    content: msgspec.Raw = NO_JSON
+    output: msgspec.Raw = NO_JSON
+    candidates: msgspec.Raw = NO_JSON
+    output_ids: msgspec.Raw = NO_JSON
+    meta_info: msgspec.Raw = NO_JSON
+    generated_text: msgspec.Raw = NO_JSON
+    done: msgspec.Raw = NO_JSON
 
 
 Answer = Response | list[Response | str] | str | None

@@ -19,10 +19,11 @@ from rollout_io.formats.parsing.bodies import (
     Usage,
     ids_of,
 )
+from rollout_io.formats.parsing.other_apis import other_api, sglang
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.streams import whole_response
 from rollout_io.formats.parsing.tokens import broken, num_ids, route_array, same_ids, usage_differs
-from rollout_io.formats.parsing.witnesses import check_tokens
+from rollout_io.formats.parsing.witnesses import check_tokens, words_of_calls
 from schemas.errors import InputError
 
 ASK = 'set "return_token_ids": true in the request (vLLM)'
@@ -40,13 +41,16 @@ def read_choices(
         failed: If true, ids may be missing, since the run is not trained on.
 
     Raises:
-        InputError: `no_token_ids`: the call has no ids; `no_response`: it has no response;
+        InputError: `no_token_ids`: the call has no ids, or ids of a chunk are missing;
+            `other_api`: it is of another API; `no_response`: it has no response;
             `choice_index`, `conflicting_ids`, `logprob_tokens`, `usage_counts`: the call
             contradicts itself.
         InvariantError: `nonempty_prompt`, `nonempty_response`: the ids are empty; `routing_shape`:
             the routing is invalid. Other invariants are checked later, on the complete table.
     """
-    response = whole_response(answer, where)
+    response = whole_response(answer, where, echo=bool(request.echo))
+    if not response.choices and (error := other_api(response, where)):
+        raise error
     choices = _in_order(response.choices, where)
     steps = []
     for choice in choices:
@@ -107,6 +111,8 @@ def holds_tokens(answer: Answer) -> bool:
 
 
 def _step(choice: Choice, prompt: Ids, request: Request, where: str, *, failed: bool) -> Step:
+    if not failed and ids_of(choice, where) == b"null" and (error := sglang(choice, where)):
+        raise error
     response = _ids(ids_of(choice, where), "response", where, failed=failed)
     messages = request.prompt if request.messages is NO_JSON else request.messages
     routes = None
@@ -115,7 +121,13 @@ def _step(choice: Choice, prompt: Ids, request: Request, where: str, *, failed: 
         num_tokens = num_ids(prompt) + num_ids(response)
         routes = route_array(choice.routed_experts, num_tokens, place)
     logprobs, texts = choice.logprobs, () if request.echo else _texts(choice)
-    token_text = None if logprobs is None else check_tokens(logprobs, response, texts, where)
+    called: Sequence[str] = ()
+    if choice.message is not None and choice.message.tool_calls is not NO_JSON:
+        is_forced = isinstance(request.tool_choice, dict)
+        called = words_of_calls(choice.message.tool_calls, has_names=not is_forced)
+    token_text = None
+    if logprobs is not None:
+        token_text = check_tokens(logprobs, response, texts, where, called)
     return Step(
         source=where,
         prompt_token_ids=prompt,
@@ -130,6 +142,7 @@ def _step(choice: Choice, prompt: Ids, request: Request, where: str, *, failed: 
         messages=None if messages is NO_JSON else _json_text(messages),
         response_text=_text(choice),
         texts=texts,
+        called=called,
         token_text=token_text,
     )
 

@@ -29,16 +29,22 @@ _AS_IT_CAME = "keep the chunks exactly as the engine sent them"
 _FAILED = "delete the line, or give its session an `error` in --rewards"
 
 
-def whole_response(answer: Answer, where: str) -> Response:
+def whole_response(answer: Answer, where: str, *, echo: bool = False) -> Response:
     """Return the complete response, assembled from its chunks if it was streamed.
+
+    Args:
+        answer: The response.
+        where: Location of the call, for error messages.
+        echo: True if the engine repeats the prompt's text, which has no ids in the response.
 
     Raises:
         InputError: `no_response`: there is no response, or it is an error from the engine;
-            `json_line`, `record_type`, `conflicting_ids`: a chunk is invalid.
+            `json_line`, `record_type`, `conflicting_ids`: a chunk is invalid; `no_token_ids`: a
+            chunk has text but no ids, although others have ids.
         InvariantError: `lengths_align`: a chunk has the wrong number of log-probabilities;
             `routing_shape`: several chunks have routed_experts.
     """
-    response = answer if isinstance(answer, Response) else _joined(answer, where)
+    response = answer if isinstance(answer, Response) else _joined(answer, where, echo=echo)
     _refuse_error(response, where)
     return response
 
@@ -51,23 +57,46 @@ def _refuse_error(response: Response, where: str) -> None:
     raise InputError("no_response", where, got, hint=_FAILED)
 
 
-def _joined(answer: list[Response | str] | str | None, where: str) -> Response:
+def _joined(answer: list[Response | str] | str | None, where: str, *, echo: bool) -> Response:
     if answer is None:
         raise InputError("no_response", where, "the call has no response", hint=_FAILED)
     pieces = answer.splitlines() if isinstance(answer, str) else answer
     chunks = list(_chunks(pieces, where))
     by_index: dict[int, list[Choice]] = {}
+    without_ids: dict[int, str] = {}
     for number, chunk in enumerate(chunks, 1):
         place = f"{where}, streamed chunk {number}"
         _refuse_error(chunk, place)
         for choice in chunk.choices:
             _check_piece(choice, place)
             by_index.setdefault(choice.index, []).append(choice)
+            if not echo and _has_text(choice) and ids_of(choice, place) == b"null":
+                without_ids.setdefault(choice.index, place)
+    for index, place in without_ids.items():
+        _refuse_partial(by_index[index], place)
+    if not by_index and chunks:
+        return chunks[0]  # of another API, or without choices
     choices = [_join_choice(index, pieces, where) for index, pieces in by_index.items()]
     prompts = [chunk.prompt_token_ids for chunk in chunks]
     return Response(
         choices=choices, prompt_token_ids=_one_prompt(prompts, where), usage=_usage_of(chunks)
     )
+
+
+def _has_text(piece: Choice) -> bool:
+    delta = piece.delta or Delta()
+    said = (piece.text, delta.content, delta.reasoning, delta.reasoning_content, delta.tool_calls)
+    return any(said)
+
+
+def _refuse_partial(pieces: Sequence[Choice], place: str) -> None:
+    """Reject a chunk with text but no ids if other chunks of the same choice have ids."""
+    if any(ids_of(piece, place) != b"null" for piece in pieces):
+        got = "the chunk has text but no token ids, although other chunks have ids"
+        hint = (
+            "update the engine, or record the calls without streaming: ids of tool calls are lost"
+        )
+        raise InputError("no_token_ids", place, got, "ids in every chunk with text", hint)
 
 
 def _chunks(pieces: Iterable[Response | str], where: str) -> Iterable[Response]:

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from rollout_io.formats.base import Ids
-from rollout_io.formats.parsing.bodies import Logprobs
+from rollout_io.formats.parsing.bodies import Function, Logprobs, ToolCall
 from rollout_io.formats.parsing.tokens import parse_ids
 from schemas.errors import InputError, count
 
@@ -16,10 +18,19 @@ _REPLACEMENT = "\ufffd"
 _SPELLED = re.compile(r"[\u0120\u010a\u2581\u00c3]|\\x|bytes:")
 """Signs that tokens are spelled as in the vocabulary (bytes as substitute letters), not decoded."""
 
+_WORD = re.compile(r"[A-Za-z0-9_]+")
+_LOST = (
+    "record the call again, without streaming or with a newer engine: ids of tool calls are lost"
+)
 _HINT = "record the call again: shifted log-probabilities silently corrupt training"
 
+_ANY_DECODER = msgspec.json.Decoder()
+_CALLS_DECODER = msgspec.json.Decoder(list[ToolCall] | None)
 
-def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str) -> str | None:
+
+def check_tokens(
+    logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str, called: Iterable[str] = ()
+) -> str | None:
     """Compare a response's ids and text with the tokens listed with its log-probabilities.
 
     Args:
@@ -27,6 +38,7 @@ def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str)
         ids: Ids of the response.
         texts: Verbatim parts of the response's text.
         where: Location of the call, for error messages.
+        called: Words of the response's tool calls (`words_of_calls`).
 
     Returns:
         The text of all tokens, if the log has it.
@@ -51,7 +63,56 @@ def check_tokens(logprobs: Logprobs, ids: Ids, texts: Iterable[str], where: str)
         if text not in whole and not holds(whole, text):
             got = f"the logprobs belong to the text {shortened(whole)}, not to {shortened(text)}"
             raise InputError("logprob_tokens", where, got, hint=_HINT)
+    if (word := missing_word(whole, called)) is not None:
+        got = f"the tokens {shortened(whole)} do not contain {word!r}, a word of the tool calls"
+        raise InputError("logprob_tokens", where, got, hint=_LOST)
     return whole
+
+
+def words_of_calls(raw: msgspec.Raw, *, has_names: bool = True) -> list[str]:
+    """Return the words that the sampled text of a response's tool calls must contain.
+
+    Engines parse tool calls, so their texts are not verbatim. But whatever the syntax, names, keys
+    and strings consist of the same letters.
+
+    Args:
+        raw: Tool calls in OpenAI's format, as JSON.
+        has_names: Whether the model sampled the names of functions; it does not if the request
+            forced it to call a function.
+    """
+    try:
+        calls = _CALLS_DECODER.decode(raw) or ()
+    except msgspec.MsgspecError:  # not OpenAI's format: there is nothing to compare
+        return []
+    texts: list[str] = []
+    for call in calls:
+        function = call.function or Function()
+        texts += [function.name or ""] if has_names else []
+        texts += _strings_in(function.arguments or "")
+    return [word for text in texts for word in _WORD.findall(text)]
+
+
+def _strings_in(arguments: str) -> list[str]:
+    try:
+        left = [_ANY_DECODER.decode(arguments)]
+    except (msgspec.MsgspecError, RecursionError):
+        return [arguments]
+    found: list[str] = []
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            left += value
+    return found
+
+
+def missing_word(whole: str, words: Iterable[str]) -> str | None:
+    """Return the first word that does not occur in a text; None if all do."""
+    known = set(_WORD.findall(whole))
+    return next((word for word in words if word not in known and word not in whole), None)
 
 
 def _plain_tokens(logprobs: Logprobs, where: str) -> Sequence[Any]:

@@ -215,3 +215,28 @@ def test_ids_that_no_model_sampled_are_refused(smollm2_dir, golden):
     assert read_log([log], Choices()).num_rows
     with pytest.raises(RolloutError, match="other_tokenizer"):
         read_log([log], Choices(tokenizer=str(smollm2_dir)))
+
+
+@pytest.mark.parametrize("sampled", ['{"city": "Oslo"}}\n</tool_call>', "get_weather"])
+def test_tool_calls_are_compared_with_the_ids_where_tokens_have_no_text(
+    sampled, smollm2_dir, tmp_path
+):
+    tokenizer = load_tokenizer(smollm2_dir)
+    whole = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+    def log(name, text):
+        (ids,) = tokenizer.encode([text], ["t"])
+        function = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+        message = {"content": None, "tool_calls": [{"id": "c", "function": function}]}
+        response = {"prompt_token_ids": [1], "choices": [{"token_ids": ids, "message": message}]}
+        record = {"session": "w/0", "request": {"messages": []}, "response": response}
+        path = tmp_path / name
+        path.write_text(json.dumps(record), encoding="utf-8")
+        return str(path)
+
+    done = convert([log("whole.jsonl", whole)], tmp_path / "ds", choices(smollm2_dir))
+    assert (done.summary.num_exact, done.summary.num_compared) == (1, 1)
+    with pytest.raises(RolloutError) as caught:
+        read_log([log("lost.jsonl", sampled)], choices(smollm2_dir))
+    assert caught.value.rule == "other_tokenizer"
+    assert "a tool call with" in str(caught.value)
