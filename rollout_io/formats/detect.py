@@ -8,7 +8,7 @@ the error can suggest an alternative are in `rollout_io.formats.refused`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,12 @@ import msgspec
 from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.clues import explained
-from rollout_io.formats.parsing.jsonl import decode_line, decoded, refuse_lfs_pointer
+from rollout_io.formats.parsing.jsonl import (
+    decode_line,
+    decoded,
+    first_lines,
+    refuse_lfs_pointer,
+)
 from rollout_io.formats.refused import REFUSED
 from rollout_io.plugins import Plugin, plugins
 from schemas.errors import ConfigError, InputError, RolloutError
@@ -27,8 +32,6 @@ RULE = "known_format"
 HINT = "list the formats with `rollouts formats`; pass --format NAME to see why it does not match"
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_NUM_LINES = 8  # a damaged first line must not hide the format
-_LINE_BYTES = 64 << 20
 _LFS_BYTES = 1024  # maximum size of a Git LFS pointer, according to the specification
 
 
@@ -218,25 +221,6 @@ def _ambiguous(name: str, found: Collection[str]) -> InputError:
     first = next(iter(found))
     hint = f"choose one, such as --format {first}; `rollouts formats` describes them"
     return InputError(RULE, name, got, hint=hint)
-
-
-def first_lines(path: Path) -> Iterator[bytes]:
-    """Yield the non-blank lines among the first 8 of a file; nothing if the file is unreadable.
-
-    A line longer than 64 MiB is cut off at that length, and no further line is read.
-    """
-    try:
-        if not path.is_file():
-            return
-        with open_input(path) as file:
-            for _ in range(_NUM_LINES):
-                line = file.readline(_LINE_BYTES)
-                if line.strip():
-                    yield line
-                if not line.endswith(b"\n"):
-                    return
-    except (OSError, RolloutError):
-        return
 
 
 def has_record(path: Path, decoder: msgspec.json.Decoder[Any]) -> bool:

@@ -14,8 +14,7 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.atif import is_file
-from rollout_io.formats.detect import first_lines
-from rollout_io.formats.parsing.jsonl import read_document
+from rollout_io.formats.parsing.jsonl import first_lines, read_document
 from schemas.errors import InputError, RolloutError
 
 Key = tuple[str, int]

@@ -11,12 +11,14 @@ from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
-from rollout_io.dataset.opening import read_input
+from rollout_io.dataset.opening import open_input, read_input
 from rollout_io.formats.parsing.notes import note_run
 from schemas.errors import InputError, RolloutError, count
 
 T = TypeVar("T")
 
+_NUM_LINES = 8  # a damaged first line must not hide the format
+_LINE_BYTES = 64 << 20
 UNREADABLE = "unreadable_record"
 MAX_LINE_BYTES = 1 << 30
 """Limit on the length of a line."""
@@ -95,6 +97,25 @@ def read_lines(file: BinaryIO) -> Iterator[Line]:
         while len(content) > MAX_LINE_BYTES and not content.endswith(b"\n"):
             content = file.readline(MAX_LINE_BYTES + 1)
             offset += len(content)
+
+
+def first_lines(path: Path) -> Iterator[bytes]:
+    """Yield the non-blank lines among the first 8 of a file; nothing if the file is unreadable.
+
+    A line longer than 64 MiB is cut off at that length, and no further line is read.
+    """
+    try:
+        if not path.is_file():
+            return
+        with open_input(path) as file:
+            for _ in range(_NUM_LINES):
+                line = file.readline(_LINE_BYTES)
+                if line.strip():
+                    yield line
+                if not line.endswith(b"\n"):
+                    return
+    except (OSError, RolloutError):
+        return
 
 
 def decode_line(decoder: msgspec.json.Decoder[T], content: bytes, where: str) -> T:
