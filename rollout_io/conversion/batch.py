@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -68,6 +69,7 @@ class Reader:
         rejected: Records of runs that could not be read.
         routing: (layers, experts per token) of the log, from the first run with routing.
         compared: Ids of the trajectories whose token ids were compared with the text in the log.
+        left_out: Counts of what the trajectories lack although the log has it, by description.
     """
 
     settings: Settings
@@ -75,6 +77,7 @@ class Reader:
     rejected: list[Rejected] = field(default_factory=list)
     routing: tuple[int, int] | None = None
     compared: set[str] = field(default_factory=set)
+    left_out: Counter[str] = field(default_factory=Counter)
 
     def parts(self, runs: Sequence[Run]) -> Iterator[Part]:
         """Yield the runs and their rows in order; the rows are checked later, by `sound`."""
@@ -117,6 +120,7 @@ class Reader:
                     routes = [step.rollout_expert_indices for step in settled.steps]
                     self._take_routing([r.shape[1:] for r in routes if r is not None], run)
                     batch.append((run, settled))
+                    self.left_out.update(logged.left_out)
                 except RolloutError as error:
                     if is_of_tokenizer(error, self.settings.retokenizer):
                         raise

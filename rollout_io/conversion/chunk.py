@@ -158,6 +158,7 @@ def convert_chunk(
         rejected, spool = reader.rejected + broken, settings.spool
         report.rejected = [named_rejection(r, spool) for r in rejected] if spool else rejected
         report.routing = reader.routing
+        report.summary.left_out = dict(reader.left_out)
         report.summary.reject(report.rejected)
         writer.footer = footer_of(chunk.record, report.summary)
     return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, fields
@@ -31,6 +32,7 @@ class Summary:
         num_exact: Number of trajectories with token ids from an engine.
         num_compared: Number of these trajectories whose ids were compared with the text in the log.
         reasons: Reasons of the rejections, the most frequent first (`rejections.reasons`).
+        left_out: Counts of what the rows lack although the log has it, by description.
     """
 
     num_records: int = 0
@@ -51,6 +53,7 @@ class Summary:
     numbers: set[str] = field(default_factory=set)
     formats: dict[str, int] = field(default_factory=dict)
     reasons: list[rejections.Reason] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_written(self) -> int:
@@ -92,6 +95,8 @@ class Summary:
             ours, theirs = getattr(self, f.name), getattr(other, f.name)
             if f.name == "reasons":
                 self.reasons = rejections.merged(ours, theirs)
+            elif f.name == "left_out":
+                self.left_out = dict(Counter(ours) + Counter(theirs))
             else:
                 total = ours | theirs if isinstance(ours, set | dict) else ours + theirs
                 setattr(self, f.name, total)
@@ -122,6 +127,7 @@ class Summary:
             "num_rejected": self.num_rejected,
             "num_duplicates": self.num_duplicates,
             "reasons": self.reasons,
+            "left_out": self.left_out,
             "num_calls": self.num_calls,
             "num_rows": self.num_rows,
             "num_trajectories": self.num_trajectories,
@@ -146,6 +152,7 @@ class Summary:
             f"{mean}",
         ]
         lines += self._reasons()
+        lines += [f"left out: {what}: {number:,}" for what, number in sorted(self.left_out.items())]
         if self.num_duplicates:
             lines.append(
                 f"{_num(self.num_duplicates, 'rejected record')} with the same content as another"

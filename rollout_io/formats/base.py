@@ -63,6 +63,7 @@ class Run:
         failed: True if the rewards file reports a failure; the run may then lack tokens.
         rewarded: True if the rewards file has the run's outcome; the outcome in the log may then be
             ambiguous.
+        copied: Indices of the places with an answer that another run has: it is part of the prompt.
     """
 
     instance_id: str
@@ -72,6 +73,7 @@ class Run:
     index: int = 0
     failed: bool = False
     rewarded: bool = False
+    copied: frozenset[int] = frozenset()
 
     @property
     def num_bytes(self) -> int:
@@ -258,6 +260,7 @@ class Trajectory:
         error: Why the run failed; None if it succeeded. A failed run may have no steps.
         metrics: All numbers about the run, including each reward under its own name.
         user_values: Strings about the run, which become user columns.
+        left_out: Counts of what the steps lack although the log has it, by description.
     """
 
     steps: Sequence[Logged]
@@ -265,6 +268,7 @@ class Trajectory:
     error: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     user_values: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 Progress = Callable[[int], object]
