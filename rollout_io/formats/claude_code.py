@@ -74,6 +74,7 @@ class _Head(msgspec.Struct, gc=False):
     uuid: str | None = None
     forked_from: _Origin | None = msgspec.field(name="forkedFrom", default=None)
     parent_session: str | None = msgspec.field(name="parentSessionId", default=None)
+    is_sidechain: bool | None = msgspec.field(name="isSidechain", default=None)
     sampled_in: str | None = msgspec.field(name="requestSessionId", default=None)
     compaction: Compaction | None = msgspec.field(name="compactMetadata", default=None)
     message: msgspec.Raw = NO_JSON
@@ -118,6 +119,7 @@ class _Session:
         kept: Uuids of the lines that compactions keep: if they are logged after the compaction, the
             log lacks the context of their answers.
         is_fork: True if a line names the session that it was copied from.
+        is_side: True if all messages are a sub-agent's.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -125,6 +127,7 @@ class _Session:
     answers: dict[int, list[bytes]] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     is_fork: bool = False
+    is_side: bool = True
 
     def add(self, place: Place, head: _Head, name: str) -> None:
         """Add a line, with the labels of the first line that has them."""
@@ -133,7 +136,14 @@ class _Session:
         if head.compaction is not None and head.compaction.messages is not None:
             self.kept |= set(head.compaction.messages.uuids or ())
         self.is_fork |= head.forked_from is not None or head.sampled_in not in {None, name}
+        self.is_side &= head.type not in SPOKEN or bool(head.is_sidechain)
         self.places.append(place)
+
+    def take(self, other: _Session) -> None:
+        """Add the lines of a sub-agent's session."""
+        start = len(self.places)
+        self.answers |= {start + i: digests for i, digests in other.answers.items()}
+        self.places += other.places
 
     def label(self, head: _Head) -> None:
         """Add the labels of a line that the session does not have yet."""
@@ -167,6 +177,7 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     for given in inputs:
         if given not in exports:
             yield from _find_lines(given, progress, sessions, damaged)
+    _join_sub_agents(sessions, damaged)
     intact = [n for n in sessions if n not in damaged]
     intact.sort(key=lambda n: (sessions[n].is_fork, len(sessions[n].answers)))
     copies = copied_answers({n: sessions[n].answers for n in intact})
@@ -177,6 +188,19 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
             labels = {"session": name} | session.labels
             yield from run_of(name, session.places, labels, session.answers, copies[name])
     yield from find_documents(exports, progress, _find_export)
+
+
+def _join_sub_agents(sessions: dict[str, _Session], damaged: dict[str, RolloutError]) -> None:
+    """Add the sessions of forked sub-agents, which repeat lines of their parent, to the parent's."""
+    mains = {name: session for name, session in sessions.items() if not session.is_side}
+    holders = {d: n for n, s in mains.items() for found in s.answers.values() for d in found}
+    for name in [name for name in sessions if name not in mains]:
+        digests = [d for found in sessions[name].answers.values() for d in found]
+        parent = next((holders[digest] for digest in digests if digest in holders), None)
+        if parent is not None:
+            sessions[parent].take(sessions.pop(name))
+            if name in damaged:
+                damaged.setdefault(parent, damaged[name])
 
 
 def _digests(head: _Head) -> list[bytes]:

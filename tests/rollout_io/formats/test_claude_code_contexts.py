@@ -449,6 +449,18 @@ def test_a_forked_sub_agent_inherits_and_belongs_to_its_parents_session(
     assert sorted(map(shown, answers)) == ["Fine.", "Good.", "Look.{}", "{}"]
 
 
+def test_a_forked_sub_agent_with_a_session_of_its_own_is_known_by_the_lines_it_repeats(tmp_path):
+    task = [
+        user("f1", "Check a.py.", parent="r1", **SIDE),
+        reply("f2", text("Fine."), parent="f1", id="m9", **SIDE),
+    ]
+    fork = [record | SIDE | {"sessionId": "own"} for record in [*AUDIT[:3], *task]]
+    paths = [write_lines(tmp_path / "s", *AUDIT), write_lines(tmp_path / "agent-h1", *fork)]
+    ((run, made),), rejected = read_all(ADAPTER, *paths)
+    assert (run.instance_id, rejected) == ("s", [])
+    assert the_fork(made) == (["Audit.", "Look.{}"], ["a.py", "Check a.py.", "Fine."])
+
+
 def test_a_fork_whose_parent_is_not_in_the_log_is_counted(tmp_path):
     lost = REF | {"parentLastUuid": "lost"}
     fork = [user("f1", "Check.", **SIDE), reply("f2", text("Fine."), parent="f1", id="m9", **SIDE)]
