@@ -80,22 +80,17 @@ class _Head(msgspec.Struct, gc=False):
     message: msgspec.Raw = NO_JSON
 
 
-class _ShapeMessage(msgspec.Struct, gc=False):
-    role: str
-    content: str | list[msgspec.Raw]
-
-
 class _Shape(msgspec.Struct, gc=False):
     """A line with the fields that are specific to this format."""
 
     type: str
-    message: _ShapeMessage
+    message: dict[str, msgspec.Raw]
     session_id: str = msgspec.field(name="sessionId")
     uuid: str
 
     def __post_init__(self) -> None:
-        if self.type not in SPOKEN:
-            raise ValueError("the record has no message")
+        if self.type not in SPOKEN or "role" not in self.message or "parts" in self.message:
+            raise ValueError("the record has no message of Anthropic's API")
 
 
 class _Spoken(msgspec.Struct, gc=False):

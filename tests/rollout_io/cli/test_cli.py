@@ -103,6 +103,7 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
         "num_left": 0,
         "left": [],
         "reasons": [],
+        "left_out": {},
         "num_records": len(calls),
         "num_written": len(calls),
         "num_rejected": 0,
