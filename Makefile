@@ -12,6 +12,7 @@ CLIENTS := .venv-clients
 SKYRL := .venv-skyrl
 S3 := .venv-s3
 LOWEST := .venv-lowest
+CLAUDE_CODE := .cache/claude_code
 MODEL := .cache/smollm2
 UV_INSTALL := $(BIN)/uv pip install --quiet --python
 READY := $(VENV)/.ready
@@ -57,7 +58,7 @@ test-all: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors  ## Run the 
 test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests, with the slow ones, with the lowest versions allowed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not nightly and not vllm and not gpu and not browser"
 
-test-nightly: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready  ## Run the tests that take too long for CI (hours)
+test-nightly: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready $(CLAUDE_CODE)/.ready  ## Run the tests that take too long for CI (hours)
 	$(PYTEST) -m "not nightly and not vllm and not gpu and not browser" --hypothesis-profile=new_examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and not vllm and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and vllm"
@@ -172,6 +173,13 @@ $(VLLM)/.ready: constraints-vllm.txt | $(READY)
 $(CLIENTS)/.ready: constraints-clients.txt | $(READY)
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(UV_INSTALL) $(CLIENTS)/bin/python -c constraints-clients.txt litellm mcp mini-swe-agent schemathesis
+	@touch $@
+
+# Claude Code, which writes logs for tests; its install script links the program of this platform.
+$(CLAUDE_CODE)/.ready: | $(NODE)/.ready
+	mkdir -p $(CLAUDE_CODE)
+	cd $(CLAUDE_CODE) && $(CURDIR)/$(NODE)/bin/node $(CURDIR)/$(NODE)/lib/node_modules/npm/bin/npm-cli.js install --ignore-scripts --no-audit --no-fund --loglevel=error --prefix . @anthropic-ai/claude-code@2.1.332
+	cd $(CLAUDE_CODE) && $(CURDIR)/$(NODE)/bin/node node_modules/@anthropic-ai/claude-code/install.cjs
 	@touch $@
 
 # Without SkyRL's own dependencies, which need a GPU, and with what our package needs in the same process.

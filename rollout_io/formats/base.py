@@ -63,6 +63,7 @@ class Run:
         failed: True if the rewards file reports a failure; the run may then lack tokens.
         rewarded: True if the rewards file has the run's outcome; the outcome in the log may then be
             ambiguous.
+        copied: Indices of the places with an answer that another run has: it is part of the prompt.
     """
 
     instance_id: str
@@ -72,6 +73,7 @@ class Run:
     index: int = 0
     failed: bool = False
     rewarded: bool = False
+    copied: frozenset[int] = frozenset()
 
     @property
     def num_bytes(self) -> int:

@@ -1,258 +1,276 @@
 """Reconstruction of a Claude Code session's contexts, as conversations, from its lines.
 
 - The main agent's lines are in the order of the log; a sub-agent's lines (`isSidechain`) share an
-  `agentId`, or form a chain of `parentUuid`.
-- An API response may take several lines (one block each) with the same `message.id`. These lines
-  form one message with all its tool calls, wherever the results are logged.
-- A compaction (`compact_boundary`, or the summary after it) begins a new context.
-- A user prompt whose parent is not the end of the context branches off at that parent: a new
-  context begins with the lines up to it. The abandoned context is kept if the model answered in it.
-  The shared lines were sampled once, so they are part of the prompt in the new context.
-- A line with the `uuid` of an earlier line is a copy, and "<synthetic>" messages are not from the
-  model: both are omitted. Redacted thoughts are not in the log.
+  `agentId`, or form a chain of `parentUuid`. A forked sub-agent inherits its parent's context:
+  its file repeats those lines, or names the last of them (`fork-context-ref`).
+- A compaction (`compact_boundary`, or the summary after it) begins a new context. The messages
+  that it keeps (`compactMetadata`) follow the summary, or precede it if the boundary is their
+  anchor.
+- A prompt or an answer whose parent is not the end of the context branches off at that parent: a
+  new context begins with the lines up to it. So does a prompt without a parent. The abandoned
+  context is kept if the model answered in it.
+- An answer is trained on in the first context that has it. In later contexts, it is part of the
+  prompt, as are answers that another session has and messages that the harness wrote.
+- Lines that the harness retracted (`retractedMessageUuids`, `supersedesUuids`), copies of a line in
+  the same thread, and API errors are omitted. Redacted thoughts are not in the log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
 
-import msgspec
-
-from rollout_io.formats.base import Conversation
-from rollout_io.formats.parsing.content import NO_JSON, Part, bad_message, extend, parts_in
-from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.messages import messages_of
+from rollout_io.formats.claude_code_lines import Kept, Line, Shape, short
 
 MAIN, SIDECHAIN = "main", "sidechain"
-_SYNTHETIC = "<synthetic>"
-_BOUNDARY = "compact_boundary"
 
-
-class Message(msgspec.Struct, gc=False):
-    """A message of Anthropic's API, or part of one."""
-
-    role: str
-    content: str | list[Part]
-    id: str | None = None
-    model: str | None = None
-    stop_reason: str | None = None
-
-
-class LoggedLine(msgspec.Struct, gc=False):
-    """The relevant fields of a line."""
-
-    type: str
-    subtype: str | None = None
-    uuid: str | None = None
-    parent: str | None = msgspec.field(name="parentUuid", default=None)
-    is_sidechain: bool | None = msgspec.field(name="isSidechain", default=None)
-    agent_id: str | None = msgspec.field(name="agentId", default=None)
-    is_summary: bool | None = msgspec.field(name="isCompactSummary", default=None)
-    message: msgspec.Raw = NO_JSON
-
-
-_MESSAGE_DECODER = msgspec.json.Decoder(Message)
-
-
-class Line(NamedTuple):
-    """A line with its location and its message."""
-
-    where: str
-    logged: LoggedLine
-    message: Message | None
-
-    @classmethod
-    def of(cls, logged: LoggedLine, where: str) -> Self:
-        """Decode the message of a line.
-
-        Raises:
-            InputError: `record_type`: a user or assistant line has no complete message.
-        """
-        message = None
-        if logged.type in {"user", "assistant"}:
-            message = decode_line(_MESSAGE_DECODER, bytes(logged.message), f"{where}, message")
-        return cls(where, logged, message)
-
-    @property
-    def is_compaction(self) -> bool:
-        """True if the line marks a compaction, which begins a new context."""
-        is_boundary = self.logged.type == "system" and self.logged.subtype == _BOUNDARY
-        return is_boundary or bool(self.logged.is_summary)
-
-    @property
-    def is_answer(self) -> bool:
-        """True if the model wrote the line."""
-        return self.logged.type == "assistant"
-
-    @property
-    def is_prompt(self) -> bool:
-        """True if a user, not a tool, wrote the line."""
-        message = self.message
-        if message is None or self.is_answer:
-            return False
-        return all(part.type != "tool_result" for part in parts_in(message.content))
+_NO_KEPT = "after a compaction that keeps messages which are not in the log"
+_NO_PARENT = "of a forked sub-agent whose parent's messages are not in the log"
 
 
 @dataclass(slots=True)
-class _Context:
+class Context:
     """One context of an agent.
 
     Attributes:
-        lines: Lines in order.
-        num_shared: Number of leading lines from an earlier context; answers in these lines are
-            trained on only in that context.
+        agent: "main" or "sidechain".
+        lines: Lines in order, each with a message.
+        problem: Why the log does not tell what the model saw; None if it does.
+        shape: System prompt and tools of the last answer; None if the log does not have them.
     """
 
+    agent: str
     lines: list[Line] = field(default_factory=list)
-    num_shared: int = 0
-
-    @property
-    def is_answered(self) -> bool:
-        """True if the model wrote something in this context."""
-        return any(line.is_answer for line in self.lines[self.num_shared :])
+    problem: str | None = None
+    shape: Shape | None = None
 
 
 @dataclass(slots=True)
 class _Thread:
-    """The contexts of one agent, in order."""
+    """The contexts of one agent, in order.
 
-    agent: str
-    contexts: list[_Context] = field(default_factory=lambda: [_Context()])
-
-    def cut(self) -> None:
-        if self.contexts[-1].lines:
-            self.contexts.append(_Context())
-
-    def add(self, line: Line, parent: Line | None) -> None:
-        """Add a line; a prompt that continues an earlier line returns to that line first."""
-        lines = self.contexts[-1].lines
-        if parent is not None and line.is_prompt and lines[-1:] != [parent]:
-            found = next((c.lines for c in reversed(self.contexts) if parent in c.lines), None)
-            if found is not None:
-                self._go_back(found, found.index(parent))
-        self.contexts[-1].lines.append(line)
-
-    def _go_back(self, found: list[Line], at: int) -> None:
-        """Go back to an earlier line, unless only the results of its tool calls follow it."""
-        context, later = self.contexts[-1], found[at + 1 :]
-        if found is not context.lines or any(line.is_answer for line in later):
-            if found is not context.lines or _goes_on(found[at], later):
-                self.contexts.append(_Context(found[: at + 1], num_shared=at + 1))
-        elif _goes_on(found[at], later):
-            del context.lines[at + 1 :]
-            context.num_shared = min(context.num_shared, at + 1)
-
-
-def _goes_on(line: Line, later: Sequence[Line]) -> bool:
-    """True if a line is followed by more than the results of its tool calls."""
-    assert line.message is not None
-    return any(
-        other.is_prompt
-        or (other.is_answer and (other.message is None or other.message.id != line.message.id))
-        for other in later
-    )
-
-
-def conversations(lines: Iterable[Line]) -> list[Conversation]:
-    """Return the contexts that have an answer, ordered by their last lines.
-
-    The main agent's last context comes last. The `source` of a context is the location of its
-    last line.
-
-    Raises:
-        InputError: `message`: a block of an answer is neither text, a thought nor a tool call.
+    Attributes:
+        uuids: Uuids of all lines, those to come included.
+        awaited: Uuids of the lines to come that a compaction keeps; a segment ends with the last.
+        follows: For each uuid, the line with a message that a child of this uuid follows, if any.
+        spoken: Lines with a message, by uuid.
+        kept: Lines that a compaction keeps, by the uuid of the line that they follow.
+        is_cut: True between the boundary of a compaction and its summary.
+        is_linked: True once a line names a parent with a message.
     """
-    lines = list(lines)
-    numbers = {line.where: number for number, line in enumerate(lines)}
-    threads = _threads(lines)
-    contexts = [(thread.agent, c) for thread in threads for c in thread.contexts if c.is_answered]
-    contexts.sort(key=lambda item: numbers[item[1].lines[-1].where])
-    main = next((item for item in reversed(contexts) if item[0] == MAIN), None)
-    if main is not None:
-        contexts.remove(main)
-        contexts.append(main)
-    return [_conversation(agent, context) for agent, context in contexts]
 
+    contexts: list[Context]
+    uuids: frozenset[str | None] = frozenset()
+    awaited: Kept | None = None
+    follows: dict[str, Line | None] = field(default_factory=dict)
+    spoken: dict[str, Line] = field(default_factory=dict)
+    kept: dict[str, list[Line]] = field(default_factory=dict)
+    is_cut: bool = False
+    is_linked: bool = False
+    shape: Shape | None = None
 
-def _threads(lines: Iterable[Line]) -> list[_Thread]:
-    threads: dict[str, _Thread] = {}
-    keys: dict[str, str] = {}
-    spoken: dict[str, Line] = {}
-    for number, line in enumerate(lines):
-        logged = line.logged
-        if logged.uuid is not None and logged.uuid in keys:
-            continue
-        key = _thread_key(logged, keys, number)
-        parent = spoken.get(logged.parent or "")
-        thread = threads.setdefault(key, _Thread(SIDECHAIN if logged.is_sidechain else MAIN))
+    @property
+    def current(self) -> Context:
+        """The last context."""
+        return self.contexts[-1]
+
+    def add(self, line: Line) -> None:
+        """Add a line, unless it is a copy of a line of this thread."""
+        if line.uuid is not None and line.uuid in self.follows:
+            return
+        self.shape = line.shape or self.shape
+        self._await(line)
+        parent = self.follows.get(line.parent or "")
         if line.is_compaction:
-            thread.cut()
-            parent = None
-        if line.message is not None and line.message.model != _SYNTHETIC:
-            thread.add(line, parent)
-            parent = line
-        if logged.uuid is not None:
-            keys[logged.uuid] = key
-            if parent is not None:
-                spoken[logged.uuid] = parent
-    return list(threads.values())
+            self._compact(line)
+        elif line.message is not None:
+            self._branch(line, parent)
+            self.is_linked |= parent is not None
+        after = None if line.is_compaction else parent
+        if line.message is not None:
+            self.current.lines.append(line)
+            self.current.shape = self.shape if line.is_answer else self.current.shape
+            after = line
+            if line.uuid is not None:
+                self.spoken[line.uuid] = line
+        kept = self.kept.pop(line.uuid or "", None)
+        if kept:
+            self.current.lines += kept
+            after = kept[-1]
+        if line.uuid is not None:
+            self.follows[line.uuid] = after
+
+    def _await(self, line: Line) -> None:
+        """Mark a line that a compaction keeps although it is logged only after the compaction."""
+        kept = self.awaited
+        if kept is None or line.uuid is None:
+            return
+        if kept.uuids is not None:
+            line.is_kept = line.uuid in kept.uuids
+        elif line.uuid == kept.head or kept.head is None:
+            line.is_kept = True
+            self.awaited = None if line.uuid == kept.tail else Kept(tail=kept.tail)
+
+    def inherit(self, context: Context | None, last: Line | None) -> None:
+        """Begin with the context of the parent up to a line."""
+        if context is None or last is None:
+            self.current.problem = _NO_PARENT
+            return
+        lines = context.lines[: context.lines.index(last) + 1]
+        self.current.lines[:0] = lines
+        self.current.problem = context.problem
+        self.shape = self.shape or context.shape
+        self.uuids |= {line.uuid for line in lines}
+        self.spoken |= {line.uuid: line for line in lines if line.uuid}
+        self.follows |= {line.uuid: line for line in lines if line.uuid}
+
+    def _compact(self, line: Line) -> None:
+        """Begin a new context at a boundary, or at a summary without a boundary."""
+        is_boundary = line.message is None
+        kept, problem = self._kept(line), None
+        if kept is None:
+            kept, problem = [], _NO_KEPT
+        if self.current.lines and not self.is_cut:
+            self._begin([], None)
+        self.is_cut = is_boundary
+        self.current.problem = problem or self.current.problem
+        if kept and line.kept is not None:
+            self.kept[line.kept.anchor or line.uuid or ""] = kept
+
+    def _kept(self, line: Line) -> list[Line] | None:
+        """Return the messages that a compaction keeps; None if the log lacks one.
+
+        In a session that was forked after a compaction, they are logged after the summary.
+        """
+        kept, context = line.kept, self.current.lines
+        if kept is None:
+            return []
+        ends = {kept.head, kept.tail}
+        if kept.uuids is not None:
+            self.awaited = kept
+            known = self.uuids.issuperset(kept.uuids)
+            return [self.spoken[u] for u in kept.uuids if u in self.spoken] if known else None
+        if ends <= self.uuids and not ends & self.follows.keys():
+            self.awaited = kept
+            return []
+        head, tail = (self.follows.get(uuid or "") for uuid in (kept.head, kept.tail))
+        if head is None or tail is None or head not in context or tail not in context:
+            return None
+        return context[context.index(head) : context.index(tail) + 1]
+
+    def _begin(self, lines: list[Line], problem: str | None) -> None:
+        self.contexts.append(Context(self.current.agent, lines, problem))
+
+    def _branch(self, line: Line, parent: Line | None) -> None:
+        """Return to the parent of a prompt or an answer if other messages follow the parent."""
+        lines = self.current.lines
+        if not lines or lines[-1] is parent or not _is_turn(line, lines):
+            return
+        if parent is None:
+            if line.parent is None and line.is_prompt and self.is_linked:
+                self._begin([], None)
+            return
+        found = next((c for c in reversed(self.contexts) if parent in c.lines), None)
+        if found is None:
+            return
+        end = found.lines.index(parent) + 1
+        if found is not self.current:
+            self._begin(found.lines[:end], found.problem)
+        elif _goes_on(lines, end):
+            if any(each.is_answer for each in lines[end:]):
+                self._begin(lines[:end], found.problem)
+            else:
+                del lines[end:]
 
 
-def _thread_key(logged: LoggedLine, keys: dict[str, str], number: int) -> str:
-    if not logged.is_sidechain:
-        return MAIN
-    if logged.agent_id is not None:
-        return f"agent {logged.agent_id}"
-    above = keys.get(logged.parent or "", MAIN)
-    return above if above != MAIN else f"chain {logged.uuid or number}"
+def _is_turn(line: Line, lines: Iterable[Line]) -> bool:
+    """True if a line begins a prompt, or an answer of which the context has no line."""
+    if not line.is_answer or line.message is None or line.message.id is None:
+        return line.is_prompt or line.is_answer
+    return all(each.message is None or each.message.id != line.message.id for each in lines)
 
 
-def _conversation(agent: str, context: _Context) -> Conversation:
-    lines = context.lines
-    reasons = [line.message.stop_reason for line in lines if line.message and line.is_answer]
-    known = [reason for reason in reasons if reason is not None]
-    return Conversation(
-        source=lines[-1].where,
-        messages=_messages(lines),
-        num_given=len(_messages(lines[: context.num_shared])),
-        agent=agent,
-        stop_reason=known[-1] if known else None,
-    )
+def _goes_on(lines: Sequence[Line], end: int) -> bool:
+    """True if lines from `end` on contain more than the rest of the last answer before `end`."""
+    answers = [line.message for line in lines[:end] if line.is_answer]
+    last = answers[-1] if answers and answers[-1] is not None else None
+    name = last.id if last is not None and last.id is not None else None
+    for line in lines[end:]:
+        is_rest = line.message is not None and name is not None and line.message.id == name
+        if line.is_prompt or (line.is_answer and not is_rest):
+            return True
+    return False
 
 
-def _messages(context: Iterable[Line]) -> list[dict[str, Any]]:
-    """Convert a context to OpenAI-style messages; lines of one API response are joined."""
-    made: list[dict[str, Any]] = []
-    replies: dict[str, dict[str, Any]] = {}
-    for line in context:
-        assert line.message is not None
-        pieces = messages_of(line.logged.type, line.message.content, f"{line.where}, message")
-        if not line.is_answer:
-            made += pieces
-            continue
-        reply = replies.get(line.message.id or "")
-        if reply is None:
-            reply = {"role": "assistant", "content": ""}
-            made.append(reply)
-            if line.message.id is not None:
-                replies[line.message.id] = reply
-        for piece in pieces:
-            _refuse_others(piece, line.where)
-            extend(reply, piece)
-    return made
+def contexts_of(lines: Iterable[Line]) -> list[Context]:
+    """Return the contexts of all agents: the main agent's first, in order.
 
-
-def _refuse_others(piece: dict[str, Any], where: str) -> None:
-    """Reject content that a model cannot have written.
-
-    Raises:
-        InputError: `message`: the content has a block that is not text, thinking or a tool call.
+    Args:
+        lines: Lines of a session in the order of the log.
     """
-    content = piece["content"]
-    if piece["role"] == "assistant" and isinstance(content, str):
-        return
-    kinds = [f"{part['type']!r}" for part in content] if piece["role"] == "assistant" else []
-    got = f"blocks of type {', '.join(kinds) or 'tool_result'}"
-    raise bad_message(f"{where}, message.content", got, "text, thinking or tool_use")
+    lines = _not_retracted(lines)
+    groups = _groups(lines)
+    threads: dict[str, _Thread] = {}
+    pending = sorted(groups, key=lambda key: key != MAIN)
+    while pending:
+        ready = [key for key in pending if _parent_of(groups[key], threads) is not None]
+        for key in ready or pending[:1]:
+            threads[key] = _thread(key, groups[key], threads)
+            pending.remove(key)
+    return [context for thread in threads.values() for context in thread.contexts]
+
+
+def _thread(key: str, lines: Sequence[Line], threads: dict[str, _Thread]) -> _Thread:
+    agent = MAIN if key == MAIN else SIDECHAIN
+    thread = _Thread([Context(agent)], frozenset(line.uuid for line in lines))
+    for line in lines:
+        if line.inherited is not None:
+            parent = _parent_of(lines, threads)
+            last = parent.follows.get(line.inherited) if parent else None
+            found = parent.contexts if parent else []
+            thread.inherit(next((c for c in found if last in c.lines), None), last)
+        else:
+            thread.add(line)
+    return thread
+
+
+def _parent_of(lines: Sequence[Line], threads: dict[str, _Thread]) -> _Thread | None:
+    """Return the thread whose context a fork inherits; None if it is not known.
+
+    The lines of an agent that is no fork have no parent; any thread will do.
+    """
+    last = next((line.inherited for line in lines if line.inherited is not None), None)
+    if last is None:
+        return next(iter(threads.values()), None) or _Thread([Context(MAIN)])
+    return next((thread for thread in threads.values() if last in thread.follows), None)
+
+
+def _groups(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    """Return the lines of each agent."""
+    keys: dict[str, str] = {}
+    groups: dict[str, list[Line]] = {}
+    for number, line in enumerate(lines):
+        key = _key(line, keys, number)
+        if line.uuid is not None:
+            keys.setdefault(line.uuid, key)
+        groups.setdefault(key, []).append(line)
+    return groups
+
+
+def _key(line: Line, keys: dict[str, str], number: int) -> str:
+    if not line.is_side:
+        return MAIN
+    if line.agent_id is not None:
+        return f"agent {line.agent_id}"
+    above = keys.get(line.parent or "", MAIN)
+    return above if above != MAIN else f"chain {line.uuid or number}"
+
+
+def _not_retracted(lines: Iterable[Line]) -> list[Line]:
+    """Remove the messages that the harness retracted; their children follow their parents."""
+    lines = list(lines)
+    retracted = frozenset[str]().union(*(line.retracted for line in lines))
+    for line in lines:
+        if line.uuid is not None and short(line.uuid) in retracted:
+            line.message = None
+    return lines

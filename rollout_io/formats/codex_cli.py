@@ -5,13 +5,14 @@
 
 A file is a run; its `response_item` lines are the conversation, and `compacted` begins a new
 context (see `codex_cli_items`). `event_msg` lines repeat the conversation for display; only
-rollbacks are read from them. The log has no reward, no token ids and no tool definitions; encrypted
+rollbacks are read from them. A fork (`forked_from_id`) begins with the lines of another session. The log has no reward, no token ids and no tool definitions; encrypted
 reasoning is not readable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +33,8 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.codex_cli_items import Thread
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.parsing.content import NO_JSON
+from rollout_io.formats.parsing.content import NO_JSON, canonical_json
+from rollout_io.formats.parsing.copies import COPIED, copied_answers, digest, run_of
 from rollout_io.formats.parsing.items import Item
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.notes import note
@@ -63,6 +65,7 @@ class _Instructions(msgspec.Struct, gc=False):
 
 class _Meta(msgspec.Struct, gc=False):
     id: str | None = None
+    forked_from: str | None = msgspec.field(name="forked_from_id", default=None)
     cwd: str | None = None
     originator: str | None = None
     cli_version: str | None = None
@@ -90,34 +93,101 @@ _ITEM_DECODER = msgspec.json.Decoder(Item)
 _TURN_DECODER = msgspec.json.Decoder(_Turn)
 _COMPACTED_DECODER = msgspec.json.Decoder(_Compacted)
 _EVENT_DECODER = msgspec.json.Decoder(_Event)
+_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@dataclass(slots=True)
+class _Session:
+    """A file.
+
+    Attributes:
+        forked_from: Session whose lines the file begins with; None if it is not a fork.
+        items: Digest of each item of the conversation, by the index of its place.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+    forked_from: str | None = None
+    items: dict[int, bytes] = field(default_factory=dict)
+
+    def add(self, place: Place, head: _Head) -> None:
+        """Add a line."""
+        if head.type in {"response_item", "compacted"}:
+            self.items[len(self.places)] = _digest_of(head.payload)
+        elif head.type == "session_meta" and not self.labels:
+            meta = decode_line(_META_DECODER, bytes(head.payload), place.where)
+            self.labels, self.forked_from = _labels(meta), meta.forked_from
+        self.places.append(place)
+
+    def answers(self, family: str) -> dict[int, list[bytes]]:
+        """Return a digest of each item and of all items before it, by index."""
+        found, before = dict[int, list[bytes]](), family
+        for i, item in self.items.items():
+            before = digest(before, item.hex()).hex()
+            found[i] = [bytes.fromhex(before)]
+        return found
 
 
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per file; a file with a damaged line is rejected."""
+    """Yield one run per file; a file with a damaged line is rejected.
+
+    The items with which a fork and its origin begin are copies if all items before them are.
+    """
     yield About("groups", _GROUPS)
+    sessions: dict[str, _Session] = {}
     for given in inputs:
-        yield from _find_session(given, progress)
+        session = _Session()
+        yield from _find_session(given, progress, session)
+        if session.places:
+            sessions[given.name] = session
+    origins = {s.labels.get("session"): s.forked_from for s in sessions.values()}
+    families = {n: _family(s.labels.get("session", n), origins) for n, s in sessions.items()}
+    forked = {families[name] for name, session in sessions.items() if session.forked_from}
+    answers = {
+        name: session.answers(families[name]) if families[name] in forked else {}
+        for name, session in sessions.items()
+    }
+    copies = copied_answers(dict(sorted(answers.items(), key=lambda each: len(each[1]))))
+    for name, session in sessions.items():
+        instance = session.labels.get("session", name)
+        copied = {
+            i: sessions[keeper].labels.get("session", keeper) for i, keeper in copies[name].items()
+        }
+        yield from run_of(instance, session.places, session.labels, answers[name], copied)
 
 
-def _find_session(given: Input, progress: Progress) -> Iterator[Found]:
-    places: list[Place] = []
-    labels: dict[str, str] = {}
+def _digest_of(payload: msgspec.Raw) -> bytes:
+    """Return a digest of an item without its id, which a fork may change."""
+    try:
+        fields = _FIELDS_DECODER.decode(payload)
+    except msgspec.MsgspecError:
+        return digest(repr(bytes(payload)))  # the reader reports the damage
+    texts = (f"{name} {canonical_json(bytes(value))}" for name, value in fields.items())
+    return digest(*sorted(text for text in texts if not text.startswith("id ")))
+
+
+def _family(session: str, origins: Mapping[str | None, str | None]) -> str:
+    """Return the first session of a chain of forks."""
+    seen: set[str] = set()
+    while session not in seen and (origin := origins.get(session)) is not None:
+        seen.add(session)
+        session = origin
+    return min(seen, default=session) if session in seen else session
+
+
+def _find_session(given: Input, progress: Progress, session: _Session) -> Iterator[Rejected]:
     damage: RolloutError | None = None
     for place, content in lines_of([given], progress):
         try:
             refuse_not_utf8(content, place.where)
             head = decode_line(_HEAD_DECODER, content, place.where)
-            if head.type == "session_meta" and not labels:
-                labels = _labels(decode_line(_META_DECODER, bytes(head.payload), place.where))
-            places.append(place)
+            session.add(place, head)
         except RolloutError as error:
             damage = damage or error
             yield Rejected(place, error)
     if damage is not None:
-        yield from incomplete(places, damage)
-    elif places:
-        name = labels.get("session", given.name)
-        yield Run(instance_id=name, repetition_id=0, places=places, labels=labels)
+        yield from incomplete(session.places, damage)
+        session.places = []
 
 
 def _labels(meta: _Meta) -> dict[str, str]:
@@ -138,7 +208,8 @@ def read_session(run: Run, _: Options) -> Trajectory:
             is encrypted or of an unknown type; `no_calls`: there is no model response.
     """
     thread, texts = Thread(), dict[str, str]()
-    for place in run.places:
+    last_copy, num_copied = max(run.copied, default=-1), 0
+    for i, place in enumerate(run.places):
         line = decode_record(_HEAD_DECODER, place)
         payload, where = bytes(line.payload), f"{place.where}, payload"
         if line.type == "response_item":
@@ -155,6 +226,8 @@ def read_session(run: Run, _: Options) -> Trajectory:
             event = decode_line(_EVENT_DECODER, payload, where)
             if event.type == _ROLLED_BACK:
                 thread.roll_back(event.num_turns or 0)
+        if i == last_copy:
+            num_copied = thread.give()
     contexts = thread.answered()
     if not contexts and thread.unread is not None:
         raise thread.unread
@@ -164,6 +237,7 @@ def read_session(run: Run, _: Options) -> Trajectory:
         Conversation(source=c.where, messages=c.known, num_given=c.num_given) for c in contexts
     ]
     note(LOST, thread.num_lost)
+    note(COPIED, num_copied)
     return Trajectory(steps=steps, user_values=texts)
 
 

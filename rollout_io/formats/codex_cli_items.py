@@ -148,6 +148,14 @@ class Thread:
             del context.messages[start:]
             context.num_given, context.end = min(context.num_given, start), end
 
+    def give(self) -> int:
+        """Make all messages so far part of the prompt; return the number of answers in them."""
+        self.is_open = False
+        answers = [m for c in self.contexts for m in c.messages[c.num_given :]]
+        for context in self.contexts:
+            context.num_given = len(context.messages)
+        return sum(message["role"] == "assistant" for message in answers)
+
     def _reply(self) -> Message:
         """Return the assistant message that is being extended; begin one if there is none."""
         if not self.is_open:

@@ -1,7 +1,8 @@
 """Conversions by an adapter alone, as `rollouts convert` would do them."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from rollout_io.conversion.inputs import open_inputs
 from rollout_io.conversion.log import Log, Opened
 from rollout_io.conversion.plan import Plan, plan
 from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
+from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.parsing.records import close_files
 from schemas.errors import RolloutError
 
@@ -39,12 +41,22 @@ def planned(adapter: Adapter, *paths: Path, **choices: Any) -> Plan:
     return plan(adapter.find(inputs, lambda _: None), {}, **choices)
 
 
-def read_all(adapter: Adapter, *paths: Path) -> tuple[list[tuple[Run, Trajectory]], list[Rejected]]:
+@dataclass(kw_only=True)
+class Noted(Trajectory):
+    """A trajectory with the notes that were made while it was read."""
+
+    notes: Mapping[str, int]
+
+
+def read_all(adapter: Adapter, *paths: Path) -> tuple[list[tuple[Run, Noted]], list[Rejected]]:
     """Runs with what they are read as, and rejected records; those of a run that is refused too."""
     made, (runs, rejected) = [], _found(adapter, *paths)
     for run in runs:
         try:
-            made.append((run, adapter.read(run, Options())))
+            with noted() as notes:
+                found = adapter.read(run, Options())
+            values = {each.name: getattr(found, each.name) for each in fields(found)}
+            made.append((run, Noted(**values, notes=notes)))
         except RolloutError as error:
             rejected += [Rejected(place, error) for place in run.places]
     return made, rejected

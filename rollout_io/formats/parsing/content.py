@@ -33,6 +33,7 @@ class Part(msgspec.Struct, gc=False):
     input: msgspec.Raw = NO_JSON
     tool_use_id: str | None = None
     content: msgspec.Raw = NO_JSON
+    tool_name: str | None = None
 
     @property
     def said(self) -> str:
@@ -52,13 +53,24 @@ def parts_in(content: Parts) -> list[Part]:
     return [Part(text=part) if isinstance(part, str) else part for part in content]
 
 
+def is_text(part: Part) -> bool:
+    """True if a part is text, or the reference to a tool, which becomes a text with its name."""
+    return bool(_text(part)) or (part.type in _TEXTS and part.text is not None)
+
+
+def _text(part: Part) -> str:
+    if part.type == "tool_reference" and part.tool_name:
+        return f"Loaded tool: {part.tool_name}"
+    return part.text or "" if part.type in _TEXTS else ""
+
+
 def shown(parts: Sequence[Part]) -> str | list[Message]:
     """Return the text of the parts, or typed parts if any has no text (such as an image).
 
     Rendering typed parts fails with an error that names the type.
     """
-    if all(part.type in _TEXTS and part.text is not None for part in parts):
-        return "\n".join(part.text or "" for part in parts)
+    if all(is_text(part) for part in parts):
+        return "\n".join(_text(part) for part in parts)
     return [known({"type": part.type, "text": part.text}) for part in parts]
 
 

@@ -190,9 +190,17 @@ def messages_of(role: str, content: Parts, where: str) -> list[Message]:
 
 
 def _result(part: Part, where: str) -> Message:
-    content = decode_line(_CONTENT_DECODER, bytes(part.content), where)
-    fields = {"role": "tool", "content": shown(parts_in(content))}
-    return known({**fields, "tool_call_id": part.tool_use_id})
+    content = parts_of_result(part, where)
+    return known({"role": "tool", "content": shown(content), "tool_call_id": part.tool_use_id})
+
+
+def parts_of_result(part: Part, where: str) -> list[Part]:
+    """Return the parts of a tool result.
+
+    Raises:
+        InputError: `record_type`: the content is neither text nor parts.
+    """
+    return parts_in(decode_line(_CONTENT_DECODER, bytes(part.content), where))
 
 
 def _tool_call(call: _ToolCall | str, where: str) -> Message:

@@ -247,7 +247,7 @@ def test_a_file_of_titles_alone_has_no_session(tmp_path):
         (user("3", 42), "record_type"),
         (user("3", None), "record_type"),
         (reply("3", "words"), "record_type"),
-        (reply("3", {"type": "server_tool_use", "id": "x"}), "message"),
+        (reply("3", {"type": "text", "text": 1}), "record_type"),
         ({"type": "user", "sessionId": "s"}, "record_type"),
     ],
 )

@@ -365,3 +365,58 @@ def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
         path = Path(folder) / "rollout.jsonl"
         path.write_bytes(content)
         check_lines(ADAPTER, path)
+
+
+def turn(number, said):
+    return [message("user", f"{number}?"), answer(said)]
+
+
+@pytest.mark.parametrize("fork", ["first", "last"])
+@pytest.mark.parametrize("num_copied", [1, 2])
+def test_an_answer_that_a_fork_repeats_is_trained_on_once(fork, num_copied, tmp_path):
+    turns = [*turn(1, "one"), *turn(2, "two")]
+    forked = line("session_meta", id="f", forked_from_id="s")
+    later = [line["payload"] | {"id": "new"} for line in turns[: 2 * num_copied]]
+    copies = [item(**{"kind": fields.pop("type")} | fields) for fields in later]
+    paths = [
+        write_lines(tmp_path / "s.jsonl", META, *turns),
+        write_lines(tmp_path / "f.jsonl", forked, META, *copies, *turn(3, "three")),
+    ]
+    found, rejected = read_all(ADAPTER, *(paths if fork == "last" else paths[::-1]))
+    assert rejected == []
+    answers = [
+        m["content"]
+        for _, made in found
+        for step in made.steps
+        for m in step.messages[step.num_given :]
+        if m["role"] == "assistant"
+    ]
+    assert sorted(answers) == ["one", "three", "two"]
+    assert sum(sum(made.notes.values()) for _, made in found) == num_copied
+    by_name = {run.instance_id: made for run, made in found}
+    texts = [m["content"] for m in by_name["f"].steps[-1].messages]
+    assert texts == ["1?", "one", *["2?", "two"] * (num_copied - 1), "3?", "three"]
+
+
+def test_two_forks_of_a_session_that_is_not_there_share_its_answers(tmp_path):
+    paths = [
+        write_lines(
+            tmp_path / name,
+            line("session_meta", id=name, forked_from_id="s"),
+            *turn(1, "one"),
+            *turn(2, name),
+        )
+        for name in ("f", "g")
+    ]
+    found, _ = read_all(ADAPTER, *paths)
+    assert [sum(made.notes.values()) for _, made in found] == [0, 1]
+
+
+def test_sessions_with_the_same_beginning_that_are_no_forks_are_not_copies(tmp_path):
+    paths = [
+        write_lines(tmp_path / name, line("session_meta", id=name), *turn(1, "one"))
+        for name in ("f", "g")
+    ]
+    found, rejected = read_all(ADAPTER, *paths)
+    assert rejected == []
+    assert [made.notes for _, made in found] == [{}, {}]

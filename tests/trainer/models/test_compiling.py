@@ -91,7 +91,7 @@ class Traffic(TorchDispatchMode):
 def test_the_compiled_head_has_the_gradient_of_the_plain_one(
     softcap: float | None,
     entropy_gradient: bool,  # noqa: FBT001 - a parameter of the test
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start = (3 * torch.randn(20, 64, generator=torch.Generator().manual_seed(0))).bfloat16()
 
