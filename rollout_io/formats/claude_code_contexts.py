@@ -25,6 +25,7 @@ from rollout_io.formats.claude_code_lines import Kept, Line, Shape, short
 MAIN, SIDECHAIN = "main", "sidechain"
 
 _NO_KEPT = "after a compaction that keeps messages which are not in the log"
+_UNKNOWN_PARENT = "of a forked sub-agent whose log does not tell which context it inherited"
 _NO_PARENT = "of a forked sub-agent whose parent's messages are not in the log"
 
 
@@ -37,12 +38,14 @@ class Context:
         lines: Lines in order, each with a message.
         problem: Why the log does not tell what the model saw; None if it does.
         shape: System prompt and tools of the last answer; None if the log does not have them.
+        began: ISO time of its beginning; empty for the first context, or if unknown.
     """
 
     agent: str
     lines: list[Line] = field(default_factory=list)
     problem: str | None = None
     shape: Shape | None = None
+    began: str = ""
 
 
 @dataclass(slots=True)
@@ -81,12 +84,14 @@ class _Thread:
         self.shape = line.shape or self.shape
         self._await(line)
         parent = self.follows.get(line.parent or "")
-        if line.is_compaction:
+        # A summary that follows the context is one that a later compaction kept, copied by a fork.
+        follows = parent is not None and self.current.lines[-1:] == [parent] and not self.is_cut
+        if line.is_compaction and not follows:
             self._compact(line)
         elif line.message is not None:
             self._branch(line, parent)
             self.is_linked |= parent is not None
-        after = None if line.is_compaction else parent
+        after = None if line.is_compaction and not follows else parent
         if line.message is not None:
             self.current.lines.append(line)
             self.current.shape = self.shape if line.is_answer else self.current.shape
@@ -111,10 +116,10 @@ class _Thread:
             line.is_kept = True
             self.awaited = None if line.uuid == kept.tail else Kept(tail=kept.tail)
 
-    def inherit(self, context: Context | None, last: Line | None) -> None:
-        """Begin with the context of the parent up to a line."""
-        if context is None or last is None:
-            self.current.problem = _NO_PARENT
+    def inherit(self, context: Context | str, last: Line | None) -> None:
+        """Begin with the context of the parent up to a line, or with the reason why it is unknown."""
+        if isinstance(context, str) or last is None:
+            self.current.problem = context if isinstance(context, str) else _NO_PARENT
             return
         lines = context.lines[: context.lines.index(last) + 1]
         self.current.lines[:0] = lines
@@ -133,6 +138,7 @@ class _Thread:
         if self.current.lines and not self.is_cut:
             self._begin([], None)
         self.is_cut = is_boundary
+        self.current.began = self.current.began or line.at
         self.current.problem = problem or self.current.problem
         if kept and line.kept is not None:
             self.kept[line.kept.anchor or line.uuid or ""] = kept
@@ -153,7 +159,9 @@ class _Thread:
         if ends <= self.uuids and not ends & self.follows.keys():
             self.awaited = kept
             return []
-        head, tail = (self.follows.get(uuid or "") for uuid in (kept.head, kept.tail))
+        # What follows a summary comes after the messages that it keeps: the line itself is meant.
+        named = (kept.head or "", kept.tail or "")
+        head, tail = (self.spoken.get(uuid) or self.follows.get(uuid) for uuid in named)
         if head is None or tail is None or head not in context or tail not in context:
             return None
         return context[context.index(head) : context.index(tail) + 1]
@@ -227,11 +235,28 @@ def _thread(key: str, lines: Sequence[Line], threads: dict[str, _Thread]) -> _Th
         if line.inherited is not None:
             parent = _parent_of(lines, threads)
             last = parent.follows.get(line.inherited) if parent else None
-            found = parent.contexts if parent else []
-            thread.inherit(next((c for c in found if last in c.lines), None), last)
+            found = [c for c in parent.contexts if last in c.lines] if parent and last else []
+            at = next((each.at for each in lines if each.at), "")
+            thread.inherit(_inherited(found, last, at), last)
         else:
             thread.add(line)
     return thread
+
+
+def _inherited(contexts: Sequence[Context], last: Line | None, at: str) -> Context | str:
+    """Return the context that a fork inherits, of those with its last line; else a problem.
+
+    A line that a compaction keeps is in the contexts before and after it; the time of the fork
+    tells which one it is.
+    """
+    if not contexts or last is None:
+        return _NO_PARENT
+    starts = [c.lines[: c.lines.index(last) + 1] for c in contexts]
+    if all(start == starts[0] for start in starts):
+        return contexts[0]
+    if not at or not all(c.began for c in contexts[1:]):
+        return _UNKNOWN_PARENT
+    return next((c for c in reversed(contexts) if c.began <= at), _UNKNOWN_PARENT)
 
 
 def _parent_of(lines: Sequence[Line], threads: dict[str, _Thread]) -> _Thread | None:

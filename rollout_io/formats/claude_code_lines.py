@@ -81,6 +81,7 @@ class _Head(msgspec.Struct, gc=False):
     parent: str | None = msgspec.field(name="parentUuid", default=None)
     is_sidechain: bool | None = msgspec.field(name="isSidechain", default=None)
     agent_id: str | None = msgspec.field(name="agentId", default=None)
+    timestamp: Any = None
 
 
 class _Spoken(_Head, gc=False):
@@ -180,6 +181,7 @@ class Line:
 
     Attributes:
         where: Location of the line.
+        at: ISO time of the line; empty if unknown.
         message: What the line adds to the context; None if nothing.
         is_side: True for a line of a sub-agent.
         is_copied: True for a copy of a line of another session, which has the answer.
@@ -197,6 +199,7 @@ class Line:
     uuid: str | None = None
     parent: str | None = None
     agent_id: str | None = None
+    at: str = ""
     message: Message | None = None
     index: int | None = None
     is_side: bool = False
@@ -254,6 +257,7 @@ def read_line(
         uuid=head.uuid,
         parent=head.parent,
         agent_id=head.agent_id,
+        at=head.timestamp if isinstance(head.timestamp, str) else "",
         is_side=bool(head.is_sidechain) or is_side,
         is_copied=is_copied,
     )

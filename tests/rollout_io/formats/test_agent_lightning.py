@@ -151,14 +151,14 @@ def test_all_samples_of_one_prompt_are_kept(tmp_path):
 
 def test_old_raw_chunks_of_a_stream_are_joined(tmp_path):
     chunks = [
-        {"prompt_token_ids": [1, 2], "choices": [{"index": 0, "delta": {"content": "a"}}]},
+        {"prompt_token_ids": [1, 2], "choices": [{"index": 0, "delta": {"content": ""}}]},
         {"choices": [choice([3], delta={"content": "b"}, message=None, finish_reason=None)]},
         {"choices": [choice([4, 5], delta={"content": "c"}, message=None)]},
     ]
     (step,) = read(tmp_path, request(response=chunks)).steps
     assert json.loads(step.prompt_token_ids) == [1, 2]
     assert json.loads(step.response_ids) == [3, 4, 5]
-    assert (step.response_text, step.stop_reason) == ("abc", "stop")
+    assert (step.response_text, step.stop_reason) == ("bc", "stop")
 
 
 def test_the_last_reward_is_the_outcome_and_the_others_are_kept(tmp_path):

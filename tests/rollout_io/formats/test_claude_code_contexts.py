@@ -540,6 +540,16 @@ def test_a_session_without_an_answer_of_its_own_is_rejected_as_a_copy(tmp_path):
     assert {r.error.rule for r in rejected} == {"duplicate_record"}
 
 
+class Timed(list):
+    """Lines with the time of their appending."""
+
+    numbers = count()
+
+    def append(self, record):
+        at = f"2026-01-01T00:00:00.{next(self.numbers):09}Z"
+        super().append({"timestamp": at} | record)
+
+
 class Harness:
     """A session that is logged as Claude Code logs it, with what the model saw before each answer.
 
@@ -551,7 +561,7 @@ class Harness:
     """
 
     def __init__(self):
-        self.log, self.side, self.context, self.seen = [], [], [], {}
+        self.log, self.side, self.context, self.seen = Timed(), Timed(), [], {}
         self.numbers, self.tail = count(), None
 
     def _add(self, make, *arguments, log=None, **fields):
@@ -579,7 +589,8 @@ class Harness:
         said = f"queued {next(self.numbers)}"
         uuid = f"l{next(self.numbers)}"
         command = {"type": "queued_command", "prompt": said}
-        self.log += [queued("enqueue", said), queued("remove", said, reason="absorbed_mid_turn")]
+        self.log.append(queued("enqueue", said))
+        self.log.append(queued("remove", said, reason="absorbed_mid_turn"))
         self.log.append(attached(uuid, self.tail, command))
         self.tail = uuid
         self.context.append((uuid, said))
@@ -666,3 +677,24 @@ def test_every_text_that_the_model_saw_is_before_its_answer_in_order_once(script
                 assert texts[i] not in found
                 found[texts[i]] = texts[:i]
     assert found == harness.seen, json.dumps(harness.log)
+
+
+def test_a_fork_of_a_kept_message_without_times_is_left_out_and_counted(tmp_path):
+    kept = {"preservedSegment": {"anchorUuid": "s", "headUuid": "a", "tailUuid": "a"}}
+    log = [
+        user("u", "Hi."),
+        reply("a", text("Ho."), parent="u"),
+        boundary("b", **kept),
+        user("s", "Summary.", parent="b", isCompactSummary=True),
+    ]
+    side = [
+        REF | {"agentId": "f", "parentLastUuid": "a"},
+        user("t", "Task.", parent="a", isSidechain=True, agentId="f"),
+        reply("o", text("Done."), parent="t", isSidechain=True, agentId="f"),
+    ]
+    paths = write_lines(tmp_path / "s.jsonl", *log), fork_file(tmp_path, *side)
+    ((_, made),), rejected = read_all(ADAPTER, *paths)
+    assert rejected == []
+    reason = "answers of a forked sub-agent whose log does not tell which context it inherited"
+    assert made.notes == {reason: 1}
+    assert rows(made) == [([], ["Hi.", "Ho."])]

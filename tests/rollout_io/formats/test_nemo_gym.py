@@ -323,7 +323,7 @@ def test_a_pointer_a_cut_line_and_an_empty_file_are_refused(tmp_path: Path) -> N
     assert refusal(path).rule == "input_file"
 
 
-@pytest.mark.parametrize("content", ["[" * 991 + "]" * 991, '["\\ud800"]', "[1e999]", "[\xff]"])
+@pytest.mark.parametrize("content", ["[" * 991 + "]" * 991, "[1e999]", "[\xff]"])
 def test_content_that_no_server_writes_is_refused_with_its_place(
     tmp_path: Path, content: str
 ) -> None:
