@@ -51,6 +51,7 @@ from trainer.rl.weight_audit import WeightAudit
 from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run.advice import in_train_table
 from trainer.run.checkpoint import checkpoint_path
+from trainer.run.directory import stays_in_place
 from trainer.run.log import RunLog
 from trainer.run.remarks import say, say_attention, show, warn
 from trainer.run.resume import alone_in, say_if_new, stops_when_full
@@ -109,6 +110,7 @@ def _hints_name_the_table() -> Iterator[None]:
         raise error.at(error.where, hint) from error
 
 
+@stays_in_place
 @_hints_name_the_table()
 @lost_processes()
 def run(

@@ -84,7 +84,7 @@ class Learning:
         if checkpoint:
             restore(checkpoint / "state", self._learner, self._critic)
         self._checkpoints = Checkpoints(
-            out=Path(t.out), source=Path(t.model), keep=t.keep_checkpoints, digest=DIGEST
+            out=Path(t.out), source=Path(t.model).absolute(), keep=t.keep_checkpoints, digest=DIGEST
         )
         self._saved_step = self.progress.global_step
         self._said: set[str] = set()

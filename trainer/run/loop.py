@@ -19,6 +19,7 @@ from trainer.distributed.sharding import whole_weights
 from trainer.models.critic import CriticLearner
 from trainer.models.optimizer import set_learning_rate
 from trainer.run.checkpoint import Checkpoints, checkpoint_path, discard_after, save_checkpoint
+from trainer.run.directory import stays_in_place
 from trainer.run.log import RunLog
 from trainer.run.mini_batches import MiniBatchUpdate, mini_batch_updates
 from trainer.run.passes import UNWATCHED
@@ -61,6 +62,7 @@ class TrainResult:
     metrics: dict[str, Any]
 
 
+@stays_in_place
 @lost_processes()
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Train a policy on a rollout dataset.

@@ -136,7 +136,7 @@ def _set_up(config: TrainConfig, load: Callable[[], LoadedRun]) -> TrainingRun:
         limit=loaded.models.limit,
         checkpoints=Checkpoints(
             out=Path(config.out),
-            source=Path(config.model),
+            source=Path(config.model).absolute(),
             keep=config.keep_checkpoints,
             digest=loaded.digest,
         ),

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 
 import polars as pl
 import pytest
@@ -21,6 +22,7 @@ from tests.helpers.generation_helpers import SpyEngine
 from tests.helpers.rl_helpers import (
     HERE,
     Interrupting,
+    Length,
     as_toml,
     config_of,
     lines_of,
@@ -60,6 +62,28 @@ def _one_loading(monkeypatch, tokenizer):
     """Loading SmolLM2's tokenizer takes longer than most of these runs."""
     for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.same_tokenizer"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
+
+
+class Moving(Length):
+    """Moves the working directory, as code of a repository that is being worked on may do."""
+
+    def step(self, action):
+        os.chdir("/")
+        return super().step(action)
+
+
+def test_an_environment_that_moves_the_working_directory_does_not_move_the_run(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "model")
+    generate = {"environment": "tests.trainer.rl.test_rl:Moving"}
+    config = config_of(Path(), "model", num_iterations=2, generate=generate)
+    result = rl.run(config)
+    assert (result.out, result.checkpoint) == ("run", "run/checkpoints/global_step_4")
+    assert Path.cwd() == Path("/")
+    assert (tmp_path / result.checkpoint / "model.safetensors").is_file()
+    assert len(lines_of(tmp_path / "run")) == 4
 
 
 def check_replay(config, result, out):

@@ -1,0 +1,32 @@
+"""The directory of a run, wherever user code moves the working directory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def stays_in_place(run: Callable[..., Result]) -> Callable[..., Result]:
+    """Make the directory of a run absolute while it runs, because user code may call `os.chdir`.
+
+    Args:
+        run: Function of a configuration with a key `out`, whose result has `out` and `checkpoint`.
+
+    Returns:
+        The function; its result has the paths as given.
+    """
+
+    @wraps(run)
+    def with_absolute_paths(config: Any, **settings: Any) -> Result:
+        given, out = config.out, str(Path(config.out).absolute())
+        result: Any = run(dataclasses.replace(config, out=out), **settings)
+        checkpoint = result.checkpoint.replace(out, given, 1)
+        found: Result = dataclasses.replace(result, out=given, checkpoint=checkpoint)
+        return found
+
+    return with_absolute_paths
