@@ -139,10 +139,12 @@ def _parse(record: dict[str, Any], where: str) -> tuple[str, Outcome]:
         got = "the line has neither `reward` nor `error`"
         raise InputError(_RULE, where, got, "", hint)
     others = {name: value for name, value in record.items() if name not in names}
-    clash = sorted(others.keys() & {*RESERVED_NAMES, ""})
+    clash = sorted(k for k in others if k in {*RESERVED_NAMES, ""} or "\0" in k)
     if clash:
         got = "a key is empty"
-        if clash[0]:
+        if "\0" in clash[0]:
+            got = f"the key {clash[0]!r} contains a NUL character, which no column name may have"
+        elif clash[0]:
             got = f"the key {clash[0]!r} is the name of a column of the rollout table"
         raise InputError(_RULE, where, got, "", "rename the key")
     metrics = {k: _number(k, v, where) for k, v in others.items() if isinstance(v, int | float)}

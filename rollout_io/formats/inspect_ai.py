@@ -34,9 +34,10 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.inspect_ai_samples import Sample, calls_of, outcome_of, plain_json
-from rollout_io.formats.parsing.archives import is_zip, members_of, read_member
+from rollout_io.formats.parsing.archives import is_zip, members_of, num_replaced, read_member
 from rollout_io.formats.parsing.jsonl import decode_document, refuse_lfs_pointer
 from rollout_io.formats.parsing.model_calls import steps_of
+from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.parts import parts_of
 from rollout_io.formats.parsing.records import read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX
@@ -45,6 +46,8 @@ from schemas.errors import InputError, RolloutError
 _START = re.compile(rb'\s*\{\s*"version"\s*:\s*\d+\s*,\s*"status"\s*:\s*"[a-z]+"\s*,\s*"')
 _START_BYTES = 1 << 16
 _HEADERS, _SAMPLES = ("header.json", "_journal/start.json"), "samples/"
+REPLACED = "members of archives that a later member of the same name replaces"
+"""Note about these members."""
 _SUCCESS = "success"
 
 
@@ -153,8 +156,11 @@ def _content(place: Place) -> bytes:
     """Read a sample: a range of bytes of a document, or a member of an archive."""
     if place.offset is not None:
         return plain_json(read_record(place))
-    name = place.where[place.where.rindex(f", {_SAMPLES}") + 2 :]
-    return plain_json(read_member(place.path, name, place.where))
+    return plain_json(read_member(place.path, _member_name(place), place.where))
+
+
+def _member_name(place: Place) -> str:
+    return place.where[place.where.rindex(f", {_SAMPLES}") + 2 :]
 
 
 def read_sample(run: Run, options: Options) -> Trajectory:
@@ -170,6 +176,8 @@ def read_sample(run: Run, options: Options) -> Trajectory:
             ...).
     """
     (place,) = run.places
+    if place.offset is None:
+        note(REPLACED, num_replaced(place.path, _member_name(place), place.where))
     sample = decode_document(_SAMPLE_DECODER, _content(place), place.where)
     logged = outcome_of(sample, place.where, options)
     failed = run.failed or logged.error is not None

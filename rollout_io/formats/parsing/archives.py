@@ -58,6 +58,15 @@ def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
     return {member.filename: member for member in _opened(path, where).infolist()}
 
 
+def num_replaced(path: Path, name: str, where: str) -> int:
+    """Count the earlier members of the same name, which the last one replaces."""
+    archive = _opened(path, where)
+    members = archive.infolist()
+    if len(members) == len(archive.NameToInfo):
+        return 0
+    return sum(member.filename == name for member in members) - 1
+
+
 def read_member(path: Path, name: str, where: str) -> bytes:
     """Read the bytes of a member.
 

@@ -115,3 +115,13 @@ def test_a_session_of_claude_code_is_named_as_its_log_and_inspect_name_it(
     assert outcomes == {"test_session": 1.0, "test-session-id": 2.0, export: 3.0}
     assert run(["inspect", str(tmp_path / "ds")]) == 0
     assert "test_session_0" in capsys.readouterr().out
+
+
+def test_a_key_with_a_nul_character_is_refused_where_it_stands(tmp_path):
+    log = write(tmp_path / "log.jsonl", call("a/0"))
+    line = {"session": "a/0", "reward": 1.0, "sco\0re": 2.0}
+    choices = Choices(rewards=str(write(tmp_path / "rewards.jsonl", line)))
+    error = refusal([log], tmp_path / "ds", choices)
+    assert error.rule == "reward_line"
+    assert error.where.endswith("rewards.jsonl:1")
+    assert "NUL character" in error.got

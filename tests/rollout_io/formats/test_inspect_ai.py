@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.base import Options
-from rollout_io.formats.inspect_ai import ADAPTER
+from rollout_io.formats.inspect_ai import ADAPTER, REPLACED
 from rollout_io.formats.inspect_ai_samples import Sample, calls_of
 from rollout_io.formats.parsing import archives
+from rollout_io.formats.parsing.notes import noted
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import convert_with
@@ -104,6 +105,15 @@ def test_a_real_log_as_an_archive_reads_the_same(security_guide, tmp_path):
     assert [p.metrics for p in packed] == [p.metrics for p in plain]
     places = [run.places[0].where for run in found_in(ADAPTER, path)[0]]
     assert places == [f"{path}, samples/{n}_epoch_1.json" for n in (1, 2, 3)]
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")  # how zipfile writes it
+def test_members_that_a_later_one_replaces_are_counted(tmp_path):
+    path = pack(tmp_path / "a.eval", log(sample(1, result="old"), sample(1), sample(2)))
+    with noted() as notes:
+        found = read_all(ADAPTER, path)
+    assert len(found) == 2
+    assert notes == {REPLACED: 1}
 
 
 def test_the_real_sample_of_tool_results_alone_is_refused(logs):
