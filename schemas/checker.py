@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -196,13 +196,17 @@ def raise_errors(breaches: pl.DataFrame, where: str = "table") -> None:
         raise ValidationError.of(errors, where)
 
 
-def check_types(table: pa.Table, row_offset: int = 0) -> tuple[pl.DataFrame, frozenset[str]]:
+def check_types(
+    table: pa.Table, row_offset: int = 0, required: Iterable[str] = REQUIRED_COLUMNS
+) -> tuple[pl.DataFrame, frozenset[str]]:
     """Check columns_and_types, and return the columns that later checks must skip.
+
+    Only the `required` columns must be there.
 
     Returns:
         The breaches, and the names of the columns that they concern.
     """
-    missing = set(REQUIRED_COLUMNS) - set(table.column_names)
+    missing = set(required) - set(table.column_names)
     if PREFIX_TYPES.keys() <= set(table.column_names):
         missing.discard("prompt_token_ids")
     sentence = "the required column {column} is missing"
@@ -301,8 +305,8 @@ def check_references(table: pa.Table) -> pl.DataFrame:
     """Return the breaches that would make decoding a `prefix` row group fail."""
     needs = frozenset(DECODE_COLUMNS)
     known = table.select([name for name in table.column_names if name in needs])
-    types, unusable = check_types(known)
-    found, view = [types.filter(pl.col("column").is_in(needs))], View(known, 0, unusable)
+    types, unusable = check_types(known, required=needs.intersection(REQUIRED_COLUMNS))
+    found, view = [types], View(known, 0, unusable)
     if view.has(*needs):
         found += [check_whole(view), *check_prefix(view)]
     return joined(found)
