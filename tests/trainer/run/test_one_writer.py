@@ -1,0 +1,63 @@
+"""Whatever generates, records or trains takes the lock that all other writers take."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+import trainer
+from pipelines.generation.config import GenerateConfig
+from pipelines.generation.run import generate
+from pipelines.record.lock import lock_dataset
+from rollout_io.dataset.locking import Destination
+from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.errors import RolloutError
+from tests.helpers.rl_helpers import HERE, config_of, save_model, write_tasks
+from trainer import rl
+from trainer.config.train_config import TrainConfig
+from trainer.engine.open_engine import open_engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: ChatTokenizer) -> str:
+    return save_model(tmp_path_factory.mktemp("model"), tokenizer)
+
+
+def write_with(verb: str, model: str, dataset: Path, folder: Path) -> None:
+    """Write to `folder / "run"` as the verb does."""
+    out = str(folder / "run")
+    if verb == "generate":
+        tasks = write_tasks(folder / "tasks.jsonl", 1)
+        sampling = {"environment": f"{HERE}:Length", "max_response_tokens": 2}
+        config = GenerateConfig(tasks=tasks, model=model, out=out, **sampling)
+        asyncio.run(generate(config, open_engine))
+    elif verb == "record":
+        lock_dataset(out).release()
+    elif verb == "rl":
+        rl.run(config_of(folder, model, num_iterations=1))
+    else:
+        train = TrainConfig(
+            dataset=str(dataset), model=model, out=out, max_updates=1, max_row_tokens=64
+        )
+        trainer.train(train)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["generate", "record", "rl", "train"])
+def test_a_destination_that_another_writer_holds_is_refused_and_stays_as_it_is(
+    verb: str,
+    model: str,
+    shop_dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipelines.record.lock._WAIT_S", 0.0)
+    held = Destination(tmp_path / "run")
+    with pytest.raises(RolloutError) as raised:
+        write_with(verb, model, shop_dataset, tmp_path)
+    held.release()
+    assert raised.value.rule in {"out_is_free", "run_in_use"}
+    written = [p for p in (tmp_path / "run").glob("**/*") if p.is_file() and "lock" not in p.name]
+    assert not written
