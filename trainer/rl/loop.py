@@ -169,7 +169,7 @@ def run(
             tokenizer=sampler.tokenizer,
             tasks=sampler.tasks,
             evaluated=evaluated,
-            audit=WeightAudit(config=config),
+            audit=WeightAudit(config=config, source=Path(config.model).absolute()),
             log=held.enter_context(learning.open_log()),
             thread=held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer")),
         )

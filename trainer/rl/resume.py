@@ -85,7 +85,7 @@ def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
     discard_after(out, progress.global_step)
     discard_token_records(out, progress.global_step)
     for unfinished in (out / "weights").glob(".version_*"):
-        shutil.rmtree(unfinished)
+        unfinished.unlink() if unfinished.is_symlink() else shutil.rmtree(unfinished)
     replace_text(out / "config.json", json.dumps(config.resolved(), indent=2) + "\n")
     return {x["iteration"]: x[_EVALUATED] for x in kept.values() if _EVALUATED in x}
 

@@ -216,10 +216,10 @@ class Learning:
             if as_adapter:
                 save_adapter(model, partial, weights or model.state_dict())
             else:
-                write_model(partial, model, Path(self.training.model), weights)
+                write_model(partial, model, self._checkpoints.source, weights)
         kept = [f"version_{self.iteration - back}" for back in range(keep)]
         for other in folder.glob("version_*"):
-            if other.name not in kept:
+            if other.name.removeprefix("version_").isdecimal() and other.name not in kept:
                 remove_directory(other)
 
     def run_on(self, dataset: Path) -> TrainingRun:

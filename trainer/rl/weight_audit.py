@@ -38,10 +38,12 @@ class WeightAudit:
 
     Attributes:
         config: Configuration of the run.
+        source: Absolute path of the model from which the run started.
         known: Log-probability differences in faultless rows of earlier iterations.
     """
 
     config: RlConfig
+    source: Path
     known: list[Residuals] = field(default_factory=list)
 
     def check(self, dataset: Path, iteration: int, policy: Policy) -> dict[str, int]:
@@ -112,12 +114,12 @@ class WeightAudit:
     def _candidates(self, iteration: int) -> list[Candidate]:
         """List the versions that are kept, ending with the current one."""
         folder = Path(self.config.out) / "weights"
-        paths = {0: Path(self.config.model)}
+        paths = {0: self.source}
         for path in folder.glob("version_*"):
             if path.name.removeprefix("version_").isdecimal():
                 paths[int(path.name.removeprefix("version_"))] = path
         paths.setdefault(iteration, folder / f"version_{iteration}")
-        base = Path(self.config.model)
+        base = self.source
         return [
             Candidate(
                 version=version,

@@ -159,7 +159,7 @@ def discard_token_records(out: Path, global_step: int) -> None:
         path.unlink()
     for later in token_record_steps(out):
         if later > global_step:
-            token_record_path(out, later).unlink()
+            token_record_path(out, later).unlink(missing_ok=True)  # names of others may differ
 
 
 def say_size(out: Path) -> None:

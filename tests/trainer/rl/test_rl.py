@@ -82,7 +82,9 @@ def test_an_environment_that_moves_the_working_directory_does_not_move_the_run(
     result = rl.run(config)
     assert (result.out, result.checkpoint) == ("run", "run/checkpoints/global_step_4")
     assert Path.cwd() == Path("/")
-    assert (tmp_path / result.checkpoint / "model.safetensors").is_file()
+    for written in (result.checkpoint, "run/weights/version_2"):
+        names = {path.name for path in (tmp_path / written).iterdir()}
+        assert {"model.safetensors", "tokenizer.json"} <= names
     assert len(lines_of(tmp_path / "run")) == 4
 
 
