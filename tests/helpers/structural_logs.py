@@ -117,6 +117,10 @@ def _save_made(folder):
     result |= {"parser_results": {"a": "passed"}, "total_input_tokens": 0, "recording_path": "a/b"}
     bench = {"id": "x", "results": [result], "accuracy": 1.0, "n_resolved": 1, "n_unresolved": 0}
     (folder / "results.json").write_text(json.dumps(bench), encoding="utf-8")
+    head = {"sessionId": "s", "projectHash": "p", "startTime": "t", "kind": "main"}
+    said = {"id": "a", "type": "user", "content": [{"text": "Name a fruit."}]}
+    chat = "".join(json.dumps(line) + "\n" for line in (head, said))
+    (folder / "gemini.jsonl").write_text(chat, encoding="utf-8")
     shutil.copy(DATA / "inspect_zstd.eval", folder)
 
 
