@@ -525,6 +525,8 @@ answer_size: The engine's response exceeds one of the recorder's limits: total s
     events, number of choices, or size of fields other than tokens, text and log-probabilities.
     Raise `rollouts record --max-answer-mb` if the message names its limit, or request fewer
     choices, fewer tokens or fewer log-probabilities per token.
+answer_status: The engine's response has an HTTP status outside 200 to 599.
+    Check that `--upstream` is the URL of the engine, or correct the proxy in front of it.
 context_length: The prompt leaves no room for a response in the engine's context, or exceeds
     `max_input_tokens`.
     Shorten the prompt, raise `max_input_tokens`, or use an engine with a longer context.

@@ -234,9 +234,11 @@ class App:
     async def _health(self, exchange: Exchange, _: Target) -> None:
         with suppress(RolloutError):  # the state below reports the problem
             await self.recorder.journal.probe()
-        problem = self.recorder.journal.problem
+        is_recording = self.recorder.journal.problem is None
+        problem = self.recorder.journal.problem or self.recorder.problem
+        failing = "not writing shards" if is_recording else "not recording"
         state = {
-            "status": "ok" if problem is None else "not recording",
+            "status": "ok" if problem is None else failing,
             "problem": problem,
             "open_sessions": self.recorder.sessions.num_open,
             "policy_version": self.recorder.policy_version,

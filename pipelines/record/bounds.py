@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 ANSWER_SIZE, ANSWER_ENCODING, REDIRECT = "answer_size", "answer_encoding", "engine_redirect"
-REFUSED_ANSWERS = frozenset({ANSWER_SIZE, ANSWER_ENCODING, REDIRECT})
+ANSWER_STATUS = "answer_status"
+REFUSED_ANSWERS = frozenset({ANSWER_SIZE, ANSWER_ENCODING, REDIRECT, ANSWER_STATUS})
 MOST_EVENTS, MOST_ITEMS = 1 << 20, 4096
 
 _LARGE_BYTES, _OTHER_BYTES = 1 << 20, 4 << 20
@@ -68,12 +69,17 @@ def too_large(what: str, most_bytes: int) -> EngineError:
 
 
 def check_head(response: aiohttp.ClientResponse) -> None:
-    """Reject redirects and compressed responses.
+    """Reject redirects, compressed responses and statuses that end no HTTP exchange.
 
     Raises:
-        EngineError: `engine_redirect`: the response is a redirect; `answer_encoding`: the response
-            is compressed.
+        EngineError: `answer_status`: the status is not from 200 to 599; `engine_redirect`: the
+            response is a redirect; `answer_encoding`: the response is compressed.
     """
+    if not 200 <= response.status < 600:
+        got = f"sent the HTTP status {response.status:03}"
+        hint = "check that --upstream is the engine's URL"
+        message = f"The engine {got}; expected a status from 200 to 599"
+        raise EngineError(ANSWER_STATUS, "engine", got, hint=hint, message=message)
     if 300 <= response.status < 400:
         to = repr(response.headers.get("location", "")[:200])
         hint = "set --upstream to the target of the redirect"

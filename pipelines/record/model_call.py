@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ from schemas.errors import EngineError, RolloutError
 
 ABORTED, BROKEN_OFF = "abort", "error"
 _SSE = "text/event-stream"
+_BLANK_BYTES = 1 << 16  # blank lines to skip before a body is judged by its content type
+_EVENT_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,10 +93,26 @@ class Call:
                     self.about["policy_version"] = named
                 if self.asked is None or not self.asked.is_exact or response.status != 200:
                     await self._pass_on(response)
-                elif response.headers.get("content-type", "").startswith(_SSE):
-                    await self._stream(response, self.asked)
                 else:
-                    await self._answer(response, self.asked)
+                    await self._recordable(response, self.asked)
+
+    async def _recordable(self, response: Answered, asked: Asked) -> None:
+        """Handle a body by its content: some engines and gateways send a wrong content type."""
+        parts = self.upstreams.parts(response)
+        head = b""
+        try:
+            while len(head) < _BLANK_BYTES and not head.strip():
+                if not (part := await anext(parts, b"")):
+                    break
+                head += part
+        except BROKEN as error:
+            raise self._broken(error) from None
+        text = head.lstrip()
+        is_stream = response.headers.get("content-type", "").startswith(_SSE)
+        if text.startswith((b"{", b"[")) or not (is_stream or text.startswith(_EVENT_FIELDS)):
+            await self._answer(response, asked, _again(head, parts))
+        else:
+            await self._stream(response, asked, _again(head, parts))
 
     async def _choose(self) -> None:
         """Choose the body: token ids if the conversation can be continued, else the client's."""
@@ -113,11 +132,11 @@ class Call:
         kind = "field" if sent.startswith("field ") else sent  # bounds the number of label values
         self.recorder.metrics.exact_prefix.labels(sent=kind).inc()
 
-    async def _stream(self, response: Answered, asked: Asked) -> None:
+    async def _stream(self, response: Answered, asked: Asked, parts: AsyncIterator[bytes]) -> None:
         stream = StreamedCall(asked, self._shown if self.as_chat is None else self.as_chat.chunk)
         await self.exchange.begin(200, passed_on(response))
         try:
-            held = await self._forward(response, stream)
+            held = await self._forward(parts, stream)
         except asyncio.CancelledError:
             await self._record_cut(stream, ABORTED)
             raise
@@ -130,17 +149,19 @@ class Call:
         if not stream.is_whole:
             self.recorder.metrics.cut_off.inc()
         recorded = stream.recorded(BROKEN_OFF)
+        if recorded is None:
+            self._unrecorded("streams without tokens", self.path)
         await self._record(asked, recorded)
         seen = await self._read(recorded)
         await self.exchange.finish(bytes(held))
         self._count(seen)
 
-    async def _forward(self, response: Answered, stream: StreamedCall) -> bytearray:
+    async def _forward(self, parts: AsyncIterator[bytes], stream: StreamedCall) -> bytearray:
         """Forward events as they arrive, but hold back and return the end of the response."""
         # The client receives the end only once the call is on disk, so every response that it
         # receives completely is recorded.
         events, held = Events(self.recorder.settings.max_answer_bytes // 4), bytearray()
-        async for content in self.upstreams.parts(response):
+        async for content in parts:
             shown = bytearray()
             for event in events.feed(content):
                 part = stream.take(event)
@@ -165,12 +186,11 @@ class Call:
             self.is_recorded = recorded is not None
             self._count(await self._read(recorded))
 
-    async def _answer(self, response: Answered, asked: Asked) -> None:
+    async def _answer(self, response: Answered, asked: Asked, parts: AsyncIterator[bytes]) -> None:
         try:
-            content = await self.upstreams.whole(response)
+            content = b"".join([part async for part in parts])
         except BROKEN as error:
-            got = f"the connection broke before the response was complete ({type(error).__name__})"
-            raise EngineError("engine_down", self.path, got) from None
+            raise self._broken(error) from None
         headers = passed_on(response)
         try:
             answer = Answer(content)
@@ -184,6 +204,10 @@ class Call:
         shown = self._shown(answer) if self.as_chat is None else self.as_chat.whole(answer)
         await self.exchange.answer(200, shown or content, headers)
         self._count(seen)
+
+    def _broken(self, error: Exception) -> EngineError:
+        got = f"the connection broke before the response was complete ({type(error).__name__})"
+        return EngineError("engine_down", self.path, got)
 
     def _shown(self, answer: Answer) -> bytes | None:
         assert self.asked is not None
@@ -246,3 +270,10 @@ class Call:
         self.recorder.count(self.session, self.agent, seen)
         if self.exact is not None and self.asked is not None:
             self.exact.remember(self.session, self.agent, self.asked, seen)
+
+
+async def _again(head: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the parts of a body, whose first bytes have been read already."""
+    yield head
+    async for part in parts:
+        yield part

@@ -22,7 +22,7 @@ from pipelines.record.recorder_metrics import Metrics
 from pipelines.record.sessions import ABANDONED, UNASSIGNED, Seen, Session, Sessions
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import Shards, ended_of
-from rollout_io.conversion.rewards import parse_outcome
+from rollout_io.conversion.rewards import Outcome, parse_outcome
 from rollout_io.dataset.atomic_files import replace_text
 from rollout_io.formats.parsing.bodies import Answer as LoggedAnswer
 from rollout_io.formats.parsing.bodies import Request, Response
@@ -38,6 +38,8 @@ LONG_BYTES = 128 << 10
 _ANSWER, _CHUNKS = msgspec.json.Decoder(LoggedAnswer), msgspec.json.Decoder(list[msgspec.Raw])
 _CHUNK = msgspec.json.Decoder(Response)
 _TICK_S = 0.25
+_LOST = "calls_lost:"
+_LOSSES = frozenset({"unrecorded_calls", "exact_prefix_fallbacks"})
 
 
 class Recorder:
@@ -52,6 +54,7 @@ class Recorder:
         metrics: Counters, gauges and histograms.
         policy_version: Version of the engines' weights.
         ended: Callback for every session that ends.
+        problem: Reason why the last attempt to write shards failed; None if it succeeded.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Recorder:
         self._tell = tell
         self._flushing = asyncio.Lock()
         self.policy_version = settings.policy_version
+        self.problem: str | None = None
         self._last_time_s = 0.0
         self._said: set[str] = set()
         self.ended: Callable[[Session], object] = lambda _: None
@@ -92,8 +96,8 @@ class Recorder:
             await self.flush()
             self.journal.folder += 1
             await self._remove_folders(self.journal.folders())
-        except RolloutError as failed:
-            self.warn(str(failed), "the journal keeps unwritten sessions for the next start")
+        except Exception as failed:
+            self.warn(text_of(failed), "the journal keeps unwritten sessions for the next start")
         finally:
             self._lock.release()
 
@@ -215,7 +219,7 @@ class Recorder:
             self.metrics.drifts.inc()
 
     async def end(self, name: str, said: Mapping[str, Any]) -> Session:
-        """End a session; repeating the same outcome has no effect.
+        """End a session; repeating the same outcome has no effect, even once it is in a shard.
 
         Args:
             name: Name of the session, which may be new if it ends with an error.
@@ -230,20 +234,27 @@ class Recorder:
         if session is None and not said.get("error") and not self.sessions.is_written(name):
             hint = "send calls before the session ends; to end a session without calls, pass an `error`"
             raise InputError("unknown_session", name, "the session has no calls", hint=hint)
-        record = {"session": name, "reward": None, **said, **losses_of(session, said)}
+        record = {"session": name, "reward": None, **said}
         outcome = parse_outcome(record, f"session {name}")[1]
+        if session is None and self.sessions.is_written(name):
+            kept = await asyncio.to_thread(self._shards.outcome_of, name)
+            _check_same(name, outcome, kept)
+            return Session(name=name, folder=self.journal.folder, outcome=kept)
         if session is not None and session.outcome is not None:
-            if session.outcome == outcome:
-                return session
-            got = "the session has already ended with a different outcome"
-            raise InputError("session_ended", name, got)
+            _check_same(name, outcome, session.outcome)
+            if session.ending is not None:
+                await asyncio.shield(session.ending)
+            return session
+        record |= losses_of(session, said)
         session = session or self.sessions.open(name, self.journal.next_folder())
-        session.outcome = outcome
+        session.outcome = parse_outcome(record, f"session {name}")[1]
         with session.calling():  # keep it out of shards until the outcome is durable
+            writing = self.journal.append(session.folder, "rewards", record)
+            session.ending = asyncio.ensure_future(writing)
             try:
-                await self.journal.append(session.folder, "rewards", record)
+                await asyncio.shield(session.ending)
             except RolloutError:
-                session.outcome = None
+                session.outcome = session.ending = None
                 raise
         session.ends.clear()
         self.ended(session)
@@ -306,8 +317,12 @@ class Recorder:
                 if is_due or self.num_waiting >= MOST_A_SHARD:
                     last = time.monotonic()
                     await self.flush()
-            except RolloutError as error:
-                self.warn(error.rule, f"{error} Retrying.")
+                    self.problem = None
+            except Exception as error:  # whatever one attempt raises, the next may succeed
+                rule = error.rule if isinstance(error, RolloutError) else type(error).__name__
+                self.warn(rule, f"{text_of(error)} Retrying.")
+                if rule != "journal":  # reported by the journal itself
+                    self.problem = text_of(error)
 
     async def _keep_losses(self) -> None:
         """Write the number of missing calls of each open session, for a later recorder."""
@@ -344,6 +359,36 @@ def _cut(sessions: Sequence[Session]) -> Iterator[list[Session]]:
         yield together
 
 
+def _check_same(name: str, said: Outcome, kept: Outcome | None) -> None:
+    """Check that an ended session ended with the outcome that a client now reports.
+
+    Raises:
+        InputError: `session_ended`: it ended with a different outcome.
+    """
+    if kept is None or not _is_same(said, kept):
+        error = kept.error if kept else None
+        got = "the session has already ended with a different outcome"
+        got += f": error {error!r}" if error else ""
+        raise InputError("session_ended", name, got, hint="use a new repetition for the next run")
+
+
+def _is_same(said: Outcome, kept: Outcome) -> bool:
+    """True if what a client said gave an outcome, to which the recorder may have added losses."""
+    metrics = {k: v for k, v in kept.metrics.items() if k in said.metrics or k not in _LOSSES}
+    is_ours = said.error is None and (kept.error or "").startswith(_LOST)
+    error = None if is_ours else kept.error
+    if kept.user_values not in ({}, said.user_values):
+        return False
+    return (said.reward, said.error, said.metrics) == (kept.reward, error, metrics)
+
+
+def text_of(error: Exception) -> str:
+    """Return an error as a sentence."""
+    if isinstance(error, RolloutError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}."
+
+
 def losses_of(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any]:
     """Return the outcome fields that report a session's missing calls."""
     found: dict[str, Any] = {}
@@ -352,7 +397,7 @@ def losses_of(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any
     if session is not None and session.num_fallbacks:
         found["exact_prefix_fallbacks"] = session.num_fallbacks
     if session is not None and session.num_lost and not said.get("error"):
-        found["error"] = f"calls_lost: {count(session.num_lost, 'call')} could not be written"
+        found["error"] = f"{_LOST} {count(session.num_lost, 'call')} could not be written"
     return found
 
 

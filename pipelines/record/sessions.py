@@ -46,6 +46,7 @@ class Session:
         folder: Number of the journal folder.
         places: Locations of its calls in the journal.
         outcome: Its outcome; None if it is still open.
+        ending: Write of its outcome to the journal; None if that was an earlier recorder's.
         num_under_way: Number of running calls.
         writing: Running writes; they complete even if nothing awaits them.
         num_tokens: Tokens sampled so far.
@@ -62,6 +63,7 @@ class Session:
     folder: int
     places: list[Place] = field(default_factory=list)
     outcome: Outcome | None = None
+    ending: asyncio.Future[Place] | None = None
     num_under_way: int = 0
     writing: set[asyncio.Task[None]] = field(default_factory=set)
     num_tokens: int = 0

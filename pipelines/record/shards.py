@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import polars as pl
 import pyarrow as pa
 
-from pipelines.record.sessions import Session
+from pipelines.record.sessions import Session, trajectory_id
 from rollout_io.conversion import rejections
 from rollout_io.conversion.batch import Reader, Settings, sound, tabulated
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
 from rollout_io.conversion.staging import rejected_path
+from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.reader import scan
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
@@ -25,6 +27,7 @@ from rollout_io.formats.calls import ADAPTER
 from rollout_io.formats.parsing.model_names import ModelNames
 from rollout_io.formats.parsing.naming import split_session
 from rollout_io.formats.parsing.records import INCOMPLETE, close_files, read_record
+from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
 
@@ -81,17 +84,26 @@ class Shards:
                 left, more, _ = self._tables([again(ended, rejected) for ended in left])
                 tables += more
         assert not left, left
-        if rejected:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            with Path(rejected_path(self._out)).open("ab") as file:
-                file.writelines(rejections.lines(rejected))
         metadata = self._settings.metadata.replace(models=_models(sessions))
-        with RolloutWriter(
+        opened = RolloutWriter(
             self._out, layout="prefix", metadata=metadata, append=True, checked=True
-        ) as writer:
+        )
+        with _appended(Path(rejected_path(self._out)), rejected), opened as writer:
             for table in tables:
                 writer.write(table)
         return writer.num_trajectories
+
+    def outcome_of(self, name: str) -> Outcome | None:
+        """Return the outcome of a session that is in the dataset; None if it is not."""
+        found = scan(self._out).filter(pl.col("trajectory_id") == trajectory_id(name))
+        columns = ("reward", "error", "metrics")
+        kept = [column for column in columns if column in found.collect_schema()]
+        rows = found.filter("is_last_step").select(kept).collect().to_dicts()
+        if not rows:
+            return None
+        metrics = metrics_dict(rows[0].get("metrics")) or {}
+        reward, error = rows[0].get("reward"), rows[0].get("error")
+        return Outcome(where=name, reward=reward, error=error, metrics=metrics, user_values={})
 
     def _tables(
         self, sessions: Sequence[Ended]
@@ -105,6 +117,32 @@ class Shards:
         made = {name for table in tables for name in table["trajectory_id"].to_pylist()}
         left = [e for e in sessions if f"{e.run.instance_id}_{e.run.repetition_id}" not in made]
         return left, tables, reader.rejected + broken
+
+
+@contextlib.contextmanager
+def _appended(path: Path, rejected: Sequence[Rejected]) -> Iterator[None]:
+    """Append rejected calls to a file; cut them off again if the code in the block fails.
+
+    Raises:
+        InputError: `output_file`: the lines cannot be written.
+    """
+    if not rejected:
+        yield
+        return
+    with writable(str(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            size = file.tell()
+    try:
+        with writable(str(path)), path.open("ab") as file:
+            file.writelines(rejections.lines(rejected))
+            file.flush()
+            os.fsync(file.fileno())
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 def _settings(metadata: DatasetMetadata, tokenizer: str | None) -> Settings:

@@ -42,6 +42,7 @@ STATUS = {
     "engine_redirect": 502,
     "answer_encoding": 502,
     "answer_size": 502,
+    "answer_status": 502,
     "journal": 507,
 }
 """HTTP status by rule; 400 for all other rules."""
