@@ -17,6 +17,7 @@ from typing import Any
 
 import polars as pl
 
+from rollout_io.dataset.condition_growth import grown_text
 from schemas.errors import ConfigError
 
 MOST_OPERATORS = 500
@@ -87,6 +88,9 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
         got, expected = f"{found} over the entire dataset", "a condition on each row"
         hint = "aggregate over groups: max(step_index) OVER (PARTITION BY trajectory_id)"
         raise ConfigError("condition", where, got, expected, hint)
+    if (found := grown_text(tree)) is not None:
+        hint = "compare the column itself, or add a column with the computed text first"
+        raise ConfigError("condition", where, found, "", hint)
     return condition
 
 

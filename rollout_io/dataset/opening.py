@@ -22,6 +22,7 @@ MAX_DOCUMENT_BYTES = 4 << 30
 """Size limit of an input that is read into memory entirely."""
 
 _BUFFER_BYTES = 1 << 20
+_READ_BYTES = 8 << 20
 _HASHED_BYTES = 8 << 20  # large, because a thread waits for the GIL after each block
 _OPEN_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)|/dev/stdin")
 _KINDS = {
@@ -136,9 +137,15 @@ def read_input(path: str | os.PathLike[str], max_bytes: int = MAX_DOCUMENT_BYTES
     Raises:
         InputError: `input_file`: see `open_input`; or the input is larger than `max_bytes`.
     """
+    blocks: list[bytes] = []
+    num_bytes = 0
     with open_input(path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
+        # Block by block: one read of max_bytes would reserve as much memory for any file.
+        while num_bytes <= max_bytes and (block := file.read(_READ_BYTES)):
+            blocks.append(block)
+            num_bytes += len(block)
+    content = b"".join(blocks)
+    if num_bytes > max_bytes:
         got, hint = f"the file is larger than {max_bytes:,} bytes", "check the path"
         raise InputError("input_file", os.fspath(path), got, "", hint)
     return content

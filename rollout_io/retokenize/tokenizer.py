@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -148,17 +149,19 @@ class ChatTokenizer:
         """Render a conversation as text, optionally with the header of the next assistant message.
 
         Raises:
-            InputError: `chat_template`: the template raised an error, or there is no template.
+            InputError: `chat_template`: the template raised an error or exceeded a bound of
+                `bounded_templates`, or there is no template.
         """
         if not self.backend.chat_template:
             raise _without_template(self.name)
         try:
-            text = self.backend.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) if tools else None,
-                **self.template_kwargs
-                | {"add_generation_prompt": generation_prompt, "tokenize": False},
-            )
+            with _bounded():
+                text = self.backend.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=list(tools) if tools else None,
+                    **self.template_kwargs
+                    | {"add_generation_prompt": generation_prompt, "tokenize": False},
+                )
         except Exception as error:  # a template is a program and may raise anything
             got = f"the chat template raised {_one_line(error)}"
             hint = f"use a --chat-template that renders the roles {_roles(messages)}"
@@ -181,11 +184,12 @@ class ChatTokenizer:
             got = "the chat template has no {% generation %} marks around assistant text"
             raise InputError("assistant_masks", where, got, "", hint)
         self.render(messages, where=where)
-        made = self.backend.apply_chat_template(
-            [dict(message) for message in messages],
-            **self.template_kwargs
-            | {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True},
-        )
+        with _bounded():
+            made = self.backend.apply_chat_template(
+                [dict(message) for message in messages],
+                **self.template_kwargs
+                | {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True},
+            )
         return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
 
     def encode(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
@@ -276,6 +280,15 @@ def load_tokenizer(
     if needs_template and not backend.chat_template:
         raise _without_template(where)
     return ChatTokenizer(where, backend)
+
+
+def _bounded() -> AbstractContextManager[None]:
+    """Bound templates rendered inside a `with` block: they are programs of strangers."""
+    # Imported here because it imports Jinja.
+    from rollout_io.retokenize.bounded_templates import bind, bounded
+
+    bind()
+    return bounded()
 
 
 def _without_template(where: str) -> InputError:

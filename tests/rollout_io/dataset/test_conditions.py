@@ -231,3 +231,57 @@ def test_expressions_of_polars_are_held_to_the_same_rule():
     with pytest.raises(RolloutError, match="a shift"):
         where(pl.col("reward").shift(1) > 0)
     assert where(pl.col("response_ids").list.eval(pl.element().rank()).list.len() > 0)
+
+
+GROWING = [
+    "lpad(agent, 2000000000, 'x') = 'x'",
+    "rpad(agent, 2000000000, 'x') = 'x'",
+    "length(RPAD(agent, step_index * 100000000, 'x')) > 0",
+    "replace(agent, '', agent) = 'x'",
+    "replace(replace(agent, 'a', 'bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb'), 'b',"
+    " 'ccccccccccccccccccccccccccccccccccccccccccccccccccccc') = 'x'",
+    "replace(" * 20 + "agent" + ", '', 'y')" * 20 + " = 'x'",
+    "array_to_string(string_to_array(agent, ''), agent) = 'x'",
+    "array_length(generate_series(1, 10000000000)) > 0",
+    "agent = 'main' AND NOT (reward > 0 OR lpad(agent, 99999999, ' ') = 'x')",
+    "repeat(agent, 1000000000) = 'x'",
+]
+
+
+@pytest.mark.parametrize("text", GROWING)
+def test_a_condition_that_could_make_gigabytes_of_a_row_is_refused_by_name(text):
+    with pytest.raises(RolloutError) as caught:
+        condition_of(text)
+    assert caught.value.rule == "condition"
+    names = ("pad", "replace", "array_to_string", "generate_series", "repeat")
+    assert any(name in str(caught.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        pl.col("agent").str.zfill(10**9) == "x",
+        pl.col("step_index").repeat_by(10**9).list.len() > 1,
+        pl.col("step_index").repeat_by("step_index").list.len() > 1,
+        pl.col("agent").str.pad_start(10**9) == "x",
+    ],
+    ids=str,
+)
+def test_so_is_such_an_expression(expression):
+    with pytest.raises(RolloutError, match="at most 10,000"):
+        condition_of(expression)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lpad(agent, 8, '0') = '0000main'",
+        "rpad(agent, 10000, ' ') <> agent",
+        "replace(agent, 'a', 'bb') = 'mbbin'",
+        "regexp_replace(agent, 'a+', '') = 'min'",
+        "array_to_string(string_to_array(agent, '.'), '/') = 'a/b'",
+        "concat(agent, '-', agent) = 'a-a'",
+    ],
+)
+def test_texts_of_bounded_length_stay_conditions(text):
+    assert condition_of(text) is not None

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tracemalloc
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -277,3 +278,21 @@ def test_rewards_that_are_packed_are_unpacked(tmp_path):
     subprocess.run([shutil.which("gzip"), rewards], check=True)
     table = read_log(log, Choices(format="calls", rewards=f"{rewards}.gz"))
     assert table.column("reward").to_pylist() == [0.5]
+
+
+def test_a_small_document_is_read_without_reserving_its_limit(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_bytes(b"{}")
+    tracemalloc.start()
+    assert read_input(file) == b"{}"
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+def test_a_document_above_its_limit_is_refused_and_one_of_that_size_read(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_bytes(b"x" * 100)
+    assert read_input(file, 100) == b"x" * 100
+    with pytest.raises(RolloutError, match="larger than 99 bytes"):
+        read_input(file, 99)
