@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, ProgressColumn, TaskID
 
 SECONDS_A_LINE = 30.0
 """Time between progress lines when stderr is not a terminal and no bar is shown."""
+_STYLE = re.compile(r"(\x1b\[[0-9;]*m)")
 _is_quiet: ContextVar[bool] = ContextVar("_is_quiet", default=False)
 
 
@@ -24,6 +27,47 @@ def silence() -> None:
 def is_quiet() -> bool:
     """True if `silence` was called in the current context."""
     return _is_quiet.get()
+
+
+def printable(text: str) -> str:
+    r"""Escape control characters and bidirectional marks, so that data cannot control a terminal.
+
+    Newlines and tabs are kept.
+
+    Example:
+        >>> printable("a\x1b[2J\u202eb")
+        'a\\x1b[2J\\u202eb'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def printable_styles(text: str) -> str:
+    """Escape like `printable`, but keep colours and bold: the sequences ESC [ ... m.
+
+    Only for text whose data was escaped before it was styled.
+    """
+    parts = _STYLE.split(text)  # odd parts are styles
+    return "".join(part if i % 2 else printable(part) for i, part in enumerate(parts))
+
+
+def console(**options: Any) -> Console:
+    """Create a rich console that escapes all text like `printable`.
+
+    Args:
+        options: Arguments of `rich.console.Console`.
+    """
+    # Imported only when needed: importing rich takes 0.1 s.
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        def render(self, *arguments: Any, **given: Any) -> Iterator[Segment]:
+            for text, style, control in super().render(*arguments, **given):
+                yield Segment(text if control else printable(text), style, control)
+
+    return PrintableConsole(**options)
 
 
 class Bar:
@@ -57,7 +101,6 @@ class Bar:
         if not self.is_shown:
             return
         # Imported only for a terminal: importing rich takes 0.1 s.
-        from rich.console import Console
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -76,7 +119,7 @@ class Bar:
             TimeElapsedColumn(),
             _time_left_column(),
             TextColumn("{task.fields[text]}", markup=False),
-            console=Console(stderr=True),
+            console=console(stderr=True),
             transient=not stays,
         )
         shown = "" if unit == "B" else unit

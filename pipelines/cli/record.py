@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.output import emit, example, next_command, note, warn
+from rollout_io.cli.output import emit, example, next_command, note, redraw, warn
 from rollout_io.terminal import is_quiet
 from schemas.errors import ConfigError, count
 from schemas.extras import requires_extra
@@ -194,7 +194,7 @@ class _Status:
     def show(self, recorder: Recorder) -> None:
         """Redraw the status line."""
         if self._is_terminal and not is_quiet():
-            click.echo(f"\r\x1b[K{self._text(recorder)}", err=True, nl=False)
+            redraw(self._text(recorder))
 
     def _text(self, recorder: Recorder) -> str:
         """Format the status line, with rates since the previous call."""

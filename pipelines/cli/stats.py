@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, note
+from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
 from rollout_io.cli.workers import workers_of, workers_options
 from rollout_io.terminal import columns
 
@@ -91,7 +91,7 @@ def stats(
     from pipelines.cli.stats_screen import comparison, screen
 
     overviews = [_overview(path, outcome, shape, chosen[path]) for path in datasets]
-    emit(screen(overviews[0]) if len(overviews) == 1 else comparison(*overviews))
+    emit_styled(screen(overviews[0]) if len(overviews) == 1 else comparison(*overviews))
     note("pass --all or --json for every number and metric")
 
 

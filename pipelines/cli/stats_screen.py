@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -22,7 +22,7 @@ from pipelines.statistics.distributions import (
 )
 from pipelines.statistics.summary import Summary
 from rollout_io.cli.output import wants_color
-from rollout_io.cli.trajectory_text import printable
+from rollout_io.terminal import console, printable
 from schemas.errors import count
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _drawn(blocks: str) -> str:
 
 def _rendered(parts: Sequence[RenderableType]) -> str:
     color = wants_color(sys.stdout)
-    console = Console(
+    drawn = console(
         # Never narrower: rich would truncate numbers, while the terminal only wraps the bars.
         width=max(_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _WIDTH,
         force_terminal=color,
@@ -236,7 +236,7 @@ def _rendered(parts: Sequence[RenderableType]) -> str:
         markup=False,
         emoji=False,
     )
-    with console.capture() as captured:
+    with drawn.capture() as captured:
         for part in parts:
-            console.print(part)
+            drawn.print(part)
     return "\n".join(line.rstrip() for line in captured.get().rstrip().split("\n"))

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 import click
 
 from rollout_io.cli.dataset import open_dataset
-from rollout_io.cli.output import emit, emit_json, example, note, wants_color, warn
+from rollout_io.cli.output import (
+    emit_json,
+    emit_styled,
+    example,
+    note,
+    note_styled,
+    say,
+    wants_color,
+    warn,
+)
 from schemas.errors import ConfigError, InputError, RolloutError, count
 from schemas.extras import requires_extra
 
@@ -80,19 +89,19 @@ def inspect(
     problem = problem_of(shown, dataset)
     views = view_all(shown if problem is None else sound_rows(shown, problem), decode)
     if problem is not None:
-        click.echo(f"Error: {problem}", err=True)
+        say(f"Error: {problem}")
         note("Trajectories with errors are not shown.")
-        click.echo(f"Hint: run `rollouts validate {dataset}` to list every error", err=True)
+        say(f"Hint: run `rollouts validate {dataset}` to list every error")
     if as_json:
         emit_json([dataclasses.asdict(view) for view in views])
         ctx.exit(int(problem is not None))
     color = wants_color(sys.stdout)
     if views:
-        note(legend(color=color) + "\n")
+        note_styled(legend(color=color) + "\n")
         if decode is None:
             note(_WITHOUT_TOKENIZER)
     for view in views:
-        emit(render(view, color=color) + "\n")
+        emit_styled(render(view, color=color) + "\n")
     found = f"{len(views)} of {count(len(ids), 'trajectory')} shown"
     note(found if ids else f"no trajectory matches: {where}" if where else "the dataset is empty")
     ctx.exit(int(problem is not None))

@@ -20,7 +20,7 @@ import click
 
 from rollout_io import __version__
 from rollout_io.cli.common_options import with_common_options
-from rollout_io.cli.output import kept_log
+from rollout_io.cli.output import kept_log, say
 from rollout_io.cli.usage import UnknownVerbError, explained_usage
 from rollout_io.name_clashes import HiddenPackageError, require_ours
 from rollout_io.plugins import Plugin, plugins
@@ -147,7 +147,7 @@ def _run(args: Sequence[str] | None) -> int:
     except RolloutError as error:
         return _report(error)
     except HiddenPackageError as error:
-        click.echo(f"Error: {error}", err=True)
+        say(f"Error: {error}")
         return 1
     except BrokenPipeError:
         return _close_stdout()
@@ -164,13 +164,12 @@ def _run(args: Sequence[str] | None) -> int:
 
 
 def _report(error: RolloutError, code: int = 1) -> int:
-    from rollout_io.cli.trajectory_text import printable
 
     if _is_debugging():
         traceback.print_exc()
-    click.echo(printable(f"Error: {error}"), err=True)
+    say(f"Error: {error}")
     if error.hint:
-        click.echo(printable(f"Hint: {error.hint}"), err=True)
+        say(f"Hint: {error.hint}")
     return code
 
 
@@ -195,8 +194,8 @@ def _unexpected(error: BaseException) -> int:
         traceback.print_exc()
         return 2
     text = " ".join(str(error).split())
-    click.echo(f"Error: unexpected {type(error).__name__}: {text}", err=True)
-    click.echo("Hint: set ROLLOUTS_DEBUG=1 to see the traceback.", err=True)
+    say(f"Error: unexpected {type(error).__name__}: {text}")
+    say("Hint: set ROLLOUTS_DEBUG=1 to see the traceback.")
     return 2
 
 

@@ -12,7 +12,7 @@ from typing import IO, Any
 import click
 
 from rollout_io.cli.stopping import announced_stop
-from rollout_io.terminal import Bar, is_quiet
+from rollout_io.terminal import Bar, is_quiet, printable, printable_styles
 
 
 def example(command: str) -> str:
@@ -21,8 +21,23 @@ def example(command: str) -> str:
 
 
 def emit(text: str) -> None:
-    """Print data to stdout."""
-    click.echo(text)
+    """Print text to stdout, with control characters escaped."""
+    click.echo(printable(text))
+
+
+def emit_styled(text: str) -> None:
+    """Print text with colours to stdout; its data was escaped before it was coloured."""
+    click.echo(printable_styles(text))
+
+
+def say(text: str) -> None:
+    """Print text to stderr, with control characters escaped."""
+    click.echo(printable(text), err=True)
+
+
+def redraw(text: str) -> None:
+    """Replace the last line of the terminal on stderr."""
+    click.echo(f"\r\x1b[K{printable(text)}", err=True, nl=False)
 
 
 def emit_json(value: Any) -> None:
@@ -33,12 +48,18 @@ def emit_json(value: Any) -> None:
 def note(text: str) -> None:
     """Print a message to stderr, unless -q is given."""
     if not is_quiet():
-        click.echo(text, err=True)
+        say(text)
+
+
+def note_styled(text: str) -> None:
+    """Print a message with colours to stderr, unless -q is given."""
+    if not is_quiet():
+        click.echo(printable_styles(text), err=True)
 
 
 def warn(text: str) -> None:
     """Print a warning to stderr."""
-    click.echo(f"warning: {text}", err=True)
+    say(f"warning: {text}")
 
 
 class _ToStderr(logging.Handler):
@@ -97,7 +118,7 @@ def going_on(how: Callable[[], str], waits_for: str | None = None) -> Iterator[N
         with announced_stop(waits_for) if waits_for else nullcontext():
             yield
     except (KeyboardInterrupt, SystemExit):
-        click.echo(f"stopped: {how()}", err=True)
+        say(f"stopped: {how()}")
         raise
 
 

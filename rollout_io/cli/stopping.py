@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import click
 
+from rollout_io.terminal import printable
+
 GRACE_S = 0.3
 """Time before the message is printed; a verb that stops sooner prints only its own message."""
 SHOW_CURSOR = b"\x1b[?25h\n"
@@ -59,7 +61,8 @@ def _answer(reading: int, waits_for: str, over: threading.Event) -> None:
             _end(number)
         is_stopping = True
         if not over.wait(GRACE_S):
-            click.echo(f"stopping after {waits_for}; press Ctrl-C again to end at once", err=True)
+            text = f"stopping after {waits_for}; press Ctrl-C again to end at once"
+            click.echo(printable(text), err=True)
 
 
 def _end(number: int) -> None:

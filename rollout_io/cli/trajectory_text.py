@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.dataset.prefix_layout import common_prefix
+from rollout_io.terminal import printable
 from schemas.messages import sent_messages
 
 Decode = Callable[[Sequence[int]], str]
@@ -236,11 +237,6 @@ def _styled(text: str, code: str, *, color: bool) -> str:
 def _shortened(text: str) -> str:
     more = len(text) - SHOWN_CHARS
     return text if more <= 0 else f"{text[:SHOWN_CHARS]}... {more} more characters"
-
-
-def printable(text: str) -> str:
-    """Escape control characters, so that a log cannot control the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _count(number: int, noun: str) -> str:

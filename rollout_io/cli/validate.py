@@ -33,7 +33,6 @@ def validate(
     """
     import polars as pl
 
-    from rollout_io.cli.trajectory_text import printable
     from rollout_io.dataset.checking import check_dataset
     from rollout_io.dataset.reader import shard_sizes
 
@@ -48,7 +47,7 @@ def validate(
         sizes = shard_sizes(dataset)
         for rule in rules:
             found = breaches.filter(pl.col("rule") == rule["rule"])
-            emit(printable(_text(rule, found, dataset, sizes)))
+            emit(_text(rule, found, dataset, sizes))
         note(_verdict(dataset, breaches))
     ctx.exit(1 if has_errors else 0)
 

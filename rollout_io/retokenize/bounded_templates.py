@@ -244,7 +244,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         value = super().call_binop(context, operator, left, right)
         return value if budget is None else budget.weigh(value)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function with bounded arguments."""
         budget = _active.get()
         own = (__self.counted, __self.joined, __self.weighed)

@@ -7,14 +7,13 @@ import sys
 from typing import Any
 
 import polars as pl
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from rollout_io.cli.output import wants_color
-from rollout_io.cli.trajectory_text import printable
-from rollout_io.terminal import duration
+from rollout_io.terminal import console, duration, printable
 from schemas.errors import count
 from schemas.verdicts import MEANINGS
 from trainer.audit.causes import likely_causes
@@ -127,9 +126,9 @@ def screen(path: str, result: AuditResult, limit: int) -> str:
     if limit and len(result.faults):
         parts += _section("Most certain faults", _worst_table(worst(result, limit)))
     width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
-    console = Console(width=width, no_color=not wants_color(sys.stdout), highlight=False)
-    with console.capture() as captured:
-        console.print(Group(*parts))
+    drawn = console(width=width, no_color=not wants_color(sys.stdout), highlight=False)
+    with drawn.capture() as captured:
+        drawn.print(Group(*parts))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 

@@ -8,13 +8,13 @@ import sys
 from typing import Any
 
 import polars as pl
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from rollout_io.cli.output import wants_color
-from rollout_io.cli.trajectory_text import printable
+from rollout_io.terminal import console, printable
 from schemas.errors import count
 from trainer.blame.blame import Blame
 
@@ -147,9 +147,9 @@ def screen(found: Blame, limit: int) -> str:
     if 1 < num_groups < len(found.trajectories):
         parts += _section("Groups", _unit_table(found.groups, "instance_id"))
     width = min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
-    console = Console(width=width, no_color=not wants_color(sys.stdout), highlight=False)
-    with console.capture() as captured:
-        console.print(Group(*parts))
+    drawn = console(width=width, no_color=not wants_color(sys.stdout), highlight=False)
+    with drawn.capture() as captured:
+        drawn.print(Group(*parts))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 

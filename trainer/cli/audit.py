@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, note, shown_log, warn
+from rollout_io.cli.output import emit_json, emit_styled, example, note, shown_log, warn
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
 from schemas.errors import InputError, count
 
@@ -147,5 +147,5 @@ def audit(
     if as_json:
         emit_json(summary(result, limit))
     else:
-        emit(screen(dataset, result, limit))
+        emit_styled(screen(dataset, result, limit))
     return 1 if len(result.faults) else 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, next_command, note, shown_log
+from rollout_io.cli.output import emit_json, emit_styled, example, next_command, note, shown_log
 from schemas.errors import ConfigError, count
 from trainer.cli.options import update_option
 
@@ -89,7 +89,7 @@ def blame(
     if out is not None:
         write_table(found.shares, out)
         note(f"{count(len(found.shares), 'row')} -> {out}")
-    emit_json(summary(found, top)) if as_json else emit(screen(found, top))
+    emit_json(summary(found, top)) if as_json else emit_styled(screen(found, top))
     if command := replay_without(found):
         next_command(command)
     return 0

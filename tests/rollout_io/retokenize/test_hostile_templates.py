@@ -1,6 +1,5 @@
 """Templates that never end or make values of any size are refused, and soon."""
 
-
 import pytest
 
 from rollout_io.retokenize import bounded_templates
@@ -81,7 +80,9 @@ def rendered(tokenizer, template):
 def test_a_template_without_an_end_is_stopped_by_its_steps(smollm2, monkeypatch, name):
     monkeypatch.setattr(bounded_templates, "MAX_STEPS", 20_000)
     monkeypatch.setattr(bounded_templates, "MAX_CPU_S", 0.5)
-    with pytest.raises(RolloutError, match="TemplateBoundError: more than|RecursionError") as caught:
+    with pytest.raises(
+        RolloutError, match="TemplateBoundError: more than|RecursionError"
+    ) as caught:
         rendered(smollm2, ENDLESS[name])
     assert caught.value.rule == "chat_template"
 
