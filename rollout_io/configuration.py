@@ -28,6 +28,7 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 MAX_CONFIG_BYTES = 1 << 24
+_SHOWN_CHARS = 200
 
 _IN_WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -99,7 +100,7 @@ def checked_values(
     for key, value in given.items():
         values[key] = _typed(types, examples, key, value, f"{where}, key {table}{key}")
     for override in overrides:
-        where = f"--set {table}{override}"
+        where = f"--set {table}{_shortened(override)}"
         dotted, equals, text = (part.strip() for part in override.partition("="))
         if not equals:
             raise ConfigError("config_key", where, "an override must have the form key=value")
@@ -275,6 +276,8 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
         return {}
     try:
         return tomllib.loads(read_input(path, MAX_CONFIG_BYTES).decode())
+    except RecursionError:
+        raise ConfigError("config_file", str(path), "the file is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             "config_file", str(path), f"the file is not valid TOML: {error}"
@@ -291,13 +294,38 @@ def _typed(
     kind = types[key]
     if isinstance(value, str) and value.lower() == "none" and NoneType in typing.get_args(kind):
         return None
+    if _has_huge_number(value):
+        example = "an integer of at most 64 bits"
+        raise ConfigError("config_value", where, _shown(value), example)
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        got = json.dumps(value, ensure_ascii=False, default=str)
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
+        got = _shown(value)
         example = examples.get(key)
         shown = example and f"write {key} = {example} in a file, or --set '{key}={example}'"
         raise ConfigError("config_value", where, got, _expected(kind), shown) from error
+
+
+def _has_huge_number(value: Any) -> bool:
+    """True if a value is or contains an integer of more than 64 bits, which no setting can be."""
+    if isinstance(value, Mapping):
+        return any(map(_has_huge_number, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_huge_number, value))
+    return isinstance(value, int) and value.bit_length() > 63
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _shown(value: Any) -> str:
+    """Return a value as JSON, shortened."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):
+        return f"a value of type {type(value).__name__} that is too large"
+    return _shortened(text)
 
 
 def _expected(kind: Any) -> str:
@@ -319,5 +347,5 @@ def _expected(kind: Any) -> str:
 def _from_text(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # TOMLDecodeError; an integer with too many digits
         return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -222,8 +223,14 @@ def check_types(
     return breaches, frozenset(breaches["column"].to_list())
 
 
+_NO_TYPE = (
+    "the column {column} is {got}, for which Polars has no type; cast it (decimals: at most 38"
+    " digits), or drop it"
+)
+
+
 def misnamed_columns(table: pa.Table) -> pl.DataFrame:
-    """Check columns_and_types: column and struct field names are unique and not empty."""
+    """Check columns_and_types: names are unique and not empty, and Polars knows all types."""
     counts = Counter(table.column_names)
     sentence = "{got} are named {column!r}"
     found = [_wrong(n, f"{num} columns", "one", sentence) for n, num in counts.items() if num > 1]
@@ -237,7 +244,24 @@ def misnamed_columns(table: pa.Table) -> pl.DataFrame:
         for column in table.schema
         for name, num in _repeated_fields(column.type)
     ]
+    found += [
+        _wrong(column.name, str(column.type), "a type that Polars can read", _NO_TYPE)
+        for column in table.schema
+        if not _is_known(column.type)
+    ]
     return joined(found)
+
+
+@cache
+def _is_known(kind: pa.DataType) -> bool:
+    """True if Polars has a type for an Arrow type."""
+    try:
+        pl.from_arrow(pa.array([], kind))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, pa.ArrowException):
+        return False
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    return True
 
 
 def unreadable_text(

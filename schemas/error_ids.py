@@ -115,8 +115,8 @@ fields: A GeneratorOutput lacks a required field, has an unknown field, needs id
     Add the missing field, pass `--other-fields keep` or `drop`, or pass `group_size` in Python.
 fields_align: The fields of a GeneratorOutput have different numbers of entries.
     Give every field one entry per row, or drop the field with `--other-fields drop`.
-file: A file could not be opened, read or written.
-    Check that the path exists and that you have permission to access it.
+file: A file could not be opened, read or written, or the operating system failed.
+    Check that the path exists, that you have permission to access it, and that the disk is healthy.
 file_metadata: The metadata of a dataset cannot be read, or datasets that are combined have
     contradictory metadata.
     Write the file again from its source, convert one of the datasets to match, or pass `--outcome`
@@ -208,6 +208,8 @@ mask_kind: `loss_masks` of a GeneratorOutput contains a value other than 0 or 1.
     Store 0 or 1 per response token.
 media_type: The body of the request is not declared as JSON.
     Send `Content-Type: application/json`.
+memory: The command needs more memory than there is.
+    Use a machine with more memory, or split the input.
 message: A message has no role, or its content, tool calls or response have an unsupported type.
     Log messages in the OpenAI format, with text content.
 message_role: A message after the first assistant message has a role other than assistant, user or
@@ -237,6 +239,8 @@ model_layers: The model has layers or attention that the trainer does not suppor
 model_load: The weights, the adapter or the value head cannot be loaded, or do not match
     `config.json`.
     Download the model again, or choose a checkpoint whose files belong to this model.
+nesting: JSON, TOML or directories are nested too deeply.
+    Flatten the input, or move its files to fewer levels of directories.
 new messages: The new messages at the end of a chat are not all user or system messages, so
     `rollouts record --exact-prefix` forwards the call unchanged (it counts such calls, but prints
     no error).
@@ -432,13 +436,15 @@ view_table: A Parquet file given to `rollouts view` is neither a dataset nor a t
     Pass a table that `rollouts audit` or `rollouts blame` wrote, together with its dataset or run.
 view_token: A request to the viewer has no token or the wrong token.
     Open the address that `rollouts view` printed.
-worker: A worker process died, often because memory ran out.
-    Run the same command again to resume, or pass `--workers 1`.
-writer_is_open: The writer was already closed, or an earlier write failed.
-    Create a new writer.
 weights_mismatch: Rows of an iteration were not sampled by the weights or settings that they are
     labelled with.
     Fix the cause that the message names, or train on the rows with `--set on_mismatch=warn`.
+worker: A worker process died, often because memory ran out.
+    Run the same command again to resume, or pass `--workers 1`.
+working_directory: The working directory was deleted or moved while the shell was in it.
+    Change to an existing directory (`cd`), and run the command again.
+writer_is_open: The writer was already closed, or an earlier write failed.
+    Create a new writer.
 zero_advantages: Every advantage is 0, because all trajectories of a group have equal returns.
     Look at the rewards with `rollouts stats DS`, and use tasks or rewards that vary within a group.
 zip_archive: The zip archive is damaged, protected by a password, too large, compressed with an

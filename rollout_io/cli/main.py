@@ -13,7 +13,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import copy_context
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -24,6 +26,7 @@ from rollout_io.cli.output import kept_log, say
 from rollout_io.cli.usage import UnknownVerbError, explained_usage
 from rollout_io.name_clashes import HiddenPackageError, require_ours
 from rollout_io.plugins import Plugin, plugins
+from rollout_io.standard_streams import open_standard_streams
 from rollout_io.startup import keep_torch_out_of_transformers
 from schemas.errors import InputError, RolloutError
 from schemas.extras import explained
@@ -119,6 +122,7 @@ def rollouts() -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit; SIGTERM triggers the same cleanup as an interrupt."""
+    open_standard_streams()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     given = list(sys.argv[1:] if args is None else args)
     if given and given[0] in _TOKENIZING:
@@ -152,8 +156,14 @@ def _run(args: Sequence[str] | None) -> int:
     except BrokenPipeError:
         return _close_stdout()
     except OSError as error:
-        explanation = _file_error(error)
-        return _report(explanation) if explanation else _unexpected(error)
+        return _report(_file_error(error))
+    except RecursionError:
+        got, hint = "an input is nested too deeply", "flatten the input or its directories"
+        return _report(InputError("nesting", "this command", got, hint=hint))
+    except MemoryError:
+        got = "there is not enough memory"
+        hint = "use a machine with more memory, or split the input"
+        return _report(InputError("memory", "this command", got, hint=hint))
     except Exception as error:
         return _unexpected(error)
     except BaseException as error:
@@ -173,14 +183,27 @@ def _report(error: RolloutError, code: int = 1) -> int:
     return code
 
 
-def _file_error(error: OSError) -> RolloutError | None:
-    """Convert a file error or an exceeded open-file limit; return None for other errors."""
+def _file_error(error: OSError) -> RolloutError:
+    """Convert an error of the operating system, such as a file error, to one for the user."""
     from rollout_io.dataset.opening import too_many_open_files
 
-    if limit := too_many_open_files(error, str(error.filename or "this process")):
+    where = str(error.filename or "this command")
+    if limit := too_many_open_files(error, where):
         return limit
-    got = (error.strerror or str(error)).lower()
-    return InputError("file", str(error.filename), got) if error.filename else None
+    if error.filename is None and not _has_working_directory():
+        got, hint = "the working directory does not exist any more", "cd to another directory"
+        return InputError("working_directory", where, got, hint=hint)
+    got = " ".join((error.strerror or str(error) or type(error).__name__).lower().split())
+    hint = None if error.filename else "check the disk and the network connection"
+    return InputError("file", where, got, hint=hint)
+
+
+def _has_working_directory() -> bool:
+    try:
+        Path.cwd()
+    except OSError:
+        return False
+    return True
 
 
 def _is_panic(error: BaseException) -> bool:
@@ -201,7 +224,8 @@ def _unexpected(error: BaseException) -> int:
 
 def _close_stdout() -> int:
     """Redirect stdout to /dev/null, because its reader is gone and Python flushes it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
 

@@ -110,8 +110,12 @@ def standard_input() -> BufferedReader:
     """Return standard input, unless it is a device.
 
     Raises:
-        InputError: `input_file`: standard input is a device.
+        InputError: `input_file`: standard input is a device, or closed.
     """
+    if sys.stdin is None or sys.stdin.closed:
+        hint = "pass a file, or pipe data into the command"
+        message = "cannot read -: standard input is closed"
+        raise InputError("input_file", "-", "closed", "", hint, message=message)
     mode = os.fstat(sys.stdin.fileno()).st_mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
         raise _irregular("-", mode)

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
-from schemas.errors import InputError
+from rollout_io.dataset.opening import read_input
+from schemas.errors import InputError, RolloutError
+
+_MOST_BYTES = 64 << 20
 
 
 def check_model_directory(path: str) -> None:
-    """Check that a directory has a `config.json`.
+    """Check that a directory has a `config.json` with a JSON object.
 
     Raises:
-        InputError: `model_directory`: the directory or its `config.json` does not exist.
+        InputError: `model_directory`: the directory or its `config.json` does not exist, or it is
+            no JSON object, or nested too deeply.
     """
-    if (Path(path) / "config.json").is_file():
-        return
+    file = Path(path) / "config.json"
+    if file.is_file():
+        try:
+            is_object = isinstance(json.loads(read_input(file, _MOST_BYTES)), dict)
+            got = "config.json is not a JSON object"
+        except ValueError as error:
+            if isinstance(error, RolloutError):
+                raise
+            is_object, got = False, f"config.json is not JSON: {error}"
+        except RecursionError:
+            is_object, got = False, "config.json is nested too deeply"
+        if is_object:
+            return
+        hint = "download config.json again"
+        raise InputError("model_directory", path, got, hint=hint)
     got, hint = "config.json is missing from this model directory", None
     if not Path(path).is_dir():
         got = "the model directory does not exist"

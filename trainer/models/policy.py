@@ -196,7 +196,7 @@ def load_policy(
         )
     except InputError:
         raise
-    except (*UNREADABLE, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # Transformers does not wrap the errors of a configuration
         if "scaled_dot_product_attention" in str(error):
             kind = AutoConfig.from_pretrained(path, local_files_only=True).model_type
             got = f"Transformers cannot run {kind} with scaled_dot_product_attention"

@@ -97,7 +97,7 @@ def _names_of(model: str) -> set[str]:
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())
         found.append(str(config.get("_name_or_path") or model))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         pass
     return {_last_part(name) for name in found}
 
