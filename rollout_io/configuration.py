@@ -290,13 +290,12 @@ def _typed(
     if key not in types:
         near = difflib.get_close_matches(key, types, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`?" if near else f"use one of the keys {', '.join(types)}"
-        raise ConfigError("config_key", where, f"unknown key `{key}`", "", hint)
+        raise ConfigError("config_key", where, f"unknown key `{_shortened(key)}`", "", hint)
     kind = types[key]
     if isinstance(value, str) and value.lower() == "none" and NoneType in typing.get_args(kind):
         return None
     if _has_huge_number(value):
-        example = "an integer of at most 64 bits"
-        raise ConfigError("config_value", where, _shown(value), example)
+        raise ConfigError("config_value", where, _shown(value), "an integer of at most 64 bits")
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:

@@ -191,8 +191,8 @@ def _file_error(error: OSError) -> RolloutError:
     if limit := too_many_open_files(error, where):
         return limit
     if error.filename is None and not _has_working_directory():
-        got, hint = "the working directory does not exist any more", "cd to another directory"
-        return InputError("working_directory", where, got, hint=hint)
+        got = "the working directory does not exist any more"
+        return InputError("working_directory", where, got, hint="cd to another directory")
     got = " ".join((error.strerror or str(error) or type(error).__name__).lower().split())
     hint = None if error.filename else "check the disk and the network connection"
     return InputError("file", where, got, hint=hint)

@@ -141,9 +141,10 @@ def bind() -> None:
     """Let Transformers compile templates with `BoundedEnvironment`; repeating this has no effect."""
     from transformers.utils import chat_template_utils
 
-    if chat_template_utils.ImmutableSandboxedEnvironment is not BoundedEnvironment:
-        chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
-        clear = getattr(chat_template_utils._compile_jinja_template, "cache_clear", None)
+    module: Any = chat_template_utils
+    if module.ImmutableSandboxedEnvironment is not BoundedEnvironment:
+        module.ImmutableSandboxedEnvironment = BoundedEnvironment
+        clear = getattr(module._compile_jinja_template, "cache_clear", None)
         if clear is not None:
             clear()  # templates that were compiled without bounds
 
@@ -211,7 +212,7 @@ class _Marked(NodeTransformer):
         return node if is_constant else _call("weighed", [node], node)
 
 
-def _call(name: str, arguments: list[nodes.Expr], of: nodes.Node) -> nodes.Call:
+def _call(name: str, arguments: list[Any], of: nodes.Node) -> nodes.Call:
     function = nodes.EnvironmentAttribute(name, lineno=of.lineno, environment=of.environment)
     return nodes.Call(
         function, arguments, [], None, None, lineno=of.lineno, environment=of.environment
@@ -228,7 +229,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         filters, self.filters = self.filters, _Filters()
         for name, function in filters.items():
             self.filters[name] = function
-        self.concat = _concat
+        self.concat = _concat  # type: ignore[method-assign]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         parsed = super()._parse(source, name, filename)
@@ -244,7 +245,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         value = super().call_binop(context, operator, left, right)
         return value if budget is None else budget.weigh(value)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: PYI063
         """Call a function with bounded arguments."""
         budget = _active.get()
         own = (__self.counted, __self.joined, __self.weighed)
@@ -345,7 +346,8 @@ def _checked_call(
 ) -> tuple[Any, ...]:
     """Check the arguments of a function or method, and return them."""
     method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
-    owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+    owner: Any = getattr(method, "__self__", None)
+    name = getattr(method, "__name__", "")
     if not isinstance(owner, str | bytes | int | float):
         if name == "generate_lorem_ipsum":
             _check_widths([*arguments, *options.values()], most=100)

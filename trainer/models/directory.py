@@ -32,9 +32,9 @@ def check_model_directory(path: str) -> None:
             is_object, got = False, "config.json is nested too deeply"
         if is_object:
             return
-        hint = "download config.json again"
-        raise InputError("model_directory", path, got, hint=hint)
-    got, hint = "config.json is missing from this model directory", None
+        raise InputError("model_directory", path, got, hint="download config.json again")
+    hint: str | None = None
+    got = "config.json is missing from this model directory"
     if not Path(path).is_dir():
         got = "the model directory does not exist"
         name = path if re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) else "ORG/NAME"

@@ -81,7 +81,7 @@ def test_a_template_without_an_end_is_stopped_by_its_steps(smollm2, monkeypatch,
     monkeypatch.setattr(bounded_templates, "MAX_STEPS", 20_000)
     monkeypatch.setattr(bounded_templates, "MAX_CPU_S", 0.5)
     with pytest.raises(
-        RolloutError, match="TemplateBoundError: more than|RecursionError"
+        RolloutError, match=r"TemplateBoundError: more than|RecursionError"
     ) as caught:
         rendered(smollm2, ENDLESS[name])
     assert caught.value.rule == "chat_template"
