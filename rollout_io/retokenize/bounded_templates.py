@@ -348,7 +348,7 @@ def _checked_call(
     method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
     owner: Any = getattr(method, "__self__", None)
     name = getattr(method, "__name__", "")
-    if not isinstance(owner, str | bytes | int | float):
+    if not isinstance(owner, (str, bytes, int, float)):
         if name == "generate_lorem_ipsum":
             _check_widths([*arguments, *options.values()], most=100)
         return arguments
@@ -362,10 +362,10 @@ def _checked_call(
         _take_replaced(budget, owner, *arguments[:2])
     elif name == "expandtabs":
         size = arguments[0] if arguments else options.get("tabsize", 8)
-        budget.take(len(owner) * max(int(size), 1))
+        budget.take(len(str(owner)) * max(int(size), 1))
     elif name == "translate" and arguments and isinstance(arguments[0], dict):
         longest = max((len(v) for v in arguments[0].values() if isinstance(v, str)), default=1)
-        budget.take(len(owner) * max(longest, 1))
+        budget.take(len(str(owner)) * max(longest, 1))
     elif name == "join" and arguments:
         items = list(counted(arguments[0]))
         _take_joined(budget, items, owner)
