@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,15 +16,25 @@ from schemas.errors import InputError
 from trainer.models.critic import Critic
 from trainer.models.lora import save_model
 
-COPIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "vocab.*",
-    "merges.txt",
-    "*.tiktoken",
+WEIGHTS = frozenset(
+    {
+        *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".npz", ".npy"),
+        *(
+            ".gguf",
+            ".ggml",
+            ".onnx",
+            ".onnx_data",
+            ".tflite",
+            ".nemo",
+            ".distcp",
+            ".pkl",
+            ".mlmodel",
+        ),
+    }
 )
+"""Suffixes of files with weights or optimizer state, which a checkpoint has of its own."""
+OWN = ("state", "critic", "adapter", "adapter_config.json")
+"""Parts of a checkpoint that belong to the run that wrote it."""
 PREFIX, LATEST = "global_step_", "latest"
 
 
@@ -56,7 +67,7 @@ def save_checkpoint(
     weights: Mapping[str, Tensor] | None = None,
     critic_weights: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write `out/checkpoints/global_step_N/`: model, generation config, tokenizer, state.
+    """Write `out/checkpoints/global_step_N/`: model, files of its tokenizer and processor, state.
 
     Adapters are merged into the model, and also written to `adapter/` in peft's format. A critic is
     written to `critic/`, which `critic_model` accepts.
@@ -67,7 +78,7 @@ def save_checkpoint(
 
     Args:
         model: The model, float32.
-        source: Model directory the run started from; its tokenizer files are copied.
+        source: Model directory the run started from; its `other_files` are copied.
         out: Directory of the run.
         global_step: Number of optimizer updates so far.
         critic: Critic of the run, or None.
@@ -131,12 +142,59 @@ def discard_after(out: Path, global_step: int) -> None:
 def write_model(
     path: Path, model: PreTrainedModel, source: Path, weights: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write a model directory with the tokenizer files of `source`; see `save_checkpoint`."""
+    """Write a model directory with the `other_files` of `source`; see `save_checkpoint`."""
     path.mkdir(parents=True)
     save_model(model, path, weights or model.state_dict())
-    for pattern in COPIED:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, path / file.name)
+    for name in other_files(source)[0]:
+        if not (path / name).exists():
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, path / name)
+
+
+def other_files(source: Path) -> tuple[list[Path], list[Path]]:
+    """List the files of a model directory that are not weights, relative to it.
+
+    Examples are the files of tokenizers and processors, chat templates and licences. Weights in
+    any format, hidden files (`.git`), and the state of the run that wrote the model are ignored.
+
+    Returns:
+        The files that checkpoints copy, and those that they leave out: links out of the directory,
+        directories with another model or run, and anything that cannot be read.
+    """
+    # In the cache of the Hugging Face Hub, all files are links to the repository's blobs.
+    is_snapshot = source.resolve().parent.name == "snapshots"
+    inside = source.resolve().parents[1] if is_snapshot else source.resolve()
+    copied, left_out = list[Path](), list[Path]()
+
+    def visit(folder: Path) -> None:
+        for path in sorted(folder.iterdir()):
+            name = path.relative_to(source)
+            is_link_out = not path.resolve().is_relative_to(inside)
+            if path.name.startswith(".") or str(name) in OWN or _is_weights(path):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                if (path / "config.json").exists() or not os.access(path, os.R_OK | os.X_OK):
+                    left_out.append(name)
+                else:
+                    visit(path)
+            elif path.is_file() and not is_link_out and os.access(path, os.R_OK):
+                copied.append(name)
+            else:
+                left_out.append(name)
+
+    visit(source)
+    return copied, left_out
+
+
+def _is_weights(path: Path) -> bool:
+    """True for files with weights, and for the indices of sharded weights.
+
+    Example:
+        >>> [_is_weights(Path(name)) for name in ("model.safetensors.index.json", "vocab.json")]
+        [True, False]
+    """
+    name = path.name.removesuffix(".index.json")
+    return not path.is_dir() and Path(name).suffix.lower() in WEIGHTS
 
 
 def checkpoints(out: Path) -> dict[int, Path]:
