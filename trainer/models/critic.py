@@ -43,7 +43,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value_head.bias)
         trained = {id(parameter) for parameter in self.trained_parameters()}
         for parameter in self.parameters():
-            parameter.requires_grad_(id(parameter) in trained)
+            parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
         self.eval()
 
     @property

@@ -62,7 +62,7 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
     settings = peft.LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
-        target_modules=list(adapter.target_modules or names),
+        target_modules=_without_frozen(policy.model, adapter.target_modules or names),
         task_type="CAUSAL_LM",
         base_model_name_or_path=adapter.model,
     )
@@ -81,17 +81,35 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
 def linear_layers(model: Any) -> list[str]:
     """List the name suffixes of the linear layers that get adapters by default.
 
-    These are all linear layers except the head; in a mixture-of-experts model, only the linear
+    These are all trained linear layers except the head (see `freeze_unused`); in a mixture-of-experts model, only the linear
     layers inside attention.
 
     In Transformers, experts and routers are not `nn.Linear` modules, but peft would match experts
     and routers whose names end like the name of a linear layer.
     """
     head, modules = model.get_output_embeddings(), list(model.named_modules())
-    layers = [n.split(".") for n, m in modules if isinstance(m, nn.Linear) and m is not head]
+    layers = [
+        n.split(".")
+        for n, m in modules
+        if isinstance(m, nn.Linear) and m is not head and m.weight.requires_grad
+    ]
     if any("experts" in name.split(".") for name, _ in modules):
         layers = [n for n in layers if any("att" in part for part in n[:-1]) and "router" not in n]
     return sorted({name[-1] for name in layers})
+
+
+def _without_frozen(model: Any, names: Sequence[str]) -> list[str]:
+    """Return names of layers that leave out frozen ones, such as those of a vision tower.
+
+    A suffix that also matches a frozen layer is replaced by the full names of the others.
+    """
+    found = []
+    for name in names:
+        matched = [(n, m) for n, m in model.named_modules() if n == name or n.endswith(f".{name}")]
+        frozen = {n for n, m in matched if not any(p.requires_grad for p in m.parameters())}
+        mixed = frozen and len(frozen) < len(matched)
+        found += [n for n, _ in matched if n not in frozen] if mixed else [name]
+    return found
 
 
 def _check_targets(model: Any, adapter: AdapterSettings, names: Sequence[str]) -> None:

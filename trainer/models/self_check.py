@@ -84,6 +84,12 @@ def _small_windows(model: Any) -> Iterator[None]:
             holders[number].sliding_window = window
 
 
+def probe(model: Any) -> Forest:
+    """Build packed rows of a few tokens that every vocabulary has."""
+    tokens = _tokens(model)
+    return _forests(model, tokens, (), trees=False)["packed rows"]
+
+
 def _tokens(model: Any) -> Tensor:
     """Return a token id for each number in `ROWS`; all have an input and an output embedding."""
     ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)

@@ -6,13 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
-from tests.helpers.architectures import KINDS, verdict, windows_seen
+from tests.helpers.architectures import (
+    KINDS,
+    tiny_config,
+    tiny_model,
+    verdict,
+    windows_seen,
+)
+from tests.helpers.trainer_helpers import group_rows, write_dataset
+from tests.trainer.models.test_trained_parameters import UNUSED, without_gradient
 from trainer.config.train_config import TrainConfig
+from trainer.distributed.start import start_processes
 from trainer.models.lora import add_adapter
-from trainer.models.policy import Policy
+from trainer.models.policy import Policy, load_policy
 from trainer.models.self_check import check_policy
 from trainer.run.settings import adapter_settings
 
@@ -33,6 +43,7 @@ def test_an_architecture_is_right_in_each_layout_or_refused(kind: str, tmp_path:
     assert found.difference < 2e-5
     assert found.gradient < 1e-4
     if found.policy:
+        assert not without_gradient(found.policy)
         config = TrainConfig(dataset="d", model="m", out="o", lora_rank=2)
         adapters = refusal(
             lambda policy: add_adapter(policy, adapter_settings(config)), found.policy
@@ -42,6 +53,31 @@ def test_an_architecture_is_right_in_each_layout_or_refused(kind: str, tmp_path:
     if found.policy and found.windowed:
         with windows_seen(change=1), pytest.raises(RolloutError, match="model_layers"):
             check_policy(found.policy, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [k if k in UNUSED else pytest.param(k, marks=pytest.mark.nightly) for k in KINDS]
+)
+def test_an_architecture_trains_in_two_processes_and_its_checkpoint_loads(
+    kind: str, tmp_path: Path
+) -> None:
+    if f"| {kind} | step, merge" not in (ROOT / "docs" / "models.md").read_text():
+        pytest.skip("refused, or no model can be built from its default config")
+    tiny_config(kind).save_pretrained(tmp_path / "model")
+    tiny_model(kind).save_pretrained(tmp_path / "model")
+    dataset = write_dataset(tmp_path / "ds", group_rows(2, (1.0, 0.0), temperature=1.0))
+    given = ["train", dataset, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "run")]
+    sizes = ["--set", "groups_per_batch=2", "--set", "groups_per_mini_batch=1"]
+    assert start_processes(2, [*given, *sizes, "--set", "num_epochs=2", "-q"], "resume") == 0
+    saved = tmp_path / "run" / "checkpoints" / "global_step_4"
+    trained = load_policy(str(saved), logprob_chunk_tokens=64)
+    first = load_policy(str(tmp_path / "model"), logprob_chunk_tokens=64)
+    before, after = first.state_dict(), trained.state_dict()
+    assert before.keys() == after.keys()
+    frozen = {name for name, p in first.named_parameters() if not p.requires_grad}
+    assert all(torch.equal(before[name], after[name]) for name in frozen)
+    assert any(not torch.equal(before[name], after[name]) for name in before.keys() - frozen)
 
 
 def refusal(change: Callable[[Policy], None], policy: Policy) -> str | None:
