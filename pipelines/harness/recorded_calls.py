@@ -226,7 +226,9 @@ class Calls:
         config, task = opened.config, opened.task
         seed = seed_of(config.seed, task.trajectory_id, opened.num_calls)
         opened.num_calls += 1
-        own = usual_fields(config, seed, self._engine.policy_version) | {"model": model}
+        special = getattr(self._engine, "special_tokens", ())  # a served engine decides itself
+        version = self._engine.policy_version
+        own = usual_fields(config, seed, version, special) | {"model": model}
         made = msgspec.json.encode(completed(fields, own, config.max_response_tokens))
         asked = read_request(KINDS[path], made)
         if asked is None or not asked.is_exact:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -16,15 +16,21 @@ _OURS = ("model", "cache_salt")
 _NOT_ASKED = ("max_tokens", "return_token_ids", "include_stop_str_in_output", "seed")
 
 
-def usual_fields(config: GenerateConfig, seed: int | None, policy_version: int) -> dict[str, Any]:
+def usual_fields(
+    config: GenerateConfig,
+    seed: int | None,
+    policy_version: int,
+    special_tokens: Collection[str] = (),
+) -> dict[str, Any]:
     """Return the default fields of a harness's requests.
 
     Args:
         config: Sampling settings.
         seed: Seed of this call; None to send no seed.
         policy_version: Version of the engine's weights; prevents cache hits from older weights.
+        special_tokens: See `VllmEngine`.
     """
-    usual = sampling_fields(config.sampling)
+    usual = sampling_fields(config.sampling, special_tokens)
     fields = {name: value for name, value in usual.items() if name not in _NOT_ASKED}
     fields |= config.sampling_extra
     if config.chat_template_kwargs:

@@ -56,6 +56,12 @@ class ChatTokenizer:
         return token_id
 
     @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Special tokens (id to text), which decoding usually leaves out of the text."""
+        added = self.backend.added_tokens_decoder
+        return {int(i): str(token.content) for i, token in added.items() if token.special}
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of the mapping from ids to tokens, including added tokens.
 

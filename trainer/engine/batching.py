@@ -14,7 +14,7 @@ from pipelines.generation.engines.base import Sampling
 from trainer.engine.token_sampling import sample_tokens
 from trainer.models.router_replay import recorded
 
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[Sequence[int], Sampling], str]
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +58,9 @@ class Request:
 
     def _met_stop(self, decode: Decode) -> bool:
         longest = max(map(len, self.sampling.stop))
-        tail = decode(self.response[-4 * longest - 4 :])  # a character takes at most 4 tokens
+        tail = decode(
+            self.response[-4 * longest - 4 :], self.sampling
+        )  # a character takes at most 4 tokens
         return any(text in tail for text in self.sampling.stop)
 
 
@@ -79,7 +81,7 @@ def continue_batch(
         model: A Transformers causal LM.
         requests: At least one request.
         ends: Ids that end a sequence.
-        decode: Converts ids to text.
+        decode: Converts ids to text, for the stop strings of the given settings.
         finished: Called with each request when it ends.
     """
     ids, mask = (part.to(model.device) for part in _padded([r.prompt for r in requests]))

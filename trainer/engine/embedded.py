@@ -11,7 +11,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pipelines.generation.engines.base import CONTEXT_LENGTH, Sampled, Sampling
+from pipelines.generation.engines.base import (
+    CONTEXT_LENGTH,
+    Sampled,
+    Sampling,
+    contains_any,
+)
 from pipelines.generation.tool_calls import assistant_message
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
@@ -89,7 +94,7 @@ class TransformersEngine:
     @property
     def context_tokens(self) -> int | None:
         """See `Engine.context_tokens`."""
-        return getattr(self.model.config, "max_position_embeddings", None)
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,8 +170,8 @@ class TransformersEngine:
     def _request(
         self, prompt: list[int], sampling: Sampling
     ) -> tuple[Request, asyncio.Future[Sampled]]:
-        _check(prompt, sampling, self.model.config)
-        context = self.context_tokens
+        context, vocab_size = self.context_tokens, len(self.model.get_input_embeddings().weight)
+        _check(prompt, sampling, vocab_size, context)
         room = sampling.max_tokens if context is None else context - len(prompt)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
@@ -222,15 +227,19 @@ class TransformersEngine:
             response_ids=request.response,
             rollout_logprobs=request.logprobs,
             stop_reason=request.stop_reason or "abort",
-            text=_cut(self._decode(request.response), request.sampling.stop),
+            text=_cut(self._decode(request.response, request.sampling), request.sampling.stop),
             policy_version=version,
             rollout_expert_indices=torch.cat(request.routes).numpy() if request.routes else None,
         )
         future.set_result(sampled)
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Sequence[int], sampling: Sampling) -> str:
+        """Decode ids; special tokens are part of the text only if a stop string contains one."""
+        special = (text for i, text in self.tokenizer.special_tokens.items() if i not in self._ends)
         text: str = self.tokenizer.backend.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(ids),
+            skip_special_tokens=not contains_any(sampling.stop, special),
+            clean_up_tokenization_spaces=False,
         )
         return text
 
@@ -246,18 +255,17 @@ def _end_ids(model: Any, tokenizer: ChatTokenizer) -> set[int]:
     return ends if own is None else ends | {own}
 
 
-def _check(prompt: Sequence[int], sampling: Sampling, config: Any) -> None:
+def _check(prompt: Sequence[int], sampling: Sampling, vocab_size: int, context: int | None) -> None:
     rule = "engine_refused"
     if sampling.extra:
         got = f"the embedded engine does not support {', '.join(map(repr, sampling.extra))}"
         raise EngineError(rule, "extra sampling fields", got)
     if not prompt:
         raise EngineError(rule, "prompt", "0 tokens", "at least 1")
-    bad = next((i for i in prompt if not 0 <= i < config.vocab_size), None)
+    bad = next((i for i in prompt if not 0 <= i < vocab_size), None)
     if bad is not None:
-        expected = f"ids from 0 to {config.vocab_size - 1}"
+        expected = f"ids from 0 to {vocab_size - 1}"
         raise EngineError(rule, "prompt", f"token id {bad}", expected)
-    context = getattr(config, "max_position_embeddings", None)
     if context is not None and len(prompt) >= context:
         expected = f"fewer than {context}, the model's context"
         raise EngineError(CONTEXT_LENGTH, "prompt", f"{len(prompt)} tokens", expected)

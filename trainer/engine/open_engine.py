@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+from pathlib import Path
+
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import Engine
 from schemas.extras import requires_extra
@@ -25,10 +29,26 @@ def _served(config: GenerateConfig) -> Engine:
     from trainer.engine.weight_transfer import open_nccl_sender
 
     limits = Limits(max_concurrent=config.max_concurrency, requests_per_s=config.requests_per_s)
-    version = config.policy_version
     return VllmEngine(
-        config.urls, limits=limits, policy_version=version, senders={"nccl": open_nccl_sender}
+        config.urls,
+        limits=limits,
+        policy_version=config.policy_version,
+        senders={"nccl": open_nccl_sender},
+        special_tokens=_inner_special_tokens(config.model),
     )
+
+
+def _inner_special_tokens(model: str) -> frozenset[str]:
+    """Return the special tokens that do not end a response: vLLM ends it at those before any stop."""
+    from rollout_io.retokenize.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model, needs_template=False)
+    ends = {tokenizer.eos_token_id}
+    file = Path(model) / "generation_config.json"
+    with suppress(OSError, ValueError, AttributeError):
+        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        ends |= set(named) if isinstance(named, list) else {named}
+    return frozenset(text for i, text in tokenizer.special_tokens.items() if i not in ends)
 
 
 def _embedded(config: GenerateConfig) -> Engine:

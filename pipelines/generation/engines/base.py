@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -18,6 +18,16 @@ ENGINE_DOWN = "engine_down"
 
 CONTEXT_LENGTH = "context_length"
 """Rule id of the error raised if a prompt leaves no room for a response in the model's context."""
+
+
+def contains_any(stop: Sequence[str], special_tokens: Iterable[str]) -> bool:
+    """True if a stop string contains a special token, so that the text must contain them too.
+
+    Example:
+        >>> contains_any(["</a>", "<|eot|>!"], ["<|eot|>"]), contains_any([], ["<|eot|>"])
+        (True, False)
+    """
+    return bool(stop) and any(token in text for token in special_tokens for text in stop)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

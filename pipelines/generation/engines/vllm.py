@@ -6,14 +6,20 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from pipelines.generation.engines.base import ENGINE_DOWN, Sampled, Sampling, is_adapter
+from pipelines.generation.engines.base import (
+    ENGINE_DOWN,
+    Sampled,
+    Sampling,
+    contains_any,
+    is_adapter,
+)
 from pipelines.generation.engines.completion_answers import read_sampled
 from pipelines.generation.engines.http_pool import Body, Limits, ServerError, Servers
 from pipelines.generation.engines.output_layers import OutputLayers, lacks_output_layer
@@ -78,9 +84,12 @@ class VllmEngine:
         logprobs_mode: Distribution of their log-probabilities; None to detect it with a few calls.
         senders: Functions that open a connection for weight transfer, keyed by the `backend` in a
             server's `--weight-transfer-config`. Servers with other backends load files.
+        special_tokens: Special tokens of the model that do not end a response; a stop string with
+            one of them can only match if the servers leave them in the text.
 
     Attributes:
         servers: HTTP client of the servers.
+        special_tokens: As given.
     """
 
     def __init__(
@@ -93,7 +102,9 @@ class VllmEngine:
         policy_version: int = 0,
         logprobs_mode: LogprobsMode | None = None,
         senders: Mapping[str, OpenSender] | None = None,
+        special_tokens: Collection[str] = (),
     ) -> None:
+        self.special_tokens = special_tokens
         urls = [urls] if isinstance(urls, str) else urls
         self.servers = Servers(urls, limits or Limits(), api_key=api_key)
         self._model = model
@@ -302,7 +313,7 @@ class VllmEngine:
         session: str | None,
         sent: Sequence[int] | None = None,
     ) -> Sampled:
-        usual = fields | sampling_fields(sampling)
+        usual = fields | sampling_fields(sampling, self.special_tokens)
         clash = sampling.extra.keys() & (usual.keys() | {"model", "cache_salt"})
         if clash:
             got = f"these fields are already set: {', '.join(sorted(clash))}"
@@ -351,8 +362,13 @@ class VllmEngine:
         return max(found)
 
 
-def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Return a request's sampling fields, all explicit so that no server defaults apply."""
+def sampling_fields(sampling: Sampling, special_tokens: Collection[str] = ()) -> dict[str, Any]:
+    """Return a request's sampling fields, all explicit so that no server defaults apply.
+
+    Args:
+        sampling: Sampling settings.
+        special_tokens: See `VllmEngine`.
+    """
     fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -364,6 +380,8 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     }
     if sampling.stop:
         fields |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
+    if contains_any(sampling.stop, special_tokens):
+        fields["skip_special_tokens"] = False
     if sampling.seed is not None:
         fields["seed"] = sampling.seed
     return fields

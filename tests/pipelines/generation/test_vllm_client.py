@@ -10,10 +10,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pipelines.generation import Sampling
+from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.http_pool import Limits
-from pipelines.generation.engines.vllm import VllmEngine
+from pipelines.generation.engines.vllm import VllmEngine, sampling_fields
+from pipelines.harness.requests import usual_fields
 from schemas.errors import RolloutError
 from tests.helpers.http_server import CUT, HANG, RESET, Server, completion, serving
+from trainer.engine.open_engine import open_engine
 
 FAST = Limits(backoff_s=0.01, max_backoff_s=0.04, max_attempts=6, timeout_s=5)
 SAMPLING = Sampling(max_tokens=3)
@@ -728,3 +731,23 @@ def test_servers_take_adapters_if_all_list_the_call_that_loads_them(listed, expe
         assert with_adapters([one, two], use) is expected
     with serving(Server([status(404)])) as hidden:
         assert with_adapters([hidden], use) is False
+
+
+@pytest.mark.parametrize(
+    ("stop", "sent"), [(("<|eot|>",), False), (("a<|eot|>",), False), (("a",), None), ((), None)]
+)
+def test_special_tokens_stay_in_the_text_where_a_stop_string_contains_one(stop, sent):
+    fields = sampling_fields(Sampling(stop=stop), ["<|eot|>"])
+    assert fields.get("skip_special_tokens") is sent
+    config = GenerateConfig(tasks="t", model="m", out="o", stop=stop)
+    usual = usual_fields(config, None, 0, ["<|eot|>"])
+    assert usual.get("skip_special_tokens") is sent
+
+
+def test_special_tokens_that_end_a_response_anyway_do_not_change_requests(smollm2_dir):
+    config = GenerateConfig(
+        tasks="t", model=str(smollm2_dir), out="o", engine="vllm", urls=("http://127.0.0.1:9",)
+    )
+    special = open_engine(config).special_tokens
+    assert "<filename>" in special
+    assert "<|im_end|>" not in special

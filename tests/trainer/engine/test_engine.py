@@ -1,5 +1,6 @@
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from pipelines.generation.tool_calls import assistant_message
 from rollout_io.retokenize.chat_template import KEEPS_ALL
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
+from tests.helpers.architectures import tiny_model
 from tests.helpers.chat_helpers import CONVERSATIONS, prompt_ids
-from tests.helpers.trainer_helpers import plain_logprobs, tiny_llama
+from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
 from trainer.engine.embedded import TransformersEngine
 from trainer.engine.token_sampling import sample_tokens, sampled_distribution
 
@@ -179,6 +181,58 @@ def test_a_response_ends_with_a_stop_string_across_tokens(engine, tokenizer):
     assert ended.response_ids == free.response_ids[:3]
     assert ended.text.endswith(stop)
     assert ended.stop_reason == "stop"
+
+
+def always(engine, ids):
+    """Make the model emit the tokens in turn."""
+    model = engine.model
+    with torch.no_grad():
+        embedding, head = torch.zeros(49152, 16), torch.zeros(49152, 16)
+        for place, (before, after) in enumerate(pairwise([5, *ids])):
+            embedding[before, place], head[after, place] = 1.0, 1000.0
+        model.get_input_embeddings().weight.copy_(embedding)
+        model.get_output_embeddings().weight.copy_(head)
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.zero_()
+
+
+@pytest.mark.parametrize("stop", ["{}", "{}!", "x{}"])
+def test_a_response_ends_with_a_stop_string_that_contains_a_special_token(tokenizer, stop):
+    model = tiny_llama(vocab_size=49152, hidden_size=16, tie_word_embeddings=False)
+    engine = TransformersEngine(model, tokenizer)
+    special, (bang,), (letter,) = (
+        6,
+        tokenizer.encode(["!"], ["t"])[0],
+        tokenizer.encode(["x"], ["t"])[0],
+    )
+    ids = [*range(200, 203), letter, special, bang, *range(203, 206)]
+    always(engine, ids)
+    name = tokenizer.special_tokens[special]
+    sampling = Sampling(temperature=0, max_tokens=9, stop=(stop.format(name),))
+    (ended,) = sample_all(engine, [[5]], [sampling])
+    assert ended.stop_reason == "stop"
+    assert ended.response_ids == ids[: 6 if "!" in stop else 5]
+    assert ended.text.endswith(stop.format(name))
+    (free,) = sample_all(engine, [[5]], [replace(sampling, stop=("never",))])
+    assert name not in free.text
+    engine._ends = {special}
+    (eos,) = sample_all(engine, [[5]], [replace(sampling, stop=(name,))])
+    assert name not in eos.text
+
+
+@pytest.mark.slow
+def test_a_model_with_a_nested_configuration_is_sampled_up_to_its_context(tokenizer):
+    engine = TransformersEngine(tiny_model("gemma3"), tokenizer)
+    engine._ends = set()
+    assert engine.context_tokens == 64
+    (sampled,) = sample_all(engine, [[5] * 60], [Sampling(max_tokens=9)])
+    assert len(sampled.response_ids) == 4
+    assert sampled.stop_reason == "length"
+    with pytest.raises(RolloutError, match="fewer than 64"):
+        sample_all(engine, [[5] * 64], [Sampling()])
+    with pytest.raises(RolloutError, match=r"ids from 0 to \d+"):
+        sample_all(engine, [[VOCAB + 500]], [Sampling()])
 
 
 def test_more_calls_than_a_batch_holds_are_all_answered(engine):
