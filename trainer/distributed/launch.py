@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -45,9 +48,11 @@ def make_accelerator(
     _check_launch(optimizer)
     _join_started()
     dtype = dtype or default_dtype()
+    precision = "bf16" if dtype == "bfloat16" else "no"
+    _forget_other_precision(precision)
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
-        mixed_precision="bf16" if dtype == "bfloat16" else "no",
+        mixed_precision=precision,
         log_with=list(trackers) or None,
         project_dir=out,
         cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
@@ -56,6 +61,7 @@ def make_accelerator(
             InitProcessGroupKwargs(timeout=PATIENCE),
         ],
     )
+    _MADE.append(weakref.ref(accelerator))
     if accelerator.num_processes != num_launched:
         seen = count(accelerator.num_processes, "process", "es")
         text = f"WORLD_SIZE is {num_launched}, but Accelerate sees {seen}"
@@ -68,6 +74,31 @@ def make_accelerator(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     return accelerator
+
+
+_MADE: list[weakref.ref[Accelerator]] = []
+"""The accelerators of this process so far."""
+
+
+def _forget_other_precision(precision: str) -> None:
+    """Clear the precision that Accelerate keeps for the whole process, after a run in another one.
+
+    Raises:
+        ConfigError: The other precision is still in use.
+    """
+    state = AcceleratorState._shared_state
+    if not state or state.get("_mixed_precision") == precision:
+        return
+    gc.collect()
+    is_ours = bool(_MADE)
+    if not is_ours or any(made() is not None for made in _MADE):
+        got = (
+            f"{state.get('_mixed_precision')}, in use by another run or Accelerator of this process"
+        )
+        hint = "drop that run first, or train in a process of its own"
+        raise ConfigError("launch", "dtype", got, precision, hint)
+    _MADE.clear()
+    AcceleratorState._reset_state()
 
 
 def wrap(
