@@ -72,6 +72,12 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     help="Log-probabilities of the engines: before (raw) or after temperature and truncation.",
 )
 @click.option(
+    "--sampling-defaults",
+    metavar="DIR",
+    help="Add sampling settings to requests that leave them out, so that they are recorded: those in "
+    "DIR/generation_config.json, as vLLM does, or `neutral`.",
+)
+@click.option(
     "--idle-timeout",
     "idle_timeout_s",
     type=click.FloatRange(min=0, min_open=True),
@@ -163,7 +169,9 @@ def record(
 
 def _check(settings: RecordSettings) -> None:
     from pipelines.origin_guard import is_host_name
+    from pipelines.sampling_defaults import request_defaults
 
+    request_defaults(settings.sampling_defaults)
     expected = "a URL such as http://HOST:PORT/v1"
     for url in settings.upstreams:
         if not url.startswith(("http://", "https://")):

@@ -21,6 +21,7 @@ from pipelines.record.recorder_metrics import CONTENT_TYPE
 from pipelines.record.targets import Target, api_key_of, is_session_key, key_of, path_of, target_of
 from pipelines.record.upstreams import MODELS, Upstreams, passed_on
 from pipelines.record.wire import Exchange, Message, Receive, Send, respond, unless_left
+from pipelines.sampling_defaults import request_defaults
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.naming import split_session
 from schemas.errors import EngineError, InputError, RolloutError
@@ -66,6 +67,7 @@ class App:
         self.recorder, self.upstreams, self.url, self.exact = recorder, upstreams, url, exact
         if exact is not None:
             recorder.ended = exact.forget
+        self._defaults = request_defaults(recorder.settings.sampling_defaults)
         self._slots = asyncio.Semaphore(recorder.settings.max_concurrency)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", self._health),
@@ -143,7 +145,7 @@ class App:
             raise InputError("no_session", target.rest, "the request names no session", hint=hint)
         body = await exchange.body(settings.max_request_bytes)
         self._without_own_keys(exchange)
-        asked = read_request(KINDS[target.rest], body, await self._models_named())
+        asked = read_request(KINDS[target.rest], body, await self._models_named(), self._defaults)
         session = self.recorder.session_for(target.session)
         call = Call(
             recorder=self.recorder,

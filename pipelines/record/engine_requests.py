@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,13 +59,19 @@ class Asked:
         return without_secrets(self.fields)
 
 
-def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None) -> Asked | None:
+def read_request(
+    kind: Kind,
+    body: bytes,
+    models: tuple[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Asked | None:
     r"""Parse a request body; None if it is not a JSON object, which the engine then rejects.
 
     Args:
         kind: Kind of the endpoint.
         body: Body as received.
         models: The model's names for clients and for the engine; None if they are the same.
+        defaults: Sampling settings to send and record if the client leaves them out.
 
     Raises:
         InputError: `request_size`: decoding the body would take too much memory.
@@ -82,6 +89,9 @@ def read_request(kind: Kind, body: bytes, models: tuple[str, str] | None = None)
         body.decode()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+    for name, value in (defaults or {}).items():
+        if bytes(fields.get(name, NULL)) == b"null":
+            fields[name] = msgspec.Raw(msgspec.json.encode(value))
     is_exact = not _is_true(fields, "echo") and not _is_true(fields, "use_beam_search")
     changed, hidden = dict(fields), set[str]()
     if is_exact and _is_absent(fields, "return_token_ids"):

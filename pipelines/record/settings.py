@@ -42,6 +42,9 @@ class RecordSettings:
         exact_prefix: Directory of the engines' tokenizer; if given, follow-up calls of a chat are
             sent as exact token ids.
         logprobs_mode: Distribution of the engines' log-probabilities; None if unknown.
+        sampling_defaults: Sampling settings to add to requests that leave them out, so that they are
+            recorded: those in a model directory's `generation_config.json`, or `neutral`; None adds
+            nothing, and the engines' own defaults apply, unrecorded.
     """
 
     out: str
@@ -61,6 +64,7 @@ class RecordSettings:
     end_open: bool = False
     exact_prefix: str | None = None
     logprobs_mode: LogprobsMode | None = None
+    sampling_defaults: str | None = None
 
     def __post_init__(self) -> None:
         for key, got, expected in out_of_bounds(self):

@@ -29,6 +29,8 @@ class Summary:
 
     Attributes:
         formats: Number of runs found in the logs, by format.
+        num_without_sampling: Number of an engine's rows that lack a temperature, top_p or top_k.
+        unrecorded: Those of these settings that are missing somewhere.
         num_exact: Number of trajectories with token ids from an engine.
         num_compared: Number of these trajectories whose ids were compared with the text in the log.
         notes: What the logs lack, or how their text was changed, with its count
@@ -45,11 +47,13 @@ class Summary:
     num_failed: int = 0
     num_without_reward: int = 0
     num_without_logprobs: int = 0
+    num_without_sampling: int = 0
     num_retokenized: int = 0
     num_restarted: int = 0
     num_exact: int = 0
     num_compared: int = 0
     reward_sum: float = 0.0
+    unrecorded: set[str] = field(default_factory=set)
     instances: set[str] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
     formats: dict[str, int] = field(default_factory=dict)
@@ -89,6 +93,8 @@ class Summary:
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
         self.num_rows += len(frame)
+        lacks = frame.filter(_LACKS_SAMPLING)
+        self.unrecorded |= {name for name in _SAMPLING if lacks[name].is_null().any()}
         exact = set(frame.filter(_IS_CALL & ~_IS_TEXT)["trajectory_id"].unique())
         self.num_exact += len(exact)
         self.num_compared += len(exact & compared)
@@ -118,13 +124,12 @@ class Summary:
 
     def encode(self) -> dict[str, Any]:
         """Return a JSON-serialisable dict; `decode` reads it."""
-        sets = {"instances": sorted(self.instances), "numbers": sorted(self.numbers)}
-        return asdict(self) | sets
+        return asdict(self) | {name: sorted(getattr(self, name)) for name in _SETS}
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Self:
         """Parse the output of `encode`."""
-        sets = {name: set(values[name]) for name in ("instances", "numbers")}
+        sets = {name: set(values[name]) for name in _SETS}
         return cls(**values | sets)
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,6 +149,7 @@ class Summary:
             "num_without_reward": self.num_without_reward,
             "num_failed": self.num_failed,
             "num_without_logprobs": self.num_without_logprobs,
+            "num_without_sampling": self.num_without_sampling,
             "num_retokenized": self.num_retokenized,
             "num_restarted": self.num_restarted,
             "num_exact": self.num_exact,
@@ -190,6 +196,13 @@ class Summary:
                 f"{_num(num_without, 'row')} without log-probabilities, so `train` "
                 + (_SOME_LOGPROBS if has_some else _NO_LOGPROBS)
                 + ': request "logprobs": true from the engine'
+            )
+        if self.num_without_sampling:
+            names = " or ".join(name for name in _SAMPLING if name in self.unrecorded)
+            lines.append(
+                f"{_num(self.num_without_sampling, 'row')} without a recorded {names}: the engine's"
+                " defaults applied (vLLM's and SGLang's are in the model's generation_config.json),"
+                " which `train` and `audit` compare"
             )
         if self.num_failed:
             lines.append(f"{_num(self.num_failed, 'failed trajectory')}, kept with `error`")
@@ -238,7 +251,12 @@ class Summary:
         return lines
 
 
+_SETS = ("instances", "numbers", "unrecorded")
+_SAMPLING = ("temperature", "top_p", "top_k")
 _ABSENT: dict[str, Any] = {
+    "temperature": pl.Float32,
+    "top_p": pl.Float32,
+    "top_k": pl.Int32,
     "error": pl.String,
     "reward": pl.Float64,
     "rollout_logprobs": pl.List(pl.Float32),
@@ -256,13 +274,17 @@ _NAMES = (
         "reward",
         "error",
     ),
-    *("source", "token_source", "segments"),
+    *("source", "token_source", "segments", *_SAMPLING),
 )
 
 _IS_HEALTHY, _IS_LAST = pl.col("error").is_null(), pl.col("is_last_step")
 _IS_CALL = _IS_HEALTHY | (pl.col("prompt_token_ids").list.len() > 0)
 _IS_TEXT = pl.col("token_source") == "retokenized"
+_LACKS_SAMPLING = (
+    _IS_CALL & ~_IS_TEXT & pl.any_horizontal(pl.col(name).is_null() for name in _SAMPLING)
+)
 _COUNTS = {
+    "num_without_sampling": _LACKS_SAMPLING.sum(),
     "num_calls": pl.col("source").filter(_IS_CALL & ~_IS_TEXT).n_unique()
     + pl.col("segments").list.len().filter(_IS_CALL & _IS_TEXT).sum(),
     "num_without_logprobs": (_IS_CALL & pl.col("rollout_logprobs").is_null()).sum(),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipelines.sampling_defaults import NEUTRAL, SamplingDefaults, sampling_defaults
 from schemas.errors import ConfigError, InputError
 from trainer.audit.rows import AuditRows
 from trainer.audit.token_scores import TokenScores, concatenate, score_tokens
@@ -201,6 +202,12 @@ def architecture(candidate: Candidate) -> str:
     config = _read_object(path)
     others = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
     return json.dumps({k: v for k, v in config.items() if k not in others}, sort_keys=True)
+
+
+def defaults_of(candidates: Sequence[Candidate]) -> SamplingDefaults:
+    """Return the sampling settings of the first candidate that has a `generation_config.json`."""
+    found = (sampling_defaults(one.base or one.path) for one in candidates)
+    return next((one for one in found if one is not None), NEUTRAL)
 
 
 def context_tokens(candidate: Candidate) -> int | None:

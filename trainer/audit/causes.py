@@ -117,6 +117,9 @@ def _swaps(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found
 def _temperatures(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
     for (labelled,), part in own.group_by("labelled_temperature", maintain_order=True):
         middle = _median(part["best_temperature"])
+        if labelled is None:
+            yield len(part), _unrecorded(part, f"temperature {middle:.2g}")
+            continue
         yield (
             len(part),
             (
@@ -124,6 +127,13 @@ def _temperatures(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -
                 f" {middle:.2f} (the median): the engine used a default, or another request's setting."
             ),
         )
+
+
+def _unrecorded(part: pl.DataFrame, setting: str) -> str:
+    return (
+        f"{count(len(part), 'span')} do not record how they were sampled, and fit the model's"
+        f" generation_config.json ({setting}): write its temperature, top_p and top_k to the rows."
+    )
 
 
 def _truncations(own: pl.DataFrame, _: pl.DataFrame, __: Sequence[Candidate]) -> Found:
@@ -233,9 +243,9 @@ def describe(one: dict[str, Any]) -> str:
             f" {one['second_version']}, labelled {labelled}"
         )
     if kind == "temperature":
-        return (
-            f"temperature {one['best_temperature']:.2f}, labelled {one['labelled_temperature']:.2f}"
-        )
+        labelled = one["labelled_temperature"]
+        label = "not recorded" if labelled is None else f"labelled {labelled:.2f}"
+        return f"temperature {one['best_temperature']:.2f}, {label}"
     if kind == "offset":
         return f"shifted by {one['offset']:+d}"
     if kind == "truncation":

@@ -36,7 +36,7 @@ from trainer.audit.prompts import PromptVariants
 from trainer.audit.rescoring import Cost, Scored, Weights, num_distinct_tokens, score_rows
 from trainer.audit.result import SCHEMA, AuditResult, AuditSettings, Plan
 from trainer.audit.rows import AuditRows
-from trainer.audit.token_scores import INVERSE_TEMPERATURES
+from trainer.audit.token_scores import INVERSE_TEMPERATURES, NO_TRUNCATION
 from trainer.audit.verdicts import FAULTS, OFFSETS, Span, Verdict, is_suspicious, judge
 from trainer.models.policy import Policy
 
@@ -230,7 +230,7 @@ class Chunk:
         if not numbers or not len(slots):
             return None
         scores = {one: self._scored[one].of(slots) for one in numbers}
-        return Span(
+        found = Span(
             stored=rows.logprobs[slots],
             scores=scores,
             labelled=label if label in scores else None,
@@ -239,6 +239,13 @@ class Chunk:
             stored_temperature=float(rows.stored_temperature[row]),
             is_whole=len(slots) == rows.span_length[number],
         )
+        if not rows.is_assumed[row]:
+            return found
+        plain = {one: values.untruncated() for one, values in scores.items()}
+        neutral = dataclasses.replace(
+            found, scores=plain, inverse_temperature=1.0, truncation=NO_TRUNCATION
+        )
+        return dataclasses.replace(found, neutral=neutral)
 
     def _spans(self) -> Iterator[Span]:
         for number in range(len(self._rows.span_row)):

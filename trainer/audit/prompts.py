@@ -210,6 +210,7 @@ def variant_rows(
         temperature=rows.temperature[of],
         stored_temperature=rows.stored_temperature[of],
         truncations=tuple(rows.truncations[row] for row in origin),
+        is_assumed=rows.is_assumed[of],
         reasons=[rows.reasons[row] for row in origin],
         span_row=copy,
         span_start=responses.offsets[copy] + begin,

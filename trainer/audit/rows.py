@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 
 import pipelines
+from pipelines.sampling_defaults import COLUMNS, NEUTRAL, SamplingDefaults
 from pipelines.tables import ROUTING
 from rollout_io.formats.parsing.sampling import sampling_extra_of
 from schemas.columns import arrow_schema
@@ -46,6 +47,8 @@ class AuditRows:
             log-probabilities engines compute at temperature 1.
         stored_temperature: [R] float64 `temperature` as stored: 0 for greedy rows, NaN if unknown.
         truncations: [R] labelled truncation.
+        is_assumed: [R] true where the row records no sampling settings, so that those of the model's
+            `generation_config.json` are in their place.
         reasons: [R] why a row cannot be audited; "" if it can be.
         span_row: [S] row of each span.
         span_start: [S] flat position of each span's first token.
@@ -62,6 +65,7 @@ class AuditRows:
     temperature: npt.NDArray[np.float64]
     stored_temperature: npt.NDArray[np.float64]
     truncations: tuple[Truncation, ...]
+    is_assumed: BoolArray
     reasons: list[str]
     span_row: IntArray
     span_start: IntArray
@@ -117,6 +121,7 @@ class AuditRows:
             temperature=self.temperature[first:last],
             stored_temperature=self.stored_temperature[first:last],
             truncations=self.truncations[first:last],
+            is_assumed=self.is_assumed[first:last],
             reasons=self.reasons[first:last],
             span_row=self.span_row[spans] - first,
             span_start=self.span_start[spans] - offsets[first],
@@ -145,7 +150,10 @@ class AuditRows:
 
 
 def read_audit_rows(
-    rollouts: pl.LazyFrame, metadata: DatasetMetadata, mode: LogprobsMode | None = None
+    rollouts: pl.LazyFrame,
+    metadata: DatasetMetadata,
+    mode: LogprobsMode | None = None,
+    defaults: SamplingDefaults = NEUTRAL,
 ) -> AuditRows:
     """Read the rows of a dataset, with merged rows split into steps.
 
@@ -153,8 +161,9 @@ def read_audit_rows(
         rollouts: A valid rollout table.
         metadata: Metadata of its dataset.
         mode: Kind of the stored log-probabilities; None: as in the metadata.
+        defaults: Settings that may have sampled rows that record none.
     """
-    return to_audit_rows(read_steps(rollouts, metadata), mode or metadata.logprobs_mode)
+    return to_audit_rows(read_steps(rollouts, metadata), mode or metadata.logprobs_mode, defaults)
 
 
 def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFrame:
@@ -177,14 +186,19 @@ def _with_all_columns(rows: pl.LazyFrame) -> pl.LazyFrame:
     return rows.with_columns(pl.lit(None, kinds.schema[name]).alias(name) for name in absent)
 
 
-def to_audit_rows(table: pl.DataFrame, mode: LogprobsMode | None) -> AuditRows:
+def to_audit_rows(
+    table: pl.DataFrame, mode: LogprobsMode | None, defaults: SamplingDefaults = NEUTRAL
+) -> AuditRows:
     """Convert a table of steps, with the columns `READ` and any of `OPTIONAL`."""
+    stored_temperature = table["temperature"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
+    table, is_assumed = _with_defaults(table, defaults)
     prompts, responses = _ragged(table["prompt_token_ids"]), _ragged(table["response_ids"])
     stored = _ragged(table["rollout_logprobs"])
     logprobs = np.full(len(responses.values), np.nan, np.float32)
     logprobs[np.repeat(stored.valid, responses.lengths)] = stored.values
     truncations, others = _truncations(table)
     temperature = table["temperature"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
+    is_assumed &= (temperature != 1) | np.array([not one.is_off for one in truncations], np.bool_)
     span_row, span_start, span_length = _spans(table, responses, logprobs)
     keys = [name for name in (*KEYS, "messages") if name in table.columns]
     return AuditRows(
@@ -194,8 +208,9 @@ def to_audit_rows(table: pl.DataFrame, mode: LogprobsMode | None) -> AuditRows:
         logprobs=logprobs,
         version=table["policy_version"].fill_null(-1).to_numpy().astype(np.int64),
         temperature=np.where(temperature > 0, temperature, 1.0),
-        stored_temperature=temperature,
+        stored_temperature=stored_temperature,
         truncations=tuple(truncations),
+        is_assumed=is_assumed,
         reasons=_reasons(table, stored.valid, others if mode != "raw" else [False] * len(table)),
         span_row=span_row,
         span_start=span_start,
@@ -203,6 +218,21 @@ def to_audit_rows(table: pl.DataFrame, mode: LogprobsMode | None) -> AuditRows:
         mode=mode,
         routes=_routes(table),
     )
+
+
+def _with_defaults(
+    table: pl.DataFrame, defaults: SamplingDefaults
+) -> tuple[pl.DataFrame, BoolArray]:
+    """Fill in the settings of rows that record none; also return which rows these are ([R] bool)."""
+    known = table.lazy()
+    if "token_source" not in table.columns:
+        known = known.with_columns(token_source=pl.lit("engine"))
+    records_none = pl.all_horizontal(pl.col(name).is_null() for name in COLUMNS)
+    assumed = known.select(records_none & defaults.are_unknown()).collect().to_series()
+    filled = defaults.fill(known).collect()
+    names = (*COLUMNS, "sampling_extra")
+    columns = [pl.when(assumed).then(filled[name]).otherwise(name).alias(name) for name in names]
+    return table.with_columns(columns), assumed.to_numpy().copy()
 
 
 def _truncations(table: pl.DataFrame) -> tuple[list[Truncation], list[bool]]:

@@ -7,7 +7,7 @@ these log-probabilities are computed, so that no hypothesis needs another forwar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +106,21 @@ class TokenScores:
         """Select tokens."""
         return TokenScores(
             **{field.name: getattr(self, field.name)[index] for field in fields(self)}
+        )
+
+    def untruncated(self) -> TokenScores:
+        """Return the scores with temperature 1 and no truncation as the labelled settings.
+
+        The truncations that were scored at another temperature are left out.
+        """
+        num = len(self)
+        return replace(
+            self,
+            labelled=self.at_one,
+            own_kept=np.zeros(num, np.float32),
+            own_outside=np.zeros(num, np.bool_),
+            kept=self.kept[:, :0],
+            outside=self.outside[:, :0],
         )
 
     @property

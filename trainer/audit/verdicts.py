@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.metadata import LogprobsMode
+from schemas.verdicts import NO_FAULT
 from trainer.audit.noise import (
     LARGER_SCALES,
     SCALES,
@@ -100,6 +101,8 @@ class Span:
             unknown.
         is_whole: False if only some tokens of the span are included, so that they need not be
             adjacent.
+        neutral: The same span as sampled at temperature 1 without truncation, if the row records no
+            settings and those of the model's `generation_config.json` are in their place.
     """
 
     stored: npt.NDArray[np.float32]
@@ -109,6 +112,7 @@ class Span:
     truncation: Truncation
     stored_temperature: float = 1.0
     is_whole: bool = True
+    neutral: Span | None = None
 
     def predicted(self, candidate: int, mode: LogprobsMode | None) -> Array:
         """[n] log-probabilities of a candidate at the labelled settings."""
@@ -237,6 +241,8 @@ def judge(span: Span, noise: Noise, mode: LogprobsMode | None) -> Verdict:
         noise: Noise of the dataset's engine.
         mode: Kind of log-probabilities that the dataset contains.
     """
+    if span.neutral is not None:
+        return _judge_unrecorded(span, span.neutral, noise, mode)
     plain = (_plain(span, number, mode, noise.dependence) for number in span.scores)
     fits = {one.candidate: _fit(span, one, noise, mode) for one in plain}
     versions = sorted(fits.values(), key=lambda fit: -fit.log_likelihood)
@@ -262,6 +268,38 @@ def judge(span: Span, noise: Noise, mode: LogprobsMode | None) -> Verdict:
     return _verdict(span, best, label, versions, noise)
 
 
+def _judge_unrecorded(
+    span: Span, neutral: Span, noise: Noise, mode: LogprobsMode | None
+) -> Verdict:
+    """Judge a span whose row does not record how it was sampled.
+
+    Temperature 1 without truncation (`neutral`) is not a label either: the tokens must rule out the
+    settings of the model's `generation_config.json`, which `span` has.
+    """
+    span, given = dataclasses.replace(span, neutral=None), judge(neutral, noise, mode)
+    number = given.hypothesis.candidate
+    ratio = 0.0
+    for one, sign in ((span, 1), (neutral, -1)):
+        fit = _fit(one, _plain(one, number, mode), noise, mode)
+        ratio += sign * (fit.log_likelihood + one.under_label(number))
+    if ratio <= PENALTY:
+        is_open = ratio > -DECIDED and given.kind == "as_labelled"
+        return dataclasses.replace(given, kind="too_short") if is_open else given
+    found = judge(span, noise, mode)
+    if found.kind not in NO_FAULT:
+        return found
+    changed = span.inverse_temperature != neutral.inverse_temperature
+    best = dataclasses.replace(
+        found.hypothesis, sampled_inverse=span.inverse_temperature, truncation=span.truncation
+    )
+    return dataclasses.replace(
+        found,
+        kind="temperature" if changed else "truncation",
+        hypothesis=best,
+        log_likelihood_ratio=ratio,
+    )
+
+
 def is_suspicious(span: Span, noise: Noise, mode: LogprobsMode | None) -> bool:
     """True if the labelled weights alone do not clearly explain a span, or a part of it.
 
@@ -269,18 +307,11 @@ def is_suspicious(span: Span, noise: Noise, mode: LogprobsMode | None) -> bool:
     with a larger noise: the statistic is the largest sum of log-likelihood ratios over any run of
     tokens.
     """
-    if span.labelled is None:
+    number, span = span.labelled, span.neutral or span
+    if number is None:
         return True
-    own = Span(
-        stored=span.stored,
-        scores={span.labelled: span.scores[span.labelled]},
-        labelled=span.labelled,
-        inverse_temperature=span.inverse_temperature,
-        truncation=span.truncation,
-        stored_temperature=span.stored_temperature,
-        is_whole=span.is_whole,
-    )
-    label = _fit(own, _plain(own, span.labelled, mode), noise, mode)
+    own = dataclasses.replace(span, scores={number: span.scores[number]}, neutral=None)
+    label = _fit(own, _plain(own, number, mode), noise, mode)
     others = [_fit(own, one, noise, mode) for one in _settings(own, label, label, noise, mode)]
     best = max([_noisy(label, own, noise), *others], key=lambda fit: fit.score)
     if best.score + PENALTY > label.score + DOUBT:

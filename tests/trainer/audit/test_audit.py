@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from typing import get_args
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import polars as pl
@@ -282,3 +283,37 @@ def test_clean_dataset_passes(faulty, tmp_path, capsys):
     path = write_dataset(tmp_path / "clean", rows.to_dicts(), logprobs_mode="processed")
     assert run(["audit", path, "--weights", weights]) == 0
     assert "24 rows audited" in unwrapped(capsys.readouterr().out)
+
+
+DEFAULTS = Sampling(temperature=0.6, top_p=0.95, top_k=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize(
+    ("used", "expected"),
+    [(DEFAULTS, "temperature"), (Sampling(), "as_labelled"), (Sampling(top_k=5), "truncation")],
+)
+def test_rows_that_record_no_settings_are_compared_with_the_models(
+    used: Sampling, expected: str, tmp_path: Path, capsys: Any, *, raw: bool
+) -> None:
+    models = tiny_models(1, initializer_range=0.5)
+    rng = np.random.default_rng(0)
+    usual = Request(prompt=[], length=3 * LENGTH, sampling=used, raw=raw, versions=0)
+    asked = [dataclasses.replace(usual, prompt=prompt_of(rng)) for _ in range(4)]
+    sampled = sample(models, asked)
+    weights = save_versions(tmp_path / "weights", models)
+    defaults = {"temperature": used.temperature} if used.top_k else {"temperature": 0.6}
+    defaults |= {"top_p": used.top_p, "top_k": used.top_k} if used.top_k else {}
+    (tmp_path / "weights" / "version_0" / "generation_config.json").write_text(json.dumps(defaults))
+    rows = [
+        row(i, 0, one.prompt, tokens, version=0, temperature=None)
+        for i, (one, tokens) in enumerate(zip(asked, sampled, strict=True))
+    ]
+    dataset = write_dataset(tmp_path / "ds", rows, logprobs_mode="raw" if raw else "processed")
+    code = run(["audit", dataset, "--weights", weights, "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed["verdicts"]) == [expected]
+    assert code == (expected != "as_labelled")
+    if expected == "temperature":
+        assert "do not record how they were sampled" in str(printed)
