@@ -249,6 +249,10 @@ In both cases, `--resume` continues from the latest checkpoint (`save_every_upda
   what was compared.)
 - token ids exceed the vocabulary, or rows exceed the model's context (`max_row_tokens` truncates them instead);
 - rows are not in step order;
+- the model's weights are quantised (`quantization_config`): they can neither be updated nor saved;
+- rows of an engine do not record `temperature`, `top_p` or `top_k`, and the model's `generation_config.json` has settings that
+  engines use for such requests. `sampling_defaults` states which settings were used; without that file, a note counts these
+  rows, which are then trained as sampled at temperature 1 without truncation;
 - importance weights are set, but the `rollout_logprobs` are missing or are not from the sampled distribution;
 - nothing can be learned: there is no token to train on, or every advantage is 0 because no group has varying returns, and neither
   a KL nor an entropy term has a gradient. reinforce++ and gae warn during training instead, because their advantages are
@@ -341,8 +345,11 @@ contains no run, a message reports this and names runs with a similar name. A re
 
 `checkpoints/global_step_N/` is complete or absent: it is written under a temporary name, synced and renamed.
 `checkpoints/latest` names the latest checkpoint. To return to an earlier checkpoint, write its name into this file;
-`--resume` then removes the later checkpoints. `keep_checkpoints` limits how many are kept. A checkpoint contains the model,
-the critic in `critic/`, and `state/` with safetensors and JSON, no pickle:
+`--resume` then removes the later checkpoints. `keep_checkpoints` limits how many are kept. A checkpoint contains the model, all
+files of `model` that are neither weights nor hidden (tokenizer, processor, chat templates, licence, ...), the critic in
+`critic/`, and `state/` with safetensors and JSON, no pickle. A note names the files that are left out: links out of the
+directory, directories with another model or run, and files that cannot be read.
+
 
 | file | contents |
 |---|---|
@@ -420,7 +427,8 @@ The critic's learning rate follows the same schedule. Skipped mini-batches do no
 `lora_rank = 16` trains adapters in the policy's linear layers instead of its weights. Only the adapters have optimizer state,
 and the reference model of a KL term is the same model with its adapters disabled, unless `reference_model` names a different
 one. Use about ten times the learning rate of full fine-tuning. In mixture-of-experts models, only attention layers get
-adapters; experts and routers are frozen. The GAE critic is always trained in full, without adapters.
+adapters; experts and routers are frozen. In a model with a vision or audio encoder, only the text model's layers get
+adapters. The GAE critic is always trained in full, without adapters.
 
 A checkpoint is a model directory with merged adapters, for Transformers and vLLM. Its `adapter/` can be loaded onto `model`
 with peft; `--resume` also uses it.
@@ -472,10 +480,12 @@ differ from the model's own eager forward pass by 0.001 nats or more, the model 
 forward pass; this trainer chooses them once, as vLLM does. LongRoPE (Phi-3) uses the long factors if
 `max_position_embeddings` in config.json is above `original_max_position_embeddings`, else the short ones. vLLM compares its
 `--max-model-len` instead, by default `max_position_embeddings`; if you serve with a smaller value, write it into config.json
-as `max_position_embeddings`. Dynamic NTK with `factor` uses the base for `max_position_embeddings * factor` positions.
+as `max_position_embeddings`. With YaRN, vLLM serves `original_max_position_embeddings * factor` positions; to train on them,
+write this product into config.json as `max_position_embeddings`. Dynamic NTK with `factor` uses the base for `max_position_embeddings * factor` positions.
 
 **Logits** are computed only for trained tokens, in chunks of `logprob_chunk_tokens`; the gradient of a chunk replaces its
-logits. All chunks but the last are recomputed in the backward pass. `gradient_checkpointing` keeps one hidden state per layer
+logits. With `dtype=bfloat16`, logits are rounded to bfloat16; `float32_head = true` computes them in float32 (with FSDP2, from
+weights gathered in bfloat16). All chunks but the last are recomputed in the backward pass. `gradient_checkpointing` keeps one hidden state per layer
 and token, for the policy and the critic. Dropout is always off.
 
 **Measurements.** `python -m benchmarks.training` compares one step on the shop data with a padded Transformers loop. With

@@ -239,6 +239,8 @@ model_layers: The model has layers or attention that the trainer does not suppor
 model_load: The weights, the adapter or the value head cannot be loaded, or do not match
     `config.json`.
     Download the model again, or choose a checkpoint whose files belong to this model.
+model_quantised: The model to train has quantised weights, which cannot be updated or saved.
+    Train the model that was quantised, or dequantise it with Transformers' `model.dequantize()`.
 nesting: JSON, TOML or directories are nested too deeply.
     Flatten the input, or move its files to fewer levels of directories.
 new messages: The new messages at the end of a chat are not all user or system messages, so
@@ -352,6 +354,10 @@ run_in_use: A different process is training in this output directory.
 sampled_item: A Responses log has token ids on an input item instead of on an item that the model
     sampled.
     Log the token ids on the items with which the model server returned them.
+sampling_defaults: Rows do not record how they were sampled, and the model's
+    `generation_config.json` has settings that engines use for such requests.
+    Pass `--set sampling_defaults=model` if the engine used that file, or `=neutral` if it sampled
+    at temperature 1 without truncation.
 schema_version: The dataset was written by a newer version of rollout-io, or by a version that this
     one cannot upgrade.
     Run `pip install --upgrade rollout-io`.

@@ -17,6 +17,7 @@ from trainer.config.resolved import resolved
 from trainer.models.critic import critic_values
 from trainer.run.batch_advantages import estimate
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler, plan_of
+from trainer.run.sampling_checks import check_sampling, scan_rows
 from trainer.run.setup import TrainingRun
 from trainer.run.update import policy_logprobs
 
@@ -58,12 +59,13 @@ def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
     rollout_io.require_valid(dataset)
     rule = run.config.merge_rule if run.config.merge_rule == "consecutive" else None
     config = resolved(dataclasses.replace(run.config, dataset=dataset, merge_rule=rule))
-    rollouts, packing = rollout_io.scan(dataset), run.settings.packing
+    rollouts, packing = scan_rows(dataset, config), run.settings.packing
     plan = plan_of(dataset_returns(rollouts, config.outcome), config)
     policy = run.learner.accelerator.unwrap_model(run.learner.policy)
     vocab_size = policy.model.get_input_embeddings().weight.shape[0]
     index = index_rows(rollouts)
     trained = check_rows(index, plan, config, vocab_size=vocab_size, limit=run.limit)
+    check_sampling(trained, config)
     corrects = corrects_for_sampler(
         trained, config, rollout_io.read_metadata(dataset).logprobs_mode
     )

@@ -93,7 +93,7 @@ def audit(
 
     with requires_extra("train", "rollouts audit"):
         from trainer.audit.audit import run_audit
-        from trainer.audit.candidates import find_candidates
+        from trainer.audit.candidates import defaults_of, find_candidates
         from trainer.audit.prompts import PromptVariants
         from trainer.audit.report import estimate, screen, summary
         from trainer.audit.rescoring import Weights
@@ -108,7 +108,8 @@ def audit(
         variants = PromptVariants(loaded)
         if metadata.tokenizer_fingerprint not in {None, loaded.fingerprint}:
             warn(about_other_tokenizer(tokenizer, metadata))
-    rows = read_audit_rows(open_valid(dataset), metadata, logprobs_mode)
+    defaults = defaults_of(candidates)
+    rows = read_audit_rows(open_valid(dataset), metadata, logprobs_mode, defaults)
     settings = AuditSettings(thorough=thorough, first_pass=first_pass)
     bar: Bar | None = None
 

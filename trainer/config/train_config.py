@@ -66,6 +66,11 @@ class TrainConfig(LossConfig):
     """reinforce++ and gae: discount per trained token; in [0, 1]."""
     gae_lambda: Fraction = 1.0
     """gae: the estimator's lambda, from 0 (one-step differences) to 1 (returns minus values)."""
+    sampling_defaults: Literal["model", "neutral"] | None = None
+    """Settings with which an engine sampled rows that do not record their `temperature`, `top_p` or
+    `top_k`: those in the model's `generation_config.json`, which vLLM and SGLang use (`model`), or
+    temperature 1 without truncation (`neutral`). None: neutral if that file says the same or does
+    not exist, after a note; otherwise the run is rejected."""
     failed: Literal["group", "trajectory"] = "group"
     """Whether a failed trajectory masks its entire group, or only itself."""
     group_size: Count | None = None
@@ -119,6 +124,9 @@ class TrainConfig(LossConfig):
     dtype: Literal["float32", "bfloat16"] | None = None
     """Precision of the forward pass; weights and optimizer state are float32 either way. None:
     bfloat16 on a CUDA device, where float32 takes many times as long, and float32 on a CPU."""
+    float32_head: bool = False
+    """Compute the logits of the policy and the reference in float32 also with dtype=bfloat16: closer
+    to a sampler that does so, for more time and memory (4 bytes per logit instead of 2)."""
 
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW from torch, or from bitsandbytes with 8-bit moments; also for the critic."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from functools import partial
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -30,8 +32,11 @@ from trainer.models.logprob_head import target_logprobs
 from trainer.models.rotary import fix_frequencies
 from trainer.models.router_replay import make_replayable, replayed, same_routes
 from trainer.models.self_check import check_policy
+from trainer.models.trained_parameters import freeze_unused
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+SCALING = {"yarn", "longrope"}
+"""Kinds of RoPE scaling that extend a stated number of positions by a factor."""
 MOST_POSITIONS = 2**31 - 1
 ALIGNMENT = 64
 """Alignment of tensors that torch allocates on a CPU, bytes."""
@@ -119,6 +124,27 @@ class Policy(nn.Module):
             how: dict[str, Any] = {"use_reentrant": False, "context_fn": same_routes}
             forward: Any = partial(checkpoint, layer.forward, **how)
             layer.forward = forward
+
+
+def use_float32_head(model: Any) -> None:
+    """Compute the logits in float32, whatever the precision of the layers.
+
+    Raises:
+        ConfigError: The model's head is not a linear layer.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        got = f"the head of {model.config.model_type} is a {type(head).__name__}"
+        raise ConfigError("float32_head", "model", got, "a linear layer")
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias: Tensor | None = getattr(head, "bias", None)
+            bias = None if bias is None else bias.float()
+            return nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+    layer: Any = head
+    layer.forward = forward
 
 
 def compile_layers(model: Any) -> None:
@@ -211,7 +237,32 @@ def load_policy(
     )
     if checks:
         check_policy(policy, path, trees=trees)
+        freeze_unused(policy)
     return policy
+
+
+def refuse_quantised(path: str) -> None:
+    """Check that a model to train has floating-point weights.
+
+    Raises:
+        InputError: `model_quantised`: the model directory has quantised weights.
+    """
+    check_model_directory(path)
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        found = [config, *config.values()]
+        given = [one.get("quantization_config") for one in found if isinstance(one, dict)]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return  # `load_policy` explains what is wrong with the file
+    quantised = next((one for one in given if one), None)
+    if quantised is not None:
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        got = f"the weights are quantised (quantization_config{f', {kind}' if kind else ''})"
+        hint = (
+            "train the model that was quantised, or one that `model.dequantize()` of Transformers and"
+            " `save_pretrained` have written"
+        )
+        raise InputError("model_quantised", path, got, "weights in floating point", hint)
 
 
 def align(model: nn.Module) -> None:
@@ -255,9 +306,30 @@ def _check_layers(config: Any, path: str) -> None:
 
 def row_limit(config: Any) -> RowLimit:
     """Return the maximum row length of the model."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    config = config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None)
+    hint = "filter out long trajectories, or truncate rows: --set max_row_tokens=N"
+    if context and (scaled := _scaled_context(config)) > context:
+        hint = (
+            f"its {config.rope_parameters['rope_type']} scaling reaches {scaled} positions: to use them,"
+            f" set max_position_embeddings to {scaled} in config.json; otherwise {hint}"
+        )
     return RowLimit(
         num_tokens=context or MOST_POSITIONS,
         reason="the model's max_position_embeddings" if context else "32-bit positions",
-        hint="filter out long trajectories, or truncate rows: --set max_row_tokens=N",
+        hint=hint,
     )
+
+
+def _scaled_context(config: Any) -> int:
+    """Return the number of positions that a model's RoPE scaling reaches; 0 if unknown."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") not in SCALING:
+        return 0
+    original = rope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    factor = rope.get("factor")
+    if not isinstance(original, int) or not isinstance(factor, int | float):
+        return 0
+    return int(original * factor)

@@ -94,7 +94,13 @@ def warnings_about(
         leave_out = "\nHint: pass --set drop_zero_variance_groups=true to leave groups with equal rewards out"
         found["zero_gradient"] = (
             "every advantage of the mini-batch is 0, because rewards do not vary within any group, so"
-            " the gradient is zero" + ("" if config.drop_zero_variance_groups else leave_out)
+            " the gradient is zero; AdamW still moves the weights, by its momentum and weight decay"
+            + ("" if config.drop_zero_variance_groups else leave_out)
+        )
+    elif metrics["num_trained_tokens"] and metrics.get("grad_norm") == 0:
+        found["momentum"] = (
+            "the gradient of an update is zero, but AdamW still moves the weights, by its momentum and"
+            " weight decay"
         )
     if config.sequence_layout == "merge":  # the number of rows is only known after merging
         num_rows, num_trajectories = metrics.get("num_rows", 0), metrics.get("num_trajectories", 0)

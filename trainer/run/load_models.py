@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from logging import WARNING
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 from accelerate import Accelerator
@@ -19,12 +20,22 @@ from trainer.distributed.launch import wrap, wrap_frozen
 from trainer.models.critic import Critic, CriticLearner, load_critic
 from trainer.models.lora import WithoutAdapter, add_adapter
 from trainer.models.optimizer import make_optimizer
-from trainer.models.policy import Policy, align, compile_layers, load_policy, row_limit
+from trainer.models.policy import (
+    Policy,
+    align,
+    compile_layers,
+    load_policy,
+    refuse_quantised,
+    row_limit,
+    use_float32_head,
+)
 from trainer.run.advice import warnings_before
+from trainer.run.checkpoint import other_files
 from trainer.run.cut_rows import larger_limits, truncated, without_tokens
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler, num_greedy_rows
-from trainer.run.remarks import Remark, say
+from trainer.run.remarks import Remark, say, warn
 from trainer.run.routing_checks import check_replay
+from trainer.run.sampling_checks import check_sampling
 from trainer.run.settings import adapter_settings, objective_of, optimizer_settings
 from trainer.run.update import Learner
 
@@ -54,8 +65,24 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
     Raises:
         RolloutError: A model cannot be trained as configured.
     """
+    for path in (config.model, *([config.critic_model] if config.critic_model else [])):
+        refuse_quantised(path)
+    if left_out := other_files(Path(config.model))[1]:
+        names = ", ".join(map(str, left_out[:8])) + (", ..." if len(left_out) > 8 else "")
+        say(
+            f"note: checkpoints leave out {count(len(left_out), 'entry')} of {config.model} (links out"
+            f" of it, directories of other models, or unreadable): {names}"
+        )
     policy = _policy(config, checkpoint)
     reference, critic = load_reference(config), _critic(config, checkpoint)
+    if config.float32_head:
+        for head in filter(None, (policy, reference)):
+            use_float32_head(head.model)
+    if auxiliary_losses(policy.model.config):
+        warn(
+            "config.json sets output_router_logits, but this trainer ignores auxiliary losses of routers"
+            " (load balancing): watch the routing of experts over many updates"
+        )
     models = [found.model for found in (policy, reference, critic) if found]
     limits = [row_limit(model.config) for model in models]
     for trained in filter(None, (policy, critic)):
@@ -113,8 +140,10 @@ def check_dataset(
         return Checked(corrects=corrects, num_greedy_rows=num_greedy, remarks=found)
     metadata = rollout_io.read_metadata(config.dataset)
     if "sampling_extra" not in rollout_io.scan(config.dataset).collect_schema():
-        said = sampling_extra_of(metadata.made_by)
-        rows = rows.with_columns(sampling_extra=pl.lit(said, pl.String))
+        said = pl.lit(sampling_extra_of(metadata.made_by), pl.String)
+        rows = rows.with_columns(pl.col("sampling_extra").fill_null(said))
+    if unknown := check_sampling(rows, config):
+        found["sampling"] = Remark(f"note: {unknown}")
     corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
     if config.corrects_for_sampler and not corrects:
         found["corrects"] = Remark(
@@ -177,6 +206,13 @@ def make_learners(
         reference=reference,
     )
     return learner, critic
+
+
+def auxiliary_losses(config: Any) -> bool:
+    """True if a model's configuration asks for auxiliary losses of its routers."""
+    return any(
+        getattr(c, "output_router_logits", False) for c in (config, config.get_text_config())
+    )
 
 
 def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:

@@ -28,6 +28,7 @@ from trainer.run.load_models import Models, check_dataset, load_models, make_lea
 from trainer.run.remarks import Remark, say, say_attention, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.same_tokenizer import check_tokenizers
+from trainer.run.sampling_checks import scan_rows
 from trainer.run.settings import BatchSettings, batch_settings, rate_schedule
 from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
 from trainer.run.update import Learner
@@ -168,7 +169,7 @@ def _load(
     rollout_io.require_valid(config.dataset)
     config = resolved(config)
     checkpoint, metrics = find(config), Path(config.out) / "metrics.jsonl"
-    rollouts = rollout_io.scan(config.dataset)
+    rollouts = scan_rows(config.dataset, config)
     plan = plan_of(dataset_returns(rollouts, config.outcome), config)
     index = index_rows(rollouts)
     digest = dataset_digest(plan, index)

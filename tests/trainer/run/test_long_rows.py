@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 import trainer
 from rollout_io.retokenize.tokenizer import ChatTokenizer
@@ -23,6 +24,7 @@ from trainer import rl
 from trainer.batches.forest import pack
 from trainer.batches.tree import Trie, cut
 from trainer.config.train_config import TrainConfig
+from trainer.models.policy import row_limit
 from trainer.reports.dry_run import dry_run
 from trainer.reports.dry_run_report import plan_text
 from trainer.rl.updates import Learning
@@ -202,3 +204,21 @@ def test_a_run_whose_every_row_is_cut_before_its_first_trained_token_is_rejected
     ):
         trainer.train(nothing)
     assert not (tmp_path / "run").exists()
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize(
+    ("rope", "hint"),
+    [(YARN, "yarn scaling reaches 32 positions"), ({"rope_type": "default"}, None)],
+)
+def test_the_refusal_of_a_long_row_names_the_positions_that_a_scaling_reaches(
+    rope: Any, hint: str | None
+) -> None:
+    config = LlamaConfig(max_position_embeddings=8, rope_parameters={"rope_theta": 10000.0} | rope)
+    limit = row_limit(config)
+    assert limit.num_tokens == 8
+    assert ("set max_position_embeddings to 32 in config.json" in limit.hint) is bool(hint)
+    assert (hint or "") in limit.hint
+    assert "max_row_tokens" in limit.hint

@@ -219,6 +219,31 @@ def test_a_history_that_changed_nothing_or_that_the_column_denies_refuses_nothin
     assert train(dataset, model, tmp_path / "run", dry_run=dry_run) == 0
 
 
+@DRY_RUN
+@pytest.mark.parametrize("settings", ["", "lora_rank=4"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_quantised_model_is_refused_before_it_is_loaded(
+    model: str, tmp_path: Path, capfd: Any, *, nested: bool, settings: str, dry_run: bool
+) -> None:
+    quantised = Path(shutil.copytree(model, tmp_path / "quantised"))
+    config = json.loads((quantised / "config.json").read_text())
+    method = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    config |= {"text_config": method} if nested else method
+    (quantised / "config.json").write_text(json.dumps(config))
+    dataset = write_dataset(tmp_path / "ds", rows_of())
+    said = (
+        "the weights are quantised (quantization_config, bitsandbytes)",
+        "[model_quantised]",
+        "model.dequantize()",
+    )
+    refused(
+        lambda out: train(dataset, str(quantised), out, settings, dry_run=dry_run),
+        tmp_path,
+        capfd,
+        said,
+    )
+
+
 def refused(run: Callable[[Path], int], folder: Path, capfd: Any, parts: tuple[str, ...]) -> None:
     before = sorted(folder.rglob("*"))
     assert run(folder / "run") == 1
