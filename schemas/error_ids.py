@@ -483,6 +483,8 @@ config_value: The value of a setting or option has the wrong type, is out of bou
 environment: No environment is configured, skyrl-gym has no environment of this name, or the custom
     environment cannot be imported.
     Set `environment` to `module:Class`, or to a name that skyrl-gym registers.
+float32_head: `float32_head` needs a head that is a linear layer, and the model has none.
+    Leave `float32_head` out.
 generator: The custom generator cannot be imported or created, or has no
     `async def generate(self, input_batch)`.
     Set `generator` to `module:Class` of a class that takes `(engine, tokenizer, config)` and
