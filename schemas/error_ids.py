@@ -112,7 +112,7 @@ field_kind: A field of a GeneratorOutput has values of the wrong type.
     Use the types of SkyRL's GeneratorOutput, or drop unknown fields with `--other-fields drop`.
 fields: A GeneratorOutput lacks a required field, has an unknown field, needs ids or a group size,
     or has metrics that cannot be written as JSON.
-    Add the missing field, pass `--other-fields keep` or `drop`, or pass `group_size` in Python.
+    Add the missing field, pass `--other-fields keep` or `drop`, or pass `--group-size N`.
 fields_align: The fields of a GeneratorOutput have different numbers of entries.
     Give every field one entry per row, or drop the field with `--other-fields drop`.
 file: A file could not be opened, read or written, or the operating system failed.

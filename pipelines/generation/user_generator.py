@@ -26,7 +26,7 @@ from pipelines.generation.tasks import Task
 from pipelines.generation.user_code import in_time, without_exit
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.skyrl_generator_types import TrajectoryID
-from rollout_io.formats.skyrl_output_columns import table_of, unknown_fields
+from rollout_io.formats.skyrl_output_columns import table_of
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.checker import validate
 from schemas.columns import COLUMN_BY_NAME
@@ -115,9 +115,9 @@ class OwnGenerator:
         """
         try:
             given = _with_ids(output, tasks)
-            table = table_of(given, None, "drop").replace_schema_metadata(None)
+            table, warnings = table_of(given, None, "drop")
+            table = table.replace_schema_metadata(None)
             validate(table, vocab_size=self._tokenizer.vocab_size)
-            dropped = unknown_fields(given)
             found = table.column("trajectory_id").unique().to_pylist()
             _check_trajectories(found, [task.trajectory_id for task in tasks])
         except RolloutError as error:
@@ -127,21 +127,22 @@ class OwnGenerator:
             raise InputError("generator_output", where, got) from error
         rows = with_sampling(table, self._config, version)
         names = rows.column("trajectory_id")
-        warnings = [
-            f"generator {self._config.generator}: dropped unknown fields: {', '.join(dropped)}"
-        ]
+        remarks = [f"generator {self._config.generator}: {warning}" for warning in warnings]
         return [
             Finished(
                 task=task,
                 rows=rows.filter(pc.equal(names, task.trajectory_id)),
-                warnings=warnings if dropped else [],
+                warnings=remarks,
             )
             for task in tasks
         ]
 
 
 def with_sampling(table: pa.Table, config: GenerateConfig, policy_version: int) -> pa.Table:
-    """Add the configured sampling settings and the policy version to rows that did not fail."""
+    """Add the sampling settings and the policy version to rows that did not fail.
+
+    Columns that the generator returned are kept.
+    """
     error = "error" in table.column_names
     is_alive = pc.is_null(table.column("error")) if error else pa.array([True] * table.num_rows)
     values = {
@@ -152,7 +153,7 @@ def with_sampling(table: pa.Table, config: GenerateConfig, policy_version: int) 
         "sampling_extra": sampling_extra({**config.sampling_extra, "min_p": config.min_p}),
     }
     for name, value in values.items():
-        if value is not None:
+        if value is not None and name not in table.column_names:
             kind = COLUMN_BY_NAME[name].type
             column = pc.if_else(is_alive, pa.scalar(value, kind), pa.scalar(None, kind))
             table = table.append_column(pa.field(name, kind), column)

@@ -90,6 +90,13 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     help="skyrl: how to treat fields that match no column.",
 )
 @click.option(
+    "--group-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="skyrl: attempts per prompt, for outputs without trajectory_ids: N consecutive rows are a "
+    "group.",
+)
+@click.option(
     "--overflows",
     type=click.Choice(["zero", "fail", "keep"]),
     default="zero",
@@ -125,6 +132,7 @@ def convert(
     timeouts: str,
     overflows: str,
     other_fields: Literal["refuse", "keep", "drop"],
+    group_size: int | None,
     workers: int | None,
     engine: Engine,
     layout: Literal["prefix", "full"],
@@ -152,7 +160,11 @@ def convert(
         rewards=rewards,
         group_by=tuple(group_by.split(",")) if group_by else (),
         options=Options(
-            reward=reward, timeouts=timeouts, overflows=overflows, other_fields=other_fields
+            reward=reward,
+            timeouts=timeouts,
+            overflows=overflows,
+            other_fields=other_fields,
+            group_size=group_size,
         ),
         tokenizer=tokenizer,
         chat_template=chat_template,

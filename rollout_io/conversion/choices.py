@@ -142,6 +142,9 @@ def refuse_misfits(choices: Choices, logs: Iterable[Log]) -> None:
             if value and log.adapter.is_table:
                 got = f"logs in the format {log.format} already contain groups and rewards"
                 raise ConfigError("choices", name, got, "", f"omit {name}")
+        if choices.options.group_size is not None and log.format != "skyrl":
+            name, got = "--group-size", f"logs in the format {log.format} name their groups"
+            raise ConfigError("choices", name, got, "", f"omit {name}")
 
 
 def tool_name() -> str:

@@ -116,12 +116,14 @@ class Options:
             them as failed (`fail`), or use them unchanged (`keep`).
         other_fields: Handling of fields of a GeneratorOutput that match no column: `refuse`,
             `keep` as columns, or `drop`.
+        group_size: Attempts per prompt of a GeneratorOutput without `trajectory_ids`; >= 1.
     """
 
     reward: str | None = None
     timeouts: str = "fail"
     overflows: str = "zero"
     other_fields: Literal["refuse", "keep", "drop"] = "refuse"
+    group_size: int | None = None
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -132,6 +134,9 @@ class Options:
             if getattr(self, name) not in known:
                 expected = "one of " + ", ".join(map(repr, known))
                 raise ConfigError("choices", name, repr(getattr(self, name)), expected)
+        if self.group_size is not None and self.group_size < 1:
+            got = repr(self.group_size)
+            raise ConfigError("choices", "group_size", got, "a number of at least 1")
 
 
 Ids = npt.NDArray[np.int32] | bytes

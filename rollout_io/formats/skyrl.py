@@ -29,8 +29,8 @@ from rollout_io.formats.base import (
     Run,
 )
 from rollout_io.formats.parsing.jsonl import read_document
-from rollout_io.formats.skyrl_generator_output import read_generator_output
-from rollout_io.formats.skyrl_output_columns import OPTIONAL, REQUIRED
+from rollout_io.formats.skyrl_generator_output import read_rows
+from rollout_io.formats.skyrl_other_fields import OPTIONAL, REQUIRED
 from schemas.errors import ConfigError, RolloutError
 
 METRICS = "rollout_metrics"
@@ -96,16 +96,12 @@ def read_output(run: Run, options: Options) -> pa.Table:
         got = "--reward does not apply: the log has one reward per row"
         raise ConfigError("reward_key", place.where, got, hint="remove --reward")
     try:
-        table = read_generator_output(place.path, other_fields=options.other_fields)
+        table = read_rows(place.path, place.where, options.group_size, options.other_fields)
     except RolloutError as error:
         here = error.where == str(place.path)
         where = place.where if here else f"{place.where}, {error.where}"
-        hint = error.hint or ""
-        if error.where == "GeneratorOutput, trajectory_ids" and error.rule == "fields":
-            hint = "in Python, read_generator_output(file, group_size=n) numbers the rows"
-        raise error.at(where, hint) from None
-    sources = [f"{place.where}, row {row}" for row in range(table.num_rows)]
-    return table.append_column("source", pa.array(sources)).replace_schema_metadata(None)
+        raise error.at(where, error.hint or "") from None
+    return table.replace_schema_metadata(None)
 
 
 ADAPTER = Adapter(

@@ -2,7 +2,9 @@
 
 Fields as in `skyrl.train.generators.base.GeneratorOutput`, SkyRL 0.3.0: prompt_token_ids,
 response_ids, rewards, loss_masks, stop_reasons, rollout_metrics, rollout_logprobs, trajectory_ids,
-rollout_expert_indices, is_last_step, env_metrics, trajectory_generation_times.
+rollout_expert_indices, is_last_step, env_metrics, trajectory_generation_times; and if the dataset
+has them, SkyRL 0.4's trajectory_time_splits and rollout_sample_support, and token_source, which
+SkyRL ignores.
 """
 
 from __future__ import annotations
@@ -22,15 +24,24 @@ from rollout_io.formats.exporting.export_rows import (
     Failures,
     PathLike,
 )
-from rollout_io.formats.skyrl_generator_output import generator_output_text
-from rollout_io.formats.skyrl_output_columns import METRICS_KEY, TIMES
+from rollout_io.formats.skyrl_generator_output import aligned_support, generator_output_text
+from rollout_io.formats.skyrl_other_fields import SUPPORT, USER_FIELDS
+from rollout_io.formats.skyrl_output_columns import METRICS_KEY
 from schemas.errors import count
 
 METRICS = "rollout_metrics"
 HELD = {
     *("instance_id", "repetition_id", "trajectory_id", "step_index", "is_last_step"),
     *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "rewards"),
-    *("stop_reason", "rollout_expert_indices", "metrics", "segments", "error", TIMES),
+    *(
+        "stop_reason",
+        "rollout_expert_indices",
+        "metrics",
+        "segments",
+        "error",
+        "token_source",
+        *USER_FIELDS,
+    ),
 }
 
 
@@ -60,6 +71,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         num = int((masked & last).sum())
         done.remarks.append(f"{count(num, 'placeholder')} written for masked trajectories")
     others = [name for name in table.column_names if name not in HELD]
+    if SUPPORT in table.column_names and aligned_support(table, masked) is None:
+        others.append(SUPPORT)
     if others:
         names = ", ".join(others)
         done.remarks.append(f"not exported, because GeneratorOutput has no field for them: {names}")

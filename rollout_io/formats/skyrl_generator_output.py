@@ -21,13 +21,8 @@ import pyarrow.compute as pc
 from rollout_io.dataset.opening import read_input
 from rollout_io.formats.exporting.export_files import replaced_export
 from rollout_io.formats.skyrl_generator_types import GeneratorOutput, TrajectoryID
-from rollout_io.formats.skyrl_output_columns import (
-    METRICS_KEY,
-    TIMES,
-    OtherFields,
-    table_of,
-    unknown_fields,
-)
+from rollout_io.formats.skyrl_other_fields import SPLITS, SUPPORT, TIMES, OtherFields
+from rollout_io.formats.skyrl_output_columns import METRICS_KEY, table_of
 from schemas.checker import validate
 from schemas.columns import JOINED, metrics_dict
 from schemas.errors import InputError
@@ -88,6 +83,7 @@ def to_generator_output(
         "is_last_step": _values(data, "is_last_step"),
         "env_metrics": _env_metrics(data),
         "trajectory_generation_times": _values(data, TIMES) if TIMES in data.column_names else None,
+        **_newer_fields(data, masked),
     }
 
 
@@ -130,14 +126,17 @@ def from_generator_output(
 
 
 def _checked(
-    output: Mapping[str, Any], group_size: int | None, other_fields: OtherFields, stacklevel: int
+    output: Mapping[str, Any],
+    group_size: int | None,
+    other_fields: OtherFields,
+    stacklevel: int,
+    source: str | None = None,
+    prefix: str = "",
 ) -> pa.Table:
-    table = table_of(output, group_size, other_fields)
+    table, remarks = table_of(output, group_size, other_fields, source, prefix)
     validate(table)
-    if others := unknown_fields(output):
-        done = "kept as columns" if other_fields == "keep" else "dropped"
-        text = f"GeneratorOutput fields without a matching column were {done}: {', '.join(others)}"
-        warnings.warn(text, stacklevel=stacklevel)
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=stacklevel)
     return table
 
 
@@ -182,6 +181,22 @@ def read_generator_output(
         RolloutError: `json_file`: the file is not a JSON object; or any error of
             `from_generator_output`.
     """
+    return _checked(_json_object(file), group_size, other_fields, stacklevel=3)
+
+
+def read_rows(
+    file: str | os.PathLike[str], name: str, group_size: int | None, other_fields: OtherFields
+) -> pa.Table:
+    """Read a file as `read_generator_output` does, with the column `source`.
+
+    Instances that `group_size` numbers are named after the file, so that several files of one
+    conversion have different groups.
+    """
+    output = _json_object(file)
+    return _checked(output, group_size, other_fields, 3, source=name, prefix=f"{name}/")
+
+
+def _json_object(file: str | os.PathLike[str]) -> dict[str, Any]:
     where = os.fspath(file)
     hint = "write the file again: rollouts export DS --format skyrl --out " + where
     content = read_input(file)
@@ -192,7 +207,7 @@ def read_generator_output(
     if not isinstance(output, dict):
         got = f"a value of type {type(output).__name__}"
         raise InputError("json_file", where, got, "a JSON object", hint)
-    return _checked(output, group_size, other_fields, stacklevel=3)
+    return output
 
 
 def _with_placeholders(table: pa.Table, failed: Failed) -> tuple[pa.Table, BoolArray]:
@@ -328,6 +343,39 @@ def _env_metrics(table: pa.Table) -> list[dict[str, float] | None] | None:
     if "metrics" not in table.column_names:
         return None
     return [metrics_dict(entries) for entries in _values(table, "metrics")]
+
+
+def _newer_fields(table: pa.Table, masked: BoolArray) -> GeneratorOutput:
+    """Return fields that SkyRL 0.3 lacks and `token_source`, if the table has them."""
+    found: GeneratorOutput = {}
+    names = table.column_names
+    sources = _values(table, "token_source")
+    if set(sources) != {"engine"}:
+        found["token_source"] = sources
+    if SPLITS in names and pa.types.is_struct(table.schema.field(SPLITS).type):
+        splits = _values(table, SPLITS)
+        keys = [field.name for field in table.schema.field(SPLITS).type]
+        found["trajectory_time_splits"] = {
+            key: [None if split is None else split[key] for split in splits] for key in keys
+        }
+    if (support := aligned_support(table, masked)) is not None:
+        widths = {len(token) for row in support if row is not None for token in row}
+        found["rollout_sample_support"] = _filled(
+            support, masked, lambda: [[-1] * max(widths, default=1)]
+        )
+    return found
+
+
+def aligned_support(table: pa.Table, masked: BoolArray | None = None) -> list[Any] | None:
+    """Return `rollout_sample_support`; None unless each row has one entry per response token."""
+    if SUPPORT not in table.column_names:
+        return None
+    rows = _values(table, SUPPORT)
+    lengths = list_lengths(table.column("response_ids")).tolist()
+    ignored = np.zeros(len(rows), np.bool_) if masked is None else masked
+    known = zip(rows, lengths, ignored.tolist(), strict=True)
+    ok = all(skip or (row is not None and len(row) == length) for row, length, skip in known)
+    return rows if ok else None
 
 
 def _rollout_metrics(table: pa.Table) -> Mapping[str, Any] | None:

@@ -66,3 +66,9 @@ class GeneratorOutput(TypedDict, total=False):
     """[N] true for the last step of a trajectory; only in step-wise outputs."""
     env_metrics: Sequence[Mapping[str, float] | None] | None
     """[N] metrics of the environment by name."""
+    trajectory_time_splits: Mapping[str, Sequence[float | None]] | None
+    """{name: [N]} parts of the generation times in seconds; since SkyRL 0.4."""
+    rollout_sample_support: Sequence[Any] | None
+    """[N][R][k] token ids that the sampler could have drawn, padded with -1; since SkyRL 0.4."""
+    token_source: Sequence[str] | None
+    """[N] `engine` (exact ids) or `retokenized` (from text); SkyRL ignores it. Missing: `engine`."""

@@ -5,42 +5,67 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from rollout_io.dataset.arrays import ragged_array, routing_array
+from rollout_io.formats.skyrl_empty_rows import without_empty_rows
 from rollout_io.formats.skyrl_generator_types import TrajectoryID
+from rollout_io.formats.skyrl_other_fields import (
+    COLUMN_FIELDS,
+    OPTIONAL,
+    REQUIRED,
+    SPLITS,
+    OtherFields,
+    column_fields,
+    field_error,
+    number,
+    unknown_fields,
+    user_columns,
+)
 from schemas.columns import COLUMN_BY_NAME, COLUMNS
-from schemas.errors import InputError, InvariantError, RolloutError
-from schemas.rules import RULES
 
 METRICS_KEY = b"rollout_io.rollout_metrics"
-TIMES = "trajectory_generation_times"
 _ROUTES = "rollout_expert_indices"
 ERROR = "failed: a placeholder row in the GeneratorOutput"
 
-REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
-OPTIONAL = (
-    *("stop_reasons", "rollout_logprobs", "trajectory_ids", "rollout_expert_indices"),
-    *("is_last_step", "env_metrics", TIMES),
-)
 
+class Converted(NamedTuple):
+    """A GeneratorOutput as a table.
 
-OtherFields = Literal["refuse", "keep", "drop"]
-"""Handling of fields that match no column of a rollout table."""
+    Attributes:
+        table: The table.
+        warnings: What was left out, for the user.
+    """
+
+    table: pa.Table
+    warnings: list[str]
 
 
 def table_of(
-    output: Mapping[str, Any], group_size: int | None, other_fields: OtherFields = "refuse"
-) -> pa.Table:
-    """Convert the fields to a table; check their types and lengths, but not the invariants."""
+    output: Mapping[str, Any],
+    group_size: int | None,
+    other_fields: OtherFields = "refuse",
+    source: str | None = None,
+    group_prefix: str = "",
+) -> Converted:
+    """Convert the fields to a table; check their types and lengths, but not the invariants.
+
+    Args:
+        output: See `from_generator_output`.
+        group_size: See `from_generator_output`.
+        other_fields: See `from_generator_output`.
+        source: Name of the output, for the column `source`; None omits the column.
+        group_prefix: Prefix of the instance ids that `group_size` numbers.
+    """
     others = unknown_fields(output)
     _check_fields(output, others if other_fields == "refuse" else [])
-    identities = _identities(output, group_size)
+    identities = _identities(output, group_size, group_prefix)
     last = _flags(output, identities)
+    _check_repeats(identities, last, has_flags=output.get("is_last_step") is not None)
     lists = {
         "prompt_token_ids": _integers(output, "prompt_token_ids"),
         "response_ids": _integers(output, "response_ids"),
@@ -51,102 +76,107 @@ def table_of(
     rewards = _rewards(output)
     stops = _texts(output, "stop_reasons")
     failed = _placeholders([*lists.values(), rewards], stops, identities, last)
-    arrays: dict[str, Any] = {
+    own = column_fields(output)
+    said = own.get("error", [None] * len(failed))
+    errors = [e or (ERROR if f else None) for e, f in zip(said, failed, strict=True)]
+    has_error = [error is not None for error in errors]
+    arrays: dict[str, Any] = own | {
         "instance_id": [i.instance_id for i in identities],
         "repetition_id": [i.repetition_id for i in identities],
         "trajectory_id": [i.to_string() for i in identities],
         "step_index": _step_indices(identities, last),
         "is_last_step": last,
-        "token_source": ["engine"] * len(failed),
+        "token_source": own.get("token_source", ["engine"] * len(failed)),
         "metrics": _metrics(output),
         "stop_reason": stops,
-        "error": [ERROR if f else None for f in failed] if any(failed) else None,
+        "error": errors if any(has_error) else None,
         "rollout_expert_indices": _routes(output, failed),
     }
+    if source is not None:
+        arrays["source"] = [f"{source}, row {row}" for row in range(len(failed))]
     for name, rows in lists.items():
         arrays[name] = [row[:0] if f else row for row, f in zip(rows, failed, strict=True)]
-    table = _assemble(arrays | _reward_columns(rewards, failed))
-    if output.get(TIMES) is not None:
-        times = [
-            None if t is None else _number(t, TIMES, row) for row, t in enumerate(output[TIMES])
-        ]
-        table = table.append_column(TIMES, pa.array(times, pa.float64()))
-    for name in others if other_fields == "keep" else []:
-        table = table.append_column(name, _kept(output, name))
+    arrays |= _reward_columns(rewards, has_error)
+    keep, warnings = without_empty_rows(arrays)
+    table = _assemble(arrays)
+    for name, column in user_columns(output, others if other_fields == "keep" else []).items():
+        table = table.append_column(name, column)
+    if not keep.all():
+        table = table.filter(pa.array(keep))
+    if others:
+        done = "kept as columns" if other_fields == "keep" else "dropped"
+        named = ", ".join(others)
+        warnings.append(f"GeneratorOutput fields without a matching column were {done}: {named}")
     metrics = output.get("rollout_metrics")
-    return table.replace_schema_metadata(None if metrics is None else {METRICS_KEY: _json(metrics)})
-
-
-def unknown_fields(output: Mapping[str, Any]) -> list[str]:
-    """Return the names of fields that have a value but match no column."""
-    known = {*REQUIRED, *OPTIONAL, "rollout_metrics"}
-    return [name for name, value in output.items() if value is not None and name not in known]
-
-
-def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
-    """Return a field as a column; a mapping of lists with one entry per row becomes structs."""
-    field, num_rows = output[name], len(output["response_ids"])
-    columns = dict(field) if isinstance(field, Mapping) else {name: field}
-    for value in columns.values():
-        length = len(value) if isinstance(value, list | tuple | np.ndarray) else None
-        if length != num_rows:
-            kind = f"a value of type {type(value).__name__}"
-            got = kind if length is None else f"a list of length {length}"
-            expected = f"a list of length {num_rows}, as in response_ids"
-            hint = 'drop the field: other_fields="drop" (--other-fields drop)'
-            raise _error("fields_align", name, got, expected, hint)
-    try:
-        arrays = {
-            str(key): pa.array([v.tolist() if isinstance(v, np.ndarray) else v for v in value])
-            for key, value in columns.items()
-        }
-    except (pa.ArrowException, TypeError, ValueError):
-        hint = 'drop the field: other_fields="drop" (--other-fields drop)'
-        raise _error("field_kind", name, "the values have different types", hint=hint) from None
-    if isinstance(field, Mapping) and arrays:
-        return pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
-    return arrays.get(name, pa.nulls(num_rows))
+    known = None if metrics is None else {METRICS_KEY: _json(metrics)}
+    return Converted(table.replace_schema_metadata(known), warnings)
 
 
 def _check_fields(output: Mapping[str, Any], unknown: Sequence[str]) -> None:
     missing = [name for name in REQUIRED if output.get(name) is None]
     if missing:
-        raise _error("fields", missing[0], "the required field is missing")
+        raise field_error("fields", missing[0], "the required field is missing")
     if unknown:
         hint = 'pass other_fields="keep" or "drop" (--other-fields keep|drop)'
-        raise _error("fields", unknown[0], "the field is unknown", hint=hint)
+        raise field_error("fields", unknown[0], "the field is unknown", hint=hint)
     num_rows = _length(output, "response_ids")
     if num_rows == 0:
-        raise _error("some_rows", "response_ids", "the list is empty")
-    for name in (*REQUIRED, *OPTIONAL):
+        raise field_error("some_rows", "response_ids", "the list is empty")
+    for name in (*REQUIRED, *OPTIONAL, *COLUMN_FIELDS):
+        if name == SPLITS:  # a mapping of lists
+            continue
         length = num_rows if output.get(name) is None else _length(output, name)
         if length != num_rows:
             got, expected = f"a list of length {length}", f"{num_rows}, as in response_ids"
-            raise _error("fields_align", name, got, expected)
+            raise field_error("fields_align", name, got, expected)
 
 
 def _length(output: Mapping[str, Any], name: str) -> int:
     field = output[name]
     if not isinstance(field, list | tuple | np.ndarray):
         got = f"a value of type {type(field).__name__}"
-        raise _error("field_kind", name, got, "a list with one entry per row")
+        raise field_error("field_kind", name, got, "a list with one entry per row")
     return len(field)
 
 
-def _identities(output: Mapping[str, Any], group_size: int | None) -> list[TrajectoryID]:
+def _identities(
+    output: Mapping[str, Any], group_size: int | None, prefix: str
+) -> list[TrajectoryID]:
     ids = output.get("trajectory_ids")
     if ids is not None:
         return [trajectory_identity(value, row) for row, value in enumerate(ids)]
     if output.get("is_last_step") is not None:
-        raise _error("fields", "trajectory_ids", "is_last_step is given without trajectory_ids")
+        got = "is_last_step is given without trajectory_ids"
+        raise field_error("fields", "trajectory_ids", got)
     num_rows = len(output["response_ids"])
     if group_size is None or group_size < 1 or num_rows % group_size:
         got = "the field is missing"
         if group_size is not None:
             got += f", and {num_rows} rows cannot be split into groups of {group_size}"
-        hint = "pass group_size=n, the number of attempts per prompt"
-        raise _error("fields", "trajectory_ids", got, hint=hint)
-    return [TrajectoryID(str(row // group_size), row % group_size) for row in range(num_rows)]
+        hint = "pass group_size=n (--group-size n), the number of attempts per prompt"
+        raise field_error("fields", "trajectory_ids", got, hint=hint)
+    return [
+        TrajectoryID(f"{prefix}{row // group_size}", row % group_size) for row in range(num_rows)
+    ]
+
+
+def _check_repeats(
+    identities: Sequence[TrajectoryID], last: Sequence[bool], *, has_flags: bool
+) -> None:
+    """Refuse a trajectory that continues after its last row."""
+    ended = set[TrajectoryID]()
+    for row, (identity, is_last) in enumerate(zip(identities, last, strict=True)):
+        if identity in ended:
+            name = identity.to_string()
+            got = f"trajectory {name!r} has further rows, but the output has no is_last_step"
+            hint = "for step-wise outputs, add `is_last_step`: true on the last row of each "
+            hint += "trajectory, false on its other rows. If rows are different attempts, give "
+            hint += "each its own repetition_id"
+            if has_flags:
+                got = f"trajectory {name!r} has further rows after its row with is_last_step true"
+            raise field_error("unique_trajectory", "trajectory_ids", got, hint=hint, row=row)
+        if is_last:
+            ended.add(identity)
 
 
 def trajectory_identity(value: Any, row: int) -> TrajectoryID:
@@ -164,7 +194,7 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
         found = None
     if found is None or not _is_text(found.instance_id) or abs(found.repetition_id) >= 2**31:
         expected = "an instance_id and an integer repetition_id below 2147483648"
-        raise _error("trajectory_id", "trajectory_ids", repr(value), expected, row=row)
+        raise field_error("trajectory_id", "trajectory_ids", repr(value), expected, row=row)
     return found
 
 
@@ -179,7 +209,7 @@ def _flags(output: Mapping[str, Any], identities: Sequence[TrajectoryID]) -> lis
         return [True] * len(identities)
     for row, flag in enumerate(flags):
         if not isinstance(flag, bool | np.bool_):
-            raise _error("last_flag", "is_last_step", repr(flag), "true or false", row=row)
+            raise field_error("last_flag", "is_last_step", repr(flag), "true or false", row=row)
     return [bool(flag) for flag in flags]
 
 
@@ -218,14 +248,14 @@ def _array(output: Mapping[str, Any], name: str, row: int, kinds: str) -> npt.ND
     """Return one row of a field as a 1-D array whose NumPy kind is in `kinds`."""
     value = output[name][row]
     if "b" not in kinds and isinstance(value, list | tuple) and bool in set(map(type, value)):
-        raise _error("field_kind", name, "booleans", "a flat list of numbers", row=row)
+        raise field_error("field_kind", name, "booleans", "a flat list of numbers", row=row)
     try:
         array = np.asarray(value)
     except ValueError:
         array = np.asarray(None)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
         got = "null" if output[name][row] is None else f"{array.dtype} of shape {array.shape}"
-        raise _error("field_kind", name, got, "a flat list of numbers", row=row)
+        raise field_error("field_kind", name, got, "a flat list of numbers", row=row)
     return array
 
 
@@ -234,7 +264,7 @@ def _integers(output: Mapping[str, Any], name: str) -> list[npt.NDArray[Any]]:
     for row, ids in enumerate(rows):
         if len(ids) and not 0 <= ids.min() <= ids.max() < 2**31:
             got, expected = f"ids in {ids.min()}..{ids.max()}", "ids in 0..2147483647"
-            raise _error("token_range", name, got, expected, row=row)
+            raise field_error("token_range", name, got, expected, row=row)
     return [ids.astype(np.int32) for ids in rows]
 
 
@@ -249,7 +279,7 @@ def _masks(output: Mapping[str, Any]) -> list[npt.NDArray[np.bool_]]:
     for row, mask in enumerate(rows):
         if not np.isin(mask, (0, 1)).all():
             got = f"the value {mask[~np.isin(mask, (0, 1))][0]}"
-            raise _error("mask_kind", "loss_masks", got, "0 or 1", row=row)
+            raise field_error("mask_kind", "loss_masks", got, "0 or 1", row=row)
     return [mask.astype(np.bool_) for mask in rows]
 
 
@@ -261,10 +291,10 @@ def _rewards(output: Mapping[str, Any]) -> Sequence[Any]:
         row = is_list.index(not is_list[0])
         got = "a mix of numbers and lists"
         expected = "only numbers, or only lists with one number per token"
-        raise _error("reward_kind", "rewards", got, expected, row=row)
+        raise field_error("reward_kind", "rewards", got, expected, row=row)
     if is_list[0]:
         return _floats(output, "rewards", np.float64)
-    return [_number(value, "rewards", row) for row, value in enumerate(values)]
+    return [number(value, "rewards", row) for row, value in enumerate(values)]
 
 
 def _reward_columns(rewards: Sequence[Any], failed: Sequence[bool]) -> dict[str, Any]:
@@ -274,23 +304,13 @@ def _reward_columns(rewards: Sequence[Any], failed: Sequence[bool]) -> dict[str,
     return {"reward": [None if r is None else float(r.sum()) for r in alive], "rewards": alive}
 
 
-def _number(value: Any, name: str, row: int) -> float:
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        array = np.asarray(None)
-    if array.ndim != 0 or array.dtype.kind not in "fiub":
-        raise _error("field_kind", name, repr(value), "a number", row=row)
-    return float(array)
-
-
 def _texts(output: Mapping[str, Any], name: str) -> list[str | None] | None:
     values = output.get(name)
     if values is None:
         return None
     for row, value in enumerate(values):
         if value is not None and not _is_text(value):
-            raise _error("field_kind", name, repr(value), "a string or null", row=row)
+            raise field_error("field_kind", name, repr(value), "a string or null", row=row)
     return [None if value is None else str(value) for value in values]
 
 
@@ -303,8 +323,8 @@ def _metric(metrics: Any, row: int) -> list[tuple[str, float]] | None:
     if metrics is None:
         return None
     if not isinstance(metrics, Mapping) or not all(_is_text(str(name)) for name in metrics):
-        raise _error("field_kind", "env_metrics", repr(metrics), "an object or null", row=row)
-    return [(str(name), _number(value, "env_metrics", row)) for name, value in metrics.items()]
+        raise field_error("field_kind", "env_metrics", repr(metrics), "an object or null", row=row)
+    return [(str(name), number(value, "env_metrics", row)) for name, value in metrics.items()]
 
 
 def _routes(output: Mapping[str, Any], failed: Sequence[bool]) -> pa.Array | None:
@@ -319,7 +339,7 @@ def _routes(output: Mapping[str, Any], failed: Sequence[bool]) -> pa.Array | Non
         return None
     if len(shapes) > 1:
         got = f"rows with different (layers, topk): {', '.join(map(str, sorted(shapes)))}"
-        raise _error("routing_shape", _ROUTES, got, "the same layers and topk in every row")
+        raise field_error("routing_shape", _ROUTES, got, "the same layers and topk in every row")
     return routing_array(arrays, *shapes.pop())
 
 
@@ -330,10 +350,10 @@ def _route(routes: Any, row: int) -> npt.NDArray[Any]:
         array = np.asarray(None)
     if array.ndim != 3 or array.dtype.kind not in "iu" or 0 in array.shape:
         got, expected = f"{array.dtype} of shape {array.shape}", "integers [tokens, layers, topk]"
-        raise _error("routing_shape", _ROUTES, got, expected, row=row)
+        raise field_error("routing_shape", _ROUTES, got, expected, row=row)
     if not 0 <= array.min() <= array.max() < 2**15:
         got = f"experts {array.min()}..{array.max()}"
-        raise _error("routing_shape", _ROUTES, got, "experts in 0..32767", row=row)
+        raise field_error("routing_shape", _ROUTES, got, "experts in 0..32767", row=row)
     return array
 
 
@@ -358,17 +378,4 @@ def _json(metrics: Any) -> bytes:
     try:
         return json.dumps(metrics, default=lambda value: value.item()).encode()
     except (AttributeError, TypeError, ValueError):
-        raise _error("fields", "rollout_metrics", "cannot write the values as JSON") from None
-
-
-def _error(
-    rule: str,
-    name: str,
-    got: str,
-    expected: str = "",
-    hint: str | None = None,
-    row: int | None = None,
-) -> RolloutError:
-    where = f"GeneratorOutput, {name}" + ("" if row is None else f"[{row}]")
-    kind = InvariantError if rule in RULES else InputError
-    return kind(rule, where, got, expected, hint)
+        raise field_error("fields", "rollout_metrics", "cannot write the values as JSON") from None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipelines.generation.config import GenerateConfig
-from rollout_io.formats.skyrl_output_columns import OPTIONAL, REQUIRED
+from rollout_io.formats.skyrl_other_fields import COLUMN_FIELDS, OPTIONAL, REQUIRED, USER_FIELDS
 from schemas.columns import COLUMN_BY_NAME
 from tests.conftest import ROOT
 from trainer.config.train_config import TrainConfig
@@ -34,8 +34,13 @@ def test_every_key_that_stands_for_one_of_skyrl_is_a_key_here(page: str, least: 
 
 def test_every_field_of_an_output_has_its_column() -> None:
     section = PAGE.partition("## Fields")[2].partition("## Metrics")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)`(?: \(SkyRL 0\.4\))? \| (.+) \|$", section, re.MULTILINE))
     assert rows.keys() == {*REQUIRED, *OPTIONAL, "rollout_metrics"}
     for field, columns in rows.items():
-        if field not in {"trajectory_generation_times", "rollout_metrics"}:
+        if field not in {*USER_FIELDS, "rollout_metrics"}:
             assert set(re.findall(r"`(\w+)`", columns)) <= COLUMN_BY_NAME.keys()
+
+
+def test_the_columns_that_an_output_may_have_are_named() -> None:
+    text = PAGE.partition("**How rows were sampled.**")[2].partition("\n\n")[0]
+    assert set(COLUMN_FIELDS) <= set(re.findall(r"`(\w+)`", text))

@@ -436,22 +436,22 @@ def test_the_file_is_plain_json(tmp_path: Path) -> None:
     assert json.loads(file.read_text(encoding="utf-8")) == TWO_TRAJECTORIES | ids
 
 
-NEWER = {
-    "trajectory_time_splits": {"llm": [1.0, 2.0, 3.0], "env": [0.5, None, 0.25]},
+UNKNOWN = {
+    "splits": {"llm": [1.0, 2.0, 3.0], "env": [0.5, None, 0.25]},
     "pixel_values": [np.ones((2, 1)), np.zeros((1, 1)), np.ones((1, 1))],
 }
 
 
 def test_fields_without_a_column_are_kept_or_dropped_when_asked_with_a_warning() -> None:
-    output = TWO_TRAJECTORIES | NEWER
+    output = TWO_TRAJECTORIES | UNKNOWN
     with pytest.raises(RolloutError, match="other_fields"):
         from_generator_output(output)
-    with pytest.warns(UserWarning, match="dropped: trajectory_time_splits, pixel_values"):
+    with pytest.warns(UserWarning, match="dropped: splits, pixel_values"):
         dropped = from_generator_output(output, other_fields="drop")
     assert dropped.equals(from_generator_output(TWO_TRAJECTORIES))
     with pytest.warns(UserWarning, match="kept as columns"):
         kept = from_generator_output(output, other_fields="keep")
-    assert kept["trajectory_time_splits"].to_pylist()[1] == {"llm": 2.0, "env": None}
+    assert kept["splits"].to_pylist()[1] == {"llm": 2.0, "env": None}
     assert kept["pixel_values"].to_pylist() == [[[1.0], [1.0]], [[0.0]], [[1.0]]]
 
 
@@ -467,12 +467,12 @@ def test_a_conversion_keeps_other_fields(tmp_path: Path) -> None:
     import rollout_io
     from rollout_io.cli.main import run
 
-    output = TWO_TRAJECTORIES | {"trajectory_time_splits": NEWER["trajectory_time_splits"]}
+    output = TWO_TRAJECTORIES | {"splits": UNKNOWN["splits"]}
     file = tmp_path / "output.json"
     file.write_text(json.dumps(output, default=asdict))
     convert = ["convert", str(file), "--format", "skyrl", "--out"]
     assert run([*convert, str(tmp_path / "refused")]) == 1
     with pytest.warns(UserWarning, match="kept"):
         assert run([*convert, str(tmp_path / "ds"), "--other-fields", "keep"]) == 0
-    splits = rollout_io.read(tmp_path / "ds")["trajectory_time_splits"].to_pylist()
+    splits = rollout_io.read(tmp_path / "ds")["splits"].to_pylist()
     assert [split["llm"] for split in splits] == [1.0, 2.0, 3.0]
