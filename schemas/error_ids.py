@@ -257,6 +257,8 @@ no_response: A logged call has no response, or the response is an error from the
     Delete its line, or give its session an `error` in `--rewards`.
 no_samples: The Inspect log contains no samples.
     Run the evaluation again without `--no-log-samples`.
+endpoint_token: The request to a trajectory's base URL lacks the trajectory's token.
+    Send the endpoint's `api_key`, which commands get in OPENAI_API_KEY, as `Authorization: Bearer`.
 no_session: The request does not name a session, or its trajectory has already ended.
     Use the base URL that was given for the session.
 no_such_path: The server has no such path.

@@ -131,7 +131,11 @@ METRICS = {
     "return_mean": Metric(
         "reward", "Mean return of trajectories that did not fail; null if all failed."
     ),
-    "reward/avg_raw_reward": Metric("reward", "Same as `return_mean`, with SkyRL's name."),
+    "reward/avg_raw_reward": Metric(
+        "reward",
+        "Mean return of the batch's trajectories that did not fail. This and the next five metrics,"
+        " with SkyRL's names, are about the entire batch, and the same on each of its lines.",
+    ),
     "reward/mean_positive_reward": Metric("reward", "Mean return, with negative returns as 0."),
     "reward/avg_pass_at_n": Metric(
         "fraction",

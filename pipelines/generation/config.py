@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pipelines.generation.engines.base import Sampling
 from pipelines.harness.commands import shown
+from pipelines.origin_guard import is_host_name
 from rollout_io.configuration import Count, CountOrZero, Positive, load_record, out_of_bounds
 from schemas.errors import ConfigError
 from schemas.metadata import Outcome
@@ -66,6 +67,15 @@ class GenerateConfig:
     generator_config: dict[str, Any] = field(default_factory=dict)
     """Settings that a custom generator reads from `config.generator_config`."""
 
+    host: str = "127.0.0.1"
+    """harness: address on which trajectories' base URLs are served. On any other than loopback, each
+    trajectory has a token, which its harness gets as `api_key` and in OPENAI_API_KEY, and requests
+    without it are rejected."""
+    port: CountOrZero = 0
+    """harness: port of the base URLs; 0 picks a free one."""
+    served_model_name: str | None = None
+    """harness: name of the model for harnesses. None: the engine's."""
+
     history: History = "append"
     """How the prompt of the next turn is built. `append`: sampled tokens are kept, and observations
     are appended as messages; `one_message`: observations are appended as plain text in the same
@@ -112,6 +122,8 @@ class GenerateConfig:
     """Maximum number of concurrent trajectories; >= 1."""
     requests_per_s: Positive | None = None
     """vllm: maximum number of calls started per second; > 0. None: unlimited."""
+    trajectories_per_s: Positive | None = None
+    """Maximum number of trajectories started per second; > 0. None: unlimited."""
     max_retries: CountOrZero = 0
     """Retries of a failed trajectory; >= 0. Only the last attempt is written."""
     env_timeout_s: Positive = 300.0
@@ -155,6 +167,7 @@ HOW_IT_RUNS = frozenset(
     {
         *("tasks", "out", "engine", "urls", "dtype", "policy_version"),
         *("group_size", "groups_per_shard", "requests_per_s", "max_concurrency"),
+        *("trajectories_per_s", "host", "port", "served_model_name"),
         *("max_retries", "env_timeout_s", "agent_timeout_s"),
     }
 )
@@ -207,8 +220,14 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
         if c.history != "append":
             yield f"history and {name}", c.history, "append, as only environments use history"
     if c.harness is not None and c.requests_per_s is not None:
-        expected = "no requests_per_s with a harness"
+        expected = "no requests_per_s with a harness; set trajectories_per_s"
         yield "requests_per_s and harness", str(c.requests_per_s), expected
+    if not is_host_name(c.host):
+        yield "host", repr(c.host), "an address or host name, such as 0.0.0.0"
+    if c.port >= 2**16:
+        yield "port", str(c.port), "at most 65535"
+    if c.served_model_name == "":
+        yield "served_model_name", "''", "a name"
     if c.generator is not None and given.keys() & {"agent", "harness"}:
         expected = f"no {' or '.join(given)} with a generator"
         yield f"{' and '.join(given)} and generator", str(c.generator), expected

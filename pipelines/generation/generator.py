@@ -84,7 +84,7 @@ class Generator:
         is_own = config.generator is not None
         self._own = OwnGenerator(engine, tokenizer, config, phase) if is_own else None
         self._agent = None if config.agent is None else find_agent(config.agent)
-        self._maker = maker_of(config)
+        self._maker, self._pace = maker_of(config), Pace(config.trajectories_per_s)
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Check that all environments exist, or that the harness accepts every task.
@@ -178,6 +178,7 @@ class Generator:
         return finished
 
     async def _try(self, unit: Unit) -> list[Finished]:
+        await self._pace.wait(len(unit))
         if self._own is not None:
             return await self._own.finish(unit)
         return [await self._try_alone(task) for task in unit]
@@ -234,6 +235,26 @@ async def open_calls(
 def _calls_module() -> ModuleType:
     with requires_extra("generate,record", "harness"):
         return importlib.import_module("pipelines.harness.recorded_calls")
+
+
+class Pace:
+    """Starts trajectories at a limited rate.
+
+    Args:
+        per_s: Trajectories per second; None: unlimited.
+    """
+
+    def __init__(self, per_s: float | None) -> None:
+        self._per_s, self._next_start_s = per_s, 0.0
+
+    async def wait(self, num: int) -> None:
+        """Wait until a number of trajectories may start."""
+        if self._per_s is None:
+            return
+        now_s = asyncio.get_running_loop().time()
+        start_s = max(now_s, self._next_start_s)
+        self._next_start_s = start_s + num / self._per_s
+        await asyncio.sleep(start_s - now_s)
 
 
 class UnderWay:

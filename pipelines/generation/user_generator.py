@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -27,6 +28,7 @@ from pipelines.generation.user_code import in_time, without_exit
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.skyrl_generator_types import TrajectoryID
 from rollout_io.formats.skyrl_output_columns import table_of
+from rollout_io.formats.skyrl_rollout_metrics import ROLLOUT_METRICS, to_json
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.checker import validate
 from schemas.columns import COLUMN_BY_NAME
@@ -126,6 +128,10 @@ class OwnGenerator:
             got = f"invalid GeneratorOutput: {type(error).__name__}: {error}"
             raise InputError("generator_output", where, got) from error
         rows = with_sampling(table, self._config, version)
+        rows, others = _with_metrics(rows, output)
+        if others:
+            named = ", ".join(others)
+            warnings.append(f"rollout_metrics that are not finite numbers were dropped: {named}")
         names = rows.column("trajectory_id")
         remarks = [f"generator {self._config.generator}: {warning}" for warning in warnings]
         return [
@@ -158,6 +164,22 @@ def with_sampling(table: pa.Table, config: GenerateConfig, policy_version: int) 
             column = pc.if_else(is_alive, pa.scalar(value, kind), pa.scalar(None, kind))
             table = table.append_column(pa.field(name, kind), column)
     return table
+
+
+def _with_metrics(rows: pa.Table, output: Mapping[str, Any]) -> tuple[pa.Table, list[str]]:
+    """Store the group's `rollout_metrics` in one row; return also the names of other values.
+
+    The row belongs to a trajectory that did not fail, if there is one, because retries replace
+    failed ones.
+    """
+    text, others = to_json(output.get(ROLLOUT_METRICS))
+    if text is None:
+        return rows, others
+    error = "error" in rows.column_names
+    alive = np.asarray(pc.is_null(rows.column("error"))) if error else np.ones(len(rows), np.bool_)
+    row = int(np.argmax(alive))
+    values = [text if index == row else None for index in range(len(rows))]
+    return rows.append_column(ROLLOUT_METRICS, pa.array(values, pa.string())), others
 
 
 def _check_interface(made: Any, name: str) -> None:

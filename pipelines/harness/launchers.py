@@ -33,6 +33,9 @@ from pipelines.harness.results import REWARD, outcome_of, parse_result
 from rollout_io.conversion.rewards import Outcome
 from schemas.errors import ConfigError, InputError, RolloutError
 
+NO_KEY = "none"
+"""Placeholder for the key of base URLs that need none."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
@@ -41,12 +44,13 @@ class Endpoint:
     Attributes:
         base_url: Base URL for an OpenAI client: "http://127.0.0.1:8123/s/5f0c.../0/v1".
         model: Name of the model; requests with any other name are served by the same model.
-        api_key: A placeholder for clients that require a key.
+        api_key: The trajectory's token if base URLs are not on loopback, else a placeholder for
+            clients that require a key.
     """
 
     base_url: str
     model: str
-    api_key: str = "none"
+    api_key: str = NO_KEY
 
 
 class Harness(Protocol):
@@ -162,8 +166,9 @@ class CommandHarness:
                     return _read_reward(reward_file, where, output.tail)
                 return parse_result(output.last_line, where)
             except RolloutError as error:
-                got = without(error.got, self._secrets)
-                message = without(error.sentence, self._secrets)
+                secrets = [*self._secrets, *_token(endpoint)]
+                got = without(error.got, secrets)
+                message = without(error.sentence, secrets)
                 given = (error.rule, where, got, error.expected, error.hint)
                 raise type(error)(*given, message=message) from None
 
@@ -171,11 +176,18 @@ class CommandHarness:
         """Return the environment variables that configure OpenAI clients.
 
         A command that contains {base_url} may also call another model, such as a judge, so the
-        base URL variables are not set for it. An existing OPENAI_API_KEY is always kept.
+        base URL variables are not set for it. An existing OPENAI_API_KEY is kept, unless the base
+        URL needs a token that the command does not get from {api_key}.
         """
+        needs = bool(_token(endpoint)) and "api_key" not in self._fields
+        usual = endpoint.api_key if needs else os.environ.get("OPENAI_API_KEY", endpoint.api_key)
         url = {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_BASE": endpoint.base_url}
-        key = {"OPENAI_API_KEY": os.environ.get("OPENAI_API_KEY", endpoint.api_key)}
+        key = {"OPENAI_API_KEY": usual}
         return key if "base_url" in self._fields else url | key
+
+
+def _token(endpoint: Endpoint) -> list[str]:
+    return [] if endpoint.api_key == NO_KEY else [endpoint.api_key]
 
 
 def _prompt(task: Task) -> str:

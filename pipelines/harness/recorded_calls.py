@@ -11,8 +11,10 @@ ends for any reason.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import math
 import secrets
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -28,9 +30,9 @@ from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import seed_of
 from pipelines.harness.engine_api import EngineApp
 from pipelines.harness.engine_upstreams import EngineGone, PolicyUpstreams
-from pipelines.harness.launchers import Endpoint
+from pipelines.harness.launchers import NO_KEY, Endpoint
 from pipelines.harness.requests import completed, usual_fields
-from pipelines.origin_guard import Application, Guard
+from pipelines.origin_guard import Application, Guard, is_loopback
 from pipelines.record.engine_requests import KINDS, Asked, Fields, read_request
 from pipelines.record.listening import answering, listen
 from pipelines.record.model_call import Call
@@ -38,7 +40,7 @@ from pipelines.record.recorder import Recorder, losses_of
 from pipelines.record.sessions import Session
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import ended_of, settle
-from pipelines.record.targets import target_of
+from pipelines.record.targets import api_key_of, target_of
 from pipelines.record.upstreams import MODELS, Upstreams, passed_on
 from pipelines.record.wire import STATUS, Exchange, Message, Receive, Send, respond, unless_left
 from rollout_io.conversion.rewards import Outcome
@@ -48,7 +50,7 @@ from schemas.errors import InputError, RolloutError, count
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]
 
-_HOST, _STOP_S = "127.0.0.1", 5
+_LOOPBACK, _WILDCARDS, _STOP_S = "127.0.0.1", ("0.0.0.0", "::"), 5
 _DECODER = msgspec.json.Decoder(Fields)
 
 
@@ -63,6 +65,7 @@ class OpenTrajectory:
         num_calls: Number of calls started.
         running: Running calls.
         failure: Error that ends the entire run, not only this trajectory; None if there is none.
+        token: Key that requests must send; None if none is needed.
     """
 
     task: Task
@@ -71,6 +74,7 @@ class OpenTrajectory:
     num_calls: int = 0
     running: set[asyncio.Task[None]] = field(default_factory=set)
     failure: RolloutError | None = None
+    token: str | None = None
 
     async def end_calls(self) -> None:
         """Cancel running calls, since the harness has ended; tokens sampled so far are recorded."""
@@ -93,6 +97,8 @@ class Calls:
         turn: Context to enter around each call.
         watch: Kills the processes of harnesses when this process ends.
         served: The application that serves the engine, if this process serves it; else None.
+        name: Name of the model for harnesses; None: the engine's.
+        has_tokens: True if requests must send the token of their trajectory.
 
     Attributes:
         url: Root URL; set once it is known.
@@ -109,7 +115,10 @@ class Calls:
         turn: Turn,
         watch: Watch,
         served: EngineApp | None = None,
+        name: str | None = None,
+        has_tokens: bool = False,
     ) -> None:
+        self._name, self._has_tokens = name, has_tokens
         self.url, self.watch, self._served = "", watch, served
         self._recorder, self._upstreams, self._engine = recorder, upstreams, engine
         self._vocab_size, self._turn = vocab_size, turn
@@ -121,11 +130,13 @@ class Calls:
     ) -> AsyncIterator[tuple[OpenTrajectory, Endpoint]]:
         """Serve the calls of a trajectory inside an `async with` block."""
         session = self._recorder.open(secrets.token_hex(8), 0)
-        opened = OpenTrajectory(task=task, config=config, session=session)
+        token = secrets.token_urlsafe(24) if self._has_tokens else None
+        opened = OpenTrajectory(task=task, config=config, session=session, token=token)
         self._open[session.name] = opened
         try:
-            model = (await self._upstreams.model()).id
-            yield opened, Endpoint(base_url=f"{self.url}/s/{session.name}/v1", model=model)
+            model = self._name or (await self._upstreams.model()).id
+            url, key = f"{self.url}/s/{session.name}/v1", token or NO_KEY
+            yield opened, Endpoint(base_url=url, model=model, api_key=key)
         finally:
             del self._open[session.name]
             await opened.end_calls()
@@ -159,6 +170,7 @@ class Calls:
     async def _route(self, exchange: Exchange) -> None:
         target = target_of(exchange.raw_path, exchange.headers)
         opened = self._open.get(target.session or "")
+        self._check_token(exchange, opened)
         if opened is None:
             got = "no running trajectory has this URL"
             raise InputError("no_session", exchange.raw_path, got)
@@ -166,6 +178,9 @@ class Calls:
         if target.rest in KINDS:
             exchange.require("POST")
             await self._call(exchange, opened, target.rest, target.agent)
+        elif target.rest == MODELS and self._name is not None:
+            model = {"id": self._name, "object": "model", "owned_by": "rollouts"}
+            await exchange.say(200, {"object": "list", "data": [model]})
         elif target.rest == MODELS:
             async with self._upstreams.answer("GET", MODELS, None, {}, None) as response:
                 content = await self._upstreams.whole(response)
@@ -173,6 +188,21 @@ class Calls:
         else:
             got = f"unknown path; available: {', '.join([*KINDS, MODELS])}"
             raise InputError("no_such_path", exchange.raw_path, got)
+
+    def _check_token(self, exchange: Exchange, opened: OpenTrajectory | None) -> None:
+        """Reject a request without the token of its trajectory.
+
+        Raises:
+            InputError: `endpoint_token`: the token is missing or wrong.
+        """
+        if not self._has_tokens:
+            return
+        token = opened.token if opened is not None else None
+        given = api_key_of(exchange.headers).encode()
+        if token is None or not hmac.compare_digest(given, token.encode()):
+            got = "the request has no valid token of a running trajectory"
+            hint = "send the endpoint's api_key (OPENAI_API_KEY) as `Authorization: Bearer`"
+            raise InputError("endpoint_token", exchange.raw_path, got, hint=hint)
 
     async def _call(
         self, exchange: Exchange, opened: OpenTrajectory, path: str, agent: str | None
@@ -243,24 +273,26 @@ class Calls:
 async def open_calls(
     config: GenerateConfig, engine: Engine, tokenizer: ChatTokenizer, turn: Turn
 ) -> AsyncIterator[Calls]:
-    """Serve the calls of harnesses on loopback inside an `async with` block.
+    """Serve the calls of harnesses at `host` and `port` inside an `async with` block.
 
     Args:
-        config: `urls` of the engine's API; if there are none, this process serves the engine.
+        config: `urls` of the engine's API; if there are none, this process serves the engine, on
+            loopback.
         engine: An engine whose context has been entered.
         tokenizer: Tokenizer of the engine.
         turn: Context to enter around each call.
 
     Raises:
-        ConfigError: `address`: there is no free port.
+        ConfigError: `address`: the address cannot be bound.
     """
     folder = tempfile.mkdtemp(prefix="rollouts-")
     with Watch(folder) as watch:
         async with AsyncExitStack() as serving:
             urls, served = config.urls, None
             if not urls:
-                served = EngineApp(engine, tokenizer, Path(config.model).name)
-                urls = (await serving.enter_async_context(answering_at_loopback(served)),)
+                name = config.served_model_name or Path(config.model).name
+                served = EngineApp(engine, tokenizer, name)
+                urls = (await serving.enter_async_context(answering_at(served)),)
             settings = RecordSettings(
                 out=folder, upstreams=urls, idle_timeout_s=math.inf, flush_s=math.inf
             )
@@ -272,14 +304,43 @@ async def open_calls(
                 turn=turn,
                 watch=watch,
                 served=served,
+                name=config.served_model_name,
+                has_tokens=not is_loopback(config.host),
             )
-            calls.url = await serving.enter_async_context(answering_at_loopback(calls))
+            address = config.host, config.port
+            calls.url = await serving.enter_async_context(answering_at(calls, *address))
             yield calls
 
 
 @asynccontextmanager
-async def answering_at_loopback(app: Application) -> AsyncIterator[str]:
-    """Serve an application on a free port of the loopback interface; yield its root URL."""
-    with listen(_HOST, 0) as listener:
-        async with answering(Guard(app, _HOST), listener, stop_s=_STOP_S):
-            yield f"http://{_HOST}:{listener.getsockname()[1]}"
+async def answering_at(
+    app: Application, host: str = _LOOPBACK, port: int = 0
+) -> AsyncIterator[str]:
+    """Serve an application at an address; yield its root URL, as clients reach it.
+
+    Args:
+        app: The application.
+        host: Address to listen on; for a wildcard (0.0.0.0, ::), the URL has the address of the
+            interface with the default route.
+        port: Port; 0 picks a free one.
+
+    Raises:
+        ConfigError: `address`: the address cannot be bound.
+    """
+    host = host.strip("[]")
+    with listen(host, port) as listener:
+        async with answering(Guard(app, host), listener, stop_s=_STOP_S):
+            name = _own_address(listener.family) if host in _WILDCARDS else host
+            shown = f"[{name}]" if ":" in name else name
+            yield f"http://{shown}:{listener.getsockname()[1]}"
+
+
+def _own_address(family: int) -> str:
+    """Return this machine's address on its default route, else loopback; nothing is sent."""
+    is_v6 = family == socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("2001:db8::1" if is_v6 else "192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "::1" if is_v6 else _LOOPBACK

@@ -21,6 +21,7 @@ BODY_TIMEOUT_S = 60.0
 JSON = (b"content-type", b"application/json")
 
 STATUS = {
+    "endpoint_token": 401,
     "session_key": 403,
     "admin_key": 403,
     "no_session": 403,

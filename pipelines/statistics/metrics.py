@@ -189,7 +189,7 @@ def _per_row(rows: pl.DataFrame) -> pl.DataFrame:
     columns = {
         "step_tokens": _lists(length, offsets),
         "step_assistant_tokens": _lists(trained[end] - trained[begin], offsets),
-        "turn_tokens": _turns(table, responses.lengths),
+        "turn_tokens": _turns(table, masks, begin),
         "environment": _environment(table, steps, offsets),
     }
     ids = rows.select("instance_id", "trajectory_id")
@@ -207,16 +207,50 @@ def _lists(values: IntArray, offsets: IntArray) -> pa.Array:
     return Ragged(values, offsets, np.ones(len(offsets) - 1, np.bool_)).to_arrow(pa.int64())
 
 
-def _turns(table: pa.Table, response_lengths: IntArray) -> pa.Array:
-    """Return the lengths of the sampled ranges: a row's segments, or its entire response."""
+def _turns(table: pa.Table, masks: Ragged, begin: IntArray) -> pa.Array:
+    """Return the lengths of each row's turns.
+
+    These are the sampled ranges in `segments`, else the runs of the loss mask in each step.
+
+    Args:
+        table: The rows.
+        masks: Their loss masks.
+        begin: [S] index into the masks' values at which each step begins.
+    """
+    runs = _runs(masks, begin)
     if "segments" not in table.column_names:
-        return _lists(response_lengths, np.arange(table.num_rows + 1))
+        return runs.to_arrow(pa.int64())
     column = table.column("segments")
-    has = to_numpy(column.is_valid())
-    counts = np.where(has, list_lengths(column), 1)
-    values = np.repeat(response_lengths, counts)
-    values[np.repeat(has, counts)] = to_numpy(pc.struct_field(pc.list_flatten(column), "length"))
+    has = to_numpy(column.is_valid()) & ~is_joined(table)
+    lengths = list_lengths(column)
+    counts = np.where(has, lengths, runs.lengths)
+    of_segments = np.repeat(has, counts)
+    values = np.zeros(int(counts.sum()), np.int64)
+    found = to_numpy(pc.struct_field(pc.list_flatten(column), "length"))
+    values[of_segments] = found[np.repeat(has, lengths)]
+    values[~of_segments] = runs.values[np.repeat(~has, runs.lengths)]
     return _lists(values, offsets_of(counts))
+
+
+def _runs(masks: Ragged, begin: IntArray) -> Ragged:
+    """Return the lengths of the runs of true values in each row of a mask; steps end runs.
+
+    Example:
+        >>> mask = Ragged(np.array([1, 1, 0, 1, 1], bool), np.array([0, 4, 5]), np.ones(2, bool))
+        >>> found = _runs(mask, np.array([0, 1, 4]))
+        >>> found.values.tolist(), found.lengths.tolist()
+        ([1, 1, 1, 1], [3, 1])
+    """
+    mask, num_rows = masks.values.astype(np.bool_), len(masks.offsets) - 1
+    row = np.repeat(np.arange(num_rows), masks.lengths)
+    starts_run = mask.copy()
+    starts_run[1:] &= ~mask[:-1]
+    cuts = begin[begin < len(mask)]
+    starts_run[cuts] = mask[cuts]
+    run = np.cumsum(starts_run)[mask] - 1
+    lengths = np.bincount(run, minlength=int(starts_run.sum())).astype(np.int64)
+    counts = np.bincount(row[starts_run], minlength=num_rows)
+    return Ragged(lengths, offsets_of(counts), np.ones(num_rows, np.bool_))
 
 
 def _environment(table: pa.Table, steps: Steps, offsets: IntArray) -> pa.Array:

@@ -134,6 +134,9 @@ def encode_response(
 ) -> ResponseTokens:
     r"""Encode the messages after a prompt: ids, loss mask and log-probabilities.
 
+    Corresponds to SkyRL's `get_response_ids_and_loss_mask_from_messages`, except that consecutive
+    user and tool messages are encoded together, as templates render them.
+
     Each assistant message, and each run of other messages between two of them, is encoded after a
     fixed base (`encode_messages`) and appended. In an assistant message, the mask is false on the
     header (the generation prompt) and after the last EOS token; without an EOS token, it is true on

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipelines.harness.engine_api import EngineApp
-from pipelines.harness.recorded_calls import answering_at_loopback
+from pipelines.harness.recorded_calls import answering_at
 from tests.conftest import ROOT
 from trainer.engine.embedded import TransformersEngine
 
@@ -99,7 +99,7 @@ def served(model):
         engine = TransformersEngine.load(str(model))
         async with (
             engine,
-            answering_at_loopback(EngineApp(engine, engine.tokenizer, "smollm2")) as url,
+            answering_at(EngineApp(engine, engine.tokenizer, "smollm2")) as url,
         ):
             urls.append(url)
             ready.set()

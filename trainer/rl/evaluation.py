@@ -17,6 +17,7 @@ from pipelines.generation.generator import Generator
 from pipelines.generation.tasks import read_tasks
 from pipelines.rewards import trajectory_returns
 from pipelines.statistics.metrics import pass_at_k
+from rollout_io.formats.skyrl_rollout_metrics import ROLLOUT_METRICS, aggregated
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from rollout_io.terminal import Bar
 from schemas.errors import count
@@ -109,6 +110,7 @@ def measure(planned: Mapping[str, EvaluateConfig], config: RlConfig) -> dict[str
         part = returns.select("instance_id", "return", pl.col("error").is_null().alias("is_good"))
         parts.append(part)
         metrics |= set_metrics(name, part.filter("is_good"), one)
+        metrics |= _of_generator(f"eval/{name or 'all'}/", one.out)
     rows = pl.concat(parts)
     return {
         "evaluation/return_mean": rows.filter("is_good")["return"].mean(),
@@ -116,6 +118,15 @@ def measure(planned: Mapping[str, EvaluateConfig], config: RlConfig) -> dict[str
         "evaluation/num_failed": int((~rows["is_good"]).sum()),
         **metrics,
     }
+
+
+def _of_generator(prefix: str, dataset: str) -> dict[str, float]:
+    """Combine the `rollout_metrics` that a custom generator returned."""
+    scanned = rollout_io.scan(dataset)
+    if ROLLOUT_METRICS not in scanned.collect_schema():
+        return {}
+    objects = scanned.select(pl.col(ROLLOUT_METRICS).drop_nulls()).collect()[ROLLOUT_METRICS]
+    return {f"{prefix}{key}": value for key, value in aggregated(objects).items()}
 
 
 def set_metrics(name: str, returns: pl.DataFrame, planned: EvaluateConfig) -> dict[str, Any]:

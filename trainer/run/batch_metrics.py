@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 
 from pipelines.statistics.metrics import USED, rollout_metrics, trajectories
+from rollout_io.dataset.reader import read_metadata
+from rollout_io.formats.skyrl_rollout_metrics import ROLLOUT_METRICS, aggregated
 from schemas.metadata import Outcome
-from schemas.run_metrics import GENERATED
+from schemas.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 from trainer.batches.data import Batch
 from trainer.batches.plan import Plan
 from trainer.run.batch_advantages import Estimates
+
+TAKEN = (OWN_LOSS, "eval/", "evaluation/")
+"""Prefixes of further metrics of the trainer."""
 
 
 def generated_rows(rollouts: pl.LazyFrame, groups: Sequence[str]) -> pl.DataFrame:
     """Read the rows of the given groups for `sequence_metrics`, in the order of the dataset."""
     chosen = rollouts.filter(pl.col("instance_id").is_in(list(groups)))
-    used = [name for name in USED if name in rollouts.collect_schema()]
+    used = [name for name in (*USED, ROLLOUT_METRICS) if name in rollouts.collect_schema()]
     return chosen.select(used).collect()
 
 
-def sequence_metrics(rows: pl.DataFrame, outcome: Outcome, *, merges: bool) -> dict[str, float]:
-    """Compute SkyRL's metrics of a batch as generated: per turn, before merging.
+@lru_cache(maxsize=8)
+def generated_per(dataset: str) -> Literal["step", "trajectory"]:
+    """Return what SkyRL's metrics of a dataset average over: steps only if it is step-wise.
 
-    If turns will be merged, the metrics include the number of turns.
+    A dataset of environments is step-wise if `history` was `step_wise`. Datasets of agents,
+    harnesses, generators and logs have one row per call, and are step-wise.
     """
-    found = rollout_metrics(rows, per="step", outcome=outcome)
+    configs = [made["config"] for made in read_metadata(dataset).made_by if _has_history(made)]
+    own = ("agent", "harness", "generator")
+    in_one_row = [
+        c["history"] != "step_wise" and not any(c.get(name) for name in own) for c in configs
+    ]
+    return "trajectory" if in_one_row and all(in_one_row) else "step"
+
+
+def _has_history(made: Mapping[str, Any]) -> bool:
+    config = made.get("config")
+    return isinstance(config, Mapping) and "history" in config
+
+
+def sequence_metrics(
+    rows: pl.DataFrame, outcome: Outcome, per: Literal["step", "trajectory"], *, merges: bool
+) -> dict[str, float]:
+    """Compute SkyRL's metrics of a batch as generated, before merging.
+
+    They include `rollout_metrics` that a custom generator returned, except those that are computed
+    here. If turns will be merged, the metrics include the number of turns.
+
+    Args:
+        rows: From `generated_rows`.
+        outcome: How returns are computed.
+        per: From `generated_per`.
+        merges: True if turns will be merged.
+    """
+    found = rollout_metrics(rows, per=per, outcome=outcome)
     metrics = {n: v for n, v in found.items() if n.startswith(GENERATED)}
+    if ROLLOUT_METRICS in rows.columns:
+        theirs = aggregated(rows[ROLLOUT_METRICS].drop_nulls())
+        metrics = {_free_name(name): value for name, value in theirs.items()} | metrics
     if merges:
         turns = trajectories(rows, outcome).select(pl.col("step_tokens").list.len().sum())
         metrics["generate/num_seq_before_merge"] = turns.collect().item()
@@ -39,7 +77,10 @@ def sequence_metrics(rows: pl.DataFrame, outcome: Outcome, *, merges: bool) -> d
 def batch_metrics(
     plan: Plan, batch: Batch, groups: Sequence[str], estimates: Estimates
 ) -> list[dict[str, Any]]:
-    """Compute counts, rewards and advantages of each mini-batch of a batch.
+    """Compute counts and rewards of each mini-batch, and SkyRL's rewards and advantages of the batch.
+
+    Metrics with SkyRL's names (`reward/...`, `loss/...`) are about the entire batch, as in SkyRL,
+    and are the same for each of its mini-batches.
 
     Failed trajectories have no return and are excluded from means; a mean of no values is None.
     """
@@ -51,11 +92,14 @@ def batch_metrics(
         pl.col("failed").sum().alias("num_failed"),
         (~trains).sum().alias("num_masked"),
         value.mean().alias("return_mean"),
+    )
+    counts = counts.sort("mini_batch")
+    whole = trajectories.select(
         value.mean().alias("reward/avg_raw_reward"),
         value.clip(lower_bound=0).mean().alias("reward/mean_positive_reward"),
+        _passed(trajectories).alias("reward/avg_pass_at_n"),
         pl.col("return").filter(trains).mean().alias("loss/avg_final_rewards"),
-    )
-    counts = counts.join(_passed(trajectories), on="mini_batch", how="left").sort("mini_batch")
+    ).row(0, named=True) | _raw_advantages(batch, estimates)
     num_rows = np.bincount(batch.mini_batch).tolist()
     num_greedy, num_truncated = (
         np.bincount(batch.mini_batch, rows).astype(np.int64).tolist()
@@ -65,23 +109,27 @@ def batch_metrics(
         row
         | {"num_rows": num_rows[number], "num_greedy_rows": num_greedy[number]}
         | {"num_truncated_rows": num_truncated[number]}
-        | _raw_advantages(batch, estimates, number)
+        | whole
         for row in counts.to_dicts()
         for number in [row.pop("mini_batch")]
     ]
 
 
-def _passed(trajectories: pl.DataFrame) -> pl.DataFrame:
-    """Compute the fraction of groups with a return above 0 in each mini-batch."""
+def _passed(trajectories: pl.DataFrame) -> pl.Series:
+    """[1] Compute the fraction of groups with a return above 0."""
     known = trajectories.filter(~pl.col("failed"))
-    groups = known.group_by("mini_batch", "instance_id").agg(passed=(pl.col("return") > 0).any())
-    share = pl.col("passed").mean().alias("reward/avg_pass_at_n")
-    return groups.group_by("mini_batch").agg(share)
+    groups = known.group_by("instance_id").agg(passed=(pl.col("return") > 0).any())
+    return groups.select(pl.col("passed").mean())["passed"]
 
 
-def _raw_advantages(batch: Batch, estimates: Estimates, number: int) -> dict[str, float | None]:
-    row = np.repeat(np.arange(len(batch.names)), batch.responses.lengths)
-    found = estimates.raw.numpy()[batch.trains & (batch.mini_batch == number)[row]]
+def _raw_advantages(batch: Batch, estimates: Estimates) -> dict[str, float | None]:
+    found = estimates.raw.numpy()[batch.trains]
     mean = float(found.mean()) if len(found) else None
     size = float(np.abs(found).mean()) if len(found) else None
     return {"loss/avg_raw_advantages": mean, "loss/avg_raw_advantages_abs": size}
+
+
+def _free_name(name: str) -> str:
+    """Return the name under which a generator's metric is logged: not one of the trainer's."""
+    is_taken = name in METRICS or name in LOOP_METRICS or name.startswith(TAKEN)
+    return f"{GENERATED[0]}{name}" if is_taken else name

@@ -23,7 +23,12 @@ from trainer.distributed.processes import agreed, exchange_rows, own_groups
 from trainer.models.critic import critic_values, update_critic
 from trainer.run.advice import differs_from_sampler
 from trainer.run.batch_advantages import estimate
-from trainer.run.batch_metrics import batch_metrics, generated_rows, sequence_metrics
+from trainer.run.batch_metrics import (
+    batch_metrics,
+    generated_per,
+    generated_rows,
+    sequence_metrics,
+)
 from trainer.run.kl_reward import charge_kl, next_coef
 from trainer.run.mismatch_causes import likely_cause
 from trainer.run.passes import (
@@ -366,7 +371,9 @@ def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
     merges, records = packing.sequence_layout == "merge", run.config.record_tokens != "none"
     return Share(
         rows=rows,
-        generated=sequence_metrics(found, run.settings.outcome, merges=merges),
+        generated=sequence_metrics(
+            found, run.settings.outcome, generated_per(run.config.dataset), merges=merges
+        ),
         stored=stored_rows(found) if records else None,
     )
 

@@ -14,7 +14,9 @@ from pipelines import GymGenerator, TrajectoryID, merge
 from pipelines.generation.engines.base import ENGINE_DOWN, Sampling
 from pipelines.generation.generator import Generator
 from pipelines.generation.user_generator import OwnGenerator
+from rollout_io import read_generator_output, write_generator_output
 from rollout_io.cli.main import run as command
+from rollout_io.retokenize import encode_response
 from schemas.checker import validate
 from schemas.errors import RolloutError
 from tests.helpers import generation_helpers as helpers
@@ -85,6 +87,24 @@ class Steps(Sums):
         last = [False, True] * len(input_batch["prompts"])
         rewards = [r * is_last for r, is_last in zip(output["rewards"], last, strict=True)]
         return output | {"trajectory_ids": ids, "is_last_step": last, "rewards": rewards}
+
+
+class Retokenizing(Sums):
+    """Encodes text instead of keeping the engine's ids, and says so."""
+
+    async def generate(self, input_batch):
+        output = await super().generate(input_batch)
+        said = [{"role": "assistant", "content": "four"}]
+        answer = encode_response(said, self.tokenizer)
+        num = len(output["response_ids"])
+        return output | {
+            "response_ids": [answer.response_ids] * num,
+            "loss_masks": [answer.loss_mask] * num,
+            "rollout_logprobs": None,
+            "token_source": ["retokenized"] * num,
+            "temperature": [0.25] * num,
+            "rollout_metrics": {"tool/calls": np.int64(num), "notes": "x"},
+        }
 
 
 class StepsOfDicts(Steps):
@@ -226,6 +246,18 @@ def test_rows_are_those_of_the_output_with_the_version_and_sampling_of_the_loop(
     assert given["prompts"] == [helpers.ASK] * 3
     assert given["sampling_params"] | {"temperature": 0.5, "top_k": 9} == given["sampling_params"]
     assert given["batch_metadata"].training_phase == "train"
+
+
+def test_a_generator_says_how_its_rows_were_made_and_what_it_counted(model, tokenizer, tmp_path):
+    found, table = finished_by(tokenizer, model, "Retokenizing")
+    validate(table)
+    assert table["token_source"].to_pylist() == ["retokenized"] * 3
+    assert table["temperature"].to_pylist() == [0.25] * 3
+    assert table["rollout_metrics"].to_pylist() == ['{"tool/calls": 3.0}', None, None]
+    assert "notes" in found[0].warnings[0]
+    write_generator_output(table, tmp_path / "out.json")
+    again = read_generator_output(tmp_path / "out.json")
+    assert again["token_source"].to_pylist() == ["retokenized"] * 3
 
 
 @pytest.mark.parametrize("name", ["Steps", "StepsOfDicts"])
@@ -391,6 +423,10 @@ def test_the_loop_trains_evaluates_resumes_and_replays_what_a_generator_returns(
     greedy = next(b for b in Sums.seen if b["batch_metadata"].training_phase == "eval")
     assert greedy["sampling_params"]["temperature"] == 0.0
     assert result.evaluation is not None
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [line["generate/own"] for line in found if "generate/own" in line] == [2.0, 2.0]
+    assert [line["eval/all/generate/own"] for line in found if "eval/all/avg_score" in line]
     again = replay(config, tmp_path / "again")
     assert weights_of(again.checkpoint) == weights_of(result.checkpoint)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipelines.generation.engines.base import Sampling
 from pipelines.generation.engines.completion_answers import read_sampled
 from pipelines.harness.engine_api import EngineApp, read_request
-from pipelines.harness.recorded_calls import answering_at_loopback
+from pipelines.harness.recorded_calls import answering_at
 from schemas.errors import RolloutError
 from tests.helpers.generation_helpers import ASK, chatty_model
 from tests.helpers.harness_helpers import Scripted
@@ -34,7 +34,7 @@ def engine(tokenizer):
 async def served(engine, tokenizer):
     app = EngineApp(engine, tokenizer, "smollm2")
     async with (
-        answering_at_loopback(app) as url,
+        answering_at(app) as url,
         httpx2.AsyncClient(base_url=url, timeout=60) as client,
     ):
         client.root = url

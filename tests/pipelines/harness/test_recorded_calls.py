@@ -1,8 +1,11 @@
 """The recorder in the loop: whose calls are answered, how, and what becomes of them."""
 
 import asyncio
+import socket
+import tempfile
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -11,11 +14,13 @@ import pytest
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import ENGINE_DOWN
-from pipelines.generation.generator import Generator, open_calls
+from pipelines.generation.generator import Generator, Pace, open_calls
+from pipelines.generation.process_groups import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import seed_of
 from pipelines.harness.engine_api import EngineApp
-from pipelines.harness.recorded_calls import answering_at_loopback
+from pipelines.harness.launchers import CommandHarness, Endpoint
+from pipelines.harness.recorded_calls import answering_at
 from pipelines.harness.requests import completed
 from pipelines.harness.results import outcome_of
 from schemas.errors import RolloutError
@@ -70,6 +75,76 @@ def test_only_the_calls_of_a_trajectory_that_is_open_are_answered(tokenizer):
     assert asyncio.run(main()) == [200, 403, 403, 404, 403, 403, 403]
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_only_loopback_serves_requests_without_the_token_of_their_trajectory(tokenizer, host):
+    async def main():
+        engine = Scripted(tokenizer, "one")
+        async with calling(engine, tokenizer, host=host) as (calls, _, endpoint, client):
+            task = Task(instance_id="x", repetition_id=0, prompt=ASK)
+            async with calls.trajectory(task, config_of()) as (_, other):
+                found = []
+                for key in (endpoint.api_key, None, "wrong", "none", other.api_key):
+                    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+                    for path in ("chat/completions", "models"):
+                        url, body = (
+                            f"{endpoint.base_url}/{path}",
+                            CHAT if path != "models" else None,
+                        )
+                        how = "GET" if body is None else "POST"
+                        asked = await client.request(how, url, json=body, headers=headers)
+                        found.append(asked.status_code)
+                lost = endpoint.base_url.replace(endpoint.base_url.split("/")[-3], "0" * 16)
+                found.append((await client.get(f"{lost}/models")).status_code)
+            return found, endpoint.api_key, engine
+
+    found, key, engine = asyncio.run(main())
+    if host == "127.0.0.1":
+        assert found == [200] * 10 + [403]
+        assert key == "none"
+    else:
+        assert found == [200, 200] + [401] * 9
+        assert len(key) >= 32
+    assert len(engine.asked) == (1 if host != "127.0.0.1" else 5)
+
+
+def test_the_endpoint_has_the_port_and_the_model_of_the_configuration(tokenizer):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {"port": port, "served_model_name": "policy"}
+
+    async def main():
+        engine = Scripted(tokenizer, "one")
+        async with calling(engine, tokenizer, **settings) as (_, _, endpoint, client):
+            models = (await client.get(f"{endpoint.base_url}/models")).json()
+            return endpoint, [model["id"] for model in models["data"]]
+
+    endpoint, names = asyncio.run(main())
+    assert endpoint.base_url.startswith(f"http://127.0.0.1:{port}/s/")
+    assert names == [endpoint.model] == ["policy"]
+
+
+def test_a_command_gets_the_token_of_its_base_url(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "judge's key")
+    endpoint = Endpoint(base_url="http://10.0.0.1/v1", model="m", api_key="t0k3n")
+    for words, key in (("", "t0k3n"), ("{base_url}", "t0k3n"), ("{api_key}", "judge's key")):
+        harness = CommandHarness(f"sh -c 'echo $OPENAI_API_KEY >&2; exit 3' sh {words}")
+        task = Task(instance_id="x", repetition_id=0, prompt=ASK)
+        with Watch(tempfile.mkdtemp()) as watch, pytest.raises(RolloutError) as caught:
+            asyncio.run(harness.run(endpoint, task, 30, watch))
+        shown = "[redacted]" if key == "t0k3n" else key
+        assert shown in str(caught.value)
+        assert "t0k3n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"host": ""}, {"host": "a b"}, {"port": 70000}, {"served_model_name": ""}]
+)
+def test_an_address_that_is_none_is_refused_by_name(settings):
+    with pytest.raises(RolloutError, match=next(iter(settings))):
+        config_of(**settings)
+
+
 def test_what_a_request_leaves_out_is_as_the_configuration_has_it(tokenizer):
     engine = Scripted(tokenizer, "one")
     settings = {"temperature": 0.5, "top_k": 9, "seed": 4, "max_response_tokens": 20}
@@ -106,7 +181,7 @@ def test_steps_are_those_that_the_recorder_writes_of_the_same_calls(tokenizer, t
 
     async def recorded():
         app = EngineApp(engine, tokenizer, "m")
-        async with answering_at_loopback(app) as url, recording(tmp_path / "ds", url) as client:
+        async with answering_at(app) as url, recording(tmp_path / "ds", url) as client:
             for seed, body in enumerate(bodies):
                 agent = "/helper" if seed == 2 else ""
                 await client.post(f"/s/x/0{agent}/v1/chat/completions", json=body | {"model": "m"})
@@ -249,7 +324,7 @@ def test_a_stream_that_is_cut_off_when_its_harness_ends_is_a_step(tokenizer, lea
         await asyncio.gather(opened.end_calls(), *endings)
 
     async def main():
-        async with answering_at_loopback(FakeEngine(num_tokens=600, gap_s=0.01)) as url:
+        async with answering_at(FakeEngine(num_tokens=600, gap_s=0.01)) as url:
             engine, own = Scripted(tokenizer, "one"), {"engine": "vllm", "urls": (url,)}
             async with calling(engine, tokenizer, **own) as (calls, opened, _, client):
                 journal = calls._recorder.journal
@@ -271,7 +346,7 @@ def test_a_call_that_waited_for_new_weights_is_salted_with_their_version(tokeniz
 
     async def main():
         app = FakeEngine()
-        async with answering_at_loopback(app) as url:
+        async with answering_at(app) as url:
             gate = WeightSwapEngine(Loading(tokenizer, "one"), waits=True)
             own = {"engine": "vllm", "urls": (url,)}
             async with calling(gate.engine, tokenizer, gate.turn, **own) as (_, _, _, client):
@@ -295,7 +370,7 @@ def test_a_call_that_waited_for_new_weights_is_salted_with_their_version(tokeniz
 def test_a_call_that_could_not_be_recorded_is_not_answered(body, tokenizer):
     async def main():
         app = FakeEngine()
-        async with answering_at_loopback(app) as url:
+        async with answering_at(app) as url:
             own = {"engine": "vllm", "urls": (url,)}
             async with calling(Scripted(tokenizer, "one"), tokenizer, **own) as (*_, client):
                 answer = await client.post("v1/chat/completions", content=body)
@@ -311,3 +386,38 @@ def test_a_length_that_is_written_as_text_is_bounded_too(asked, sent):
     fields = {"max_tokens": msgspec.Raw(msgspec.json.encode(asked))}
     made = completed(fields, {}, max_response_tokens=16)
     assert msgspec.json.decode(msgspec.json.encode(made)) == {"max_tokens": sent}
+
+
+def test_trajectories_of_a_harness_start_at_the_rate_of_the_configuration(tokenizer, monkeypatch):
+    delays = []
+
+    async def sleep(delay_s, *_):
+        delays.append(delay_s)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", lambda: 100.0)
+        monkeypatch.setattr("pipelines.generation.generator.asyncio.sleep", sleep)
+        pace = Pace(2.0)
+        for num in (1, 3, 1):
+            await pace.wait(num)
+        monkeypatch.undo()
+
+    asyncio.run(main())
+    assert delays == [0.0, 0.5, 2.0]
+    waited = []
+
+    async def wait(self, num):
+        waited.append((self, num))
+
+    monkeypatch.setattr(Pace, "wait", wait)
+
+    async def run():
+        config, engine = config_of(trajectories_per_s=4.0), Scripted(tokenizer, "one")
+        async with open_calls(config, engine, tokenizer) as calls:
+            tasks = [replace(TASK, repetition_id=number) for number in range(3)]
+            return await Generator(engine, tokenizer, config, calls).collect(tasks)
+
+    assert [one.error for one in asyncio.run(run())] == [None] * 3
+    assert [num for _, num in waited] == [1] * 3
+    assert len({id(pace) for pace, _ in waited}) == 1

@@ -2,6 +2,7 @@ import itertools
 import json
 import math
 import tempfile
+from itertools import groupby
 from pathlib import Path
 
 import polars as pl
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import rollout_io
 from pipelines.merging.merge import merge
 from pipelines.statistics.metrics import METRIC_SCHEMA, dataset_metrics, pass_at_k, trajectories
-from rollout_io import RolloutWriter
+from rollout_io import RolloutWriter, from_generator_output
 from rollout_io.cli.main import run
 from schemas.strategies import rollout_tables
 from tests.conftest import ROOT
@@ -67,7 +68,7 @@ def test_lengths_are_per_step_and_per_trajectory_apart():
     assert rows["step", "generate/avg_response_length"] == (2.0, 2, 0)
     assert rows["step", "generate/std_num_tokens"] == (1.0, 2, 0)
     assert rows["step", "generate/avg_assistant_tokens"] == (1.5, 2, 0)
-    assert rows["step", "generate/tokens_per_turn_max"] == (3.0, 2, 0)
+    assert rows["step", "generate/tokens_per_turn_max"] == (2.0, 2, 0)
     assert rows["trajectory", "generate/avg_num_tokens"] == (4.0, 1, 0)
     assert rows["trajectory", "generate/std_num_tokens"] == (0.0, 1, 0)
     assert rows["trajectory", "generate/max_assistant_tokens"] == (3.0, 1, 0)
@@ -88,6 +89,24 @@ def test_the_turns_of_a_row_are_its_sampled_ranges():
     rows = found(with_column("segments", [None, spans]))
     assert rows["step", "generate/tokens_per_turn_mean"] == (1.0, 3, 0)
     assert rows["step", "generate/avg_num_tokens"] == (2.0, 2, 0)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1), min_size=1))
+def test_turns_of_rows_with_observations_are_runs_of_the_loss_mask(masks):
+    output = {
+        "prompt_token_ids": [[1]] * len(masks),
+        "response_ids": [[2] * len(mask) for mask in masks],
+        "loss_masks": masks,
+        "rewards": [1.0] * len(masks),
+    }
+    lengths = [len(list(run)) for mask in masks for on, run in groupby(mask) if on]
+    rows = found(from_generator_output(output, group_size=1))
+    mean = sum(lengths) / len(lengths) if lengths else None
+    assert rows["step", "generate/tokens_per_turn_mean"] == (
+        pytest.approx(mean) if lengths else None,
+        len(lengths),
+        0,
+    )
 
 
 @pytest.mark.slow

@@ -178,13 +178,37 @@ def test_whitening_is_over_the_batch_not_the_mini_batch(
     dataset = write_dataset(tmp_path / "ds", rows)
     run(dataset, model, tmp_path / "run", groups_per_batch=2, groups_per_mini_batch=1, **settings)
     first, second = metrics_of(tmp_path / "run")
-    means = [line["loss/avg_raw_advantages"] for line in (first, second)]
+    losses = [line["loss"] for line in (first, second)]
     if "advantage_batch_normalize" in settings:
-        assert means == pytest.approx([0, 0], abs=1e-6)
         assert abs(first["loss"]) < abs(first["loss/avg_raw_advantages_abs"])
     else:
-        assert means[0] < -0.5
-        assert sum(means) == pytest.approx(0, abs=1e-6)
+        assert losses[0] > 0.5
+    assert first["loss/avg_raw_advantages"] == pytest.approx(0, abs=1e-6)
+
+
+def test_metrics_with_names_of_skyrl_are_of_the_batch(model: str, tmp_path: Path) -> None:
+    rewards = {"a": (1.0, 0.0), "b": (0.0, -3.0)}
+    rows = [
+        step(group, i, 0, [1], [2, 3], reward=reward, is_last_step=True)
+        for group, values in rewards.items()
+        for i, reward in enumerate(values)
+    ]
+    dataset = write_dataset(tmp_path / "ds", rows)
+    settings = {"groups_per_batch": 2, "groups_per_mini_batch": 1, "normalize_by_std": False}
+    run(dataset, model, tmp_path / "run", **settings)
+    lines = metrics_of(tmp_path / "run")
+    expected = {
+        "reward/avg_raw_reward": -0.5,
+        "reward/mean_positive_reward": 0.25,
+        "reward/avg_pass_at_n": 0.5,
+        "loss/avg_final_rewards": -0.5,
+        "loss/avg_raw_advantages": 0.0,
+        "loss/avg_raw_advantages_abs": 1.0,
+    }
+    assert len(lines) == 2
+    for line in lines:
+        assert {name: line[name] for name in expected} == pytest.approx(expected)
+    assert sorted(line["return_mean"] for line in lines) == [-1.5, 0.5]
 
 
 @pytest.mark.slow

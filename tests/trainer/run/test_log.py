@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from accelerate import Accelerator
 
+import rollout_io
 import trainer
+from rollout_io import RolloutWriter
+from schemas.metadata import DatasetMetadata
 from schemas.run_metrics import GENERATED, METRICS
 from tests.helpers.trainer_helpers import (
     one_group,
@@ -22,6 +26,7 @@ from tests.helpers.trainer_helpers import (
 )
 from trainer.config.train_config import TrainConfig
 from trainer.run.advice import warnings_about
+from trainer.run.batch_metrics import generated_per
 from trainer.run.log import RunLog, progress_line
 
 NOTE = "note: importance correction (tis_ratio_type) is off, because the dataset has no rollout_logprobs\n"
@@ -240,3 +245,52 @@ def test_the_first_line_of_a_batch_has_the_metrics_of_its_turns(model: str, tmp_
     responses = [len(row["response_ids"]) for row in rows]
     assert found["generate/avg_num_tokens"] == pytest.approx(sum(responses) / 6)
     assert not [name for name in second if name.startswith(GENERATED)]
+
+
+def test_metrics_of_a_generator_are_logged_once_a_batch_without_replacing_others(
+    model: str, tmp_path: Path
+) -> None:
+    objects = [
+        {"tool/avg_calls": 1.0, "tool/errors": 2, "loss": 9.0, "generate/avg_num_tokens": 99.0},
+        {"tool/avg_calls": 3.0, "tool/errors": 3},
+    ]
+    rows = [*group("a", (1.0, 0.0)), *group("b", (1.0, 0.0))]
+    stored: list[str | None] = [None] * len(rows)
+    stored[0], stored[-1] = map(json.dumps, objects)
+    table = rollout_io.read(write_dataset(tmp_path / "plain", rows))
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(table.append_column("rollout_metrics", pa.array(stored)))
+    settings = {"groups_per_batch": 2, "groups_per_mini_batch": 1}
+    out, dataset = str(tmp_path / "run"), str(tmp_path / "ds")
+    trainer.train(TrainConfig(dataset=dataset, model=model, out=out, **settings))
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line) for line in lines)
+    assert first["tool/avg_calls"] == 2.0
+    assert first["tool/errors"] == 5.0
+    assert first["generate/loss"] == 9.0
+    assert first["loss"] != 9.0
+    assert first["generate/avg_num_tokens"] != 99.0
+    assert not {"tool/errors", "generate/loss"} & second.keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "per"),
+    [
+        ({"history": "append"}, "trajectory"),
+        ({"history": "one_message", "agent": None}, "trajectory"),
+        ({"history": "step_wise"}, "step"),
+        ({"history": "append", "agent": "m:f"}, "step"),
+        ({"history": "append", "harness": "h"}, "step"),
+        (None, "step"),
+    ],
+)
+def test_only_step_wise_datasets_are_measured_per_step(
+    config: dict[str, Any] | None, per: str, tmp_path: Path
+) -> None:
+    metadata = DatasetMetadata()
+    if config is not None:
+        metadata = metadata.made("rl", config=config)
+    plain = write_dataset(tmp_path / "plain", group("a", (1.0, 0.0)))
+    with RolloutWriter(tmp_path / "ds", metadata=metadata) as writer:
+        writer.write(rollout_io.read(plain))
+    assert generated_per(str(tmp_path / "ds")) == per
