@@ -5,11 +5,15 @@
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PYTHON312 ?= $(shell for p in python3.12 python3.13 "$$HOME"/.pyenv/versions/3.12*/bin/python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo "$$p" && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 SKYRL := .venv-skyrl
+SKYRL_NEW := .venv-skyrl-0.4
+HARBOR := .venv-harbor
 S3 := .venv-s3
 LOWEST := .venv-lowest
 CLAUDE_CODE := .cache/claude_code
@@ -69,8 +73,8 @@ test-vllm: $(READY) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready 
 test-gpu: $(READY) $(MODEL)/model.safetensors  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
-test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready  ## Run SkyRL's own functions on our outputs
-	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py
+test-skyrl: $(READY) $(MODEL)/model.safetensors $(SKYRL)/.ready $(SKYRL_NEW)/.ready $(HARBOR)/.ready  ## Run SkyRL's own functions on our outputs, and Harbor's trials
+	$(BIN)/python -m pytest -m nightly tests/slow/test_skyrl_peer.py tests/slow/test_harbor_trials.py
 
 test-s3: $(S3)/.ready  ## Read, train and write datasets in a failing object store (minutes)
 	OMP_NUM_THREADS=1 $(S3)/bin/python -m pytest -m nightly tests/slow/test_object_store.py
@@ -109,7 +113,7 @@ format: $(READY)  ## Format the sources
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, the caches and the demo's runs
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(S3) $(LOWEST) $(PAGE)/node_modules $(dir $(BUNDLE)) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(SKYRL_NEW) $(HARBOR) $(S3) $(LOWEST) $(PAGE)/node_modules $(dir $(BUNDLE)) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
@@ -189,6 +193,22 @@ $(SKYRL)/.ready: constraints-skyrl.txt | $(READY)
 		accelerate aiohttp click datasets filelock func_timeout hypothesis jaxtyping jinja2 loguru msgspec omegaconf peft \
 		polars pydantic pytest ray rich tensordict torch torchdata tqdm transformers
 	$(UV_INSTALL) $(SKYRL)/bin/python -c constraints-skyrl.txt --no-deps skyrl skyrl-gym
+	@touch $@
+
+# SkyRL 0.4 needs Python 3.12.
+$(SKYRL_NEW)/.ready: constraints-skyrl.txt constraints-skyrl-0.4.txt | $(READY)
+	test -x $(SKYRL_NEW)/bin/python || $(BIN)/uv venv --quiet --python "$(PYTHON312)" $(SKYRL_NEW)
+	$(UV_INSTALL) $(SKYRL_NEW)/bin/python -c constraints-skyrl-0.4.txt \
+		accelerate aiohttp click cloudpathlib datasets fastapi filelock func_timeout hypothesis jaxtyping jinja2 loguru \
+		msgspec omegaconf orjson peft polars pybase64 pydantic pytest ray rich tensordict torch torchdata tqdm transformers \
+		uvicorn zstandard
+	$(UV_INSTALL) $(SKYRL_NEW)/bin/python -c constraints-skyrl-0.4.txt --no-deps skyrl skyrl-gym
+	@touch $@
+
+# Harbor needs Python 3.12; the policy runs in our own environment.
+$(HARBOR)/.ready: | $(READY)
+	test -x $(HARBOR)/bin/python || $(BIN)/uv venv --quiet --python "$(PYTHON312)" $(HARBOR)
+	$(UV_INSTALL) $(HARBOR)/bin/python 'harbor==0.26.*'
 	@touch $@
 
 # Moto's server answers as S3 does. The tests run here, because s3fs and our package share the process.

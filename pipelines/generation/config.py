@@ -33,7 +33,8 @@ class GenerateConfig:
     tasks: str
     """Task file, JSON Lines or Parquet, one task per line or row: `prompt` (messages or text) and
     optionally `instance_id` and `env_class`; all other fields are passed to the environment as
-    extras."""
+    extras. Or a directory of Harbor's task directories: `instruction.md` is the prompt, and the
+    extra `path` the task directory."""
     model: str
     """Hugging Face model directory: tokenizer, chat template, and the model for `transformers`."""
     out: str

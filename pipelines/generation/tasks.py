@@ -13,6 +13,8 @@ from rollout_io.retokenize.messages import normalize
 from schemas.errors import InputError
 
 _OWN = ("prompt", "instance_id", "env_class")
+INSTRUCTION = "instruction.md"
+"""File of a task directory, as in Harbor, that has the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +49,9 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
     Args:
         path: JSON Lines, or Parquet if its extension is .parquet. `prompt` is a list of messages,
             or text, which becomes a user message; `instance_id` defaults to the index of the
-            record (from 0).
+            record (from 0). Or a directory with one task directory per task, as in Harbor: those
+            with an `instruction.md`, which is the prompt; `instance_id` is the directory's name,
+            and the extra `path` its absolute path.
         group_size: Attempts per task.
 
     Raises:
@@ -69,7 +73,11 @@ def read_tasks(path: str, group_size: int) -> list[Task]:
             raise InputError("tasks", where, got, hint=hint)
         found[task.instance_id] = task
     if not found:
-        raise InputError("tasks", path, "the file has no tasks")
+        is_directory = Path(path).is_dir()
+        got = (
+            f"no directory in it has an {INSTRUCTION}" if is_directory else "the file has no tasks"
+        )
+        raise InputError("tasks", path, got)
     return [attempt for task in found.values() for attempt in attempts(task, group_size)]
 
 
@@ -80,6 +88,9 @@ def attempts(task: Task, group_size: int) -> Iterator[Task]:
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    if path.is_dir():
+        yield from _directories(path)
+        return
     if path.suffix == ".parquet":
         yield from _rows(path)
         return
@@ -94,6 +105,19 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
                 yield where, json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise InputError("tasks", where, f"invalid JSON: {error}") from None
+
+
+def _directories(path: Path) -> Iterator[tuple[str, Any]]:
+    root = path.resolve()
+    folders = [root, *sorted(root.iterdir())]
+    for folder in folders:
+        file = folder / INSTRUCTION
+        if file.is_file():
+            try:
+                prompt = read_input(file).decode()
+            except UnicodeDecodeError as error:
+                raise _unreadable(file, error, "UTF-8") from None
+            yield str(file), {"instance_id": folder.name, "prompt": prompt, "path": str(folder)}
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -158,11 +158,15 @@ def generator_output_text(
     """Return the text that `write_generator_output` writes to `file`."""
     output = to_generator_output(table, failed, outcome)
     try:
-        return json.dumps(output, allow_nan=False, separators=(",", ":"), default=asdict) + "\n"
+        return json.dumps(output, allow_nan=False, separators=(",", ":"), default=_plain) + "\n"
     except ValueError:
         hint = "drop the metric, or replace NaN and infinity"
         got = "cannot write NaN or infinity as JSON"
         raise InputError("json_number", os.fspath(file), got, hint=hint) from None
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else asdict(value)
 
 
 def read_generator_output(
@@ -335,8 +339,13 @@ def _routes(table: pa.Table, masked: BoolArray) -> list[Any] | None:
     flat = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
     offsets = offsets_of(list_lengths(column))
     routes = np.asarray(flat).reshape(shape)
-    rows = _cut(routes.tolist(), Ragged(routes, offsets, np.asarray(pc.is_valid(column))))
-    return _filled(rows, masked, lambda: [[list(range(topk)) for _ in range(num_layers)]])
+    valid = np.asarray(pc.is_valid(column)).tolist()
+    rows = [
+        routes[a:b] if has else None
+        for a, b, has in zip(offsets[:-1].tolist(), offsets[1:].tolist(), valid, strict=True)
+    ]
+    unsampled = np.tile(np.arange(topk, dtype=routes.dtype), (1, num_layers, 1))
+    return _filled(rows, masked, lambda: unsampled)
 
 
 def _env_metrics(table: pa.Table) -> list[dict[str, float] | None] | None:
@@ -360,9 +369,9 @@ def _newer_fields(table: pa.Table, masked: BoolArray) -> GeneratorOutput:
         }
     if (support := aligned_support(table, masked)) is not None:
         widths = {len(token) for row in support if row is not None for token in row}
-        found["rollout_sample_support"] = _filled(
-            support, masked, lambda: [[-1] * max(widths, default=1)]
-        )
+        padding = [[-1] * max(widths, default=1)]
+        rows = _filled(support, masked, lambda: padding)
+        found["rollout_sample_support"] = [np.asarray(row, np.int32) for row in rows]
     return found
 
 

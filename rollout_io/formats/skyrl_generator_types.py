@@ -61,7 +61,7 @@ class GeneratorOutput(TypedDict, total=False):
     trajectory_generation_times: Sequence[float | None] | None
     """[N] times in seconds."""
     rollout_expert_indices: Sequence[Any] | None
-    """[N][tokens][layers][topk] experts of the leading tokens of prompt and response."""
+    """[N] arrays [tokens, layers, topk] of the experts of the leading tokens of prompt and response."""
     is_last_step: Sequence[bool] | None
     """[N] true for the last step of a trajectory; only in step-wise outputs."""
     env_metrics: Sequence[Mapping[str, float] | None] | None
@@ -69,6 +69,6 @@ class GeneratorOutput(TypedDict, total=False):
     trajectory_time_splits: Mapping[str, Sequence[float | None]] | None
     """{name: [N]} parts of the generation times in seconds; since SkyRL 0.4."""
     rollout_sample_support: Sequence[Any] | None
-    """[N][R][k] token ids that the sampler could have drawn, padded with -1; since SkyRL 0.4."""
+    """[N] arrays [R, k] of token ids that the sampler could draw, padded with -1; since SkyRL 0.4."""
     token_source: Sequence[str] | None
     """[N] `engine` (exact ids) or `retokenized` (from text); SkyRL ignores it. Missing: `engine`."""

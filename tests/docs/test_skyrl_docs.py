@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import re
+import tempfile
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from rollout_io.formats.skyrl_other_fields import COLUMN_FIELDS, OPTIONAL, REQUI
 from schemas.columns import COLUMN_BY_NAME
 from tests.conftest import ROOT
 from trainer.config.train_config import TrainConfig
-from trainer.rl.config import EvaluateConfig
+from trainer.rl.config import EvaluateConfig, load_rl_config
 
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "skyrl.md").read_text(encoding="utf-8")
@@ -39,6 +41,21 @@ def test_every_field_of_an_output_has_its_column() -> None:
     for field, columns in rows.items():
         if field not in {*USER_FIELDS, "rollout_metrics"}:
             assert set(re.findall(r"`(\w+)`", columns)) <= COLUMN_BY_NAME.keys()
+
+
+def test_the_toml_of_skyrls_defaults_is_a_configuration() -> None:
+    section = PAGE.partition("## Defaults that differ")[2].partition("\n## ")[0]
+    [text] = re.findall(r"```toml\n(.+?)```", section, re.DOTALL)
+    own = {"model": "m", "tasks": "t.jsonl", "out": "run", "num_iterations": 1}
+    path = pathlib.Path(tempfile.mkdtemp()) / "skyrl.toml"
+    path.write_text(text, encoding="utf-8")
+    overrides = [f"{key}={value}" for key, value in own.items()]
+    config = load_rl_config(path, [*overrides, "generate.environment=gsm8k"])
+    training = config.training
+    assert (training.kl_loss_coef, training.tis_ratio_type) == (0.001, None)
+    assert (training.groups_per_batch, training.groups_per_mini_batch) == (1024, 256)
+    assert (training.sequence_layout, training.outcome) == ("step", "last")
+    assert config.generation.group_size == 5
 
 
 def test_the_columns_that_an_output_may_have_are_named() -> None:

@@ -190,7 +190,7 @@ def check_tensors(output, tensors):
             routes = output["rollout_expert_indices"][row]
             start = width - len(ids)
             found = tensors["rollout_expert_indices"][row, start : start + len(routes)]
-            assert found.tolist() == routes
+            assert found.tolist() == routes.tolist()
 
 
 def returned(output):
@@ -259,7 +259,20 @@ def merged_by_both():
         assert metrics["generate/num_seq_after_merge"] == len(ours["response_ids"])
 
 
+def defaults_of_the_page():
+    """SkyRL's defaults are those that docs/skyrl.md names."""
+    config = SkyRLTrainConfig()
+    algorithm, generator = config.trainer.algorithm, config.generator
+    assert (algorithm.use_kl_loss, algorithm.kl_loss_coef) == (True, 0.001)
+    assert algorithm.off_policy_correction.tis_ratio_type is None
+    assert (config.trainer.train_batch_size, config.trainer.policy_mini_batch_size) == (1024, 256)
+    assert (generator.n_samples_per_prompt, generator.merge_stepwise_output) == (5, False)
+    assert (config.trainer.eval_interval, config.trainer.ckpt_interval) == (5, 10)
+    assert (generator.max_input_length, config.trainer.fully_async.max_staleness_steps) == (512, 4)
+
+
 CASES = (
+    defaults_of_the_page,
     *(one_row_each, one_row_a_step, a_failed_group, routes_of_a_mixture),
     *(scalar_rewards_of_logs, concatenated, merged_by_both, their_generator_in_our_place),
 )

@@ -9,19 +9,19 @@ import pytest
 from rollout_io import Choices, convert
 from tests.conftest import EXAMPLES, ROOT
 
-PYTHON = ROOT / ".venv-skyrl" / "bin" / "python"
-
 
 @pytest.mark.nightly
-def test_skyrl_checks_merges_and_trains_outputs_of_ours_unchanged(tmp_path, smollm2_dir):
+@pytest.mark.parametrize("name", [".venv-skyrl", ".venv-skyrl-0.4"])
+def test_skyrl_checks_merges_and_trains_outputs_of_ours_unchanged(tmp_path, smollm2_dir, name):
     del smollm2_dir
-    if not PYTHON.exists():
-        pytest.skip("no .venv-skyrl: run `make test-skyrl`")
+    python = ROOT / name / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no {name}: run `make test-skyrl`")
     shop = str(tmp_path / "shop")
     rewards = str(EXAMPLES / "shop.rewards.jsonl")
     convert([EXAMPLES / "shop.calls.jsonl"], shop, Choices(format="calls", rewards=rewards))
     done = subprocess.run(
-        [str(PYTHON), "-W", "ignore", "-m", "tests.helpers.skyrl_peer", shop],
+        [str(python), "-W", "ignore", "-m", "tests.helpers.skyrl_peer", shop],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -30,5 +30,5 @@ def test_skyrl_checks_merges_and_trains_outputs_of_ours_unchanged(tmp_path, smol
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 8
+    assert len(found) == 9
     assert {name: error for name, error in found.items() if error} == {}

@@ -383,7 +383,7 @@ def test_rows_without_trajectory_ids_are_refused_with_a_way_out(tmp_path):
     file = write_output(tmp_path / "a.json", trajectory_ids=None, is_last_step=None)
     with pytest.raises(RolloutError, match="trajectory_ids") as caught:
         read_outputs(file)
-    assert "read_generator_output(file, group_size=n)" in caught.value.hint
+    assert "--group-size n" in caught.value.hint
 
 
 def test_bad_generator_outputs_are_counted(tmp_path):

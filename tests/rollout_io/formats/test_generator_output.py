@@ -67,6 +67,13 @@ def with_field(name: str, value: Any) -> Output:
     return copy.deepcopy(TWO_TRAJECTORIES) | {name: value}
 
 
+def with_listed_routes(output: Any) -> Output:
+    """Lists instead of the arrays that SkyRL's trainer requires as routes."""
+    routes = output["rollout_expert_indices"]
+    listed = routes and [None if row is None else row.tolist() for row in routes]
+    return {**output, "rollout_expert_indices": listed}
+
+
 def shop() -> pa.Table:
     logs, rewards = EXAMPLES / "shop.calls.jsonl", EXAMPLES / "shop.rewards.jsonl"
     return read_log([logs], Choices(format="calls", rewards=str(rewards)))
@@ -136,7 +143,8 @@ def _rows(draw: st.DrawFn) -> Output:
 @settings(deadline=None)
 @given(outputs())
 def test_output_to_table_and_back_is_the_identity(output: Output) -> None:
-    assert to_generator_output(from_generator_output(output), failed="trajectory") == output
+    again = to_generator_output(from_generator_output(output), failed="trajectory")
+    assert with_listed_routes(again) == output
 
 
 @pytest.mark.slow
@@ -227,7 +235,7 @@ def test_placeholders_of_a_failed_group_have_the_routes_of_one_token_and_import_
     table = from_generator_output(with_field("rollout_expert_indices", routes))
     error = pa.array([None, None, "crashed"], pa.string())
     output = to_generator_output(table.append_column("error", error))
-    assert output["rollout_expert_indices"] == [[[[0, 1]]], [[[0, 1]]]]
+    assert with_listed_routes(output)["rollout_expert_indices"] == [[[[0, 1]]], [[[0, 1]]]]
     assert from_generator_output(output)["error"].null_count == 0
 
 
