@@ -188,8 +188,12 @@ def check_tensors(output, tensors):
             assert kept == output["rollout_logprobs"][row]
         if output.get("rollout_expert_indices") is not None:
             routes = output["rollout_expert_indices"][row]
-            start = width - len(ids)
-            found = tensors["rollout_expert_indices"][row, start : start + len(routes)]
+            start, held = width - len(ids), tensors["rollout_expert_indices"]
+            if isinstance(held, torch.Tensor):
+                found = held[row, start : start + len(routes)]
+            else:  # since SkyRL 0.4, the rows are packed
+                first = int(held.sequence_lengths[:row].sum())
+                found = held.values[first : first + len(routes)]
             assert found.tolist() == routes.tolist()
 
 
