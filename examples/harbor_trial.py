@@ -26,6 +26,9 @@ def trial_settings(given: dict[str, Any], path: str, base_url: str, model: str) 
     """Add the task and the endpoint to a TrialConfig, without changing other settings."""
     agent = {"name": "terminus-2"} | given.get("agent", {})
     kwargs = {"enable_summarize": False} | agent.get("kwargs", {})
+    if "model_info" in kwargs:  # Harbor asks for costs, which a policy does not have
+        costs = {"input_cost_per_token": 0.0, "output_cost_per_token": 0.0}
+        kwargs["model_info"] = costs | kwargs["model_info"]
     served = {"model_name": f"hosted_vllm/{model.rpartition('/')[2]}"}
     return given | {
         "task": {"path": path},

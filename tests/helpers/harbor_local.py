@@ -40,6 +40,7 @@ class LocalEnvironment(BaseEnvironment):
             (self.root / name).mkdir(parents=True, exist_ok=True)
 
     async def stop(self, delete: bool) -> None:  # noqa: FBT001
+        await self.exec("tmux kill-server")
         if delete:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -71,7 +72,11 @@ class LocalEnvironment(BaseEnvironment):
         process = await asyncio.create_subprocess_exec(
             *("bash", "-c", self._own(command)),
             cwd=self._own(cwd or "/app"),
-            env={**os.environ, **{k: self._own(v) for k, v in (env or {}).items()}},
+            env={
+                **os.environ,
+                "TMUX_TMPDIR": str(self.root),  # a server of its own, as in a container
+                **{k: self._own(v) for k, v in (env or {}).items()},
+            },
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )

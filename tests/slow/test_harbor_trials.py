@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 
 import pytest
 
@@ -49,6 +50,8 @@ SETTINGS = {
 def test_trials_of_harbor_are_trajectories(tokenizer, tmp_path, agent, reward, error):
     if not PYTHON.exists():
         pytest.skip("no .venv-harbor: run `make test-skyrl`")
+    if shutil.which("tmux") is None:
+        pytest.skip("no tmux, in which Harbor's agent works")
     task = tmp_path / "tasks" / "hello"
     for name, text in (
         ("instruction.md", "Write hello."),
