@@ -99,6 +99,7 @@ def test_all_shapes_with_and_without_windows_and_gradients_compile_four_graphs(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("windows", [(None,), (None, 64)])
 def test_as_many_blocks_as_heads_and_whole_blocks_compile_no_further_graphs(
     windows: tuple[int | None, ...], compile_with: Callable[[str], None]
