@@ -76,6 +76,7 @@ def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
     numbers = r"loss -?[\d.e-]+, reward 0\.5, \d+ tokens/s, \d+\.\d s\n"
     lines = (
         r"note: the dataset records neither a tokenizer .*\n",
+        r"note: 8 rows of an engine without a recorded temperature .*\n",
         re.escape(NOTE),
         rf"update 1 of 3: {numbers}",
         r"note: loss 0 is normal here: .*\n",
