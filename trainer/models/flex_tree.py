@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
+from trainer.models import compiling
 from trainer.models.compiling import SYMBOLIC_SIZES
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -79,7 +80,7 @@ def compiled() -> Any:
     With `fullgraph`, PyTorch raises an error instead of falling back to the uncompiled function when
     it has compiled too many graphs.
     """
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return compiling.compiled(flex_attention)
 
 
 def padded_size(num_tokens: int) -> int:

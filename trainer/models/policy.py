@@ -7,11 +7,9 @@ import math
 import sys
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -41,8 +39,6 @@ MOST_POSITIONS = 2**31 - 1
 ALIGNMENT = 64
 """Alignment of tensors that torch allocates on a CPU, bytes."""
 PLAIN_ATTENTION = "train a model whose attention scores have no caps, sinks or biases"
-UNREADABLE = (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError)
-"""Errors raised when damaged weights are loaded."""
 
 
 class Policy(nn.Module):
