@@ -37,7 +37,7 @@ def test_an_architecture_is_right_in_each_layout_or_refused(kind: str, tmp_path:
     found = verdict(kind, tmp_path)
     rows = (ROOT / "docs" / "models.md").read_text().splitlines()
     if found is None:
-        assert not any(row.startswith(f"| {kind} |") for row in rows)
+        assert any(row.startswith(f"| {kind} | not tried |") for row in rows)
         pytest.skip("no model can be built from its default config")
     assert f"| {kind} | {found.text} |" in rows
     assert found.difference < 2e-5
