@@ -118,6 +118,18 @@ def codex_texts(path):
     return to_last_answer([(system, False), *map(item_texts, items)])
 
 
+def claude_code_texts(record):
+    content = record["message"]["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = []
+    for part in parts:
+        if part["type"] == "tool_use":
+            texts += [part["name"], canonical(part["input"])]
+        else:
+            texts += plain(part.get("thinking") or part.get("text") or part.get("content"))
+    return texts, record["type"] == "assistant"
+
+
 def nemo_gym_texts(row):
     sent, output = row["responses_create_params"], row["response"]["output"]
     told = [(plain(sent.get("instructions") or row["response"].get("instructions")), False)]
@@ -149,6 +161,18 @@ def test_real_sessions_of_codex(harness_logs, newer_logs):
     for path in files:
         ((texts,),) = contexts("codex_cli", path)
         assert lines_of(texts) == lines_of(codex_texts(path)), path.name
+
+
+def test_real_sessions_of_claude_code(harness_logs, newer_logs):
+    names = ["claude-code-log.representative_messages", "simonw.sample_session"]
+    files = [harness_logs / "claude_code" / f"{name}.jsonl" for name in names]
+    files += [newer_logs / "claude_code" / "scout.compaction_session.jsonl"]
+    files += sorted(newer_logs.glob("claude_code/subagent/**/*.jsonl"))
+    assert len(files) == 5
+    for path in files:
+        ((texts,),) = contexts("claude_code", path)
+        said = [r for r in json_lines(path) if r["type"] in {"user", "assistant"}]
+        assert lines_of(texts) == lines_of(to_last_answer(map(claude_code_texts, said))), path.name
 
 
 def test_real_rollouts_of_nemo_gym(harness_logs, newer_logs):
