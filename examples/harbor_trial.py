@@ -7,8 +7,8 @@ It needs only the package `harbor`, in an environment of its own (Python 3.12). 
 Harbor TrialConfig without a task; the task directory and the model's endpoint are added. Each call of
 the agent is recorded with its exact tokens, so `collect_rollout_details` is not needed.
 
-Outcomes are those of SkyRL's Harbor generator: a trial that exceeded the model's context has reward 0,
-and any other exception, a time-out included, fails the trajectory.
+Outcomes are those of SkyRL's Harbor generator: a trial that exceeded the model's context has reward 0
+and the stop reason `context_length`, which `mask_overlong` masks, and any other exception, a time-out included, fails the trajectory.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def outcome_of(result: Any) -> dict[str, Any]:
     if turns is not None:
         metrics["num_turns"] = float(turns)
     if kind == CONTEXT:
-        return {"reward": 0.0, "metrics": metrics}
+        return {"reward": 0.0, "stop_reason": "context_length", "metrics": metrics}
     if exception is not None:
         return {"error": f"{kind}: {exception.exception_message}", "metrics": metrics}
     rewards = (result.verifier_result.rewards or {}) if result.verifier_result else {}

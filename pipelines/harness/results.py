@@ -12,7 +12,9 @@ from rollout_io.conversion.rewards import Outcome
 from schemas.errors import InputError
 
 REWARD = "harness_reward"
-_EXPECTED = "a finite number, or an object with `reward` or `error`, and optionally `metrics`"
+_EXPECTED = (
+    "a finite number, or an object with `reward` or `error`; optional: `metrics`, `stop_reason`"
+)
 
 
 def outcome_of(result: Any, where: str) -> Outcome:
@@ -20,7 +22,7 @@ def outcome_of(result: Any, where: str) -> Outcome:
 
     Args:
         result: The reward, or a mapping with `reward` or `error` (why the run failed), and
-            optionally `metrics` (numbers by name).
+            optionally `metrics` (numbers by name) and `stop_reason` (why the run ended).
         where: Location shown in error messages.
 
     Raises:
@@ -35,7 +37,7 @@ def outcome_of(result: Any, where: str) -> Outcome:
         return Outcome(where=where, reward=number, error=None, metrics={}, user_values={})
     if not isinstance(result, Mapping):
         raise _bad(where, f"the result {result!r:.60}")
-    unknown = sorted(map(repr, result.keys() - {"reward", "error", "metrics"}))
+    unknown = sorted(map(repr, result.keys() - {"reward", "error", "metrics", "stop_reason"}))
     if unknown:
         raise _bad(where, f"the key {unknown[0]}", "put further numbers into `metrics`")
     given, error = result.get("metrics") or {}, result.get("error")
@@ -49,6 +51,9 @@ def outcome_of(result: Any, where: str) -> Outcome:
     if bad is not None:
         got = f"metrics[{bad!r}] is {given[bad]!r:.60}, not a finite number with a name in UTF-8"
         raise InputError(REWARD, where, got)
+    reason = result.get("stop_reason")
+    if reason is not None and (not isinstance(reason, str) or encodable(reason) != reason):
+        raise InputError(REWARD, where, f"the stop_reason {reason!r:.60}", "a string in UTF-8")
     if error is not None:
         reward, error = None, encodable(str(error))[:1000] or "failed"
     else:
@@ -63,6 +68,7 @@ def outcome_of(result: Any, where: str) -> Outcome:
         error=error,
         metrics=metrics,
         user_values={},
+        stop_reason=reason,
     )
 
 

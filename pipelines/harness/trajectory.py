@@ -32,7 +32,7 @@ class HarnessTrajectory:
         self.warnings: list[str] = []
 
     async def run(self) -> None:
-        """Run the harness; the last step gets the harness's reward, earlier steps get 0.
+        """Run the harness; the last step gets its reward and stop reason, earlier steps get 0.
 
         Raises:
             RolloutError: `harness_error`: the harness reports a failure; `no_calls`: no call got a
@@ -54,6 +54,8 @@ class HarnessTrajectory:
             if opened.session.places:
                 self.steps, fault = await self._calls.steps(opened, outcome)
                 failure = failure or fault
+                if self.steps and outcome.stop_reason is not None:
+                    self.steps[-1].stop_reason = outcome.stop_reason
         if failure is None and outcome.error is not None:
             failure = InputError("harness_error", self.where, outcome.error)
         if failure is None and not self.steps:

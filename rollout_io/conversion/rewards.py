@@ -44,6 +44,7 @@ class Outcome:
         user_values: The other strings of the line, and its lists and objects as JSON.
         is_exact: True if the line names its run by `instance_id` and `repetition_id`, which have no
             short form.
+        stop_reason: Why the run ended, if its harness says; else the engine's word for the last call.
     """
 
     where: str
@@ -52,6 +53,7 @@ class Outcome:
     metrics: dict[str, float]
     user_values: dict[str, str]
     is_exact: bool = False
+    stop_reason: str | None = None
 
 
 Key = tuple[str, int]

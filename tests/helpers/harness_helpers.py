@@ -50,6 +50,12 @@ async def two_turns(endpoint, task):
     return {"reward": reward_of(text), "metrics": {"turns": 2}}
 
 
+async def out_of_context(endpoint, task):
+    """Two turns, of which the harness says that they filled the context."""
+    found = await two_turns(endpoint, task)
+    return found | {"reward": 0.0, "stop_reason": "context_length"}
+
+
 def blocking(endpoint, task):
     """Not async; a stream."""
     with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as api:

@@ -172,6 +172,7 @@ def test_a_harness_can_say_that_it_failed():
     "text",
     [
         *("", "NaN", "Infinity", "one", "null", "[1]", '"1"', "{}", '{"reward": null}'),
+        *('{"reward": 1, "stop_reason": 3}', '{"reward": 1, "stop_reason": "\\ud800"}'),
         *('{"reward": 1, "turns": 2}', '{"reward": 1, "metrics": {"style": "a"}}', "[" * 9999),
         *(
             '{"reward": 1, "metrics": {"\\ud800": 2}}',

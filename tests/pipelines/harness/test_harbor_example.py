@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from examples import harbor_trial as EXAMPLE
+from pipelines.filtering.filters import RAN_OUT_OF_TOKENS
 from pipelines.generation.tasks import read_tasks
 from pipelines.harness.results import outcome_of as checked
 from schemas.errors import RolloutError
@@ -36,6 +37,7 @@ def test_a_trial_that_exceeds_the_context_has_reward_0_whatever_its_verifier_say
         found = checked(EXAMPLE.outcome_of(result("ContextLengthExceededError", rewards)), "t")
         assert (found.reward, found.error) == (0.0, None)
         assert found.metrics["context_length_exceeded"] == 1.0
+        assert found.stop_reason in RAN_OUT_OF_TOKENS
 
 
 @pytest.mark.parametrize("kind", ["AgentTimeoutError", "RewardFileNotFoundError", "OSError"])

@@ -196,6 +196,27 @@ def test_generate_runs_a_harness_and_goes_on_where_it_stopped(tmp_path, model, t
     assert rollout_io.read_metadata(tmp_path / "ds").outcome == "last"
 
 
+def test_a_run_whose_harness_says_that_it_filled_the_context_is_masked(tmp_path, model, tokenizer):
+    config = GenerateConfig(
+        tasks=write_tasks(tmp_path / "t.jsonl", 1),
+        model=model,
+        out=str(tmp_path / "ds"),
+        harness=f"{HERE}:out_of_context",
+        max_response_tokens=4,
+        mask_overlong=True,
+    )
+
+    def open_engine(_):
+        engine = load_policy(model, logprob_chunk_tokens=1024).model
+        return TransformersEngine(engine, tokenizer)
+
+    asyncio.run(generate(config, open_engine))
+    rows = rollout_io.read(config.out).to_pylist()
+    assert [row["stop_reason"] for row in rows][-1] == "context_length"
+    assert not any(trains for row in rows for trains in row["loss_mask"])
+    assert rows[-1]["reward"] == 0.0
+
+
 FAILING = {
     f"{HERE}:silent": "no_calls",
     f"{HERE}:raising": "harness_raised",
