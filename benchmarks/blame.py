@@ -28,12 +28,12 @@ from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
 from trainer.batches.data import Batch, to_batch
 from trainer.batches.forest import Forest, chain_forests
-from trainer.blame.blame import attribute
-from trainer.blame.gradients import inner_products, norm, row_gradients
-from trainer.blame.ranking import outlier_scores, traits
 from trainer.config.train_config import TrainConfig
+from trainer.forensics.blame.blame import attribute
+from trainer.forensics.blame.gradients import inner_products, norm, row_gradients
+from trainer.forensics.blame.shares import outlier_scores, traits
+from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.models.policy import Policy, load_policy
-from trainer.replay.reconstruct import Reconstruction, reconstruct
 from trainer.run.loop import train
 from trainer.run.mini_batches import make_update
 from trainer.run.settings import objective_of

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.blame.blame import Blame, blame
-from trainer.replay.changes import Changes
-from trainer.replay.reconstruct import reconstruct
-from trainer.replay.replay import replay
+from trainer.forensics.blame.blame import Blame, blame
+from trainer.forensics.replay.changes import Changes
+from trainer.forensics.replay.reconstruct import reconstruct
+from trainer.forensics.replay.replay import replay
 
 
 def recorded_norm(run: Path, update: int) -> float:

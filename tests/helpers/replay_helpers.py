@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import trainer
-from trainer.replay.compare import TIMES
-from trainer.replay.reconstruct import Reconstruction, reconstruct
+from trainer.forensics.replay.compare import TIMES
+from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.run.loop import count_update
 from trainer.run.mini_batches import make_update
 

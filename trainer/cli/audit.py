@@ -12,8 +12,8 @@ from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
     from schemas.metadata import LogprobsMode
-    from trainer.audit.rescoring import Cost
-    from trainer.audit.result import Plan
+    from trainer.forensics.audit.rescoring import Cost
+    from trainer.forensics.audit.result import Plan
 
 EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer smollm2/"
 
@@ -92,13 +92,13 @@ def audit(
     from schemas.extras import requires_extra
 
     with requires_extra("train", "rollouts audit"):
-        from trainer.audit.audit import run_audit
-        from trainer.audit.candidates import defaults_of, find_candidates
-        from trainer.audit.prompts import PromptVariants
-        from trainer.audit.report import estimate, screen, summary
-        from trainer.audit.rescoring import Weights
-        from trainer.audit.result import AuditSettings
-        from trainer.audit.rows import read_audit_rows
+        from trainer.forensics.audit.audit import run_audit
+        from trainer.forensics.audit.candidates import defaults_of, find_candidates
+        from trainer.forensics.audit.prompts import PromptVariants
+        from trainer.forensics.audit.report import estimate, screen, summary
+        from trainer.forensics.audit.rescoring import Weights
+        from trainer.forensics.audit.result import AuditSettings
+        from trainer.forensics.audit.rows import read_audit_rows
 
     candidates = find_candidates(weights, base)
     metadata = read_metadata(dataset)

@@ -80,8 +80,8 @@ def blame(
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     with requires_extra("train", "rollouts blame"):
-        from trainer.blame import blame as attribution
-        from trainer.blame.report import replay_without, screen, summary
+        from trainer.forensics.blame import blame as attribution
+        from trainer.forensics.blame.report import replay_without, screen, summary
     with shown_log():
         found = attribution.blame(
             run, update, top=top, held_out=held_out, exact=exact, places=_places(settings)
@@ -96,8 +96,8 @@ def blame(
 
 
 def _places(settings: tuple[str, ...]) -> dict[str, str]:
-    from trainer.replay.changes import split_settings
-    from trainer.replay.recorded import PLACES
+    from trainer.forensics.replay.changes import split_settings
+    from trainer.forensics.replay.recorded import PLACES
 
     places, others = split_settings(settings)
     if others:

@@ -14,8 +14,8 @@ from schemas.errors import count
 from trainer.cli.options import update_option
 
 if TYPE_CHECKING:
-    from trainer.replay.compare import Difference
-    from trainer.replay.replay import Replay
+    from trainer.forensics.replay.compare import Difference
+    from trainer.forensics.replay.replay import Replay
 
 EXAMPLES = example(
     "rollouts replay run/ --update 12"
@@ -73,8 +73,8 @@ def replay(
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     with requires_extra("train", "rollouts replay"):
-        from trainer.replay.changes import Changes
-        from trainer.replay.replay import replay as make_again
+        from trainer.forensics.replay.changes import Changes
+        from trainer.forensics.replay.replay import replay as make_again
     changes = Changes(settings=settings, rows=rows, condition=condition)
     with shown_log():
         found = make_again(run, update, changes, out=out)

@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schemas.extras import requires_extra
@@ -29,5 +30,8 @@ def run(
         RolloutError: See `trainer.rl.loop.run`; or torch is not installed.
     """
     with requires_extra("train", "rollouts rl"):
+        from trainer.forensics.audit.iteration_audit import IterationAudit
         from trainer.rl import loop
-    return loop.run(config, resume=resume, open_engine=open_engine)
+    audit = IterationAudit(config=config, source=Path(config.model).absolute())
+    checks = audit.check if config.audit_rows else None
+    return loop.run(config, resume=resume, open_engine=open_engine, audit=checks)

@@ -31,6 +31,7 @@ from trainer.distributed.launch import make_accelerator
 from trainer.distributed.orders import Orders
 from trainer.distributed.processes import agreed, lost_processes
 from trainer.engine.open_engine import open_engine as open_usual
+from trainer.models.policy import Policy
 from trainer.rl.collector import Collector
 from trainer.rl.config import ROLLOUTS, RlConfig
 from trainer.rl.evaluation import evaluate, notes_of
@@ -47,7 +48,6 @@ from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import check_names, first_name, shuffled_tasks
 from trainer.rl.together import Together, follow
 from trainer.rl.updates import Learning, check_lengths
-from trainer.rl.weight_audit import WeightAudit
 from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run.advice import in_train_table
 from trainer.run.checkpoint import checkpoint_path
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from pipelines.harness.recorded_calls import Calls
 
 T = TypeVar("T")
+Audit = Callable[[Path, int, Policy], dict[str, int]]
 
 _WHOLE_MODELS = (
     "the servers get whole models, because they do not load adapters; to send only the adapters, "
@@ -114,7 +115,11 @@ def _hints_name_the_table() -> Iterator[None]:
 @_hints_name_the_table()
 @lost_processes()
 def run(
-    config: RlConfig, *, resume: bool = False, open_engine: OpenEngine | None = None
+    config: RlConfig,
+    *,
+    resume: bool = False,
+    open_engine: OpenEngine | None = None,
+    audit: Audit | None = None,
 ) -> RlResult:
     """Sample groups, train on them, and load the new weights, `num_iterations` times.
 
@@ -124,6 +129,8 @@ def run(
         config: Configuration of the run.
         resume: Resume the run in `OUT/` from its latest checkpoint, with the groups sampled since.
         open_engine: Opens the engine; None: use the engine of `[generate]`.
+        audit: Checks the rows of an iteration (the path of its dataset, its number, the policy)
+            before the policy is trained on them, and returns metrics; None: no check.
 
     Returns:
         The result; `OUT/` then contains `config.json`, `metrics.jsonl`, `rollouts/`, `weights/`,
@@ -169,7 +176,7 @@ def run(
             tokenizer=sampler.tokenizer,
             tasks=sampler.tasks,
             evaluated=evaluated,
-            audit=WeightAudit(config=config, source=Path(config.model).absolute()),
+            audit=audit,
             log=held.enter_context(learning.open_log()),
             thread=held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer")),
         )
@@ -241,7 +248,7 @@ class Loop:
     engine: WeightSwapEngine
     tokenizer: ChatTokenizer
     tasks: Sequence[Task]
-    audit: WeightAudit
+    audit: Audit | None
     log: RunLog
     thread: ThreadPoolExecutor
     evaluated: dict[int, float | None]
@@ -295,8 +302,8 @@ class Loop:
         own = await self._environment_metrics(path)
         numbers = rollout_numbers(path, iteration) | own | dropped | times
         policy = learning.policy
-        audited = await self._in_thread(lambda: self.audit.check(path, iteration, policy))
-        numbers |= audited
+        if audit := self.audit:
+            numbers |= await self._in_thread(lambda: audit(path, iteration, policy))
         lines = await self._in_thread(lambda: self.together.update(path, numbers, self.log))
         every, last = self.config.save_every_iterations, self.config.num_iterations
         is_due = learning.iteration in {1, last} or (every and learning.iteration % every == 0)

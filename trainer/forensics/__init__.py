@@ -1,0 +1,1 @@
+"""Explain finished runs: audit a dataset, blame an update, replay it. No other part knows them."""

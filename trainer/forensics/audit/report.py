@@ -1,0 +1,203 @@
+"""The summary of an audit, as JSON or as text for the terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import Any
+
+import polars as pl
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rollout_io.cli.output import wants_color
+from rollout_io.terminal import console, duration, printable
+from schemas.errors import count
+from schemas.verdicts import MEANINGS
+from trainer.forensics.audit.causes import likely_causes
+from trainer.forensics.audit.rescoring import Cost
+from trainer.forensics.audit.result import AuditResult, Plan
+from trainer.forensics.audit.verdicts import FAULTS
+
+_WIDTH = 100
+ASSUMED_RAW = " (assumed: no row reveals the kind)"
+TOO_CLOSE = 0.25
+"""Candidates are reported as indistinguishable if their distance is less than this multiple of the
+engine's noise."""
+
+
+def estimate(plan: Plan, cost: Cost) -> str:
+    """Describe the cost of an audit, from its speed so far.
+
+    Example:
+        >>> plan = Plan(num_candidates=3, num_distinct=1000, num_first=1400, num_most=3000)
+        >>> estimate(plan, Cost(num_tokens=500, seconds=2.0))
+        '3 candidates, 1,000 distinct tokens: 1,400 to 3,000 tokens to forward, 5.6 s to 12 s at \
+250 tokens/s'
+    """
+    tokens, times = f"{plan.num_first:,}", duration(plan.num_first / cost.speed)
+    if plan.num_most > plan.num_first:
+        tokens += f" to {plan.num_most:,}"
+        times += f" to {duration(plan.num_most / cost.speed)}"
+    return (
+        f"{count(plan.num_candidates, 'candidate')}, {plan.num_distinct:,} distinct tokens:"
+        f" {tokens} tokens to forward, {times} at {cost.speed:,.0f} tokens/s"
+    )
+
+
+def summary(result: AuditResult, limit: int) -> dict[str, Any]:
+    """Return the summary of an audit for JSON, with the `limit` worst spans."""
+    plan, cost = result.plan, result.cost
+    return {
+        "num_rows": result.num_rows,
+        "num_spans": len(result.verdicts),
+        "num_faulty_spans": len(result.faults),
+        "num_faulty_rows": _num_rows(result.faults),
+        "verdicts": {
+            kind: {"spans": spans, "rows": rows, "tokens": tokens}
+            for kind, spans, rows, tokens in _counts(result.verdicts).iter_rows()
+        },
+        "causes": likely_causes(result.verdicts, result.candidates),
+        "candidates": [
+            {"version": one.version, "weights": str(one.path)} for one in result.candidates
+        ],
+        "differences": [
+            {"first": result.candidates[a].name, "second": result.candidates[b].name, "mean": value}
+            for (a, b), value in sorted(result.apart.items())
+        ],
+        "logprobs_mode": result.mode,
+        "logprobs_mode_is_inferred": result.mode_is_inferred,
+        "num_logprobs_mode_tokens": result.num_mode_tokens,
+        "noise": {
+            "mean_difference": result.noise.mean_difference,
+            "kappa": list(result.noise.kappa),
+            "dependence": result.noise.dependence,
+            "degrees": result.noise.degrees,
+            "spread": result.noise.spread,
+            "num_tokens": result.noise.num_tokens,
+        },
+        "cost": {
+            "num_distinct_tokens": plan.num_distinct,
+            "num_forwarded_tokens": cost.num_tokens,
+            "share": cost.num_tokens / max(plan.num_candidates * plan.num_distinct, 1),
+            "seconds": cost.seconds,
+            "num_suspicious_rows": result.num_suspicious,
+            "num_first_scored_tokens": result.num_first_scored,
+            "num_sampled_tokens": result.num_sampled,
+            "num_planned_first_tokens": plan.num_first,
+        },
+        "worst": worst(result, limit).to_dicts(),
+    }
+
+
+def worst(result: AuditResult, limit: int) -> pl.DataFrame:
+    """Return the `limit` spans whose fault is most certain."""
+    return result.faults.sort("log_likelihood_ratio", descending=True).head(limit)
+
+
+def _num_rows(verdicts: pl.DataFrame) -> int:
+    return verdicts.select("trajectory_id", "step_index").n_unique()
+
+
+def _counts(verdicts: pl.DataFrame) -> pl.DataFrame:
+    """Count spans, rows and tokens by kind, in the order of `MEANINGS`."""
+    counts = verdicts.group_by("kind").agg(
+        spans=pl.len(),
+        rows=pl.struct("trajectory_id", "step_index").n_unique(),
+        tokens=pl.col("num_tokens").sum(),
+    )
+    order = {kind: number for number, kind in enumerate(MEANINGS)}
+    return counts.sort(pl.col("kind").replace_strict(order, return_dtype=pl.Int32))
+
+
+def screen(path: str, result: AuditResult, limit: int) -> str:
+    """Format the summary of an audit for the terminal."""
+    causes = likely_causes(result.verdicts, result.candidates)
+    parts: list[RenderableType] = [
+        Text(f"{path}: {count(result.num_rows, 'row')} audited"),
+        *(Text(line) for line in _facts(result)),
+        *_section("Verdicts", _verdict_table(result)),
+    ]
+    if causes:
+        lines = [Padding(Text(printable(text)), (0, 0, 0, 0)) for text in causes]
+        parts += _section("Likely causes", Group(*lines))
+    if limit and len(result.faults):
+        parts += _section("Most certain faults", _worst_table(worst(result, limit)))
+    width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
+    drawn = console(width=width, no_color=not wants_color(sys.stdout), highlight=False)
+    with drawn.capture() as captured:
+        drawn.print(Group(*parts))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _facts(result: AuditResult) -> list[str]:
+    noise, cost = result.noise, result.cost
+    inferred = ""
+    if result.mode_is_inferred:
+        tokens = count(result.num_mode_tokens, "token")
+        inferred = f" (inferred from {tokens})" if result.num_mode_tokens else ASSUMED_RAW
+    if noise.num_tokens:
+        text = f"{noise.mean_difference:.2g} nats on average, from {noise.num_tokens:,} tokens"
+    else:
+        text = "assumed to be typical of bfloat16, because no candidate fits the rows"
+    lines = [f"log-probabilities   {result.mode}{inferred}", f"engine's noise      {text}"]
+    if result.apart:
+        least, most = min(result.apart.values()), max(result.apart.values())
+        between = f"{least:.2g}" if len(result.apart) == 1 else f"{least:.2g} to {most:.2g}"
+        lines.append(f"candidates          {len(result.candidates)}, {between} nats apart")
+    for (a, b), distance in result.apart.items():
+        if distance < TOO_CLOSE * noise.mean_difference:
+            names = f"{result.candidates[a].name} and {result.candidates[b].name}"
+            lines.append(f"indistinguishable   {names}: a row that fits one also fits the other")
+    share = cost.num_tokens / max(result.plan.num_candidates * result.plan.num_distinct, 1)
+    lines.append(
+        f"forwarded           {cost.num_tokens:,} tokens in {duration(cost.seconds)} ({share:.0%} of"
+        " candidates x distinct tokens)"
+    )
+    compared, sampled = compared_tokens(result)
+    if compared < sampled:
+        lines.append(
+            f"compared            {compared:,} of {sampled:,} sampled tokens ({compared / sampled:.0%}):"
+            " the first pass scores a few of each span"
+        )
+    return lines
+
+
+def compared_tokens(result: AuditResult) -> tuple[int, int]:
+    """Return the number of tokens that verdicts are based on, and the number in their spans."""
+    checked = result.verdicts.filter(pl.col("kind") != "not_checked")
+    lengths = checked.select(pl.col("end") - pl.col("start")).to_series()
+    return int(checked["num_tokens"].sum()), int(lengths.sum())
+
+
+def _section(title: str, body: RenderableType) -> list[RenderableType]:
+    return [Text(), Text(title, style="bold"), Padding(body, (0, 0, 0, 2))]
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
+    for name in names:
+        right = name not in ("", "verdict", "row", "fault", "found")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "found")
+    return table
+
+
+def _verdict_table(result: AuditResult) -> Table:
+    table = _table("verdict", "spans", "rows", "tokens", "")
+    for kind, spans, rows, tokens in _counts(result.verdicts).iter_rows():
+        style = "red" if kind in FAULTS else ""
+        numbers = [f"{value:,}" for value in (spans, rows, tokens)]
+        table.add_row(kind, *numbers, MEANINGS[kind], style=style)
+    return table
+
+
+def _worst_table(faults: pl.DataFrame) -> Table:
+    table = _table("row", "tokens", "fault", "nats", "found")
+    for one in faults.iter_rows(named=True):
+        where = f"{one['trajectory_id']} step {one['step_index']}"
+        ratio = f"{one['log_likelihood_ratio']:,.0f}"
+        found = printable(one["reason"])
+        table.add_row(printable(where), f"{one['num_tokens']:,}", one["kind"], ratio, found)
+    return table

@@ -1,0 +1,370 @@
+"""Change an update before it is replayed: change settings, or leave out some of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from pipelines.filtering.verdicts import holds
+from rollout_io.configuration import checked_values
+from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, condition_of, refused
+from schemas.errors import ConfigError, InputError, count
+from schemas.ragged import BoolArray
+from trainer.batches.data import Batch, groups_with_gradient, index_rows
+from trainer.batches.origins import Origins
+from trainer.batches.packing import cut_batch
+from trainer.batches.plan import dataset_returns, make_plan
+from trainer.config.loss_config import LossConfig
+from trainer.config.train_config import TrainConfig
+from trainer.distributed.launch import wrap_frozen
+from trainer.forensics.replay.recorded import PLACES
+from trainer.models.lora import WithoutAdapter
+from trainer.run.batch_advantages import Estimates
+from trainer.run.batch_metrics import batch_metrics
+from trainer.run.load_models import Models, check_dataset, load_reference
+from trainer.run.loop import set_rates
+from trainer.run.mini_batches import (
+    LoadedBatch,
+    PreparedBatch,
+    PreparedUpdate,
+    load_groups,
+    prepare_batch,
+)
+from trainer.run.settings import batch_settings, objective_of, plan_settings, rate_schedule
+from trainer.run.setup import TrainingRun
+from trainer.run.update import Learner
+
+MAY_CHANGE = (
+    frozenset(LossConfig.__dataclass_fields__)
+    | {"outcome", "advantage_estimator", "normalize_by_std", "advantage_batch_normalize"}
+    | {"gamma", "gae_lambda", "failed", "partial_groups", "tokens_per_micro_batch"}
+    | {"learning_rate", "learning_rate_schedule", "warmup_updates", "weight_decay", "betas"}
+    | {"max_grad_norm", "critic_learning_rate", "value_clip"}
+) - set(PLACES)
+"""Keys that may change for a single update: they affect neither the models nor the rows of the
+update's batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Changes:
+    """Changes with which to replay an update: other settings, or rows to leave out.
+
+    A row that is left out is removed from the loss, as if the mini-batch had been built without it:
+    the denominators of `loss_reduction` count only the rows, trajectories and groups that remain,
+    and the gradient is clipped again. The advantages of the other rows are not recomputed: the row
+    stays in their baseline. Old and reference log-probabilities and values do not change either.
+    The difference between the two steps is therefore the row's own contribution to the
+    gradient; a new baseline would also change the contribution of every other row of its group. In
+    a merged row, the tokens of a step that is left out remain as the context of later steps; the
+    row no longer counts once none of its targets remains.
+
+    Attributes:
+        settings: `key=value` strings, as for `--set`.
+        rows: Trajectories or rows to leave out: `TRAJECTORY` or `TRAJECTORY:STEP`, with the
+            `step_index` that the dataset stores.
+        condition: SQL condition on the rows to leave out; None: no condition.
+    """
+
+    settings: Sequence[str] = ()
+    rows: Sequence[str] = ()
+    condition: str | None = None
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if rows are left out."""
+        return bool(self.rows) or self.condition is not None
+
+
+def split_settings(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Split `key=value` strings into new paths of the dataset and models, and changed settings.
+
+    The prefix of `train.key=value`, which `rollouts rl` needs, is ignored.
+
+    Example:
+        >>> split_settings(["model=other/", "train.learning_rate=1e-5"])
+        ({'model': 'other/'}, ['learning_rate=1e-5'])
+    """
+    places, changes = dict[str, str](), []
+    for setting in settings:
+        plain = setting.strip().removeprefix("train.")
+        key, _, value = (part.strip() for part in plain.partition("="))
+        if key in PLACES and value:
+            places[key] = value
+        else:
+            changes.append(plain)
+    return places, changes
+
+
+def changed_config(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
+    """Apply `key=value` strings to the configuration of a run.
+
+    Raises:
+        ConfigError: `replay_change`: a key affects more than one update; `config_key`,
+            `config_value`: see `load_config`.
+    """
+    values = checked_values(TrainConfig, dataclasses.asdict(config), settings, "config.json")
+    for setting in settings:
+        key = setting.partition("=")[0].partition(".")[0].strip()
+        if key not in MAY_CHANGE:
+            got = f"`{key}`, which cannot change for a single update"
+            expected = "a key of the loss, the advantages or the optimizer"
+            hint = "start a run with it: rollouts train DS --model DIR --out RUN"
+            raise ConfigError("replay_change", f"--set {setting}", got, expected, hint)
+    return TrainConfig(**values)
+
+
+@dataclass(kw_only=True)
+class ChangedBatch:
+    """The batch of an update, prepared with different settings.
+
+    `prepare` must be called when the run is at the start of the batch.
+
+    Attributes:
+        settings: `key=value` strings.
+        run: The run with these settings; None before `prepare`.
+        prepared: The batch prepared with these settings; None before `prepare`.
+    """
+
+    settings: Sequence[str]
+    run: TrainingRun | None = None
+    prepared: PreparedBatch | None = field(default=None, repr=False)
+
+    def prepare(self, run: TrainingRun, step: PreparedUpdate) -> None:
+        """Recompute the batch: advantages, old and reference log-probabilities, and values."""
+        changed = changed_run(run, changed_config(run.config, self.settings))
+        position = step.before
+        if changed.config.kl_reward_coef != run.config.kl_reward_coef:
+            position = dataclasses.replace(position, kl_coef=changed.config.kl_reward_coef)
+        loaded: LoadedBatch = load_groups(changed, step.groups)
+        self.run = changed
+        self.prepared = prepare_batch(changed, step.groups, position, loaded)
+
+    def of(self, run: TrainingRun, step: PreparedUpdate) -> tuple[TrainingRun, PreparedUpdate]:
+        """Return the run and the mini-batch to train with these settings."""
+        assert self.run is not None
+        assert self.prepared is not None
+        before, after = step.prepared.metrics[step.number], self.prepared.metrics[step.number]
+        kept = {name: value for name, value in step.metrics.items() if name not in before}
+        moving = groups_with_gradient(self.prepared.batch) & _groups_of(run, step)
+        step = dataclasses.replace(
+            step, prepared=self.prepared, moving=moving, metrics=after | kept
+        )
+        return dataclasses.replace(self.run, progress=run.progress), step
+
+
+def apply_settings(run: TrainingRun, global_step: int) -> None:
+    """Apply the configuration of a changed run to its optimizers and its policy."""
+    set_rates(run, global_step)
+    for learner in (run.learner, run.critic):
+        for group in learner.optimizer.param_groups if learner else ():
+            group |= {"betas": run.config.betas, "weight_decay": run.config.weight_decay}
+    policy = run.learner.accelerator.unwrap_model(run.learner.policy)
+    policy.entropy_gradient = run.config.entropy_loss_coef > 0
+
+
+def changed_run(run: TrainingRun, config: TrainConfig) -> TrainingRun:
+    """Return a copy of a run with different settings and the same models and optimizers.
+
+    Raises:
+        ConfigError: `replay_change`: the settings need a critic that the run does not have.
+        RolloutError: The dataset cannot be used with these settings.
+    """
+    if config.needs_critic and run.critic is None:
+        got = f"{config.advantage_estimator} needs a critic, which the run has not trained"
+        hint = "choose an estimator without a critic"
+        raise ConfigError("replay_change", "--set advantage_estimator", got, hint=hint)
+    learner = _with_reference(run.learner, config)
+    policy = learner.accelerator.unwrap_model(learner.policy)
+    plan = make_plan(dataset_returns(run.rollouts, config.outcome), plan_settings(config))
+    models = Models(
+        policy=policy,
+        reference=None,
+        critic=None,
+        limit=run.limit,
+        vocab_size=policy.model.get_input_embeddings().weight.shape[0],
+    )
+    index = index_rows(run.rollouts)
+    checked = check_dataset(config, models, index, plan, must_learn=False)
+    rates = config.critic_learning_rate
+    return dataclasses.replace(
+        run,
+        config=config,
+        settings=batch_settings(config),
+        learner=dataclasses.replace(
+            learner,
+            objective=objective_of(config, corrects=checked.corrects),
+            learning_rate=config.learning_rate,
+            max_grad_norm=config.max_grad_norm,
+        ),
+        critic=run.critic
+        and dataclasses.replace(
+            run.critic,
+            learning_rate=rates,
+            value_clip=config.value_clip,
+            max_grad_norm=config.max_grad_norm,
+        ),
+        plan=plan,
+        schedule=rate_schedule(config, run.schedule.num_planned),
+    )
+
+
+def _with_reference(learner: Learner, config: TrainConfig) -> Learner:
+    """Load the reference if the settings need one, and drop it if they do not."""
+    if not config.needs_reference:
+        return dataclasses.replace(learner, reference=None)
+    if learner.reference is not None:
+        return learner
+    loaded = load_reference(config)
+    accelerator = learner.accelerator
+    model = wrap_frozen(accelerator, loaded) if loaded else WithoutAdapter(learner.policy)
+    return dataclasses.replace(learner, reference=model)
+
+
+def without_rows(run: TrainingRun, step: PreparedUpdate, changes: Changes) -> PreparedUpdate:
+    """Leave rows out of the loss of a mini-batch; see `Changes`.
+
+    Raises:
+        InputError: `replay_without`: a row is not in the mini-batch or does not train, or none
+            remains.
+        ConfigError: `condition`, `known_column`: the condition is invalid.
+    """
+    prepared, batch = step.prepared, step.prepared.batch
+    assert prepared.origins is not None
+    slots = np.arange(len(batch.trains))
+    row = batch.responses.row_of(slots)
+    trained = batch.trains & (batch.mini_batch == step.number)[row]
+    stored, _ = prepared.origins.of(slots)
+    used = np.zeros(len(prepared.origins.stored.rows), np.bool_)
+    used[stored[trained]] = True
+    chosen = _chosen(run, prepared.origins, changes, used)
+    leaves = trained & chosen[stored]
+    if not (trained & ~leaves).any():
+        got, hint = "no row of the update remains", "leave fewer rows out"
+        raise InputError("replay_without", "--without", got, hint=hint)
+    gone = _rows_gone(batch, prepared.origins, chosen, trained, leaves)
+    # The removed rows move to a mini-batch that is never trained, so no denominator counts them.
+    nowhere = len(prepared.mini_batches)
+    batch = dataclasses.replace(
+        batch,
+        trains=batch.trains & ~leaves,
+        mini_batch=np.where(gone & (batch.mini_batch == step.number), nowhere, batch.mini_batch),
+    )
+    num_processes = run.learner.accelerator.num_processes
+    mini_batches = cut_batch(batch, run.settings.packing, num_processes)
+    counted = _metrics_without(run, step, batch)
+    metrics = step.metrics | mini_batches[step.number].metrics | counted
+    replaced = dataclasses.replace(prepared, batch=batch, mini_batches=mini_batches)
+    moving = groups_with_gradient(batch) & _groups_of(run, step)
+    return dataclasses.replace(step, prepared=replaced, metrics=metrics, moving=moving)
+
+
+def _groups_of(run: TrainingRun, step: PreparedUpdate) -> frozenset[str]:
+    """Return the groups of a mini-batch."""
+    size = run.settings.passes.groups_per_mini_batch
+    return frozenset(step.groups[step.number * size : (step.number + 1) * size])
+
+
+def _chosen(run: TrainingRun, origins: Origins, changes: Changes, used: BoolArray) -> BoolArray:
+    """Return a mask of the stored rows to leave out ([D] bool).
+
+    `used` marks the rows that the update trains on.
+    """
+    rows = origins.stored.rows
+    chosen = np.zeros(len(rows), np.bool_)
+    names, steps = rows["trajectory_id"], rows["step_index"]
+    for selector in changes.rows:
+        found = (names == selector).to_numpy()
+        name, colon, number = selector.rpartition(":")
+        if not found.any() and colon and number.isdecimal():
+            found = ((names == name) & (steps == int(number))).to_numpy()
+        _check_found(found, used, f"--without {selector}", names, run)
+        chosen |= found
+    if changes.condition is not None:
+        found = _matching(run, rows, changes.condition)
+        _check_found(found, used, f"--without-where {changes.condition!r}", names, run)
+        chosen |= found
+    return chosen
+
+
+def _check_found(
+    found: BoolArray, used: BoolArray, where: str, names: pl.Series, run: TrainingRun
+) -> None:
+    if (found & used).any():
+        return
+    if found.any():
+        got = f"{count(int(found.sum()), 'row')}, none of which the update trains on"
+    else:
+        got = "no such row in the update"
+    examples = names.filter(used).unique(maintain_order=True).head(3).to_list()
+    expected = f"rows that it trains on, such as the rows of {', '.join(examples)}"
+    hint = f"list the rows of its dataset: rollouts inspect {run.config.dataset}"
+    raise InputError("replay_without", where, got, expected, hint)
+
+
+def _matching(run: TrainingRun, rows: pl.DataFrame, condition: str) -> BoolArray:
+    """Return a mask of the stored rows that match an SQL condition."""
+    where = f"--without-where {condition!r}"
+    parsed, schema = condition_of(condition), run.rollouts.collect_schema()
+    check_columns(parsed.meta.root_names(), schema.names(), where, condition)
+    ids = rows["instance_id"].unique().to_list()
+    keys = ["trajectory_id", "step_index"]
+    selected = run.rollouts.filter(pl.col("instance_id").is_in(ids))
+    try:
+        found = selected.select(*keys, chosen=holds(condition)).collect()
+    except POLARS_ERRORS as error:
+        raise refused(error, where) from None
+    found = found.with_columns(pl.col("step_index").cast(pl.Int32))
+    joined = rows.join(found, on=keys, how="left", maintain_order="left")
+    return joined["chosen"].fill_null(value=False).to_numpy().astype(np.bool_)
+
+
+def _rows_gone(
+    batch: Batch, origins: Origins, chosen: BoolArray, trained: BoolArray, leaves: BoolArray
+) -> BoolArray:
+    """Return a mask of the batch's rows that are left out entirely ([R] bool).
+
+    These are the rows whose targets are all left out, and the rows without targets whose steps are
+    all in `chosen`.
+    """
+    row = batch.responses.row_of(np.arange(len(batch.trains)))
+    num_targets, num_left = (
+        np.bincount(row[at], minlength=len(batch.names)) for at in (trained, leaves)
+    )
+    has_tokens = np.diff(np.append(origins.begin, len(batch.trains))) > 0
+    row = batch.responses.row_of(origins.begin[has_tokens])
+    num_steps = np.bincount(row, minlength=len(batch.names))
+    num_chosen = np.bincount(row, chosen[origins.row[has_tokens]], len(batch.names))
+    without_targets = (num_steps > 0) & (num_steps == num_chosen)
+    gone: BoolArray = np.where(num_targets > 0, num_targets == num_left, without_targets)
+    return gone
+
+
+def _metrics_without(run: TrainingRun, step: PreparedUpdate, batch: Batch) -> dict[str, Any]:
+    """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
+    before, prepared = step.prepared.batch, step.prepared
+    inside = before.mini_batch == step.number
+    left = set(np.unique(batch.trajectory[batch.mini_batch == step.number]).tolist())
+    lost = set(np.unique(before.trajectory[inside]).tolist()) - left
+    trajectories = run.plan.trajectories.filter(pl.col("instance_id").is_in(list(step.groups)))
+    ids = trajectories["trajectory_id"].sort().to_list()  # as `Batch.trajectory` numbers them
+    names = [ids[number] for number in lost]
+    kept = run.plan.trajectories.filter(~pl.col("trajectory_id").is_in(names))
+    estimates = Estimates(
+        advantages=batch.advantages, raw=prepared.raw_advantages, value_targets=None
+    )
+    plan = dataclasses.replace(run.plan, trajectories=kept)
+    counted = batch_metrics(plan, batch, step.groups, estimates)
+    return counted[step.number]
+
+
+def describe(changes: Changes) -> Iterator[str]:
+    """Yield a description of each change."""
+    yield from changes.settings
+    yield from (f"without {selector}" for selector in changes.rows)
+    if changes.condition is not None:
+        yield f"without rows where {changes.condition}"

@@ -1,0 +1,198 @@
+"""Restore a run to the state just before one of its optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import InputError, count
+from trainer.forensics.replay.recorded import (
+    ORIGINAL,
+    RecordedRun,
+    naming_damaged,
+    read_recorded,
+    refuse_changed,
+)
+from trainer.rl.updates import Learning
+from trainer.run.checkpoint import checkpoints
+from trainer.run.loop import count_update, set_rates
+from trainer.run.mini_batches import PreparedUpdate, make_update, prepared_updates
+from trainer.run.passes import UNWATCHED, Passes
+from trainer.run.setup import TrainingRun, set_up_at
+from trainer.run.starts import set_threads, start_of
+from trainer.run.state import Progress, load_progress
+
+Follow = Callable[[Progress | None], TrainingRun]
+"""Function that returns the run at a given progress; None: at the progress where it was loaded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forwarded:
+    """A replayed mini-batch between the checkpoint and the update to reconstruct.
+
+    Attributes:
+        recorded: The line of `metrics.jsonl` that the run wrote.
+        metrics: The replayed metrics, with the same keys, without times.
+    """
+
+    recorded: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reconstruction:
+    """A run restored to the state just before one of its optimizer steps.
+
+    Attributes:
+        recorded: The run, as its directory describes it.
+        update: Number of the update: its `global_step`, counted from 1.
+        line: The update's line of `metrics.jsonl`.
+        checkpoint: Checkpoint from which the run was loaded; None: its start model.
+        forwarded: Mini-batches replayed between the checkpoint and the update, in order.
+        run: The run. `run.learner` and `run.critic` hold models and optimizers as they were just
+            before the step, with the learning rates of the update set; `run.config` records the
+            tokens of all rows.
+        progress: Progress before the update; `progress.global_step` is `update` - 1.
+        step: The mini-batch: `step.prepared.batch` ([T] tokens), `step.forests` (its
+            micro-batches), `step.prepared.known` ([T] `old_logprobs`, `ref_logprobs` and `values`,
+            where the run computes them), `step.prepared.ref_logprobs` (as the loss uses them) and
+            `step.prepared.value_targets`. `make_update` takes the step.
+    """
+
+    recorded: RecordedRun
+    update: int
+    line: Mapping[str, Any]
+    checkpoint: Path | None
+    forwarded: tuple[Forwarded, ...]
+    run: TrainingRun
+    progress: Progress
+    step: PreparedUpdate
+
+
+def reconstruct(
+    run: str | Path,
+    update: int,
+    *,
+    places: Mapping[str, str] | None = None,
+    at_batch: Callable[[TrainingRun, PreparedUpdate], None] | None = None,
+    passes: Passes = UNWATCHED,
+) -> Reconstruction:
+    """Restore a run to the state just before one of its optimizer steps.
+
+    Loads the newest checkpoint before the update that has a state, or the start model, and replays
+    the updates in between with the code that trained the run. On a CPU, with the same number of
+    threads, the state equals the state in the run bit for bit. This process is set to use as many
+    threads as the run. The run's directory is only read, so the run may still be training.
+
+    Args:
+        run: Directory of a run of `rollouts train` or `rollouts rl`.
+        update: Number of the update: its `global_step`, counted from 1.
+        places: New paths of data and models that have been moved, by key of the configuration:
+            `dataset`, `model`, `reference_model`, `critic_model`.
+        at_batch: Called with the first mini-batch of the update's batch, before any update of the
+            batch is made; checkpoints within a batch are then not used.
+        passes: Counts the forwarded micro-batches, and shows progress.
+
+    Raises:
+        InputError: `replay_run`, `replay_update`: there is no such run or update;
+            `resume_dataset`: the dataset has changed since; `replay_skipped`: a mini-batch is
+            skipped now but was not skipped by the run, or the reverse.
+        RolloutError: See `trainer.run.loop.train`.
+
+    Example:
+        >>> found = reconstruct("run", 12)  # doctest: +SKIP
+        >>> make_update(found.run, found.step, found.update).metrics  # doctest: +SKIP
+    """
+    recorded = read_recorded(Path(run), places).at(update)
+    target = recorded.index_of(update)
+    with naming_damaged(recorded, update):
+        checkpoint = recorded.checkpoint_before(update, between_batches=at_batch is not None)
+        follow = _opened_loop(recorded, checkpoint) if recorded.num_iterations else None
+        follow = follow or _opened_run(recorded, checkpoint)
+        done = load_progress(checkpoint / "state").global_step if checkpoint else 0
+    forwarded: list[Forwarded] = []
+    set_threads(start_of(recorded.path, done + 1))
+    progress: Progress | None = None
+    while True:
+        part = follow(progress)
+        progress, begun = part.progress, None
+        set_rates(part, progress.global_step)
+        for step in prepared_updates(part, progress.position, passes):
+            left = target - progress.num_mini_batches
+            if at_batch and begun is not step.prepared and left < step.num_left:
+                at_batch(part, step)
+            begun = step.prepared
+            if not left:
+                refuse_changed(recorded, part.config.dataset, update)
+                return Reconstruction(
+                    recorded=recorded,
+                    update=update,
+                    line=recorded.lines[target],
+                    checkpoint=checkpoint,
+                    forwarded=tuple(forwarded),
+                    run=part,
+                    progress=progress,
+                    step=step,
+                )
+            line = recorded.lines[progress.num_mini_batches]
+            if recorded.num_iterations and not line.get("skipped"):
+                refuse_changed(recorded, part.config.dataset, line["global_step"])
+            made = make_update(part, step, progress.global_step + 1, passes)
+            passes.end_update(made=not made.metrics["skipped"])
+            progress, metrics = count_update(part, progress, made)
+            set_threads(start_of(recorded.path, progress.global_step + 1))
+            own = {"iteration": part.first_batch} if recorded.num_iterations else {}
+            forwarded.append(Forwarded(recorded=line, metrics=own | metrics))
+            _check_skipped(recorded, line, metrics)
+        if not recorded.num_iterations:
+            got = f"the run has {count(progress.num_mini_batches, 'mini-batch', 'es')}"
+            expected = f"at least {target + 1}, as in metrics.jsonl"
+            raise InputError("resume_dataset", part.config.dataset, got, expected, ORIGINAL)
+
+
+def _opened_run(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
+    """Load a run of `rollouts train`, whose plan spans all its updates."""
+    try:
+        run = set_up_at(recorded.config, checkpoint)
+        for other in () if checkpoint else checkpoints(recorded.path).values():
+            if (other / "state").is_dir():  # check that the dataset is the run's
+                load_progress(other / "state", run.checkpoints.digest)
+                break
+    except InputError as error:
+        if error.rule != "resume_dataset":
+            raise
+        raise error.at(recorded.config.dataset, ORIGINAL) from None
+    return lambda _: run
+
+
+def _opened_loop(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
+    """Load a run of `rollouts rl`, which has a plan for each iteration."""
+    assert recorded.num_iterations is not None
+    learning = Learning(recorded.config, checkpoint, num_iterations=recorded.num_iterations)
+
+    def follow(progress: Progress | None) -> TrainingRun:
+        if progress is not None:
+            learning.progress = progress
+        return learning.run_on(recorded.dataset_of(learning.iteration))
+
+    return follow
+
+
+def _check_skipped(
+    recorded: RecordedRun, line: Mapping[str, Any], metrics: Mapping[str, Any]
+) -> None:
+    """Check that a replayed mini-batch is skipped if and only if the run skipped it.
+
+    Raises:
+        InputError: `replay_skipped`: only the run or only the replay skipped the mini-batch.
+    """
+    then, now = bool(line.get("skipped")), bool(metrics["skipped"])
+    if then == now:
+        return
+    which = f"the mini-batch after update {line['global_step'] - (not then)}"
+    got = f"the run skipped {which}" if then else f"the run did not skip {which}"
+    got += ", but now it is not skipped" if then else ", but now it is skipped"
+    hint = "replay on the machine of the run, with the same versions of its packages"
+    raise InputError("replay_skipped", str(recorded.path), got, hint=hint)
