@@ -606,21 +606,21 @@ def train(
     """Train a policy on one-digit additions with `rollouts rl`, and keep every version."""
     tasks = out.parent / "tasks"
     write_tasks(tasks)
-    lora = [] if rank is None else [f"train.lora_rank={rank}"]
+    lora = [] if rank is None else [f"model.lora_rank={rank}"]
     config = rl.load_rl_config(
         "examples/addition.toml",
         [
-            f"model={model}",
-            f"tasks={tasks}/train.jsonl",
+            f"model.path={model}",
+            f"loop.tasks={tasks}/train.jsonl",
             f"evaluate.tasks={tasks}/held_out.jsonl",
             "evaluate.every_iterations=1000",
             "evaluate.group_size=1",
-            f"out={out}",
-            f"num_iterations={iterations}",
-            f"keep_weights={iterations}",
-            f"seed={seed}",
-            f"train.learning_rate={rate}",
-            "train.keep_checkpoints=1",
+            f"run.out={out}",
+            f"loop.num_iterations={iterations}",
+            f"loop.keep_weights={iterations}",
+            f"run.seed={seed}",
+            f"optimizer.learning_rate={rate}",
+            "run.keep_checkpoints=1",
             "generate.engine=vllm",
             f'generate.urls=["{url}"]',
             *lora,

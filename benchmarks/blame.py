@@ -28,7 +28,7 @@ from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
 from trainer.batches.data import Batch, to_batch
 from trainer.batches.forest import Forest, chain_forests
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import load_config
 from trainer.forensics.blame.blame import attribute
 from trainer.forensics.blame.gradients import inner_products, norm, row_gradients
 from trainer.forensics.blame.shares import outlier_scores, traits
@@ -36,7 +36,6 @@ from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.models.policy import Policy, load_policy
 from trainer.run.loop import train
 from trainer.run.mini_batches import make_update
-from trainer.run.settings import objective_of
 from trainer.run.update import Learner, policy_logprobs, update
 
 MODEL = ".cache/smollm2"
@@ -146,7 +145,7 @@ def _without_unused_tokens(
 def _tune(policy: Policy, texts: Sequence[Sequence[int]], arguments: argparse.Namespace) -> None:
     """Fine-tune the reduced model on the recorded calls, so that it predicts text again."""
     rng = np.random.default_rng(arguments.seed)
-    settings = {"policy_loss_type": "cross_entropy", "learning_rate": 1e-3}
+    settings = {"loss.policy_loss_type": "cross_entropy", "optimizer.learning_rate": 1e-3}
     learner = _learner(policy, torch.optim.AdamW(policy.parameters(), lr=1e-3), **settings)
     for step in range(arguments.tune):
         rows = []
@@ -299,17 +298,20 @@ def _forests(batch: Batch) -> list[Forest]:
     return chain_forests(batch.prompts, batch.responses, batch.trains, rows, 2048)
 
 
+PATHS = {"data.dataset": "-", "model.path": "-", "run.out": "-"}
+
+
 def _learner(
     policy: Policy, optimizer: torch.optim.Optimizer | None = None, **settings: Any
 ) -> Learner:
-    config = TrainConfig(dataset="-", model="-", out="-", **settings)
+    config = load_config(None, options=PATHS | settings)
     return Learner(
         accelerator=Accelerator(),
         policy=policy,
         optimizer=optimizer or torch.optim.SGD(policy.parameters(), lr=1e-6),
-        objective=objective_of(config, corrects=config.corrects_for_sampler),
-        learning_rate=config.learning_rate,
-        max_grad_norm=config.max_grad_norm,
+        loss=config.loss,
+        corrects=config.loss.corrects_for_sampler,
+        optimization=config.optimizer,
     )
 
 
@@ -350,18 +352,21 @@ def _run(
         writer.write(pa.Table.from_pylist(rows, schema=arrow_schema(tuple(rows[0]))))
     num_groups = -(-arguments.rows // GROUP)
     train(
-        TrainConfig(
-            dataset=str(folder / "rows"),
-            model=str(folder / "model"),
-            out=str(folder / "run"),
-            learning_rate=1e-5,
-            groups_per_batch=num_groups,
-            groups_per_mini_batch=num_groups,
-            num_epochs=2,
-            sequence_layout="step",
-            tokens_per_micro_batch=2048,
-            tis_ratio_type=None,
-            save_every_updates=1,
+        load_config(
+            None,
+            ["loss.tis_ratio_type=none"],
+            {
+                "data.dataset": str(folder / "rows"),
+                "model.path": str(folder / "model"),
+                "run.out": str(folder / "run"),
+                "optimizer.learning_rate": 1e-5,
+                "batch.groups_per_batch": num_groups,
+                "batch.groups_per_mini_batch": num_groups,
+                "batch.num_epochs": 2,
+                "batch.sequence_layout": "step",
+                "batch.tokens_per_micro_batch": 2048,
+                "run.save_every_updates": 1,
+            },
         )
     )
     return reconstruct(folder / "run", 2)

@@ -60,10 +60,10 @@ from schemas.ragged import IntArray
 from trainer import rl
 from trainer.batches.data import Batch
 from trainer.batches.packing import cut_batch
+from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.weight_transfer import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION, packed_attention
 from trainer.models.policy import Policy, load_policy
-from trainer.run.settings import objective_of, packing_of
 from trainer.run.update import Learner, update
 
 Figures = dict[str, Any]
@@ -372,7 +372,7 @@ def _with_utilisation(setup: Setup, batch: Batch, step: Callable[[], Any]) -> Fi
     """Measure a step that forwards every row, and count its operations as for packed rows."""
     figures = training._measured(setup.policy, step, num_warm=int(torch.cuda.is_available()))
     config = trees._config(setup.arguments, "-", **trees.SIDES["step"])
-    (packed,) = cut_batch(batch, packing_of(config))
+    (packed,) = cut_batch(batch, config.batch)
     sizes = training._sizes(packed.forests)
     used = training._utilisation(figures | sizes, setup.arguments)
     return figures | used
@@ -389,9 +389,9 @@ def count_recompiles(arguments: argparse.Namespace) -> Figures:
             accelerator=setup.accelerator,
             policy=setup.policy,
             optimizer=training._Kept(setup.policy.parameters(), lr=1.0),
-            objective=objective_of(config, corrects=False),
-            learning_rate=config.learning_rate,
-            max_grad_norm=config.max_grad_norm,
+            loss=config.loss,
+            corrects=False,
+            optimization=config.optimizer,
         )
         for _ in range(arguments.batches):
             shape = argparse.Namespace(**vars(setup.arguments))
@@ -401,7 +401,7 @@ def count_recompiles(arguments: argparse.Namespace) -> Figures:
                 rng.integers(arguments.context // 8 + 16, arguments.context // 2 + 17)
             )
             batch = _rows(shape)
-            (mini_batch,) = cut_batch(batch, packing_of(config))
+            (mini_batch,) = cut_batch(batch, config.batch)
             sizes |= {forest.num_tokens for forest in mini_batch.forests}
             start = time.perf_counter()
             update(learner, batch, mini_batch.forests, None)
@@ -500,19 +500,17 @@ def measure_rl(arguments: argparse.Namespace) -> Figures:
         lines = "".join(json.dumps(task) + "\n" for task in tasks)
         (folder / "tasks.jsonl").write_text(lines, encoding="utf-8")
         config = rl.RlConfig(
-            model=model,
-            tasks=str(folder / "tasks.jsonl"),
-            out=str(folder / "run"),
-            num_iterations=2,
+            loop=rl.LoopConfig(tasks=str(folder / "tasks.jsonl"), num_iterations=2),
+            run=RunConfig(out=str(folder / "run")),
+            model=ModelConfig(path=model, dtype=arguments.dtype, gradient_checkpointing=True),
+            batch=BatchConfig(
+                groups_per_batch=num_groups, groups_per_mini_batch=num_groups,
+                tokens_per_micro_batch=arguments.tokens,
+            ),
             generate={
                 "environment": "benchmarks.gpu:Length", "group_size": group_size,
                 "dtype": arguments.dtype,
                 "max_response_tokens": num_tokens, "max_concurrency": num_groups * group_size,
-            },
-            train={
-                "groups_per_batch": num_groups, "groups_per_mini_batch": num_groups,
-                "dtype": arguments.dtype, "tokens_per_micro_batch": arguments.tokens,
-                "gradient_checkpointing": True,
             },
         )  # fmt: skip
         start = time.perf_counter()

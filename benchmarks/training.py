@@ -17,6 +17,7 @@ forward. On a GPU, the utilisation of its peak arithmetic is printed too (see `-
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -42,9 +43,8 @@ from rollout_io.cli.main import run as rollouts_command
 from trainer.batches.data import Batch, load_batch
 from trainer.batches.forest import Forest, chain_forest, chain_forests, chain_lengths
 from trainer.batches.plan import make_plan
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.policy import Policy, load_policy
-from trainer.run.settings import objective_of, plan_settings
 from trainer.run.update import Learner, update
 
 LOGS = ("examples/shop.calls.jsonl", "--rewards", "examples/shop.rewards.jsonl")
@@ -112,13 +112,21 @@ def _in_process(arguments: list[str]) -> Figures:
 
 def one_side(arguments: argparse.Namespace) -> Figures:
     """Measure seconds, peak memory and tokens of one step; save its gradient if requested."""
-    config = TrainConfig(
-        dataset=arguments.dataset, model=arguments.model, out="-", dtype=arguments.dtype,
-        tokens_per_micro_batch=LONG_TOKENS if arguments.long else arguments.tokens,
-        logprob_chunk_tokens=arguments.chunk, max_grad_norm=1e30, tis_ratio_type=None,
-    )  # fmt: skip
-    accelerator = Accelerator(mixed_precision="bf16" if config.dtype == "bfloat16" else "no")
-    policy = load_policy(config.model, logprob_chunk_tokens=config.logprob_chunk_tokens)
+    config = load_config(
+        None,
+        ["loss.tis_ratio_type=none"],
+        {
+            "data.dataset": arguments.dataset,
+            "model.path": arguments.model,
+            "run.out": "-",
+            "model.dtype": arguments.dtype,
+            "model.logprob_chunk_tokens": arguments.chunk,
+            "batch.tokens_per_micro_batch": LONG_TOKENS if arguments.long else arguments.tokens,
+            "optimizer.max_grad_norm": 1e30,
+        },
+    )
+    accelerator = Accelerator(mixed_precision="bf16" if config.model.dtype == "bfloat16" else "no")
+    policy = load_policy(config.model.path, logprob_chunk_tokens=config.model.logprob_chunk_tokens)
     policy.to(accelerator.device)
     if arguments.layers:
         del policy.model.base_model.layers[arguments.layers :]
@@ -141,10 +149,10 @@ def _padded(
 
     def step() -> None:
         with accelerator.autocast():
-            padded_step(model, batch, config.tokens_per_micro_batch)
+            padded_step(model, batch, config.batch.tokens_per_micro_batch)
 
     lengths = batch.prompts.lengths + batch.responses.lengths
-    parts = micro_batches(batch, config.tokens_per_micro_batch)
+    parts = micro_batches(batch, config.batch.tokens_per_micro_batch)
     sizes = {
         "num_step_tokens": int(lengths.sum()),
         "num_forwarded_tokens": sum(len(rows) * int(lengths[rows].max()) for rows in parts),
@@ -163,16 +171,16 @@ def _ours(
         num = LONG_TOKENS // int(chain_lengths(*tokens).sum())
         forests = [chain_forest(*tokens, np.tile(rows, num))]
     else:
-        forests = chain_forests(*tokens, rows, config.tokens_per_micro_batch)
+        forests = chain_forests(*tokens, rows, config.batch.tokens_per_micro_batch)
     prepared = accelerator.prepare_model(policy)
     optimizer = _Kept(policy.parameters(), lr=1.0)
     learner = Learner(
         accelerator=accelerator,
         policy=prepared,
         optimizer=optimizer,
-        objective=objective_of(config, corrects=False),
-        learning_rate=config.learning_rate,
-        max_grad_norm=config.max_grad_norm,
+        loss=config.loss,
+        corrects=False,
+        optimization=config.optimizer,
     )
     lengths = steps.prompts.lengths + steps.responses.lengths
     sizes = {"num_step_tokens": int(lengths.sum())} | _sizes(forests)
@@ -189,12 +197,12 @@ class _Kept(torch.optim.SGD):
         pass
 
 
-def _batch(config: TrainConfig, groups: list[str], layout: str) -> Batch:
-    rollouts = rollout_io.scan(config.dataset)
-    plan = make_plan(
-        pipelines.trajectory_returns(rollouts, config.outcome).collect(), plan_settings(config)
-    )
-    return load_batch(rollouts, plan, groups, layout)
+def _batch(config: TrainConfig, groups: list[str], layout: Any) -> Batch:
+    rollouts = rollout_io.scan(config.data.dataset)
+    returns = pipelines.trajectory_returns(rollouts, config.data.outcome).collect()
+    plan = make_plan(returns, config)
+    wanted = dataclasses.replace(config.batch, sequence_layout=layout)
+    return load_batch(rollouts, plan, groups, wanted)
 
 
 def _sizes(forests: list[Forest]) -> Figures:

@@ -32,9 +32,8 @@ from benchmarks import training
 from rollout_io.cli.main import run as rollouts_command
 from trainer.batches.data import Batch, to_batch
 from trainer.batches.packing import MiniBatch, cut_batch
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.policy import Policy, load_policy
-from trainer.run.settings import objective_of, packing_of
 from trainer.run.update import Learner, policy_logprobs, update
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -109,11 +108,17 @@ def _arguments() -> argparse.Namespace:
 
 
 def _config(arguments: argparse.Namespace, dataset: str, **settings: Any) -> TrainConfig:
-    return TrainConfig(
-        dataset=dataset, model=arguments.model, out="-", dtype=arguments.dtype,
-        tokens_per_micro_batch=arguments.tokens, max_grad_norm=1e30, tis_ratio_type=None,
-        failed="trajectory", **settings,
-    )  # fmt: skip
+    options = {
+        "data.dataset": dataset,
+        "data.failed": "trajectory",
+        "model.path": arguments.model,
+        "model.dtype": arguments.dtype,
+        "run.out": "-",
+        "batch.tokens_per_micro_batch": arguments.tokens,
+        "optimizer.max_grad_norm": 1e30,
+    }
+    options |= {f"batch.{key}": value for key, value in settings.items()}
+    return load_config(None, ["loss.tis_ratio_type=none"], options)
 
 
 def _recorded(arguments: argparse.Namespace, dataset: str) -> dict[str, Batch | None]:
@@ -183,9 +188,9 @@ def one_step(
         accelerator=accelerator,
         policy=policy,
         optimizer=training._Kept(policy.parameters(), lr=1.0),
-        objective=objective_of(config, corrects=False),
-        learning_rate=config.learning_rate,
-        max_grad_norm=config.max_grad_norm,
+        loss=config.loss,
+        corrects=False,
+        optimization=config.optimizer,
     )
     mini_batch, packing = _packed(batch, config)
     step = lambda: update(learner, batch, mini_batch.forests, None)  # noqa: E731
@@ -204,7 +209,7 @@ def _packed(batch: Batch, config: TrainConfig) -> tuple[MiniBatch, float]:
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        (mini_batch,) = cut_batch(batch, packing_of(config))
+        (mini_batch,) = cut_batch(batch, config.batch)
         seconds.append(time.perf_counter() - start)
     return mini_batch, min(seconds)
 

@@ -23,8 +23,9 @@ import torch
 from pipelines.generation.engines.base import Sampling
 from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
+from trainer.config.sections import ModelConfig
 from trainer.engine.weight_transfer import open_nccl_sender
-from trainer.models.lora import AdapterSettings, add_adapter, save_adapter
+from trainer.models.lora import add_adapter, save_adapter
 from trainer.models.policy import Policy, load_policy
 from trainer.run.checkpoint import write_model
 
@@ -41,8 +42,8 @@ def can_transfer() -> bool:
 def main() -> None:
     arguments = _arguments()
     policy = load_policy(arguments.model, logprob_chunk_tokens=256)
-    settings = AdapterSettings(
-        rank=arguments.rank, alpha=arguments.rank, target_modules=None, model=arguments.model
+    settings = ModelConfig(
+        path=arguments.model, lora_rank=arguments.rank, lora_alpha=arguments.rank
     )
     add_adapter(policy, settings)
     given = ["--max-model-len", "2048", "--dtype", "float32", "--enforce-eager", "--enable-lora"]

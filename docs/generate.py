@@ -26,37 +26,45 @@ from trainer.run.token_records import SAMPLED_GROUPS
 
 DOCS = Path(__file__).parent
 EXAMPLES = DOCS.parent / "examples"
-TRAIN_CONFIG = ("trainer/config/train_config.py", "TrainConfig")
-LOSS_CONFIG = ("trainer/config/loss_config.py", "LossConfig")
+SECTIONS = {
+    "data": ("trainer/config/sections.py", "DataConfig"),
+    "batch": ("trainer/config/sections.py", "BatchConfig"),
+    "advantage": ("trainer/config/sections.py", "AdvantageConfig"),
+    "loss": ("trainer/config/loss_config.py", "LossConfig"),
+    "model": ("trainer/config/sections.py", "ModelConfig"),
+    "optimizer": ("trainer/config/sections.py", "OptimizerConfig"),
+    "run": ("trainer/config/sections.py", "RunConfig"),
+}
+"""Sections of the configuration of training, and the classes that declare their keys."""
 MOST_CHANGED = (
     (
-        "learning_rate",
+        "optimizer.learning_rate",
         "`--lr`",
         "`policy_kl` grows quickly (lower it) or stays near 0 (raise it); for LoRA, use about ten times the rate",
     ),
     (
-        "max_updates",
+        "batch.max_updates",
         "`--max-updates`",
         "this is a first run: 2 updates show whether everything fits",
     ),
     (
-        "advantage_estimator",
+        "advantage.estimator",
         "`--algorithm`",
         "there is one attempt per task: use `reinforce++` or `gae`",
     ),
     (
-        "policy_loss_type",
+        "loss.policy_loss_type",
         "",
         "there are no rewards (use `cross_entropy`), or the data is off-policy",
     ),
     (
-        "groups_per_batch",
+        "batch.groups_per_batch",
         "",
         "updates are noisy: raise it, together with `groups_per_mini_batch`",
     ),
-    ("groups_per_mini_batch", "", "a batch should have more optimizer steps: lower it"),
-    ("tokens_per_micro_batch", "", "memory runs out: lower it; the gradient does not change"),
-    ("lora_rank", "", "memory runs out: 16 trains adapters, in about a third of the memory"),
+    ("batch.groups_per_mini_batch", "", "a batch should have more optimizer steps: lower it"),
+    ("batch.tokens_per_micro_batch", "", "memory runs out: lower it; the gradient does not change"),
+    ("model.lora_rank", "", "memory runs out: 16 trains adapters, in about a third of the memory"),
 )
 """Keys, their options, and when to change them."""
 
@@ -191,20 +199,22 @@ def errors_page() -> str:
 
 
 def training_page() -> str:
-    """Build training.md, with every key of `TrainConfig`, `LossConfig` and `metrics.jsonl`."""
-    rows, loss_rows = (
-        "\n".join(f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in config_fields(*source))
-        for source in (TRAIN_CONFIG, LOSS_CONFIG)
-    )
-    fields = {n: (d, doc) for n, _, d, doc in config_fields(*TRAIN_CONFIG)}
-    fields |= {n: (d, doc) for n, _, d, doc in config_fields(*LOSS_CONFIG)}
+    """Build training.md, with every key of `TrainConfig` and `metrics.jsonl`."""
+    keys, fields = list[str](), dict[str, tuple[str, str]]()
+    for section, (file, name) in SECTIONS.items():
+        found = config_fields(file, name)
+        fields |= {f"{section}.{n}": (d, doc) for n, _, d, doc in found}
+        keys += ["", f"### `[{section}]`", "", class_summary(file, name), ""]
+        keys += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        keys += [f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in found]
+    tables = "\n".join(keys)
     most_changed = "\n".join(
         f"| `{n}` | {option} | {fields[n][0]} | {change} |" for n, option, change in MOST_CHANGED
     )
     metrics = "\n".join(f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items())
     return f"""# Training
 
-`rollouts train DS --model DIR --out RUN [--config F.toml] [--lr X] [--max-updates N] [--algorithm NAME] [--set key=value]...`
+`rollouts train DS --model DIR --out RUN [--config F.toml] [--lr X] [--max-updates N] [--algorithm NAME] [--set section.key=value]...`
 
 The options override the configuration file, and `--set` overrides both. `--show-config` prints the resolved configuration as
 TOML, which `--config` reads back.
@@ -215,7 +225,7 @@ TOML, which `--config` reads back.
 |---|---|---|---|
 {most_changed}
 
-All other keys are in the [table of all keys](#configuration). Set keys without an option with `--set KEY=VALUE`.
+All other keys are in the [table of all keys](#configuration). Set keys without an option with `--set SECTION.KEY=VALUE`.
 
 ## How it trains
 
@@ -461,7 +471,7 @@ replay the model's own selection of experts are compared with its eager forward 
 
 If the dataset has routes, the run is rejected (`replay_routing`), before anything is written, in these cases: the model
 belongs to an unsupported family; it has a different number of layers or of experts per token; it lacks a recorded expert; a
-token lists an expert twice. `--set replay_routing=false` ignores the routes, with a message. A warning counts the tokens
+token lists an expert twice. `--set batch.replay_routing=false` ignores the routes, with a message. A warning counts the tokens
 that are forwarded without a route.
 
 ## Memory and speed
@@ -496,15 +506,9 @@ micro-batch of 100,000 tokens. With `--layers 2` and the full output head, 97,27
 
 ## Configuration
 
-| key | type | default | meaning |
-|---|---|---|---|
-{rows}
-
-### The loss
-
-| key | type | default | meaning |
-|---|---|---|---|
-{loss_rows}
+Each section is a table of the file, and its keys are set with `--set SECTION.KEY=VALUE`: `[loss] eps_clip_high = 0.28` in a file
+is `--set loss.eps_clip_high=0.28` on the command line. An unknown key is rejected, and the error suggests the closest one.
+{tables}
 
 ## metrics.jsonl
 
@@ -547,6 +551,14 @@ def config_fields(file: str, name: str) -> list[tuple[str, str, str, str]]:
     return fields
 
 
+def class_summary(file: str, name: str) -> str:
+    """Return the first paragraph of a class's docstring, without the name of its section."""
+    tree = ast.parse((DOCS.parent / file).read_text())
+    node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    text = (ast.get_docstring(node) or "").split("\n\n")[0].partition(": ")[2]
+    return text[:1].upper() + " ".join(text[1:].split())
+
+
 def formats_page() -> str:
     """Build formats.md, with a table of the formats in pyproject.toml and `REFUSED`."""
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
@@ -567,14 +579,17 @@ def generation_page() -> str:
 
 def rl_page() -> str:
     """Build rl.md, with the keys of `RlConfig` and the metrics that the loop adds."""
-    fields = config_fields("trainer/rl/config.py", "RlConfig")
-    rows = [f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in fields]
+    tables = config_fields("trainer/rl/config.py", "RlConfig")
+    rows = [f"| `[{n}]` | {doc} |" for n, _, _, doc in tables]
+    keys = config_fields("trainer/rl/config.py", "LoopConfig")
+    loop = [f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in keys]
     own = [
         f"| `[{table}]` | {', '.join(f'`{key}`' for key in keys)} |"
         for table, keys in OWN_KEYS.items()
     ]
     metrics = [f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in LOOP_METRICS.items()]
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|", *rows]
+    lines = ["| table | contents |", "|---|---|", *rows, "", "Keys of `[loop]`:", ""]
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|", *loop]
     lines += ["", "`rollouts rl` sets these keys itself and rejects them in the tables:", ""]
     lines += ["| table | keys |", "|---|---|", *own, "", "## metrics.jsonl", ""]
     lines += ["In addition to the keys in [metrics.jsonl](training.md#metricsjsonl):", ""]

@@ -5,10 +5,10 @@
 RUN is a run of the shop example by the model that sampled it, with recorded tokens:
 
     rollouts convert examples/shop.calls.jsonl --rewards examples/shop.rewards.jsonl --out shop
-    rollouts train shop --model .cache/smollm2 --out RUN --lr 5e-5 --set record_tokens=all \
-        --set drop_zero_variance_groups=true --set groups_per_batch=2 --set groups_per_mini_batch=1 \
-        --set max_updates=2 --set kl_loss_coef=0.01 --set tis_ratio_type=token \
-        --set token_mask_is_threshold_low=0.8 --set token_mask_is_threshold_high=1.25
+    rollouts train shop --model .cache/smollm2 --out RUN --lr 5e-5 --set run.record_tokens=all \
+        --set data.drop_zero_variance_groups=true --set batch.groups_per_batch=2 --set batch.groups_per_mini_batch=1 \
+        --set batch.max_updates=2 --set loss.kl_loss_coef=0.01 --set loss.tis_ratio_type=token \
+        --set loss.token_mask_is_threshold_low=0.8 --set loss.token_mask_is_threshold_high=1.25
 """
 
 from __future__ import annotations

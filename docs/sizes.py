@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import load_config
 from trainer.models.lora import linear_layers
 from trainer.reports.memory_estimate import state_bytes
 
@@ -49,10 +49,10 @@ MODELS: dict[str, Any] = {
 """Dimensions of the models, as in their config.json; the small Qwen3 models tie their embeddings."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "full, float32": {"dtype": "float32"},
-    "full, bfloat16": {"dtype": "bfloat16"},
-    "full, bfloat16, adamw_8bit": {"dtype": "bfloat16", "optimizer": "adamw_8bit"},
-    "LoRA 16, bfloat16": {"dtype": "bfloat16", "lora_rank": LORA_RANK},
+    "full, float32": {"model.dtype": "float32"},
+    "full, bfloat16": {"model.dtype": "bfloat16"},
+    "full, bfloat16, adamw_8bit": {"model.dtype": "bfloat16", "optimizer.algorithm": "adamw_8bit"},
+    "LoRA 16, bfloat16": {"model.dtype": "bfloat16", "model.lora_rank": LORA_RANK},
 }
 
 
@@ -62,9 +62,10 @@ def held_bytes(name: str, settings: dict[str, Any]) -> int:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.float32)
-        config = TrainConfig(dataset="ds", model=name, out="run", **settings)
-        if config.lora_rank:
-            lora = peft.LoraConfig(r=config.lora_rank, target_modules=linear_layers(model))
+        paths = {"data.dataset": "ds", "model.path": name, "run.out": "run"}
+        config = load_config(None, options=paths | settings)
+        if config.model.lora_rank:
+            lora = peft.LoraConfig(r=config.model.lora_rank, target_modules=linear_layers(model))
             peft.inject_adapter_in_model(lora, model)
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -18,9 +18,8 @@ from trainer.batches.data import load_batch
 from trainer.batches.forest import Forest
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import load_config
 from trainer.models.tree_attention import pieces
-from trainer.run.settings import packing_of, plan_settings
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CALLS = (f"{EXAMPLES}/shop.calls.jsonl", "--rewards", f"{EXAMPLES}/shop.rewards.jsonl")
@@ -80,13 +79,14 @@ def _forest() -> tuple[Forest, int, int]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         assert run(["convert", *CALLS, "--format", "calls", "--out", f"{folder}/ds"]) == 0
         rollouts = rollout_io.scan(f"{folder}/ds")
-        config = TrainConfig(dataset=folder, model="-", out="-", sequence_layout="tree")
-        plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), plan_settings(config))
-        batch = load_batch(rollouts, plan, [GROUP], "tree")
+        paths = {"data.dataset": folder, "model.path": "-", "run.out": "-"}
+        config = load_config(None, ["batch.sequence_layout=tree"], paths)
+        plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config)
+        batch = load_batch(rollouts, plan, [GROUP], config.batch)
         rows = rollouts.collect()
     rows = rows.filter(rows["instance_id"] == GROUP)
     num_tokens = sum(int(rows[c].list.len().sum()) for c in ("prompt_token_ids", "response_ids"))
-    ((forest,),) = [part.forests for part in cut_batch(batch, packing_of(config)) if part.forests]
+    ((forest,),) = [part.forests for part in cut_batch(batch, config.batch) if part.forests]
     return forest, len(rows), num_tokens
 
 

@@ -45,13 +45,13 @@ STAGES = (
         "Plan the training",
         "The tokens to train on and to forward, and the memory needed; nothing is written.",
         f"rollouts train {MERGED} --model {MODEL} --out {TRAINED} --config examples/demo.toml "
-        "--set max_updates=1 --dry-run",
+        "--set batch.max_updates=1 --dry-run",
     ),
     (
         "Train one update on the CPU",
         "GRPO on two groups whose rewards differ (examples/demo.toml); about a minute on two cores.",
         f"rollouts train {MERGED} --model {MODEL} --out {TRAINED} --config examples/demo.toml "
-        "--set max_updates=1",
+        "--set batch.max_updates=1",
     ),
     (
         "Compare the two policies with plain Transformers",

@@ -1,6 +1,6 @@
 """SkyRL's Search-R1 quick start on two CPU cores: search a corpus, answer, train on the reward.
 
-    PYTHONPATH=. python examples/search_r1.py runs/search_r1 [--port 8642] [--set KEY=VALUE]...
+    PYTHONPATH=. python examples/search_r1.py runs/search_r1 [--port 8642] [--set SECTION.KEY=VALUE]...
 
 The script writes a corpus and tasks, serves the corpus, trains with search_r1.toml (`--set` overrides
 its keys), validates the sampled dataset, and trains on it again, step by step and merged. The updates
@@ -27,11 +27,13 @@ import polars as pl
 from safetensors.torch import load_file
 
 from examples.retriever import BM25, read_corpus, serving
+from rollout_io.configuration import to_toml
 from trainer.reports.plot import read_metrics
 from trainer.run.checkpoint import latest_checkpoint
 
 CONFIG = Path(__file__).with_suffix(".toml")
 LAYOUTS = ("step", "merge")
+SECTIONS = ("data", "batch", "advantage", "loss", "model", "optimizer", "run")
 NAMES = re.findall(
     r"\w+",
     """
@@ -59,7 +61,9 @@ def main() -> None:
     parser.add_argument(
         "--port", type=int, default=8642, help="Port of the retriever; 0 picks a free one."
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides"
+    )
     arguments = parser.parse_args()
     sys.exit(search_r1(arguments.out, arguments.port, arguments.overrides))
 
@@ -68,7 +72,7 @@ def search_r1(out: Path, port: int, overrides: Sequence[str]) -> int:
     """Run all stages; return the exit code of the first that fails, else 0."""
     write_data(out)
     with serving(read_corpus(out / "corpus.jsonl"), port) as url:
-        own = [f"tasks={out}/train.parquet", f"evaluate.tasks={out}/validation.parquet"]
+        own = [f"loop.tasks={out}/train.parquet", f"evaluate.tasks={out}/validation.parquet"]
         own.append(f"generate.env_config={{search_url = '{url}', topk = {default_topk()}}}")
         code = stage("rl", str(CONFIG), "--out", f"{out}/rl", *sets(*own, *overrides))
     code = code or stage("validate", f"{out}/rl/rollouts/*")
@@ -150,13 +154,11 @@ def sets(*overrides: str) -> list[str]:
 
 def train_again(out: Path, layout: str) -> int:
     """Repeat the RL run's updates with `rollouts train` on its dataset, in the given layout."""
-    loop = json.loads((out / "rl/config.json").read_text(encoding="utf-8"))["train"]
-    own = {"dataset", "model", "out", "sequence_layout"}
-    kept = {k: v for k, v in loop.items() if v is not None and k not in own}
-    lines = [f"{key} = {json.dumps(value)}\n" for key, value in kept.items()]
-    (out / "train.toml").write_text("".join(lines), encoding="utf-8")
-    again = [loop["dataset"], "--model", loop["model"], "--out", f"{out}/{layout}"]
-    config = ["--config", f"{out}/train.toml", "--set", f"sequence_layout={layout}"]
+    loop = json.loads((out / "rl/config.json").read_text(encoding="utf-8"))
+    sections = {name: loop[name] for name in SECTIONS}
+    (out / "train.toml").write_text(to_toml(sections), encoding="utf-8")
+    again = [loop["data"]["dataset"], "--model", loop["model"]["path"], "--out", f"{out}/{layout}"]
+    config = ["--config", f"{out}/train.toml", "--set", f"batch.sequence_layout={layout}"]
     return stage("train", *again, *config)
 
 

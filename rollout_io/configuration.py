@@ -1,7 +1,12 @@
-"""Configuration records: dataclasses filled from a TOML file and `key=value` overrides."""
+"""Configuration records: dataclasses filled from a TOML file and `key=value` overrides.
+
+A field of a record whose type is a dataclass is a section: a table `[section]` of the file, whose
+keys are set with `section.key=value`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
@@ -49,28 +54,93 @@ def load_record(
     *,
     required: Mapping[str, str],
     list_examples: Mapping[str, str] | None = None,
+    moved: Mapping[str, str] | None = None,
+    more: Sequence[str] = (),
 ) -> Record:
     """Read a configuration record from a TOML file, command-line options and `--set`.
 
     Args:
         kind: Dataclass of the record.
-        toml_path: TOML file with top-level keys, or None.
-        overrides: `key=value` strings, which take precedence over file and options; the last one
-            for a key wins. Values are TOML, but strings need no quotes. `none` means None, as does
-            `"none"` in a file. `key.name=value` sets one entry of a key that is a table.
+        toml_path: TOML file with the record's keys, and a table for each section; or None.
+        overrides: `key=value` or `section.key=value` strings, which take precedence over file and
+            options; the last one for a key wins. Values are TOML, but strings need no quotes.
+            `none` means None, as does `"none"` in a file. `key.name=value` sets one entry of a key
+            that is a table.
         options: Typed values, by key; a value that is not None takes precedence over the file.
         required: Required keys, each with a short description of its value.
         list_examples: Example value of each list-valued key, for hints.
+        moved: New places of keys that earlier versions had elsewhere, for hints.
+        more: Further valid keys, such as entries of a key that is a table, for hints.
 
     Raises:
         ConfigError: `config_file`: the file is not TOML; `config_key`: a key is unknown (the hint
             suggests the closest key) or missing; `config_value`: a value has the wrong type or is
             out of bounds.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Loss:
+        ...     eps: float = 0.2
+        >>> @dataclasses.dataclass
+        ... class Config:
+        ...     loss: Loss
+        >>> load_record(Config, None, ["loss.eps=0.3"], required={})
+        Config(loss=Loss(eps=0.3))
     """
-    given = read_toml(toml_path) | given_options(options)
-    values = checked_values(kind, given, overrides, str(toml_path), list_examples=list_examples)
+    given = with_options(read_toml(toml_path), options)
+    keys = Keys(kind, list_examples or {}, moved or {}, more)
+    values = checked_values(kind, given, overrides, str(toml_path), keys=keys)
     check_required(values, required)
-    return kind(**values)
+    return build(kind, values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The keys of a configuration, for hints about unknown ones.
+
+    Attributes:
+        kind: Dataclass of the whole configuration.
+        list_examples: Example value of each list-valued key.
+        moved: New places of keys that earlier versions had elsewhere.
+        more: Further valid keys, such as entries of a key that is a table.
+    """
+
+    kind: type[Any]
+    list_examples: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    moved: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    more: Sequence[str] = ()
+
+    def known(self) -> Iterator[str]:
+        """Yield all keys; those of sections as `section.key`."""
+        yield from self.more
+        for key, kind in typing.get_type_hints(self.kind).items():
+            if dataclasses.is_dataclass(kind):
+                yield from (f"{key}.{field.name}" for field in dataclasses.fields(kind))
+            else:
+                yield key
+
+    def hint(self, key: str, table: str, own: Sequence[str]) -> str:
+        """Suggest the key that an unknown key of a table ("" or "section.") was meant to be.
+
+        `own` are the keys of the table.
+        """
+        place = self.moved.get(f"{table}{key}") or self.moved.get(key)
+        homes = [place] if place else []
+        # The keys of sections by their last names, which may be the same in several sections.
+        leaves: dict[str, list[str]] = {}
+        for known in filter(lambda known: "." in known, self.known()):
+            leaves.setdefault(known.rpartition(".")[2], []).append(known)
+        near = difflib.get_close_matches(key, own, n=1, cutoff=0.5)
+        name = key.rpartition(".")[2]  # the first part may be the name of no section
+        if not homes and (name in leaves or not near):
+            homes = [home for n in difflib.get_close_matches(name, leaves, 1) for home in leaves[n]]
+        if homes:
+            shown = " or ".join(f"`{home}`" for home in homes)
+            places = dict.fromkeys(f"[{home.rpartition('.')[0]}]" for home in homes)
+            return f"did you mean {shown}? It belongs in {' or '.join(places)}"
+        if near:
+            return f"did you mean `{table}{near[0]}`?"
+        return f"use one of the keys {', '.join(f'{table}{name}' for name in own)}"
 
 
 def checked_values(
@@ -80,41 +150,94 @@ def checked_values(
     where: str,
     *,
     table: str = "",
-    list_examples: Mapping[str, str] | None = None,
+    keys: Keys | None = None,
 ) -> dict[str, Any]:
     """Return the values of a record, each converted to its type, without building the record.
 
     Args:
         kind: Dataclass of the record.
-        given: Values from the file and the options.
+        given: Values from the file and the options; those of a section are a mapping.
         overrides: As for `load_record`, without the name of the table.
         where: Path of the file, for messages.
         table: Prefix "NAME." of the keys in messages, if the record is a table of the file.
-        list_examples: As for `load_record`.
+        keys: Keys of the whole configuration, for hints; None: the keys of `kind`.
 
     Raises:
         ConfigError: `config_key`, `config_value`: see `load_record`.
     """
-    types, examples = typing.get_type_hints(kind), list_examples or {}
+    types, keys = typing.get_type_hints(kind), keys or Keys(kind)
     values: dict[str, Any] = {}
+    nested: dict[str, list[str]] = {}
     for key, value in given.items():
-        values[key] = _typed(types, examples, key, value, f"{where}, key {table}{key}")
+        place = f"{where}, key {table}{key}"
+        if not dataclasses.is_dataclass(types.get(key)):
+            values[key] = _typed(types, keys, table, key, value, place)
+        elif isinstance(value, Mapping):
+            nested[key] = []
+        else:
+            hint = keys.moved.get(f"{table}{key}") or f"{key}.KEY"
+            hint = f"[{table}{key}] is a section: set `{hint}`"
+            raise ConfigError("config_value", place, _shown(value), "a table", hint)
     for override in overrides:
-        where = f"--set {table}{_shortened(override)}"
+        place = f"--set {table}{_shortened(override)}"
         dotted, equals, text = (part.strip() for part in override.partition("="))
         if not equals:
-            raise ConfigError("config_key", where, "an override must have the form key=value")
-        key, *names = _names(dotted, types, where)
+            raise ConfigError("config_key", place, "an override must have the form key=value")
+        section, _, rest = dotted.partition(".")
+        if dataclasses.is_dataclass(types.get(section)):
+            if not rest:
+                hint = keys.moved.get(f"{table}{section}") or f"{section}.KEY"
+                hint = f"[{table}{section}] is a section: set `{hint}=VALUE`"
+                raise ConfigError("config_key", place, f"`{section}` is not a key", hint=hint)
+            nested.setdefault(section, []).append(f"{rest}={text}")
+            continue
+        key, *names = _names(dotted, types, place)
         value = text if types.get(key) is str else _from_text(text)
         if names:
             value = _with_entry(values.get(key), names, value)
-        values[key] = _typed(types, examples, key, value, where)
+        values[key] = _typed(types, keys, table, key, value, place)
+    for section, own in nested.items():
+        name = f"{table}{section}."
+        values[section] = checked_values(
+            types[section], given.get(section, {}), own, where, table=name, keys=keys
+        )
     return values
 
 
-def given_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the command-line options that are not None."""
-    return {key: value for key, value in (options or {}).items() if value is not None}
+def build(kind: type[Record], values: Mapping[str, Any]) -> Record:
+    """Build a record, with its sections, from the result of `checked_values`."""
+    types = typing.get_type_hints(kind)
+    sections: dict[str, Any] = {k: of for k, of in types.items() if dataclasses.is_dataclass(of)}
+    built: dict[str, Any] = {key: build(of, values.get(key, {})) for key, of in sections.items()}
+    return kind(**{**values, **built})
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten the keys of sections and tables to `section.key`.
+
+    Example:
+        >>> flat({"loss": {"eps": 1, "own": {}}, "evaluate": None})
+        {'loss.eps': 1, 'loss.own': {}, 'evaluate': None}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        is_section = isinstance(value, Mapping)
+        found |= {f"{name}.{k}": v for k, v in value.items()} if is_section else {name: value}
+    return found
+
+
+def with_options(values: Mapping[str, Any], options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Add the command-line options that are not None, by `key` or `section.key`, to a file's values.
+
+    Example:
+        >>> with_options({"loss": {"eps": 1}}, {"loss.low": 2, "seed": None})
+        {'loss': {'eps': 1, 'low': 2}}
+    """
+    found = dict(values)
+    for dotted, value in (options or {}).items():
+        if value is not None:
+            found = _with_entry(found, dotted.split("."), value)
+    return found
 
 
 def _names(dotted: str, types: Mapping[str, Any], where: str) -> list[str]:
@@ -152,13 +275,21 @@ def to_toml(values: Mapping[str, Any]) -> str:
     """Write a configuration as TOML that `load_record` reads back; None is written as "none".
 
     Example:
-        >>> print(to_toml({"rate": 0.5, "limit": None, "names": ("a",), "loss": {"eps": 1}}))
+        >>> print(to_toml({"rate": 0.5, "limit": None, "loss": {"eps": 1, "names": ("a",)}}))
         rate = 0.5
         limit = "none"
+        <BLANKLINE>
+        [loss]
+        eps = 1
         names = ["a"]
-        loss = {eps = 1}
     """
-    return "\n".join(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in values.items())
+    tables = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+    plain = {key: value for key, value in values.items() if key not in tables}
+    parts = ["\n".join(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in plain.items())]
+    for name, table in tables.items():
+        lines = (f"{_toml_key(key)} = {_toml_value(value)}" for key, value in table.items())
+        parts.append("\n".join([f"[{_toml_key(name)}]", *lines]))
+    return "\n\n".join(part for part in parts if part)
 
 
 def _toml_key(key: str) -> str:
@@ -254,13 +385,16 @@ def _bounds_in_words(number: type[Any], bound: Meta) -> str:
 
 
 def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> None:
-    """Check that no required key is missing.
+    """Check that no required key is missing; `section.key` names a key of a section.
 
     Raises:
         ConfigError: `config_key`: a required key is missing or empty.
     """
     for key, what in required.items():
-        if not values.get(key):
+        found: Any = values
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if found is None or found == "":
             got, message = f"no `{key}`", f"Missing key: {key} ({what})"
             raise ConfigError("config_key", "configuration", got, what, message=message)
 
@@ -285,11 +419,10 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
 
 
 def _typed(
-    types: Mapping[str, Any], examples: Mapping[str, str], key: str, value: Any, where: str
+    types: Mapping[str, Any], keys: Keys, table: str, key: str, value: Any, where: str
 ) -> Any:
     if key not in types:
-        near = difflib.get_close_matches(key, types, n=1, cutoff=0.5)
-        hint = f"did you mean `{near[0]}`?" if near else f"use one of the keys {', '.join(types)}"
+        hint = keys.hint(key, table, list(types))
         raise ConfigError("config_key", where, f"unknown key `{_shortened(key)}`", "", hint)
     kind = types[key]
     if isinstance(value, str) and value.lower() == "none" and NoneType in typing.get_args(kind):
@@ -299,9 +432,9 @@ def _typed(
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
-        got = _shown(value)
-        example = examples.get(key)
-        shown = example and f"write {key} = {example} in a file, or --set '{key}={example}'"
+        got, name = _shown(value), f"{table}{key}"
+        example = keys.list_examples.get(name)
+        shown = example and f"write {key} = {example} in a file, or --set '{name}={example}'"
         raise ConfigError("config_value", where, got, _expected(kind), shown) from error
 
 

@@ -234,7 +234,7 @@ model_directory: The path is not a local Hugging Face model directory.
     Download the model with `hf download ORG/NAME --local-dir DIR`, and pass DIR.
 model_layers: The model has layers or attention that the trainer does not support, or its
     log-probabilities for packed rows differ from its own forward pass.
-    Choose an architecture that docs/models.md lists, or pass `--set sequence_layout=merge` if only
+    Choose an architecture that docs/models.md lists, or pass `--set batch.sequence_layout=merge` if only
     the tree differs.
 model_load: The weights, the adapter or the value head cannot be loaded, or do not match
     `config.json`.
@@ -308,7 +308,7 @@ recorder: The recorder did not respond, or rejected a request to open or end a s
 remote_store: The object store or web server refused the request, or failed on every attempt.
     Check the URL, the credentials and the network, and run the same command again.
 replay_routing: The dataset records routed experts that this model cannot replay.
-    Train the model that sampled the data, or pass `--set replay_routing=false`.
+    Train the model that sampled the data, or pass `--set batch.replay_routing=false`.
 replay_run: The directory does not contain a run of `rollouts train` or `rollouts rl`.
     Pass the directory that the run wrote (its `--out`).
 replay_skipped: A mini-batch before the update is skipped now but was not skipped in the run, or
@@ -347,7 +347,7 @@ reward_line: A reward record does not name exactly one trajectory, has neither a
 rollout_logprobs: The loss or the importance weights need the sampler's log-probabilities, which are
     missing, or were not computed for the distribution that was sampled from.
     Record log-probabilities with vLLM's `--logprobs-mode processed_logprobs`, or pass
-    `--set tis_ratio_type=none`.
+    `--set loss.tis_ratio_type=none`.
 routing_complete: The export to slime needs routed experts for all tokens but the last, and the row
     has fewer.
     Drop the column `rollout_expert_indices`, or record routing for all tokens but the last.
@@ -358,7 +358,7 @@ sampled_item: A Responses log has token ids on an input item instead of on an it
     Log the token ids on the items with which the model server returned them.
 sampling_defaults: Rows do not record how they were sampled, and the model's
     `generation_config.json` has settings that engines use for such requests.
-    Pass `--set sampling_defaults=model` if the engine used that file, or `=neutral` if it sampled
+    Pass `--set data.sampling_defaults=model` if the engine used that file, or `=neutral` if it sampled
     at temperature 1 without truncation.
 schema_version: The dataset was written by a newer version of rollout-io, or by a version that this
     one cannot upgrade.
@@ -397,7 +397,7 @@ token_source: The row's token ids come from tokenized text, so they cannot be co
     Run `rollouts drift --retokenize` only on datasets with exact token ids.
 tokenizer_fingerprint: The model's tokenizer differs from the tokenizer that produced the dataset's
     token ids.
-    Train the model whose tokenizer produced the ids, or pass `--set allow_other_tokenizer=true` if
+    Train the model whose tokenizer produced the ids, or pass `--set data.allow_other_tokenizer=true` if
     the model's tokenizer only adds tokens.
 tokens_disagree: Two files describe the same run with different calls or tokens.
     Convert each run separately, or pass only the correct file.
@@ -446,7 +446,7 @@ view_token: A request to the viewer has no token or the wrong token.
     Open the address that `rollouts view` printed.
 weights_mismatch: Rows of an iteration were not sampled by the weights or settings that they are
     labelled with.
-    Fix the cause that the message names, or train on the rows with `--set on_mismatch=warn`.
+    Fix the cause that the message names, or train on the rows with `--set loop.on_mismatch=warn`.
 worker: A worker process died, often because memory ran out.
     Run the same command again to resume, or pass `--workers 1`.
 working_directory: The working directory was deleted or moved while the shell was in it.
@@ -517,7 +517,7 @@ replay_change: `rollouts replay --set` names a key that affects more than one up
     critic that the run does not have.
     Change a key of the loss, the advantages or the optimizer, or start a new run.
 replay_place: The run's dataset or model is not at the path that its `config.json` names.
-    Pass `--set dataset=PATH` or `--set model=DIR`, or run the command where the run was started.
+    Pass `--set data.dataset=PATH` or `--set model.path=DIR`, or run the command where the run was started.
 resume: The output directory contains a dataset that was not generated, or that was generated with a
     different configuration.
     Use the configuration that the dataset was generated with, or choose a different `--out`.

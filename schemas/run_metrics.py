@@ -23,12 +23,12 @@ METRICS = {
     "loss": Metric(
         "1",
         "Minimised loss: `policy_loss` + `kl_loss_coef` x `policy_kl` - `entropy_loss_coef` x"
-        " entropy, reduced by `loss_reduction`.",
+        " entropy, reduced by `loss.reduction`.",
     ),
-    "policy_loss": Metric("1", "Policy loss with importance weights, reduced by `loss_reduction`."),
+    "policy_loss": Metric("1", "Policy loss with importance weights, reduced by `loss.reduction`."),
     "policy_kl": Metric(
         "nats",
-        "Estimate of the KL divergence from the reference, reduced by `loss_reduction`; absent if"
+        "Estimate of the KL divergence from the reference, reduced by `loss.reduction`; absent if"
         " `kl_loss_coef` is 0.",
     ),
     "policy_entropy": Metric(
@@ -143,7 +143,7 @@ METRICS = {
     ),
     "loss/avg_final_rewards": Metric("reward", "Mean return of the trained trajectories."),
     "loss/avg_raw_advantages": Metric(
-        "1", "Mean advantage of the trained tokens, before `advantage_batch_normalize`."
+        "1", "Mean advantage of the trained tokens, before `advantage.batch_normalize`."
     ),
     "loss/avg_raw_advantages_abs": Metric("1", "Mean of the absolute values of these advantages."),
     "loss/avg_kl": Metric(

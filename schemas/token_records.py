@@ -42,7 +42,7 @@ TOKEN_RECORD_COLUMNS: tuple[Column, ...] = (
     ),
     _per_token("loss_mask", _FLAGS, "true for targets of this update", nullable=False),
     _per_token("advantages", _NUMBERS, "advantage; null if the loss does not use advantages"),
-    _per_token("weights", _NUMBERS, "weight of the target's loss, from `loss_reduction`"),
+    _per_token("weights", _NUMBERS, "weight of the target's loss, from `loss.reduction`"),
     _per_token(
         "old_logprobs",
         _NUMBERS,

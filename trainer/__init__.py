@@ -2,7 +2,8 @@
 
 Example:
     >>> import trainer
-    >>> config = trainer.TrainConfig(dataset="ds", model="smollm2", out="run")
+    >>> paths = {"data.dataset": "ds", "model.path": "smollm2", "run.out": "run"}
+    >>> config = trainer.load_config(None, ["loss.eps_clip_high=0.28"], paths)
     >>> result = trainer.train(config)  # doctest: +SKIP
 """
 
@@ -22,15 +23,31 @@ if TYPE_CHECKING:
     from trainer.algorithms.advantages.token import CriticAdvantages
     from trainer.algorithms.losses.policy import TokenLoss
     from trainer.algorithms.protocols import AdvantageEstimator, LossReduction, PolicyLoss
+    from trainer.config.loss_config import LossConfig
+    from trainer.config.sections import (
+        AdvantageConfig,
+        BatchConfig,
+        DataConfig,
+        ModelConfig,
+        OptimizerConfig,
+        RunConfig,
+    )
     from trainer.config.train_config import TrainConfig, load_config
     from trainer.reports.dry_run import DryRun
     from trainer.run.loop import TrainResult
 
 __all__ = [
+    "AdvantageConfig",
     "AdvantageEstimator",
+    "BatchConfig",
     "CriticAdvantages",
+    "DataConfig",
+    "LossConfig",
     "LossReduction",
+    "ModelConfig",
+    "OptimizerConfig",
     "PolicyLoss",
+    "RunConfig",
     "TokenLoss",
     "TrainConfig",
     "dry_run",
@@ -39,6 +56,11 @@ __all__ = [
 ]
 
 _MODULES = {
+    "trainer.config.loss_config": ("LossConfig",),
+    "trainer.config.sections": (
+        *("AdvantageConfig", "BatchConfig", "DataConfig"),
+        *("ModelConfig", "OptimizerConfig", "RunConfig"),
+    ),
     "trainer.algorithms.advantages.token": ("CriticAdvantages",),
     "trainer.algorithms.losses.policy": ("TokenLoss",),
     "trainer.config.train_config": ("TrainConfig", "load_config"),

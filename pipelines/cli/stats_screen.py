@@ -127,7 +127,7 @@ def _counts(numbers: Mapping[str, Any]) -> Iterable[RenderableType]:
         groups = count(numbers["num_groups_with_failed"], "group")
         yield Text(
             f"{groups} with failed trajectories, left out of training by default "
-            "(--set failed=trajectory leaves out only the trajectories)"
+            "(--set data.failed=trajectory leaves out only the trajectories)"
         )
     yield Text(
         f"{count(numbers['num_prompt_tokens'], 'prompt token')}, "

@@ -62,8 +62,8 @@ def dataset_paths(run: Path) -> list[str]:
     if iterations.is_dir():
         folders = [path for path in iterations.iterdir() if path.is_dir()]
         return [str(path) for path in sorted(folders, key=lambda path: natural_key(path.name))]
-    given = read_config(run).get("dataset")
-    return [given] if isinstance(given, str) and given else []
+    given = _setting(run, "data", "dataset")
+    return [given] if given else []
 
 
 def samples(run: Path) -> bool | None:
@@ -75,7 +75,13 @@ def samples(run: Path) -> bool | None:
 
 def model_of(run: Path) -> str | None:
     """Return the model that a run started from, as configured; None if unknown."""
-    given = read_config(run).get("model")
+    return _setting(run, "model", "path")
+
+
+def _setting(run: Path, section: str, key: str) -> str | None:
+    """Return the text of a key of the run's configuration; None if it is missing or damaged."""
+    found = read_config(run).get(section)
+    given = found.get(key) if isinstance(found, dict) else None
     return given if isinstance(given, str) and given else None
 
 

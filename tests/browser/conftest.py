@@ -15,6 +15,7 @@ import rollout_io
 from rollout_io import Choices, convert
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.browser_helpers import chromium, run_view, viewing
+from tests.helpers.configs import train_config
 
 
 def pytest_collection_modifyitems(items):
@@ -196,11 +197,10 @@ def merged(shop, tmp_path_factory):
 def run(shop, narrow_smollm2, tmp_path_factory):
     """Two updates of a small model, the second off policy."""
     import trainer
-    from trainer.config.train_config import TrainConfig
 
     def make(out):
         trainer.train(
-            TrainConfig(
+            train_config(
                 dataset=str(shop),
                 model=str(narrow_smollm2),
                 out=str(out),

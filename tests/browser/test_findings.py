@@ -133,7 +133,7 @@ def test_the_tables_of_a_run_are_found_from_any_update(browser, shop, tables, tm
     run = tmp_path / "run"
     (run / "blame").mkdir(parents=True)
     shutil.copy(tables[1], run / "blame")
-    (run / "config.json").write_text(json.dumps({"dataset": str(shop)}))
+    (run / "config.json").write_text(json.dumps({"data": {"dataset": str(shop)}}))
     lines = [{"global_step": step, "loss": 1.0} for step in (2, 3)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with viewer(run) as address, tab_at(browser, address) as tab:

@@ -63,7 +63,7 @@ def tab(browser, shop, tmp_path_factory):
     run = tmp_path_factory.mktemp("questions") / "run"
     for update, tasks in UPDATES.items():
         write_records(run, update, shop, tasks)
-    (run / "config.json").write_text(json.dumps({"dataset": str(shop)}))
+    (run / "config.json").write_text(json.dumps({"data": {"dataset": str(shop)}}))
     lines = [
         {"global_step": step, "return_mean": step / 10, "num_groups": 4, "num_trained_groups": 3}
         | {"learning_rate": 1e-6 * (1 + step / 10)}

@@ -52,9 +52,7 @@ def batch_normalized(advantages: torch.Tensor) -> list:
     names = ("advantages", "response_mask", "loss_mask")
     batch = TrainingInputBatch(dict(zip(names, (advantages, mask, mask), strict=True)))
     batch.metadata = {}
-    algorithm = SimpleNamespace(
-        advantage_batch_normalize=True, loss_reduction="token_mean", max_seq_len=None
-    )
+    algorithm = SimpleNamespace(batch_normalize=True, reduction="token_mean", max_seq_len=None)
     config = SimpleNamespace(algorithm=algorithm, micro_train_batch_size_per_gpu=1)
     trainer = SimpleNamespace(cfg=SimpleNamespace(trainer=config))
     scaled = RayPPOTrainer._normalize_advantages(trainer, batch, [(0, NUM_ROWS)])

@@ -97,7 +97,7 @@ def config(name: str, settings: dict[str, typing.Any]) -> SimpleNamespace:
     } | OFF | settings  # fmt: skip
     return SimpleNamespace(
         policy_loss_type=name,
-        loss_reduction="sequence_mean",
+        reduction="sequence_mean",
         eps_clip_low=0.2,
         eps_clip_high=0.3,
         clip_ratio_c=1.2,

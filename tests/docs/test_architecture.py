@@ -21,10 +21,9 @@ from schemas import RULES, breakers, check, row_checks
 from schemas.rules import Rule
 from schemas.strategies import broken_tables, rollout_tables
 from tests.conftest import ROOT
-from trainer.algorithms.objective import Targets, policy_loss
-from trainer.config.function_keys import bind
-from trainer.config.functions import POLICY_LOSS
-from trainer.config.train_config import TrainConfig
+from tests.helpers.configs import train_config
+from trainer.algorithms.configured import Targets, policy_loss
+from trainer.config.functions import POLICY_LOSS, bind
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 FILES = sorted(set(re.findall(r"`((?:[\w.]+/)+(?:\w+\.\w+)?|\w+\.toml)`", PAGE)))
@@ -144,15 +143,15 @@ def test_the_invariant_of_the_page_can_be_broken_alone(invariant: str) -> None:
 def test_the_loss_of_the_page_is_found_with_its_key(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_losses.py").write_text(block("python", "# my_losses.py"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings_ = {"policy_loss_type": "my_losses:hinge", "loss": {"margin": 0.5}}
-    config = TrainConfig(dataset="d", model="m", out="o", **settings_)
+    settings_ = {"policy_loss_type": "my_losses:hinge", "loss_own": {"margin": 0.5}}
+    config = train_config(dataset="d", model="m", out="o", **settings_)
     values = torch.tensor([-1.0, -2.0], requires_grad=True)
     known = {"old_logprobs": values.detach(), "rollout_logprobs": values.detach()}
     known |= {"row": torch.zeros(2, dtype=torch.int64), "selected": torch.ones(2, dtype=torch.bool)}
     try:
         losses = policy_loss(
             Targets(logprobs=values, advantages=torch.tensor([1.0, -2.0]), **known),
-            bind(POLICY_LOSS, config),
+            bind(POLICY_LOSS, config.loss),
         ).losses
     finally:
         sys.modules.pop("my_losses", None)

@@ -6,7 +6,6 @@ import dataclasses
 import pathlib
 import re
 import tempfile
-from typing import Any
 
 import pytest
 
@@ -14,16 +13,12 @@ from pipelines.generation.config import GenerateConfig
 from rollout_io.formats.skyrl_other_fields import COLUMN_FIELDS, OPTIONAL, REQUIRED, USER_FIELDS
 from schemas.columns import COLUMN_BY_NAME
 from tests.conftest import ROOT
-from trainer.config.train_config import TrainConfig
+from tests.helpers.configs import SECTIONS
 from trainer.rl.config import EvaluateConfig, load_rl_config
 
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "skyrl.md").read_text(encoding="utf-8")
-TABLES: dict[str, Any] = {
-    "generate": GenerateConfig,
-    "train": TrainConfig,
-    "evaluate": EvaluateConfig,
-}
+TABLES = SECTIONS | {"generate": GenerateConfig, "evaluate": EvaluateConfig}
 
 
 @pytest.mark.parametrize(("page", "least"), [("skyrl.md", 40), ("search.md", 30)])
@@ -46,15 +41,15 @@ def test_every_field_of_an_output_has_its_column() -> None:
 def test_the_toml_of_skyrls_defaults_is_a_configuration() -> None:
     section = PAGE.partition("## Defaults that differ")[2].partition("\n## ")[0]
     [text] = re.findall(r"```toml\n(.+?)```", section, re.DOTALL)
-    own = {"model": "m", "tasks": "t.jsonl", "out": "run", "num_iterations": 1}
+    own = {"model.path": "m", "loop.tasks": "t.jsonl", "run.out": "run", "loop.num_iterations": 1}
     path = pathlib.Path(tempfile.mkdtemp()) / "skyrl.toml"
     path.write_text(text, encoding="utf-8")
     overrides = [f"{key}={value}" for key, value in own.items()]
     config = load_rl_config(path, [*overrides, "generate.environment=gsm8k"])
     training = config.training
-    assert (training.kl_loss_coef, training.tis_ratio_type) == (0.001, None)
-    assert (training.groups_per_batch, training.groups_per_mini_batch) == (1024, 256)
-    assert (training.sequence_layout, training.outcome) == ("step", "last")
+    assert (training.loss.kl_loss_coef, training.loss.tis_ratio_type) == (0.001, None)
+    assert (training.batch.groups_per_batch, training.batch.groups_per_mini_batch) == (1024, 256)
+    assert (training.batch.sequence_layout, training.data.outcome) == ("step", "last")
     assert config.generation.group_size == 5
 
 

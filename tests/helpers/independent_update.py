@@ -33,8 +33,8 @@ from tests.helpers.independent_rows import (
 
 VOCAB = 61
 DEFAULTS: dict[str, Any] = {
-    "outcome": "last", "advantage_estimator": "grpo", "normalize_by_std": True,
-    "advantage_batch_normalize": False, "gamma": 1.0, "gae_lambda": 1.0, "failed": "group",
+    "outcome": "last", "estimator": "grpo", "normalize_by_std": True,
+    "batch_normalize": False, "gamma": 1.0, "gae_lambda": 1.0, "failed": "group",
     "partial_groups": "refuse", "drop_zero_variance_groups": False, "groups_per_batch": 8,
     "groups_per_mini_batch": 8, "epochs_per_batch": 1, "sequence_layout": "merge",
     "learning_rate": 1e-6, "weight_decay": 0.01, "betas": (0.9, 0.999), "max_grad_norm": 1.0,
@@ -43,7 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "cispo_eps_clip_high": 4.0, "cispo_anchor": "old", "dppo_type": "binary_tv",
     "dppo_delta_low": 0.2, "dppo_delta_high": 0.2, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05,
     "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_frac": 0.2,
-    "ppo_kl_coef": 1.0, "loss_reduction": "token_mean", "max_seq_len": None,
+    "ppo_kl_coef": 1.0, "reduction": "token_mean", "max_seq_len": None,
     "tis_ratio_type": "auto", "token_tis_ratio_clip_high": 2.0, "sequence_tis_ratio_clip_high": 5.0,
     "sequence_mask_metric": None, "geo_mask_low": 0.99, "geo_mask_high": 1.01,
     "product_mask_low": 0.5, "product_mask_high": 2.0, "outlier_token_is_threshold_low": None,

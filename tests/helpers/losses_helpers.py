@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.conftest import ROOT
 from tests.helpers.trainer_helpers import one_group
+from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
 from trainer.algorithms.losses.policy import regular
-from trainer.algorithms.objective import Targets
 
 REFERENCE = json.loads((ROOT / "tests" / "data" / "reference_losses.json").read_text())
 SETTINGS: dict[str, Any] = {
@@ -44,11 +44,11 @@ POLICY_LOSSES: list[dict[str, Any]] = [
     {"policy_loss_type": "cross_entropy"},
 ]
 REDUCTIONS: list[dict[str, Any]] = [
-    {"loss_reduction": "token_mean"},
-    {"loss_reduction": "sequence_mean"},
-    {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 8},
-    {"loss_reduction": "prompt_mean"},
-    {"loss_reduction": "trajectory_mean"},
+    {"reduction": "token_mean"},
+    {"reduction": "sequence_mean"},
+    {"reduction": "seq_mean_token_sum_norm", "max_seq_len": 8},
+    {"reduction": "prompt_mean"},
+    {"reduction": "trajectory_mean"},
 ]
 CORRECTIONS: list[dict[str, Any]] = [
     {"tis_ratio_type": "token"},
@@ -60,8 +60,8 @@ CORRECTIONS: list[dict[str, Any]] = [
 ]
 TERMS: list[dict[str, Any]] = [
     {"kl_loss_coef": 0.1},
-    {"kl_loss_coef": 0.1, "kl_estimator_type": "k2", "loss_reduction": "sequence_mean"},
-    {"entropy_loss_coef": 0.1, "loss_reduction": "prompt_mean"},
+    {"kl_loss_coef": 0.1, "kl_estimator_type": "k2", "reduction": "sequence_mean"},
+    {"entropy_loss_coef": 0.1, "reduction": "prompt_mean"},
 ]
 EVERYTHING = [*POLICY_LOSSES, *REDUCTIONS[1:], *CORRECTIONS[1:], *TERMS]
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 import rollout_io
 from tests.conftest import ROOT
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, save_tiny_model
 
 NUM_ROWS = 40_000
@@ -71,7 +72,7 @@ def main():
     import trainer
 
     dataset, model, out = sys.argv[1:]
-    config = trainer.TrainConfig(
+    config = train_config(
         dataset=dataset,
         model=model,
         out=out,

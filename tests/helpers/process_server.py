@@ -29,9 +29,9 @@ import trainer.run.same_tokenizer
 from rollout_io.cli.main import run as run_command
 from rollout_io.cli.output import shown_log
 from rollout_io.retokenize.tokenizer import load_tokenizer
+from tests.helpers.configs import from_saved, train_config
 from tests.helpers.trainer_helpers import forests_of, learner_of, make_batch, tiny_policy
 from trainer import rl
-from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.sharding import whole
 from trainer.run.loop import train
@@ -85,7 +85,7 @@ def check_sharded(model: nn.Module) -> None:
 def gradient(job: dict[str, Any]) -> None:
     """Save the gradient of one update of a tiny policy, and its norm."""
     rows = job["rows"]
-    accelerator = make_accelerator(out="o")
+    accelerator = make_accelerator(train_config(out="o"))
     batch = make_batch(rows, advantages=[float(i + 1) for i in range(len(rows))])
     policy = tiny_policy(tie_word_embeddings=job["tied"])
     learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
@@ -131,11 +131,11 @@ def work(job: dict[str, Any]) -> None:
         return gradient(job)
     if "rl" in job:
         engine = AdapterEngine.open if job.get("takes_adapters") else None
-        config, resume = rl.RlConfig(**job["rl"]), job.get("resume", False)
+        config, resume = from_saved(rl.RlConfig, job["rl"]), job.get("resume", False)
         with shown_log():
             rl.run(config, resume=resume, open_engine=engine)
         return None
-    config = TrainConfig(**job["config"] | job.get(f"rank {os.environ['RANK']}", {}))
+    config = train_config(**job["config"] | job.get(f"rank {os.environ['RANK']}", {}))
     with shown_log():
         train(config, resume=job.get("resume", False))
     return None

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import trainer
+from tests.helpers.configs import train_config
 from trainer.forensics.replay.compare import TIMES
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.run.loop import count_update
@@ -30,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 def train(paths: dict[str, str], out: Path, *, resume: bool = False, **settings: Any) -> Path:
     """Train on three groups: 12 updates in batches of 4, 2, 4 and 2."""
     given = paths | SETTINGS | settings
-    trainer.train(trainer.TrainConfig(**given, out=str(out)), resume=resume)
+    trainer.train(train_config(**given, out=str(out)), resume=resume)
     return out
 
 

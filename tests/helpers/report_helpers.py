@@ -78,7 +78,7 @@ def large_run(folder, tokenizer, *, num=200, num_groups=(4,)):
         )
     run = folder / "run"
     run.mkdir()
-    (run / "config.json").write_text(json.dumps({"dataset": str(dataset)}))
+    (run / "config.json").write_text(json.dumps({"data": {"dataset": str(dataset)}}))
     for step, count in enumerate(num_groups, 1):
         chosen = rng.permutation(-(-num // GROUP_SIZE))[:count]
         rows = [i for i in range(num) if i // GROUP_SIZE in chosen]

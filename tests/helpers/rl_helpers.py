@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -16,10 +17,12 @@ import polars as pl
 
 import rollout_io
 import trainer
+from rollout_io.configuration import to_toml
 from rollout_io.retokenize.tokenizer import ChatTokenizer
+from tests.helpers.configs import rl_config
 from tests.helpers.trainer_helpers import tiny_llama
 from trainer import rl
-from trainer.config.train_config import TrainConfig
+from trainer.rl.config import OWN_KEYS
 
 HERE = "tests.helpers.rl_helpers"
 TIMES = {"seconds", "tokens_per_s"}
@@ -120,19 +123,17 @@ def config_of(folder: Path, model: str, **settings: Any) -> rl.RlConfig:
         "group_size": 3,
         "max_response_tokens": 6,
     } | settings.pop("generate", {})
-    train = {
+    usual = {
         "groups_per_batch": 2,
         "groups_per_mini_batch": 1,
         "learning_rate": 1e-3,
         "failed": "trajectory",
-    } | settings.pop("train", {})
-    own = {
         "model": model,
         "tasks": write_tasks(folder / "tasks.jsonl", settings.pop("num_tasks", 4)),
         "out": str(folder / "run"),
         "num_iterations": 3,
     }
-    return rl.RlConfig(**own | settings, generate=generate, train=train)
+    return rl_config(**usual | settings.pop("train", {}) | settings, generate=generate)
 
 
 def lines_of(path: Path | str) -> list[dict[str, Any]]:
@@ -144,9 +145,10 @@ def lines_of(path: Path | str) -> list[dict[str, Any]]:
 
 def replay(config: rl.RlConfig, out: Path) -> trainer.run.loop.TrainResult:
     """`rollouts train` on what the loop has sampled."""
-    settings = config.train | {"group_size": config.generation.group_size, "seed": config.seed}
-    dataset = f"{config.out}/rollouts/*"
-    return trainer.train(TrainConfig(dataset=dataset, model=config.model, out=str(out), **settings))
+    given = config.training
+    data = dataclasses.replace(given.data, outcome=config.data.outcome)
+    run = dataclasses.replace(given.run, out=str(out))
+    return trainer.train(dataclasses.replace(given, data=data, run=run))
 
 
 def weights_of(checkpoint: str) -> bytes:
@@ -154,15 +156,16 @@ def weights_of(checkpoint: str) -> bytes:
 
 
 def rows_of(config: rl.RlConfig, iteration: int) -> pl.DataFrame:
-    return rollout_io.scan(f"{config.out}/rollouts/iteration_{iteration:05d}").collect()
+    return rollout_io.scan(f"{config.run.out}/rollouts/iteration_{iteration:05d}").collect()
 
 
 def as_toml(config: rl.RlConfig) -> str:
     """The file that makes it, but for `out`."""
-    lines = [f"{key} = {json.dumps(getattr(config, key))}" for key in ("model", "tasks")]
-    lines.append(f"num_iterations = {config.num_iterations}")
-    tables = {name: getattr(config, name) for name in ("generate", "train", "evaluate")}
-    for name, values in tables.items():
-        if values is not None:
-            lines += [f"[{name}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items())]
-    return "\n".join(lines)
+    values = {
+        name: value for name, value in dataclasses.asdict(config).items() if value is not None
+    }
+    for section, keys in OWN_KEYS.items():
+        if section in ("data", "batch", "run"):
+            values[section] = {k: v for k, v in values[section].items() if k not in keys}
+    values["run"].pop("out")
+    return to_toml(values)

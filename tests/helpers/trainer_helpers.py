@@ -16,11 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import rollout_io
 from schemas.metadata import DatasetMetadata
+from tests.helpers.configs import train_config
 from trainer.batches.data import Batch, to_batch
 from trainer.batches.forest import chain_forests
-from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
-from trainer.run.settings import objective_of
 from trainer.run.update import Learner, update
 
 VOCAB = 61
@@ -105,14 +104,14 @@ def learner_of(
     policy: Policy, *, corrects: bool = False, reference: Policy | None = None, **settings: Any
 ) -> Learner:
     """A learner with plain SGD, whose step is the clipped gradient times the learning rate."""
-    config = TrainConfig(dataset="d", model="m", out="o", **settings)
+    config = train_config(dataset="d", model="m", out="o", **settings)
     return Learner(
         accelerator=Accelerator(),
         policy=policy,
-        optimizer=torch.optim.SGD(policy.parameters(), lr=config.learning_rate),
-        objective=objective_of(config, corrects=corrects),
-        learning_rate=config.learning_rate,
-        max_grad_norm=config.max_grad_norm,
+        optimizer=torch.optim.SGD(policy.parameters(), lr=config.optimizer.learning_rate),
+        loss=config.loss,
+        corrects=corrects,
+        optimization=config.optimizer,
         reference=reference,
     )
 

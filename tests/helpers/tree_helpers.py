@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from schemas.ragged import IntArray, Ragged
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, Row, learner_of, make_batch
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
@@ -20,7 +21,6 @@ from trainer.batches.plan import make_plan
 from trainer.batches.tree import Trie, make_trie
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
-from trainer.run.settings import packing_of, plan_settings
 from trainer.run.update import update
 
 TrajectoryIds = list[tuple[str, str]]
@@ -59,7 +59,7 @@ def families(draw: st.DrawFn, max_trajectories: int = 3) -> tuple[list[Row], Tra
 
 def config_of(**settings: Any) -> TrainConfig:
     given = {"sequence_layout": "tree", "partial_groups": "train", **settings}
-    return TrainConfig(dataset="d", model="m", out="o", **given)
+    return train_config(dataset="d", model="m", out="o", **given)
 
 
 def batch_of(family: tuple[list[Row], TrajectoryIds], **values: Any) -> Batch:
@@ -68,7 +68,7 @@ def batch_of(family: tuple[list[Row], TrajectoryIds], **values: Any) -> Batch:
 
 def mini_batch_of(batch: Batch, num_ranks: int = 1, **settings: Any) -> MiniBatch:
     """The whole batch as one mini-batch."""
-    (found,) = cut_batch(batch, packing_of(config_of(**settings)), num_ranks)
+    (found,) = cut_batch(batch, config_of(**settings).batch, num_ranks)
     return found
 
 
@@ -126,7 +126,7 @@ def batch_of_estimator(
             "error": pl.Series([None] * len(rewards), dtype=pl.String),
         }
     )
-    plan = make_plan(returns, plan_settings(config)).trajectories
+    plan = make_plan(returns, config).trajectories
     advantage = dict(zip(plan["trajectory_id"], plan["advantage"], strict=True))
     last = {trajectory: row for row, trajectory in enumerate(ids)}
     return make_batch(

@@ -4,9 +4,8 @@ from pipelines.generation.config import GenerateConfig
 from pipelines.record.settings import RecordSettings
 from rollout_io import Choices
 from schemas.errors import ConfigError
-from trainer.config.train_config import TrainConfig
+from trainer.config.sections import AdvantageConfig, DataConfig
 
-TRAIN = {"dataset": "shop/", "model": "smollm2", "out": "run"}
 GENERATE = {"tasks": "tasks.jsonl", "model": "smollm2", "out": "shop/"}
 RECORD = {"out": "shop/", "upstreams": ("http://127.0.0.1:8000",)}
 
@@ -14,8 +13,8 @@ RECORD = {"out": "shop/", "upstreams": ("http://127.0.0.1:8000",)}
 @pytest.mark.parametrize(
     ("record", "values", "said"),
     [
-        (TrainConfig, TRAIN | {"failed": "row"}, "found 'row'; expected one of group, trajectory"),
-        (TrainConfig, TRAIN | {"gamma": 1.5}, "found 1.5; expected a number in [0, 1]"),
+        (DataConfig, {"failed": "row"}, "found 'row'; expected one of group, trajectory"),
+        (AdvantageConfig, {"gamma": 1.5}, "found 1.5; expected a number in [0, 1]"),
         (GenerateConfig, GENERATE | {"engine": "tgi"}, "found 'tgi'; expected one of"),
         (Choices, {"layout": "wide"}, "found 'wide'; expected one of prefix, full"),
         (Choices, {"logprobs_mode": "both"}, "found 'both'; expected one of raw, processed"),

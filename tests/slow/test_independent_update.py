@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 import trainer
 from tests.helpers import independent_update as independent
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import step, write_dataset
-from trainer.config.train_config import TrainConfig
 
 Settings = dict[str, Any]
 FACTORS: dict[str, list[Settings]] = {
@@ -36,13 +36,13 @@ FACTORS: dict[str, list[Settings]] = {
         {"policy_loss_type": "cross_entropy"},
     ],
     "estimator": [
-        {"advantage_estimator": "grpo"},
-        {"advantage_estimator": "grpo", "normalize_by_std": False},
-        {"advantage_estimator": "grpo", "advantage_batch_normalize": True},
-        {"advantage_estimator": "rloo"},
-        {"advantage_estimator": "maxrl"},
-        {"advantage_estimator": "reinforce++", "gamma": 0.9},
-        {"advantage_estimator": "gae", "gamma": 0.95, "gae_lambda": 0.9,
+        {"estimator": "grpo"},
+        {"estimator": "grpo", "normalize_by_std": False},
+        {"estimator": "grpo", "batch_normalize": True},
+        {"estimator": "rloo"},
+        {"estimator": "maxrl"},
+        {"estimator": "reinforce++", "gamma": 0.9},
+        {"estimator": "gae", "gamma": 0.95, "gae_lambda": 0.9,
          "critic_learning_rate": 1e-2},
     ],
     "correction": [
@@ -69,11 +69,11 @@ FACTORS: dict[str, list[Settings]] = {
         {"kl_reward_coef": 0.2, "kl_ctrl_type": "adaptive", "kl_horizon": 20, "kl_target": 0.02},
     ],
     "reduction": [
-        {"loss_reduction": "token_mean"},
-        {"loss_reduction": "sequence_mean"},
-        {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 16},
-        {"loss_reduction": "prompt_mean"},
-        {"loss_reduction": "trajectory_mean"},
+        {"reduction": "token_mean"},
+        {"reduction": "sequence_mean"},
+        {"reduction": "seq_mean_token_sum_norm", "max_seq_len": 16},
+        {"reduction": "prompt_mean"},
+        {"reduction": "trajectory_mean"},
     ],
     "layout": [
         {"sequence_layout": "merge"},
@@ -230,7 +230,7 @@ def difference(settings: Settings, given: Settings, out: Path) -> float:
     paths = {"dataset": dataset, "model": str(given["folder"] / "model"), "out": str(out)}
     if settings.get("kl_loss_coef") or settings.get("kl_reward_coef"):
         paths["reference_model"] = str(given["folder"] / "reference")
-    result = trainer.train(TrainConfig(**paths, **settings))
+    result = trainer.train(train_config(**paths, **settings))
     trained = load_file(Path(result.checkpoint) / "model.safetensors")
     expected, faint = independent.run(rows, given["model"], given["reference"], settings)
     apart = size = 0.0

@@ -19,6 +19,7 @@ from rollout_io.dataset.storage import Location
 from schemas.columns import arrow_schema
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES
+from tests.helpers.configs import train_config
 from tests.helpers.faulty_store import (
     BUSY,
     CUT,
@@ -191,7 +192,7 @@ def to_train(store, tmp_path_factory):
 
 
 def train(folder, dataset, out, *, resume=False):
-    config = trainer.TrainConfig(
+    config = train_config(
         dataset=str(dataset),
         model=str(folder / "model"),
         out=str(out),

@@ -77,7 +77,7 @@ for line in sys.stdin:
             config, answer = rl.RlConfig(**order["config"]), {}
             if "place" in order:
                 kill_at(order["place"], order["number"], order["after"])
-            count = kill_at_event(config.out, order.get("event", -1))
+            count = kill_at_event(config.run.out, order.get("event", -1))
             if "replay" in order:
                 answer = dataclasses.asdict(replay(config, Path(order["replay"])))
             else:
@@ -131,8 +131,8 @@ def model(tmp_path_factory, smollm2_dir):
 
 
 def finished_groups(config: rl.RlConfig) -> dict[str, bytes]:
-    shards = Path(config.out).glob("rollouts/iteration_*/*.parquet")
-    return {str(path.relative_to(config.out)): path.read_bytes() for path in shards}
+    shards = Path(config.run.out).glob("rollouts/iteration_*/*.parquet")
+    return {str(path.relative_to(config.run.out)): path.read_bytes() for path in shards}
 
 
 def check_end(server: Server, config: rl.RlConfig, before: dict[str, bytes]) -> None:
@@ -142,15 +142,15 @@ def check_end(server: Server, config: rl.RlConfig, before: dict[str, bytes]) -> 
     after = finished_groups(config)
     assert {name: after.get(name) for name in before} == before
     for number in range(config.num_iterations):
-        rows = rollout_io.scan(f"{config.out}/rollouts/iteration_{number:05d}").collect()
+        rows = rollout_io.scan(f"{config.run.out}/rollouts/iteration_{number:05d}").collect()
         assert sorted(Counter(rows["instance_id"]).values()) == [3, 3]
         ages = number - rows["policy_version"]
-        assert 0 <= ages.min() <= ages.max() <= config.max_staleness
-    names = rollout_io.scan(f"{config.out}/rollouts/*").select("trajectory_id").collect()
+        assert 0 <= ages.min() <= ages.max() <= config.loop.max_staleness
+    names = rollout_io.scan(f"{config.run.out}/rollouts/*").select("trajectory_id").collect()
     assert names["trajectory_id"].is_unique().all()
-    again = server.ask(config, replay=f"{config.out}-again")
+    again = server.ask(config, replay=f"{config.run.out}-again")
     assert weights_of(again["checkpoint"]) == weights_of(done["checkpoint"])
-    updates = [(line["iteration"], line["global_step"]) for line in lines_of(config.out)]
+    updates = [(line["iteration"], line["global_step"]) for line in lines_of(config.run.out)]
     assert updates == [(step // 2, step + 1) for step in range(2 * config.num_iterations)]
 
 

@@ -12,18 +12,18 @@ import pytest
 import pipelines
 import rollout_io
 from tests.conftest import ROOT
-from trainer.config.train_config import TrainConfig
+from tests.helpers.configs import train_config
 from trainer.run.loop import train
 
 pytestmark = [pytest.mark.model, pytest.mark.nightly]
 
 GROUPS = ("shop-5", "shop-10")
 RUNS: dict[str, dict[str, Any]] = {
-    "grpo": {"advantage_estimator": "grpo"},
-    "rloo": {"advantage_estimator": "rloo"},
-    "maxrl": {"advantage_estimator": "maxrl"},
-    "reinforce++": {"advantage_estimator": "reinforce++"},
-    "gae and critic": {"advantage_estimator": "gae"},
+    "grpo": {"estimator": "grpo"},
+    "rloo": {"estimator": "rloo"},
+    "maxrl": {"estimator": "maxrl"},
+    "reinforce++": {"estimator": "reinforce++"},
+    "gae and critic": {"estimator": "gae"},
     "lora": {"lora_rank": 8, "learning_rate": 2e-4},
 }
 
@@ -59,7 +59,7 @@ def test_three_updates_have_finite_metrics_and_rewarded_trajectories_gain(
     name: str, dataset: str, smollm2_dir: Path, compare_policies: Any, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"learning_rate": 5e-6} | RUNS[name]
-    config = TrainConfig(
+    config = train_config(
         dataset=dataset,
         model=str(smollm2_dir),
         out=str(tmp_path / "run"),

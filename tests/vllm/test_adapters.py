@@ -19,7 +19,8 @@ from tests.vllm.test_rl import (
     updates_of,
 )
 from trainer import rl
-from trainer.models.lora import AdapterSettings, add_adapter, save_adapter
+from trainer.config.sections import ModelConfig
+from trainer.models.lora import add_adapter, save_adapter
 from trainer.models.policy import load_policy
 from trainer.rl.weight_swap import WeightSwapEngine
 
@@ -29,7 +30,9 @@ __all__ = ["config_of", "overrides_of"]
 
 def adapted(small_smollm2, path=None):
     policy = load_policy(str(small_smollm2), logprob_chunk_tokens=256)
-    settings = AdapterSettings(rank=4, alpha=8, target_modules=None, model=str(small_smollm2))
+    settings = ModelConfig(
+        lora_rank=4, lora_alpha=8, lora_target_modules=None, path=str(small_smollm2)
+    )
     add_adapter(policy, settings, path)
     return policy
 

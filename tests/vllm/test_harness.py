@@ -70,7 +70,7 @@ def loop_of(tmp_path, harness_of):
 
 
 def check_run(config, harness):
-    rows = pl.from_arrow(rollout_io.read(f"{config.out}/rollouts/*"))
+    rows = pl.from_arrow(rollout_io.read(f"{config.run.out}/rollouts/*"))
     size = config.generation.group_size
     assert "error" not in rows.columns, rows["error"].drop_nulls().to_list()[:1]
     assert rows["trajectory_id"].n_unique() == config.num_iterations * size
@@ -78,20 +78,20 @@ def check_run(config, harness):
     assert rows["token_source"].unique().to_list() == ["engine"]
     assert rows["response_ids"].list.len().max() <= 16
     for number in range(config.num_iterations):
-        part = pl.from_arrow(rollout_io.read(f"{config.out}/rollouts/iteration_{number:05d}"))
+        part = pl.from_arrow(rollout_io.read(f"{config.run.out}/rollouts/iteration_{number:05d}"))
         ages = number - part["policy_version"]
-        assert 0 <= ages.min() <= ages.max() <= config.max_staleness
-    assert [line["iteration"] for line in lines_of(config.out)] == list(
+        assert 0 <= ages.min() <= ages.max() <= config.loop.max_staleness
+    assert [line["iteration"] for line in lines_of(config.run.out)] == list(
         range(config.num_iterations)
     )
-    assert command(["validate", f"{config.out}/rollouts/*"]) == 0
+    assert command(["validate", f"{config.run.out}/rollouts/*"]) == 0
 
 
 def run_killed(config, tmp_path):
     """`rollouts rl`, killed in its second iteration."""
     toml, run = tmp_path / "rl.toml", tmp_path / "run"
     kept = [line for line in as_toml(config).splitlines() if not line.endswith("= null")]
-    toml.write_text(f"max_staleness = {config.max_staleness}\n" + "\n".join(kept))
+    toml.write_text(f"max_staleness = {config.loop.max_staleness}\n" + "\n".join(kept))
     process = subprocess.Popen(
         [sys.executable, "-m", "rollout_io", "rl", str(toml), "--out", str(run)],
         cwd=ROOT,

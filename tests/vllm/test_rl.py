@@ -20,9 +20,9 @@ from examples.addition import Addition
 from examples.addition import main as write_tasks
 from pipelines.generation.engines.vllm import VllmEngine
 from tests.conftest import ROOT
+from tests.helpers.configs import train_config
 from tests.vllm.test_generation import differences
 from trainer import rl
-from trainer.config.train_config import TrainConfig
 from trainer.run.loop import train
 
 pytestmark = pytest.mark.vllm
@@ -134,10 +134,13 @@ def trained_rows(run):
 
 def check_replay(config, run, tmp_path):
     """`rollouts train` on what is on disk comes to the same weights."""
-    settings = config.train | {"group_size": config.generation.group_size, "seed": config.seed}
+    settings = config.train | {"group_size": config.generation.group_size, "seed": config.run.seed}
     again = train(
-        TrainConfig(
-            dataset=f"{run}/rollouts/*", model=config.model, out=str(tmp_path / "again"), **settings
+        train_config(
+            dataset=f"{run}/rollouts/*",
+            model=config.model.path,
+            out=str(tmp_path / "again"),
+            **settings,
         )
     )
     (ours,) = run.glob(f"checkpoints/global_step_{again.num_updates}/model.safetensors")

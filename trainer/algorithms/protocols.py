@@ -1,9 +1,9 @@
 """Arguments and results of user functions: policy losses, estimators and reductions.
 
 A configuration names a user function as `module:function`. A parameter that has the name of an
-input receives that input. All other parameters are keys: each gets its value from the
-configuration or from the table `[loss]` (`[train.loss]` for `rollouts rl`), or keeps its default.
-`**keys` gets every key of that table.
+input receives that input. All other parameters are keys: each gets its value from the function's
+section of the configuration (`[loss]` or `[advantage]`) or from the table `own` of that section, or
+keeps its default. `**keys` gets every key of that table.
 
 Parameters, keys and the module are checked before a model is loaded, and results after every call.
 Built-in functions are called in the same way.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(Protocol):
-    """Signature of a `policy_loss_type` function, which is called once per micro-batch.
+    """Signature of a `loss.policy_loss_type` function, which is called once per micro-batch.
 
     A target is a trained response token. Tensors are [M], one element per target, on the device of
     the policy. M is at least 1. All targets of a row are in one micro-batch; the targets of a
@@ -33,7 +33,7 @@ class PolicyLoss(Protocol):
             the temperature at which it was sampled; with gradient. Required.
         old_logprobs: [M] float32 nats under the policy at the start of the batch.
         rollout_logprobs: [M] float32 nats from the sampler. If the loss has this parameter, the
-            dataset must contain them, and `tis_ratio_type = "auto"` adds no importance weights.
+            dataset must contain them, and `loss.tis_ratio_type = "auto"` adds no importance weights.
         advantages: [M] float32 from the estimator, not scaled for the reduction. A loss without
             them is supervised: it needs no rewards, and is not corrected for sampler mismatch.
         row: [M] int64: row of each target, from 0. Rows depend on the layout.
@@ -51,10 +51,10 @@ class PolicyLoss(Protocol):
 
 
 class AdvantageEstimator(Protocol):
-    """Signature of an `advantage_estimator` function, which takes either `returns` or `rewards`.
+    """Signature of an `advantage.estimator` function, which takes either `returns` or `rewards`.
 
     An estimator that takes `returns` is called with all trained trajectories of the dataset. With
-    `kl_reward_coef`, it is called again with the groups of each batch, so an advantage may depend
+    `loss.kl_reward_coef`, it is called again with the groups of each batch, so an advantage may depend
     only on the trajectory's group. The advantage applies to every trained token of the trajectory.
     An estimator that takes `rewards` is called for each batch (`groups_per_batch` groups) with its
     N trained tokens, ordered by trajectory and step; these arrays are the same in every layout.
@@ -73,7 +73,7 @@ class AdvantageEstimator(Protocol):
 
     Returns:
         [n] or [N] finite numbers (a NumPy array, a CPU tensor or a list); with `values`, a
-        `CriticAdvantages`. The run does not whiten them; `advantage_batch_normalize` is applied
+        `CriticAdvantages`. The run does not whiten them; `advantage.batch_normalize` is applied
         afterwards.
     """
 
@@ -82,7 +82,7 @@ class AdvantageEstimator(Protocol):
 
 
 class LossReduction(Protocol):
-    """Signature of a `loss_reduction` function.
+    """Signature of a `loss.reduction` function.
 
     It is called once per mini-batch with all M targets. The loss of an update is the sum of weight
     times loss over all targets, in all micro-batches and processes. The weights apply to the KL and

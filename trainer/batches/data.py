@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -17,6 +16,7 @@ from schemas.ragged import BoolArray, IntArray, Ragged
 from trainer.batches.chains import Chains, make_chains
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
+from trainer.config.sections import BatchConfig
 
 OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
     "rollout_logprobs": pl.List(pl.Float32()),
@@ -134,26 +134,14 @@ def _holds(name: str, condition: pl.Expr) -> pl.Expr:
 
 
 def load_batch(
-    rollouts: pl.LazyFrame,
-    plan: Plan,
-    groups: Sequence[str],
-    sequence_layout: str,
-    *,
-    replay_routing: bool = True,
+    rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], config: BatchConfig
 ) -> Batch:
-    """Load the rows of the given groups as a batch, in the layout `sequence_layout`."""
-    rows = read_rows(rollouts, plan, groups, sequence_layout, replay_routing=replay_routing)
-    return to_batch(rows)
+    """Load the rows of the given groups as a batch."""
+    return to_batch(read_rows(rollouts, plan, groups, config), config.max_row_tokens)
 
 
 def read_rows(
-    rollouts: pl.LazyFrame,
-    plan: Plan,
-    groups: Sequence[str],
-    sequence_layout: str,
-    *,
-    merge_rule: Literal["lineage", "consecutive", "keep"] | None = None,
-    replay_routing: bool = True,
+    rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], config: BatchConfig
 ) -> pl.DataFrame:
     """Read the rows of the given groups for `to_batch`: merged if configured, joined to the plan.
 
@@ -162,15 +150,15 @@ def read_rows(
     dropped. With `replay_routing`, steps whose routes differ are not merged, so that each is
     forwarded with the experts that sampled it.
     """
-    names = UNUSED_COLUMNS if replay_routing else (*UNUSED_COLUMNS, ROUTING)
+    names = UNUSED_COLUMNS if config.replay_routing else (*UNUSED_COLUMNS, ROUTING)
     unused = [name for name in names if name in rollouts.collect_schema()]
     rows = rollouts.filter(pl.col("instance_id").is_in(list(groups))).drop(unused)
-    if sequence_layout != "merge":
+    if config.sequence_layout != "merge":
         rows = pipelines.unmerge(rows)
-    elif merge_rule == "keep":
+    elif config.merge_rule == "keep":
         rows = pipelines.part_by_routes(rows)
     else:
-        rows = pipelines.merge(rows, merge_rule or "lineage", same_routes=True)
+        rows = pipelines.merge(rows, config.merge_rule or "lineage", same_routes=True)
     columns = ["trains", "advantage", "mini_batch"]
     table = (
         _with_optional_columns(rows)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest, chain_forests, chain_lengths
 from trainer.batches.tree import make_trie, tree_forests
+from trainer.config.sections import BatchConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,32 +45,20 @@ class MiniBatch:
         return {} if share is None else {"repeated_share": share}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Packing:
-    """Settings for reading and packing rows: configuration keys, with `merge_rule` resolved."""
-
-    sequence_layout: Literal["step", "merge", "tree"]
-    merge_rule: Literal["lineage", "consecutive", "keep"] | None
-    tree_scope: Literal["trajectory", "group"]
-    tokens_per_micro_batch: int
-    max_row_tokens: int | None
-    replay_routing: bool
-
-
-def cut_batch(batch: Batch, packing: Packing, num_ranks: int = 1) -> list[MiniBatch]:
+def cut_batch(batch: Batch, config: BatchConfig, num_ranks: int = 1) -> list[MiniBatch]:
     """Split a batch into mini-batches, and each into micro-batches of `tokens_per_micro_batch`.
 
     With the layout `tree`, every row must be a single step. `num_ranks` processes share the
     micro-batches.
     """
     tokens = batch.prompts, batch.responses
-    routes, budget = batch.routes, packing.tokens_per_micro_batch
+    routes, budget = batch.routes, config.tokens_per_micro_batch
     lengths = chain_lengths(*tokens, batch.trains)
-    scope = batch.group if packing.tree_scope == "group" else batch.trajectory
+    scope = batch.group if config.tree_scope == "group" else batch.trajectory
     found = []
     for number in range(int(batch.mini_batch.max(initial=-1)) + 1):
         rows = np.flatnonzero(batch.mini_batch == number)
-        if packing.sequence_layout == "tree":
+        if config.sequence_layout == "tree":
             trie = make_trie(*tokens, lengths, scope, rows, routes)
             forests = tree_forests(trie, *tokens, batch.trains, budget, num_ranks, routes)
             found.append(MiniBatch(forests=forests, num_distinct_tokens=trie.num_tokens))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -13,8 +12,10 @@ import polars as pl
 from pipelines.rewards import are_equal, trajectory_returns
 from schemas.errors import InputError, InvariantError, first_of
 from schemas.metadata import Outcome
-from trainer.algorithms.estimators import advantages_of_returns
-from trainer.config.function_keys import BoundFunction
+from trainer.algorithms.configured import advantages_of_returns
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, BoundFunction, bind
+from trainer.config.sections import BatchConfig
+from trainer.config.train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,44 +42,12 @@ class Plan:
     num_partial_groups: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSettings:
-    """Settings of a plan; fields not described here are keys of `TrainConfig`.
-
-    Attributes:
-        needs_outcomes: Whether every trajectory must have a return or an error.
-        compares_groups: Whether advantages are relative to the group.
-        estimator: Estimates the advantage of each trajectory; None: advantages are estimated per
-            token, or not at all.
-    """
-
-    needs_outcomes: bool
-    compares_groups: bool
-    estimator: BoundFunction | None
-    failed: Literal["group", "trajectory"]
-    group_size: int | None
-    partial_groups: Literal["refuse", "mask", "train"]
-    drop_zero_variance_groups: bool
-    groups_per_batch: int
-    groups_per_mini_batch: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Passes:
-    """Number of passes over the dataset and over each batch; fields are configuration keys."""
-
-    num_epochs: int
-    epochs_per_batch: int
-    groups_per_mini_batch: int
-    max_updates: int | None
-
-
 def dataset_returns(rollouts: pl.LazyFrame, outcome: Outcome | None) -> pl.DataFrame:
     """Compute the input of `make_plan`: one row per trajectory, with the return to maximise."""
     return trajectory_returns(rollouts, outcome or "last").collect()
 
 
-def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
+def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
     """Plan the batches of a dataset.
 
     A batch has `groups_per_batch` groups, and a mini-batch has `groups_per_mini_batch` of its
@@ -87,7 +56,7 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
 
     Args:
         returns: instance_id, trajectory_id, return, error: one row per trajectory.
-        settings: Settings of the plan.
+        config: Configuration of the run.
 
     Raises:
         InvariantError: No group is left to train on.
@@ -95,18 +64,19 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
             advantages; there are partial groups and `partial_groups` is `refuse`; or a user's
             estimator fails.
     """
-    if settings.needs_outcomes:
+    data, batch = config.data, config.batch
+    if not config.loss.is_supervised:
         _check_outcomes(returns)
     failed = pl.col("error").is_not_null()
-    masked = failed.any().over("instance_id") if settings.failed == "group" else failed
-    group_size, partial = _partial_groups(returns, settings)
-    if settings.partial_groups == "mask":
+    masked = failed.any().over("instance_id") if data.failed == "group" else failed
+    group_size, partial = _partial_groups(returns, config)
+    if data.partial_groups == "mask":
         masked = masked | pl.col("instance_id").is_in(partial)
     trajectories = returns.select(
         "instance_id", "trajectory_id", "return", failed=failed, trains=~masked
     )
     constant = _groups_without_variance(trajectories)
-    if settings.drop_zero_variance_groups:
+    if data.drop_zero_variance_groups:
         trajectories = trajectories.filter(~pl.col("instance_id").is_in(constant))
     groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
     if not groups:
@@ -121,26 +91,27 @@ def make_plan(returns: pl.DataFrame, settings: PlanSettings) -> Plan:
         raise InvariantError("mask_trains_something", "dataset", got, hint=hint)
     order = {group: number for number, group in enumerate(groups)}
     number = trajectories["instance_id"].replace_strict(order, return_dtype=pl.Int64)
-    mini_batch = number % settings.groups_per_batch // settings.groups_per_mini_batch
+    mini_batch = number % batch.groups_per_batch // batch.groups_per_mini_batch
     return Plan(
         trajectories=trajectories.with_columns(
-            trajectory_advantages(trajectories, settings.estimator), mini_batch.alias("mini_batch")
+            trajectory_advantages(trajectories, trajectory_estimator(config)),
+            mini_batch.alias("mini_batch"),
         ),
-        batches=tuple(split(groups, settings.groups_per_batch)),
+        batches=tuple(split(groups, batch.groups_per_batch)),
         num_groups_without_variance=len(constant),
         group_size=group_size,
         num_partial_groups=len(partial),
     )
 
 
-def num_planned_updates(plan: Plan, passes: Passes) -> int:
+def num_planned_updates(plan: Plan, sizes: BatchConfig) -> int:
     """Compute the maximum number of optimizer steps of a run.
 
     The run may make fewer, because it skips mini-batches without a gradient.
     """
-    per_epoch = sum(math.ceil(len(b) / passes.groups_per_mini_batch) for b in plan.batches)
-    planned = per_epoch * passes.epochs_per_batch * passes.num_epochs
-    return min(planned, passes.max_updates or planned)
+    per_epoch = sum(math.ceil(len(b) / sizes.groups_per_mini_batch) for b in plan.batches)
+    planned = per_epoch * sizes.epochs_per_batch * sizes.num_epochs
+    return min(planned, sizes.max_updates or planned)
 
 
 def num_groups_of_one(plan: Plan) -> int:
@@ -149,20 +120,20 @@ def num_groups_of_one(plan: Plan) -> int:
     return int((trained.group_by("instance_id").len()["len"] == 1).sum())
 
 
-def _partial_groups(returns: pl.DataFrame, settings: PlanSettings) -> tuple[int, list[str]]:
+def _partial_groups(returns: pl.DataFrame, config: TrainConfig) -> tuple[int, list[str]]:
     """Return the expected group size, and the groups whose size differs."""
     sizes = returns.group_by("instance_id", maintain_order=True).len()
-    size = settings.group_size or int(sizes.select(pl.col("len").max().fill_null(1)).item())
-    partial = sizes.filter((pl.col("len") != size) & settings.compares_groups)
-    if len(partial) and settings.partial_groups == "refuse":
+    size = config.data.group_size or int(sizes.select(pl.col("len").max().fill_null(1)).item())
+    partial = sizes.filter((pl.col("len") != size) & config.compares_groups)
+    if len(partial) and config.data.partial_groups == "refuse":
         num = partial["len"][0]
         raise InputError(
             "partial_groups",
             first_of(f"group {partial['instance_id'][0]!r}", len(partial)),
             f"{num} trajector{'y' if num == 1 else 'ies'}",
-            str(size) if settings.group_size else f"{size}, the size of the largest group",
-            "pass --set partial_groups=mask to leave these groups out of the loss, or"
-            " --set partial_groups=train to train on them anyway",
+            str(size) if config.data.group_size else f"{size}, the size of the largest group",
+            "pass --set data.partial_groups=mask to leave these groups out of the loss, or"
+            " --set data.partial_groups=train to train on them anyway",
         )
     return size, partial["instance_id"].to_list()
 
@@ -177,7 +148,7 @@ def _check_outcomes(returns: pl.DataFrame) -> None:
             first_of(f"trajectory {unknown['trajectory_id'][0]!r}", len(unknown)),
             f"its return is {'unknown' if value is None else value}, and it has no `error`",
             hint="convert the logs with --rewards FILE; or run supervised training, which needs no rewards:"
-            " --set policy_loss_type=cross_entropy; or leave these trajectories out:"
+            " --set loss.policy_loss_type=cross_entropy; or leave these trajectories out:"
             " rollouts filter DS --drop-unknown --out KNOWN",
         )
 
@@ -186,6 +157,13 @@ def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
     groups = trajectories.filter("trains").group_by("instance_id", maintain_order=True)
     spread = groups.agg(constant=are_equal(pl.col("return")))
     return spread.filter("constant")["instance_id"].to_list()
+
+
+def trajectory_estimator(config: TrainConfig) -> BoundFunction | None:
+    """Bind the estimator if it takes returns; None if it takes token rewards or is not used."""
+    if config.loss.is_supervised or config.advantage.by_token:
+        return None
+    return bind(ADVANTAGE_ESTIMATOR, config.advantage)
 
 
 def trajectory_advantages(trajectories: pl.DataFrame, estimator: BoundFunction | None) -> pl.Series:

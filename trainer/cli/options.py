@@ -6,7 +6,7 @@ algorithm_option = click.option(
     "--algorithm",
     metavar="NAME",
     help="Advantage estimator: grpo, rloo, maxrl, reinforce++, gae, or your module:function "
-    "(advantage_estimator).",
+    "(advantage.estimator).",
 )
 
 update_option = click.option(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = example(
     "rollouts replay run/ --update 12"
-    "\n  rollouts replay run/ --update 12 --without shop-1_0 --set learning_rate=1e-6"
+    "\n  rollouts replay run/ --update 12 --without shop-1_0 --set optimizer.learning_rate=1e-6"
 )
 MOST_SHOWN = 10
 

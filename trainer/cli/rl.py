@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    epilog=example("rollouts rl addition.toml --out run/ --set train.learning_rate=5e-6")
+    epilog=example("rollouts rl addition.toml --out run/ --set optimizer.learning_rate=5e-6")
 )
 @click.argument("config", metavar="CONFIG.toml", type=click.Path())
 @click.option("--out", metavar="RUN", help="Directory for the run; must be new, unless resumed.")
-@click.option("--lr", type=float, metavar="X", help="Peak learning rate (train.learning_rate).")
+@click.option("--lr", type=float, metavar="X", help="Peak learning rate (optimizer.learning_rate).")
 @algorithm_option
 @num_processes_option
 @click.option("--resume", is_flag=True, help="Resume from RUN's latest checkpoint and rollouts.")
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     "--set",
     "overrides",
     multiple=True,
-    metavar="KEY=VALUE",
-    help="Override one key, or TABLE.KEY in a table (docs/rl.md); may be repeated.",
+    metavar="SECTION.KEY=VALUE",
+    help="Override one key, as SECTION.KEY=VALUE (docs/rl.md); may be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @errors_printed_once
@@ -51,10 +51,10 @@ def rl(
 ) -> int:
     """Train a policy on its own samples: sample groups, update, reload the weights, repeat.
 
-    CONFIG.toml sets model, tasks and num_iterations, and has a table [generate] with keys of
-    `rollouts generate`, a table [train] with keys of `rollouts train`, and optionally [evaluate]
-    (docs/rl.md). Each iteration samples train.groups_per_batch groups of generate.group_size
-    trajectories, trains on them, and loads the new weights into the engine. If max_staleness is
+    CONFIG.toml sets loop.tasks, loop.num_iterations and model.path, and has a table [generate] with
+    keys of `rollouts generate`, optionally [evaluate], and the sections of `rollouts train`
+    (docs/rl.md). Each iteration samples batch.groups_per_batch groups of generate.group_size
+    trajectories, trains on them, and loads the new weights into the engine. If loop.max_staleness is
     above 0, sampling continues during training.
 
     RUN/rollouts/ keeps every sampled rollout, one directory per iteration: `rollouts train
@@ -62,19 +62,18 @@ def rl(
     Transformers can load the models in RUN/checkpoints/, and --resume continues from the latest one
     without losing a finished group.
     """
-    from rollout_io.configuration import read_toml
+    from rollout_io.configuration import flat, read_toml
     from trainer.distributed.processes import is_main
     from trainer.rl import load_rl_config, run
 
     sys.path.insert(0, str(Path.cwd()))
-    options = {"learning_rate": lr, "advantage_estimator": algorithm}
-    chosen = [f"train.{key}={value}" for key, value in options.items() if value is not None]
+    options = {"optimizer.learning_rate": lr, "advantage.estimator": algorithm, "run.out": out}
     set_keys = {override.partition("=")[0].strip() for override in overrides}
-    if not out and "out" not in read_toml(config).keys() | set_keys:
+    if not out and "run.out" not in flat(read_toml(config)).keys() | set_keys:
         ctx = click.get_current_context()
         param = next(param for param in ctx.command.params if param.name == "out")
         raise click.MissingParameter(ctx=ctx, param=param)
-    settings = load_rl_config(config, [*chosen, *overrides], out=out)
+    settings = load_rl_config(config, overrides, options)
     again = "run the same command with --resume to continue"
     how = f"finished work is kept; {again}"
     waits_for = "the current micro-batch, or running calls"
@@ -87,7 +86,7 @@ def rl(
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
     suggest_next_steps(result.out, result.checkpoint)
     if result.return_mean is None:
-        note("note: all iterations are already complete; increase num_iterations to continue")
+        note("note: all iterations are already complete; increase loop.num_iterations to continue")
     return 0
 
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from trainer.config.train_config import TrainConfig
     from trainer.run.loop import TrainResult
 
-EXAMPLE = "rollouts train shop/ --model smollm2/ --out run/ --lr 1e-5 --set groups_per_batch=16"
+EXAMPLE = (
+    "rollouts train shop/ --model smollm2/ --out run/ --lr 1e-5 --set batch.groups_per_batch=16"
+)
 PLOT_EXAMPLE = """\
 rollouts plot runs/a runs/b --metric return_mean --out curves.png
   rollouts plot shop/ --out shop.png"""
@@ -38,16 +40,19 @@ rollouts plot runs/a runs/b --metric return_mean --out curves.png
     help="Directory for the run; must be new, unless resumed.",
 )
 @click.option("--config", metavar="F.toml", type=click.Path(), help="Configuration file.")
-@click.option("--lr", type=float, metavar="X", help="Peak learning rate (learning_rate).")
+@click.option("--lr", type=float, metavar="X", help="Peak learning rate (optimizer.learning_rate).")
 @click.option(
-    "--max-updates", type=int, metavar="N", help="Maximum number of optimizer steps (max_updates)."
+    "--max-updates",
+    type=int,
+    metavar="N",
+    help="Maximum number of optimizer steps (batch.max_updates).",
 )
 @algorithm_option
 @click.option(
     "--set",
     "overrides",
     multiple=True,
-    metavar="KEY=VALUE",
+    metavar="SECTION.KEY=VALUE",
     help="Override one key of the configuration (docs/training.md); may be repeated.",
 )
 @num_processes_option
@@ -95,18 +100,20 @@ def train(
     settings = load_config(
         config,
         overrides,
-        dataset=dataset,
-        model=model,
-        out=out,
-        learning_rate=lr,
-        max_updates=max_updates,
-        advantage_estimator=algorithm,
+        {
+            "data.dataset": dataset,
+            "model.path": model,
+            "run.out": out,
+            "optimizer.learning_rate": lr,
+            "batch.max_updates": max_updates,
+            "advantage.estimator": algorithm,
+        },
     )
     if show_config:
         return _show(settings, as_json=as_json)
-    find_shards(settings.dataset)  # before torch is imported, which takes seconds
+    find_shards(settings.data.dataset)  # before torch is imported, which takes seconds
     if not resume:
-        check_model_directory(settings.model)
+        check_model_directory(settings.model.path)
     again = "run the same command with --resume to continue"
     if (status := in_processes(num_processes, again)) is not None:
         return status
@@ -238,9 +245,9 @@ def _report(result: TrainResult, settings: TrainConfig) -> str:
     skipped = f", {result.num_skipped_updates} skipped" if result.num_skipped_updates else ""
     num_failed = result.num_failed
     failed = f", {num_failed} failed trajector{'y' if num_failed == 1 else 'ies'}"
-    left_out, constant = settings.drop_zero_variance_groups, ""
+    left_out, constant = settings.data.drop_zero_variance_groups, ""
     # Supervised training does not learn from rewards, but may leave out groups based on them.
-    if result.num_groups_without_variance and (left_out or not settings.is_supervised):
+    if result.num_groups_without_variance and (left_out or not settings.loss.is_supervised):
         constant = f", {result.num_groups_without_variance} without variance"
         constant += " left out" if left_out else ""
     greedy = result.num_greedy_rows

@@ -1,4 +1,4 @@
-"""Configuration keys of the loss. docs/algorithms.md has the equations."""
+"""The section `[loss]` of the configuration. docs/algorithms.md has the equations."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from rollout_io.configuration import Count, Fraction, NonNegative, Positive
-from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, inputs_of
+from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, check_functions, inputs_of
+from trainer.config.sections import Breach, check_section
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """Settings of the policy loss, reduction, correction for sampler mismatch, KL and entropy."""
+    """The section `[loss]`: policy loss, reduction, correction for sampler mismatch, KL, entropy."""
 
     policy_loss_type: str = "regular"
     """Loss of a trained token: `regular` (PPO's clipped loss), `dual_clip`, `gspo`, `cispo`,
@@ -58,7 +59,7 @@ class LossConfig:
     ppo_kl_coef: NonNegative = 1.0
     """kl_cov: weight of the penalty; >= 0."""
 
-    loss_reduction: str = "token_mean"
+    reduction: str = "token_mean"
     """How the losses of tokens are reduced to one number: the mean over tokens (`token_mean`); the
     mean of the means per row (`sequence_mean`), per group (`prompt_mean`), per trajectory
     (`trajectory_mean`) or per micro-batch (`token_mean_legacy`, which therefore depends on
@@ -109,16 +110,23 @@ class LossConfig:
     kl_estimator_type: KLEstimator = "k3"
     """Estimator of the KL divergence, in the loss and in the reward."""
     reference_model: str | None = None
-    """Model directory of the frozen reference. None: `model` in its initial state."""
+    """Model directory of the frozen reference. None: `model.path` in its initial state."""
     entropy_loss_coef: NonNegative = 0.0
     """Weight of the entropy bonus in the loss; >= 0. 0 disables it."""
 
-    loss: dict[str, Any] = field(default_factory=dict)
-    """Table: parameters of your own loss, estimator and reduction, by name; with `--set`, use
-    `loss.KEY=VALUE`. In the configuration of `rollouts rl`, the table is `[train.loss]`."""
+    value_clip: Positive | None = 0.2
+    """gae: in the critic's loss, values are clipped to this distance from the old value; > 0. None:
+    no clipping."""
+
+    own: dict[str, Any] = field(default_factory=dict)
+    """Table: parameters of your own loss and reduction, by name: `--set loss.own.KEY=VALUE`."""
+
+    def __post_init__(self) -> None:
+        check_functions(self, POLICY_LOSS, LOSS_REDUCTION)
+        check_section("loss", self, _breaches(self))
 
     @property
-    def loss_inputs(self) -> frozenset[str]:
+    def inputs(self) -> frozenset[str]:
         """Names of the tensors that the policy loss uses."""
         inputs = inputs_of(POLICY_LOSS, self.policy_loss_type)
         if self.policy_loss_type == "cispo":
@@ -134,17 +142,17 @@ class LossConfig:
     @property
     def is_supervised(self) -> bool:
         """True if the policy loss uses no advantages, so that no rewards are needed."""
-        return "advantages" not in self.loss_inputs
+        return "advantages" not in self.inputs
 
     @property
     def is_anchored_on_sampler(self) -> bool:
         """True if `rollout_logprobs` are an input of the policy loss."""
-        return "rollout_logprobs" in self.loss_inputs
+        return "rollout_logprobs" in self.inputs
 
     @property
     def reduction_inputs(self) -> frozenset[str]:
         """Names of the inputs of the reduction."""
-        return inputs_of(LOSS_REDUCTION, self.loss_reduction)
+        return inputs_of(LOSS_REDUCTION, self.reduction)
 
     @property
     def importance_weights(self) -> Literal["token", "sequence"] | None:
@@ -175,9 +183,14 @@ class LossConfig:
         return self.kl_loss_coef > 0 or self.kl_reward_coef > 0
 
     @property
+    def selects_targets(self) -> bool:
+        """True if the loss treats some targets of each mini-batch differently: see `covariance`."""
+        return self.policy_loss_type in ("clip_cov", "kl_cov")
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """True if the loss depends on `old_logprobs`."""
-        return self.corrects_for_sampler or "old_logprobs" in self.loss_inputs
+        return self.corrects_for_sampler or "old_logprobs" in self.inputs
 
 
 IN_ORDER = (
@@ -189,7 +202,7 @@ IN_ORDER = (
 )
 
 
-def loss_breaches(c: LossConfig) -> Iterator[tuple[str, str, str]]:
+def _breaches(c: LossConfig) -> Iterator[Breach]:
     """Yield (key, value, expectation) for values that contradict each other."""
     for low, high in IN_ORDER:
         values = getattr(c, low), getattr(c, high)
@@ -198,12 +211,12 @@ def loss_breaches(c: LossConfig) -> Iterator[tuple[str, str, str]]:
     yield from _contradictions(c)
 
 
-def _contradictions(c: LossConfig) -> Iterator[tuple[str, str, str]]:
+def _contradictions(c: LossConfig) -> Iterator[Breach]:
     low, high = c.token_mask_is_threshold_low, c.token_mask_is_threshold_high
     if (low is None) != (high is None):
         keys = "token_mask_is_threshold_low and token_mask_is_threshold_high"
         yield keys, f"{low} and {high}", "both or neither"
-    if c.loss_reduction == "seq_mean_token_sum_norm" and c.max_seq_len is None:
+    if c.reduction == "seq_mean_token_sum_norm" and c.max_seq_len is None:
         yield "max_seq_len", "none", "a length, because seq_mean_token_sum_norm requires it"
     if c.is_anchored_on_sampler and not c.has_own_loss and c.importance_weights is not None:
         expected = (

@@ -16,12 +16,17 @@ def resolved(config: TrainConfig) -> TrainConfig:
     Raises:
         RolloutError: The dataset cannot be read.
     """
-    rule = config.merge_rule
-    if config.sequence_layout == "merge" and rule is None:
-        rule = "keep" if _was_merged(config.dataset) else "lineage"
-    outcome = dataset_outcome(config.dataset, config.outcome)
-    dtype = config.dtype or default_dtype()
-    return dataclasses.replace(config, outcome=outcome, merge_rule=rule, dtype=dtype)
+    data, batch, model = config.data, config.batch, config.model
+    rule = batch.merge_rule
+    if batch.sequence_layout == "merge" and rule is None:
+        rule = "keep" if _was_merged(data.dataset) else "lineage"
+    outcome = dataset_outcome(data.dataset, data.outcome)
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(data, outcome=outcome),
+        batch=dataclasses.replace(batch, merge_rule=rule),
+        model=dataclasses.replace(model, dtype=model.dtype or default_dtype()),
+    )
 
 
 def _was_merged(dataset: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from schemas.errors import ConfigError, InputError, count
-from trainer.config.train_config import default_dtype
+from trainer.config.train_config import TrainConfig, default_dtype
 from trainer.distributed.processes import STARTER, STORE
 from trainer.distributed.sharding import is_sharded
 
@@ -30,31 +29,30 @@ PATIENCE = timedelta(hours=2)
 """Maximum time that processes wait for each other, for example during a large checkpoint."""
 
 
-def make_accelerator(
-    *, out: str, dtype: str | None = None, optimizer: str = "adamw", trackers: Sequence[str] = ()
-) -> Accelerator:
+def make_accelerator(config: TrainConfig) -> Accelerator:
     """Create the Accelerator for `--num-processes`, `accelerate launch`, `torchrun`, or one process.
 
-    The arguments are keys of `TrainConfig`; the optimizer adamw_8bit does not work with FSDP.
+    The optimizer adamw_8bit does not work with FSDP.
 
     Raises:
         ConfigError: A tracker is not installed, or the launch settings are not supported.
     """
     available = [str(tracker) for tracker in get_available_trackers()]
-    for tracker in trackers:
+    run = config.run
+    for tracker in run.trackers:
         if tracker not in available:
             expected = f"an installed tracker ({', '.join(available) or 'none is installed'})"
-            raise ConfigError("config_value", "trackers", f"`{tracker}`", expected)
-    _check_launch(optimizer)
+            raise ConfigError("config_value", "run.trackers", f"`{tracker}`", expected)
+    _check_launch(config.optimizer.algorithm)
     _join_started()
-    dtype = dtype or default_dtype()
+    dtype = config.model.dtype or default_dtype()
     precision = "bf16" if dtype == "bfloat16" else "no"
     _forget_other_precision(precision)
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
         mixed_precision=precision,
-        log_with=list(trackers) or None,
-        project_dir=out,
+        log_with=list(run.trackers) or None,
+        project_dir=run.out,
         cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -152,7 +150,7 @@ def _check_launch(optimizer: str) -> None:
     where, expected = "accelerate launch", "data parallelism or FSDP2"
     num_accumulated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if num_accumulated != "1":
-        hint = "set groups_per_mini_batch: it determines the size of an optimizer step"
+        hint = "set batch.groups_per_mini_batch: it determines the size of an optimizer step"
         got = f"gradient_accumulation_steps {num_accumulated}"
         raise ConfigError(
             "launch", where, got, "1, because other values would divide the gradient", hint
@@ -167,7 +165,9 @@ def _check_launch(optimizer: str) -> None:
         raise ConfigError("launch", where, "FSDP version 1", expected, hint)
     if optimizer == "adamw_8bit":
         got, expected = "adamw_8bit with FSDP", "adamw, whose state can be sharded"
-        raise ConfigError("launch", "optimizer", got, expected, "pass --set optimizer=adamw")
+        raise ConfigError(
+            "launch", "optimizer.algorithm", got, expected, "pass --set optimizer.algorithm=adamw"
+        )
     # Every process loads the model, which is checked before anything is sharded.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 

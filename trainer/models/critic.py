@@ -18,6 +18,8 @@ from schemas.errors import InputError
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.transfer import Arriving, columns_to_device
+from trainer.config.loss_config import LossConfig
+from trainer.config.sections import OptimizerConfig
 from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import combine
 from trainer.distributed.sharding import clip_and_step, under, without_reduction
@@ -102,17 +104,15 @@ class CriticLearner:
         accelerator: Provides the device, the precision and gradient reduction.
         critic: The critic.
         optimizer: Optimizer of the critic.
-        value_clip: Maximum change of a value before the loss is clipped; None: no clipping.
-        learning_rate: Peak learning rate.
-        max_grad_norm: Maximum L2 norm of the gradient; larger gradients are scaled down.
+        loss: Provides `value_clip`.
+        optimization: Peak learning rate and maximum norm of the gradient.
     """
 
     accelerator: Accelerator
     critic: Critic
     optimizer: torch.optim.Optimizer
-    value_clip: float | None
-    learning_rate: float
-    max_grad_norm: float
+    loss: LossConfig
+    optimization: OptimizerConfig
 
 
 @torch.no_grad()
@@ -180,7 +180,7 @@ def update_critic(
     Returns:
         Loss, mean value, clipped fraction and gradient norm, by metric name.
     """
-    num_trained, clip = sum(forest.num_targets for forest in forests), learner.value_clip
+    num_trained, clip = sum(forest.num_targets for forest in forests), learner.loss.value_clip
     accelerator, device = learner.accelerator, learner.accelerator.device
     sums, own = torch.zeros(3, device=device), own_forests(accelerator, forests)
     for done, (_, forest) in enumerate(watch(own), start=1):
@@ -198,7 +198,7 @@ def update_critic(
     loss, value, clipped_fraction = (sums / max(num_trained, 1)).tolist()
     grad_norm = 0.0
     if num_trained:
-        parameters, max_norm = learner.critic.parameters(), learner.max_grad_norm
+        parameters, max_norm = learner.critic.parameters(), learner.optimization.max_grad_norm
         grad_norm = clip_and_step(parameters, learner.optimizer, max_norm)
     return {
         "critic/critic_loss": loss,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from schemas.errors import ConfigError, InputError, count
 from schemas.extras import requires_extra
 from trainer.batches.forest import Forest
+from trainer.config.sections import ModelConfig
 from trainer.models.policy import Policy
 from trainer.models.self_check import check_policy
 
@@ -23,25 +23,7 @@ NAME = "default"
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterSettings:
-    """Settings of a policy's adapters.
-
-    Attributes:
-        rank: Rank of the adapters.
-        alpha: The adapters' output is multiplied by alpha / rank.
-        target_modules: Names, or suffixes of names, of the layers with an adapter; None: all
-            that `linear_layers` returns.
-        model: Model directory of the policy.
-    """
-
-    rank: int
-    alpha: int
-    target_modules: tuple[str, ...] | None
-    model: str
-
-
-def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = None) -> None:
+def add_adapter(policy: Policy, config: ModelConfig, path: Path | None = None) -> None:
     """Add adapters to a policy's linear layers; afterwards only the adapters have a gradient.
 
     Each matrix B starts at 0, so the policy is unchanged at first:
@@ -49,33 +31,34 @@ def add_adapter(policy: Policy, adapter: AdapterSettings, path: Path | None = No
         W x + lora_alpha / lora_rank * B A x
 
     The policy must have the float32 weights of the model directory. `path` is an adapter to resume
-    from, as written by `save_model`.
+    from, as written by `save_model`. `config.lora_rank` must be set.
 
     Raises:
         MissingExtra: The package peft is not installed.
         ConfigError: `lora_target_modules` does not name linear layers of the decoder.
         InputError: The adapter cannot be read, or belongs to a different model.
     """
-    with requires_extra("train", "lora_rank"):
+    with requires_extra("train", "model.lora_rank"):
         import peft
+    assert config.lora_rank is not None
     names = linear_layers(policy.model)
     settings = peft.LoraConfig(
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,
-        target_modules=_without_frozen(policy.model, adapter.target_modules or names),
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=_without_frozen(policy.model, config.lora_target_modules or names),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=adapter.model,
+        base_model_name_or_path=config.path,
     )
     try:
         peft.inject_adapter_in_model(settings, policy.model, NAME)
     except ValueError as error:
         got = f"peft cannot add adapters: {str(error).partition(chr(10))[0]}"
-        raise _no_targets(adapter, got, names) from error
-    _check_targets(policy.model, adapter, names)
+        raise _no_targets(config, got, names) from error
+    _check_targets(policy.model, config, names)
     if path is not None:
         _load(policy.model, path / WEIGHTS)
     policy.eval()
-    check_policy(policy, adapter.model)
+    check_policy(policy, config.path)
 
 
 def linear_layers(model: Any) -> list[str]:
@@ -112,20 +95,20 @@ def _without_frozen(model: Any, names: Sequence[str]) -> list[str]:
     return found
 
 
-def _check_targets(model: Any, adapter: AdapterSettings, names: Sequence[str]) -> None:
+def _check_targets(model: Any, config: ModelConfig, names: Sequence[str]) -> None:
     head = model.get_output_embeddings()
     for name, layer in _layers(model):
         if layer is head or not isinstance(layer.base_layer, nn.Linear):
             kind = "is the head" if layer is head else f"has type {type(layer.base_layer).__name__}"
             got = f"{name} {kind}, but adapters need linear layers of the decoder"
-            raise _no_targets(adapter, got, names)
+            raise _no_targets(config, got, names)
 
 
-def _no_targets(adapter: AdapterSettings, got: str, names: Sequence[str]) -> ConfigError:
+def _no_targets(config: ModelConfig, got: str, names: Sequence[str]) -> ConfigError:
     hint = f"leave lora_target_modules out to add adapters to {', '.join(names)}"
-    if adapter.target_modules is None or not names:
+    if config.lora_target_modules is None or not names:
         hint = "leave lora_rank out to train all weights"
-    return ConfigError("lora_target_modules", adapter.model, got, hint=hint)
+    return ConfigError("lora_target_modules", config.path, got, hint=hint)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -167,7 +167,7 @@ def layers_of(model: Any, key: str, verb: str) -> list[Any]:
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
         got = f"Transformers cannot {verb} the layers of {model.config.model_type}"
-        raise ConfigError(key, "model", got, hint=f"pass --set {key}=false")
+        raise ConfigError(key, "model", got, hint=f"pass --set model.{key}=false")
     return layers
 
 
@@ -304,7 +304,7 @@ def row_limit(config: Any) -> RowLimit:
     """Return the maximum row length of the model."""
     config = config.get_text_config()
     context = getattr(config, "max_position_embeddings", None)
-    hint = "filter out long trajectories, or truncate rows: --set max_row_tokens=N"
+    hint = "filter out long trajectories, or truncate rows: --set batch.max_row_tokens=N"
     if context and (scaled := _scaled_context(config)) > context:
         hint = (
             f"its {config.rope_parameters['rope_type']} scaling reaches {scaled} positions: to use them,"

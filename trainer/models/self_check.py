@@ -60,7 +60,7 @@ def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
 
 def _differs(path: str, name: str, difference: float) -> InputError:
     got = f"log-probabilities of {name} differ by {difference:.2g} nats from the model's eager"
-    packs_chains = "pass --set sequence_layout=merge, which packs only chains"
+    packs_chains = "pass --set batch.sequence_layout=merge, which packs only chains"
     hint = packs_chains if name == "a branching tree" else SUPPORTED
     return InputError("model_layers", path, f"{got} forward pass", hint=hint)
 

@@ -13,12 +13,11 @@ from trainer.batches.data import read_rows, to_batch
 from trainer.batches.forest import chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.prefetch import one_ahead
+from trainer.config.functions import Use
 from trainer.config.resolved import resolved
-from trainer.config.train_config import TrainConfig
-from trainer.config.uses import Use, uses
+from trainer.config.train_config import TrainConfig, uses
 from trainer.reports.memory_estimate import Memory, available_bytes, estimate_memory
 from trainer.run.remarks import say
-from trainer.run.settings import packing_of
 from trainer.run.setup import TrainingRun, set_up
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -116,8 +115,8 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
     loaded = time.perf_counter()
     counts = {name: _count(run, settings) for name, settings in LAYOUTS.items()}
     layouts = {name: layout for name, (layout, _) in counts.items()}
-    is_tree = config.sequence_layout == "tree"
-    trained = f"tree_per_{config.tree_scope}" if is_tree else config.sequence_layout
+    is_tree = config.batch.sequence_layout == "tree"
+    trained = f"tree_per_{config.batch.tree_scope}" if is_tree else config.batch.sequence_layout
     chosen = layouts[trained]
     plan, trajectories = run.plan, run.plan.trajectories
     counted = time.perf_counter()
@@ -135,15 +134,17 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
         num_groups_without_variance=plan.num_groups_without_variance,
         num_partial_groups=plan.num_partial_groups,
         num_batches=len(plan.batches),
-        num_epochs=config.num_epochs,
-        num_mini_batches=len(chosen.micro_batches) * config.epochs_per_batch,
-        num_updates=run.schedule.num_planned,
+        num_epochs=config.batch.num_epochs,
+        num_mini_batches=len(chosen.micro_batches) * config.batch.epochs_per_batch,
+        num_updates=run.num_planned,
         num_updates_made=run.progress.global_step,
         num_trained_tokens=counts[trained][1],
-        record_tokens=config.record_tokens,
+        record_tokens=config.run.record_tokens,
         trained_layout=trained,
         layouts=layouts,
-        max_row_tokens=min(run.limit.num_tokens, run.config.max_row_tokens or run.limit.num_tokens),
+        max_row_tokens=min(
+            run.limit.num_tokens, run.config.batch.max_row_tokens or run.limit.num_tokens
+        ),
         memory=memory,
         available_bytes=available_bytes(run.learner.accelerator.device),
         functions=uses(run.config),
@@ -152,25 +153,18 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
 
 def _count(run: TrainingRun, settings: dict[str, Any]) -> tuple[Layout, int]:
     """Count the sequences and tokens that one pass forwards in a layout, and the trained tokens."""
-    packing = packing_of(resolved(dataclasses.replace(run.config, **settings)))
+    wanted = dataclasses.replace(run.config.batch, **settings)
+    config = resolved(dataclasses.replace(run.config, batch=wanted)).batch
     num_trained, lengths = 0, [np.zeros(0, np.int64)]
     parts: list[tuple[list[int], int | None]] = []
     tables = one_ahead(
-        lambda groups: read_rows(
-            run.rollouts,
-            run.plan,
-            groups,
-            packing.sequence_layout,
-            merge_rule=packing.merge_rule,
-            replay_routing=packing.replay_routing,
-        ),
-        run.plan.batches,
+        lambda groups: read_rows(run.rollouts, run.plan, groups, config), run.plan.batches
     )
-    for batch in (to_batch(table, packing.max_row_tokens) for table in tables):
+    for batch in (to_batch(table, config.max_row_tokens) for table in tables):
         num_trained += int(batch.trains.sum())
         lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
         run.limit.check(lengths[-1], batch.names)
-        found = cut_batch(batch, packing, run.learner.accelerator.num_processes)
+        found = cut_batch(batch, config, run.learner.accelerator.num_processes)
         parts += [([f.num_tokens for f in p.forests], p.num_distinct_tokens) for p in found]
     whole, sizes = np.concatenate(lengths), [size for part, _ in parts for size in part]
     distinct = sum(number or 0 for _, number in parts)

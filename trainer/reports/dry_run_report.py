@@ -28,7 +28,7 @@ def plan_numbers(plan: DryRun) -> dict[str, Any]:
 
 def plan_text(plan: DryRun) -> str:
     """Format the report as text: the plan, a table of layouts, memory, and functions."""
-    functions = [f"{key:<20} {use}" for key, use in plan.functions.items()]
+    functions = [f"{key:<22} {use}" for key, use in plan.functions.items()]
     parts = _run_lines(plan), _layout_lines(plan), _memory_lines(plan), functions
     return "\n\n".join("\n".join(lines) for lines in parts)
 

@@ -99,7 +99,7 @@ def estimate_memory(run: Loaded, num_tokens: int) -> Memory:
     trained = [parameter for group in groups for parameter in group["params"]]
     parts = state_bytes(held, trained, policy.parameters(), config)
     vocab_size = run.learner.accelerator.unwrap_model(policy).model.config.vocab_size
-    chunk = min(config.logprob_chunk_tokens, num_tokens)
+    chunk = min(config.model.logprob_chunk_tokens, num_tokens)
     return Memory(
         weights=parts.weights,
         gradients=parts.gradients,
@@ -124,11 +124,11 @@ def state_bytes(
         policy: Parameters of the policy; with `dtype` bfloat16, a forward pass copies them.
         config: Configuration of the run.
     """
-    copies = 2 * sum(p.numel() for p in policy) if config.dtype == "bfloat16" else 0
+    copies = 2 * sum(p.numel() for p in policy) if config.model.dtype == "bfloat16" else 0
     return State(
         weights=_num_bytes(held) + copies,
         gradients=_num_bytes(trained),
-        optimizer=sum(p.numel() for p in trained) * MOMENTS_BYTES[config.optimizer],
+        optimizer=sum(p.numel() for p in trained) * MOMENTS_BYTES[config.optimizer.algorithm],
     )
 
 

@@ -2,7 +2,7 @@
 
 Example:
     >>> from trainer import rl
-    >>> config = rl.load_rl_config("addition.toml", ["out=run"])  # doctest: +SKIP
+    >>> config = rl.load_rl_config("addition.toml", ["run.out=run"])  # doctest: +SKIP
     >>> result = rl.run(config)  # doctest: +SKIP
 """
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schemas.extras import requires_extra
-from trainer.rl.config import RlConfig, load_rl_config
+from trainer.rl.config import LoopConfig, RlConfig, load_rl_config
 
 if TYPE_CHECKING:
     from pipelines.generation.run import OpenEngine
     from trainer.rl.loop import RlResult
 
-__all__ = ["RlConfig", "load_rl_config", "run"]
+__all__ = ["LoopConfig", "RlConfig", "load_rl_config", "run"]
 
 
 def run(
@@ -32,6 +32,6 @@ def run(
     with requires_extra("train", "rollouts rl"):
         from trainer.forensics.audit.iteration_audit import IterationAudit
         from trainer.rl import loop
-    audit = IterationAudit(config=config, source=Path(config.model).absolute())
-    checks = audit.check if config.audit_rows else None
+    audit = IterationAudit(config=config, source=Path(config.model.path).absolute())
+    checks = audit.check if config.loop.audit_rows else None
     return loop.run(config, resume=resume, open_engine=open_engine, audit=checks)

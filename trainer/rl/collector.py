@@ -23,7 +23,6 @@ from trainer.batches.plan import dataset_returns, make_plan
 from trainer.rl.config import DROPPED, RlConfig
 from trainer.rl.groups import Groups
 from trainer.rl.schedule import num_allowed
-from trainer.run.settings import plan_settings
 
 DROPPED_IN_A_ROW = 30
 """A run ends when its last groups, enough for this number of iterations, all lack variance."""
@@ -145,7 +144,7 @@ class Collector:
         config = self._config
         allowed = num_allowed(
             iteration=self.iteration,
-            max_staleness=config.max_staleness,
+            max_staleness=config.loop.max_staleness,
             num_iterations=config.num_iterations,
             size=self._groups.size,
         )
@@ -154,7 +153,7 @@ class Collector:
         task = next(t for t in self._tasks if t.instance_id not in self._groups.names)
         tables = self._groups.unfinished.pop(task.instance_id, {})
         oldest = min([self.iteration, *_versions(tables.values())])
-        last = min(oldest + config.max_staleness, config.num_iterations - 1)
+        last = min(oldest + config.loop.max_staleness, config.num_iterations - 1)
         self._begun[task.instance_id] = BegunGroup(deadline=last, tables=tables)
         left = attempts(task, self._sampling.group_size)
         missing = [t for t in left if t.repetition_id not in tables]
@@ -199,17 +198,18 @@ class Collector:
     def _is_dropped(self, tables: Mapping[int, pa.Table]) -> bool:
         """True if `drop_zero_variance_groups` leaves out the group."""
         training = self._config.training
-        if not training.drop_zero_variance_groups:
+        if not training.data.drop_zero_variance_groups:
             return False
         rows = pl.concat(map(_outcomes, tables.values()), how="diagonal_relaxed")
-        returns = dataset_returns(rows.lazy(), training.outcome)
-        kept = dataclasses.replace(training, drop_zero_variance_groups=False)
-        return make_plan(returns, plan_settings(kept)).num_groups_without_variance > 0
+        returns = dataset_returns(rows.lazy(), training.data.outcome)
+        data = dataclasses.replace(training.data, drop_zero_variance_groups=False)
+        plan = make_plan(returns, dataclasses.replace(training, data=data))
+        return plan.num_groups_without_variance > 0
 
     def _check_some_vary(self) -> None:
         if self._num_in_a_row >= DROPPED_IN_A_ROW * self._groups.size:
             got = f"returns do not vary within any of the last {self._num_in_a_row} groups"
-            hint = f"run `rollouts stats {self._config.out}/{DROPPED}`, and use tasks whose returns vary"
+            hint = f"run `rollouts stats {self._config.run.out}/{DROPPED}`, and use tasks whose returns vary"
             raise InputError("zero_advantages", "tasks", got, hint=hint)
 
 

@@ -1,10 +1,14 @@
-"""Configuration of the RL loop: keys, and tables for generation, training and evaluation."""
+"""Configuration of the RL loop: the sections of `rollouts train`, and three tables of its own.
+
+The sections `[data]`, `[batch]`, `[advantage]`, `[loss]`, `[model]`, `[optimizer]` and `[run]` are
+those of `rollouts train`; `[loop]`, `[generate]` and `[evaluate]` are the loop's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -15,15 +19,32 @@ from pipelines.generation.config import GenerateConfig, plain_values
 from rollout_io.configuration import (
     Count,
     CountOrZero,
+    Keys,
+    build,
     check_required,
     checked_values,
-    given_options,
-    out_of_bounds,
     read_toml,
+    with_options,
 )
 from schemas.errors import ConfigError, RolloutError
-from trainer.config.function_keys import suggesting_loss_keys
-from trainer.config.train_config import TrainConfig, default_dtype
+from trainer.config.functions import own_parameters
+from trainer.config.loss_config import LossConfig
+from trainer.config.sections import (
+    AdvantageConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    check_section,
+)
+from trainer.config.train_config import (
+    LIST_EXAMPLES,
+    MOVED,
+    TrainConfig,
+    check_sections_agree,
+    default_dtype,
+)
 
 Table = TypeVar("Table")
 MOST_ITERATIONS = 100_000
@@ -41,29 +62,13 @@ class EvaluateConfig(GenerateConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RlConfig:
-    """All settings of the RL loop. Saved as `OUT/config.json`.
+class LoopConfig:
+    """The section `[loop]`: tasks, number of iterations, staleness, and the audit of the samples."""
 
-    Raises:
-        ConfigError: A value is out of range, two values contradict each other, or a table has a key
-            that the loop sets itself.
-
-    Example:
-        >>> own = {"model": "smollm2", "tasks": "t.jsonl", "out": "run", "num_iterations": 10}
-        >>> config = RlConfig(**own, generate={"environment": "gsm8k", "group_size": 4})
-        >>> config.training.group_size, config.training.dataset
-        (4, 'run/rollouts/*')
-    """
-
-    model: str
-    """Hugging Face model directory to start from: weights, tokenizer and chat template."""
-    tasks: str
-    """Tasks to sample: JSON Lines or Parquet, as for `rollouts generate`."""
-    out: str
-    """Local directory of the run; must not contain a run, unless that run is resumed."""
-    num_iterations: Annotated[int, Meta(ge=1, le=MOST_ITERATIONS)]
-    """Number of batches to sample and train on; from 1 to 100000."""
-
+    tasks: str = ""
+    """Required. Tasks to sample: JSON Lines or Parquet, as for `rollouts generate`."""
+    num_iterations: Annotated[int, Meta(ge=1, le=MOST_ITERATIONS)] | None = None
+    """Required. Number of batches to sample and train on; from 1 to 100000."""
     max_staleness: CountOrZero = 0
     """Maximum number of iterations between the weights that sampled a row and the weights trained
     on it; >= 0. With 0, the groups of an iteration start when the previous iteration is complete;
@@ -71,9 +76,6 @@ class RlConfig:
     weight_sync: Literal["wait", "now"] = "wait"
     """How to treat running calls when the engine gets new weights. `wait`: let them finish, and
     hold new calls until then; `now`: continue them with the new weights, if the engine can."""
-    seed: int = 0
-    """Seed of the order of tasks in each pass, of the trainer, and of the embedded engine unless
-    `[generate]` sets `seed`."""
     save_every_iterations: Count | None = None
     """Iterations between checkpoints; >= 1. The first and the last iteration always save a
     checkpoint. None: no other checkpoints."""
@@ -87,56 +89,112 @@ class RlConfig:
     """What to do if audited rows were not sampled as labelled: `warn`, or `stop` the run if there
     are at least two such rows."""
 
+    def __post_init__(self) -> None:
+        check_section("loop", self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RlConfig:
+    """All settings of the RL loop. Saved as `OUT/config.json`.
+
+    Raises:
+        ConfigError: A value is out of range, two values contradict each other, or a table has a key
+            that the loop sets itself.
+
+    Example:
+        >>> paths = {"model": ModelConfig(path="smollm2"), "run": RunConfig(out="run")}
+        >>> loop = LoopConfig(tasks="t.jsonl", num_iterations=10)
+        >>> config = RlConfig(
+        ...     **paths, loop=loop, generate={"environment": "gsm8k", "group_size": 4}
+        ... )
+        >>> config.training.data.group_size, config.training.data.dataset
+        (4, 'run/rollouts/*')
+    """
+
+    loop: LoopConfig
+    """Tasks, number of iterations, staleness, and the audit of the samples."""
     generate: dict[str, Any] = field(default_factory=dict)
     """Table: keys of `rollouts generate`."""
-    train: dict[str, Any] = field(default_factory=dict)
-    """Table: keys of `rollouts train`; `groups_per_batch` is the number of groups per iteration."""
     evaluate: dict[str, Any] | None = None
     """Table: `tasks`, `every_iterations` (default: 10), and keys that override keys of
     `[generate]`. `group_size` is 1 and `temperature` 0 unless set here. The first and the last
     weights are always evaluated. Each table `[evaluate.NAME]` is an evaluation set whose keys
     override the keys in `[evaluate]`. None: no evaluation."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """As for `rollouts train`; the loop sets `dataset` and `group_size`."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """As for `rollouts train`; `groups_per_batch` is the number of groups per iteration."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """As for `rollouts train`."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """As for `rollouts train`."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """As for `rollouts train`; `path` also has the tokenizer and the chat template."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """As for `rollouts train`."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """As for `rollouts train`; `seed` is also the seed of the order of tasks in each pass, and of the
+    embedded engine unless `[generate]` sets `seed`."""
 
     def __post_init__(self) -> None:
-        for key, got, expected in _breaches(self):
-            raise ConfigError("config_value", key, got, expected)
+        check_required(dataclasses.asdict(self), REQUIRED)
+        check_sections_agree(self.loss, self.advantage, self.model)
         shared, sets = evaluation_sets(self.evaluate or {})
-        for name in TABLES:
-            table = shared if name == "evaluate" else getattr(self, name)
+        every = shared.get("every_iterations", 1)
+        if every < 1:
+            key, expected = "[evaluate] every_iterations", "a whole number >= 1"
+            raise ConfigError("config_value", key, str(every), expected)
+        for name in ("data", "batch", "run"):
+            section = getattr(self, name)
+            usual = type(section)()
+            _refuse_own_keys(
+                name, [k for k in OWN_KEYS[name] if getattr(section, k) != getattr(usual, k)]
+            )
+        tables = {"generate": self.generate, "evaluate": shared}
+        for name, table in (tables | {f"evaluate.{n}": own for n, own in sets.items()}).items():
             _refuse_own_keys(name, table)
             _refuse_unknown_keys(name, table)
-        for name, own in sets.items():
-            _refuse_own_keys(f"evaluate.{name}", own)
-            _refuse_unknown_keys(f"evaluate.{name}", own)
         generation, training, _ = self.generation, self.training, self.evaluations(0)
         if generation.group_size == 1 and training.compares_groups:
-            estimator = training.advantage_estimator
+            estimator = training.advantage.estimator
             expected = f"at least 2, because {estimator} compares the trajectories of a group"
-            hint = (
-                "pass --set generate.group_size=8, or --set train.advantage_estimator=reinforce++"
-            )
+            hint = "pass --set generate.group_size=8, or --set advantage.estimator=reinforce++"
             raise ConfigError("config_value", "[generate] group_size", "1", expected, hint)
+
+    @property
+    def num_iterations(self) -> int:
+        """Number of batches to sample and train on."""
+        assert self.loop.num_iterations is not None  # required
+        return self.loop.num_iterations
 
     @property
     def generation(self) -> GenerateConfig:
         """Configuration for sampling rollouts; its `out` is not used."""
         is_embedded = self.generate.get("engine", "transformers") == "transformers"
-        settings = {"seed": self.seed} if is_embedded else {}
-        paths = {"tasks": self.tasks, "model": self.model, "out": f"{self.out}/{ROLLOUTS}"}
+        settings = {"seed": self.run.seed} if is_embedded else {}
+        paths = {"tasks": self.loop.tasks, "model": self.model.path}
+        paths["out"] = f"{self.run.out}/{ROLLOUTS}"
         return _record("generate", GenerateConfig, settings | self.generate | paths)
 
     @property
     def training(self) -> TrainConfig:
         """Configuration for training on the growing dataset, or for replay by `rollouts train`."""
-        settings = self.train | {
-            "dataset": f"{self.out}/{ROLLOUTS}/*",
-            "model": self.model,
-            "out": self.out,
-            "seed": self.seed,
-            "group_size": self.generation.group_size,
-            "outcome": self.train.get("outcome") or self.generation.outcome,
-        }
-        return _record("train", TrainConfig, settings)
+        generation = self.generation
+        data = dataclasses.replace(
+            self.data,
+            dataset=f"{self.run.out}/{ROLLOUTS}/*",
+            group_size=generation.group_size,
+            outcome=self.data.outcome or generation.outcome,
+        )
+        return TrainConfig(
+            data=data,
+            batch=self.batch,
+            advantage=self.advantage,
+            loss=self.loss,
+            model=self.model,
+            optimizer=self.optimizer,
+            run=self.run,
+        )
 
     def evaluations(self, version: int) -> dict[str, EvaluateConfig]:
         """Return the evaluation sets for a version of the weights, by name ("" for a single set)."""
@@ -149,7 +207,7 @@ class RlConfig:
         for name, own in (sets or {"": {}}).items():
             table = f"evaluate.{name}".rstrip(".")
             check_required(shared | own, {"tasks": f"a file, in [{table}]"})
-            folder = f"{self.out}/{EVALUATIONS}/{name}".rstrip("/")
+            folder = f"{self.run.out}/{EVALUATIONS}/{name}".rstrip("/")
             out = {"out": f"{folder}/iteration_{version:05d}"}
             one = _record(table, EvaluateConfig, usual | shared | own | out)
             by_engine = one.agent is not None or one.harness is not None
@@ -169,49 +227,39 @@ class RlConfig:
     def resolved(self) -> dict[str, Any]:
         """Return all keys and values to save, including the tables."""
         training = dataclasses.asdict(self.training)
-        training["dtype"] = self.training.dtype or default_dtype()
+        training["model"]["dtype"] = self.model.dtype or default_dtype()
         sets = {name: plain_values(one) for name, one in self.evaluations(0).items()}
-        return dataclasses.asdict(self) | {
+        return {
+            "loop": dataclasses.asdict(self.loop),
             "generate": plain_values(self.generation),
-            "train": training,
             "evaluate": sets.get("", sets) or None,
+            **training,
         }
 
 
-TABLES: dict[str, type[Any]] = {
-    "generate": GenerateConfig,
-    "train": TrainConfig,
-    "evaluate": EvaluateConfig,
+REQUIRED = {
+    "model.path": "a model directory",
+    "loop.tasks": "a file",
+    "run.out": "a directory (--out RUN)",
+    "loop.num_iterations": "the number of iterations to train",
 }
-_TOP = "set it at the top of the file, before the tables"
-_MODEL, _OUT = {"model": _TOP}, {"out": _TOP}
+TABLES: dict[str, type[Any]] = {"generate": GenerateConfig, "evaluate": EvaluateConfig}
+_MODEL, _OUT = {"model": "set model.path"}, {"out": "set run.out"}
 _ENGINE = "set it in [generate], whose engine also runs the evaluations"
+_VERSION = {"policy_version": "leave it out: the loop sets it to the iteration's number"}
+_ITERATIONS = "set loop.num_iterations"
 OWN_KEYS: dict[str, dict[str, str]] = {
     "generate": _MODEL
     | _OUT
-    | {
-        "tasks": _TOP,
-        "policy_version": "leave it out: the loop sets it to the iteration's number",
-        "groups_per_shard": "leave it out: each group is a shard",
-    },
-    "train": _MODEL
-    | _OUT
-    | {
+    | _VERSION
+    | {"tasks": "set loop.tasks", "groups_per_shard": "leave it out: each group is a shard"},
+    "data": {
         "dataset": f"leave it out: the loop trains on OUT/{ROLLOUTS}",
-        "seed": _TOP,
-        "group_size": "set it in [generate]",
-        "num_epochs": "set num_iterations at the top of the file",
-        "max_updates": "set num_iterations at the top of the file",
-        "save_every_updates": "set save_every_iterations at the top of the file",
+        "group_size": "set generate.group_size",
     },
-    "evaluate": _MODEL
-    | _OUT
-    | {
-        "engine": _ENGINE,
-        "urls": _ENGINE,
-        "dtype": _ENGINE,
-        "policy_version": "leave it out: the loop sets it to the iteration's number",
-    },
+    "batch": {"num_epochs": _ITERATIONS, "max_updates": _ITERATIONS},
+    "run": {"save_every_updates": "set loop.save_every_iterations"},
+    "evaluate": _MODEL | _OUT | _VERSION | dict.fromkeys(("engine", "urls", "dtype"), _ENGINE),
 }
 """Keys that the loop sets itself, by table, with a hint for each."""
 
@@ -231,9 +279,11 @@ def evaluation_sets(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def load_rl_config(
-    toml_path: str | Path | None, overrides: Sequence[str] = (), *, out: str | None = None
+    toml_path: str | Path | None,
+    overrides: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> RlConfig:
-    """Read a configuration: TOML with tables, then `out`, then `key=value` or `table.key=value`.
+    """Read a configuration: TOML with tables, then `options` and `overrides`, as `load_config` does.
 
     Raises:
         InputError: `input_file`: the file cannot be read; `config_file`: the file is not valid
@@ -241,16 +291,17 @@ def load_rl_config(
         ConfigError: `config_key`: a key is unknown or missing; `config_value`, `sampling`: a value
             is invalid. The error names the table of the key.
     """
-    given, where = read_toml(toml_path) | given_options({"out": out}), str(toml_path)
-    plain, nested = _by_table(overrides, TABLES.__contains__)
+    file, where = read_toml(toml_path), str(toml_path)
+    given = with_options(file, options)
+    plain, nested = _by_table(overrides, TABLES)
     tables = {name: given.pop(name) for name in TABLES if name in given}
-    for key in given:
-        _suggest_table(key, f"{where}, key {key}")
-    for override in plain:
-        key, equals, _ = override.partition("=")
-        if equals:
-            _suggest_table(key.strip(), f"--set {override}")
-    values = checked_values(RlConfig, given, plain, where)
+    generate = [f"generate.{key}" for key in GenerateConfig.__dataclass_fields__]
+    more = [
+        *own_parameters(file, overrides),
+        *(k for k in generate if k not in _not_in("generate")),
+    ]
+    keys = Keys(RlConfig, LIST_EXAMPLES, MOVED | _MOVED, more)
+    values = checked_values(RlConfig, given, plain, where, keys=keys)
     for name in (name for name in TABLES if name in tables or name in nested):
         table = tables.get(name, {})
         if not isinstance(table, dict):
@@ -260,26 +311,21 @@ def load_rl_config(
             values[name] = _evaluate_values(table, over, where)
         else:
             values[name] = _table_values(name, table, over, where)
-    required = {"model": "a model directory", "tasks": "a file", "out": "a directory (--out RUN)"}
-    check_required(values, required)
-    if "num_iterations" not in values:
-        text, hint = "Missing key: num_iterations", "set it to the number of iterations to train"
-        raise ConfigError("config_key", "configuration", "no key", hint=hint, message=text)
-    return RlConfig(**values)
+    check_required(values, REQUIRED)
+    return build(RlConfig, values)
 
 
-def _suggest_table(key: str, where: str) -> None:
-    """Reject a top-level key that only exists in `[generate]` or `[train]`, and name the table."""
-    first = key.partition(".")[0]
-    if first in RlConfig.__dataclass_fields__:
-        return
-    names = ("generate", "train")
-    tables = [t for t in names if first in TABLES[t].__dataclass_fields__.keys() - OWN_KEYS[t]]
-    if tables:
-        near = " or ".join(f"`{table}.{key}`" for table in tables)
-        named = " or ".join(f"[{table}]" for table in tables)
-        hint = f"did you mean {near}? It belongs in {named}"
-        raise ConfigError("config_key", where, f"unknown key `{key}`", "", hint)
+_MOVED = {
+    **{key: f"loop.{key}" for key in LoopConfig.__dataclass_fields__},
+    "out": "run.out",
+    "seed": "run.seed",
+    "group_size": "generate.group_size",
+}
+"""Keys that had another place before there were sections, or belong in `[generate]`."""
+
+
+def _not_in(table: str) -> set[str]:
+    return {f"{table}.{key}" for key in OWN_KEYS[table]}
 
 
 def _evaluate_values(
@@ -288,7 +334,8 @@ def _evaluate_values(
     """Parse the values of `[evaluate]` and its sets, including sets named only by overrides."""
     shared, sets = evaluation_sets(table)
     known = EvaluateConfig.__dataclass_fields__
-    plain, nested = _by_table(overrides, lambda name: name not in known)
+    names = (override.strip().partition(".")[0] for override in overrides)
+    plain, nested = _by_table(overrides, {name for name in names if name not in known})
     values = _table_values("evaluate", shared, plain, where)
     for name in sets | nested:
         own = sets.get(name, {})
@@ -301,26 +348,25 @@ def _table_values(
 ) -> dict[str, Any]:
     _refuse_own_keys(table, given)
     kind = TABLES[table.partition(".")[0]]
-    with suggesting_loss_keys(given, overrides, kind.__dataclass_fields__, f"{table}."):
-        return checked_values(kind, given, overrides, where, table=f"{table}.")
+    return checked_values(kind, given, overrides, where, table=f"{table}.")
 
 
 def _by_table(
-    overrides: Sequence[str], is_table: Callable[[str], bool]
+    overrides: Sequence[str], tables: Collection[str]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Separate overrides of top-level keys from overrides of keys in tables, grouped by table."""
+    """Separate the overrides of keys in `tables`, grouped by table, from all others."""
     plain: list[str] = []
     nested: dict[str, list[str]] = {}
     for override in overrides:
         table, dot, rest = override.strip().partition(".")
-        if dot and "=" not in table and is_table(table):
+        if dot and "=" not in table and table in tables:
             nested.setdefault(table, []).append(rest)
         else:
             plain.append(override)
     return plain, nested
 
 
-def _refuse_own_keys(table: str, values: Mapping[str, Any]) -> None:
+def _refuse_own_keys(table: str, keys: Iterable[str]) -> None:
     kind, _, name = table.partition(".")
     own = OWN_KEYS[kind]
     if name:
@@ -329,7 +375,7 @@ def _refuse_own_keys(table: str, values: Mapping[str, Any]) -> None:
         if not _SET_NAME.fullmatch(name):
             expected = "a name of letters, digits, _ and -"
             raise ConfigError("config_key", f"[{table}]", repr(name), expected)
-    for key in values:
+    for key in keys:
         if key in own:
             got = f"`{key}` is set by rollouts rl"
             raise ConfigError("config_key", f"[{table}]", got, hint=own[key])
@@ -347,10 +393,3 @@ def _record(table: str, kind: type[Table], values: Mapping[str, Any]) -> Table:
         return kind(**values)
     except RolloutError as error:
         raise error.at(f"[{table}] {error.where}") from None
-
-
-def _breaches(c: RlConfig) -> Iterator[tuple[str, str, str]]:
-    yield from out_of_bounds(c)
-    every = (c.evaluate or {}).get("every_iterations", 1)
-    if every < 1:
-        yield "[evaluate] every_iterations", str(every), "a whole number >= 1"

@@ -94,18 +94,18 @@ def _tokenizer_of(
 ) -> ChatTokenizer:
     """Return the tokenizer with the chat template and template arguments of an evaluation set."""
     if planned.chat_template != config.generation.chat_template:
-        tokenizer = load_tokenizer(config.model, planned.chat_template)
+        tokenizer = load_tokenizer(config.model.path, planned.chat_template)
     return dataclasses.replace(tokenizer, template_kwargs=planned.chat_template_kwargs)
 
 
 def measure(planned: Mapping[str, EvaluateConfig], config: RlConfig) -> dict[str, Any]:
     """Compute the metrics of evaluation datasets: over all of them, and per set.
 
-    A trajectory's return is defined by `[train] outcome` if set, else by the set's `outcome`.
+    A trajectory's return is defined by `data.outcome` if set, else by the set's `outcome`.
     """
     metrics, parts = dict[str, Any](), list[pl.DataFrame]()
     for name, one in planned.items():
-        outcome = config.train.get("outcome") or one.outcome
+        outcome = config.data.outcome or one.outcome
         returns = trajectory_returns(rollout_io.scan(one.out), outcome).collect()
         part = returns.select("instance_id", "return", pl.col("error").is_null().alias("is_good"))
         parts.append(part)

@@ -37,7 +37,7 @@ class Groups:
     """
 
     def __init__(self, config: RlConfig) -> None:
-        self._out, self.size = Path(config.out), config.training.groups_per_batch
+        self._out, self.size = Path(config.run.out), config.training.batch.groups_per_batch
         self._room = [self.size] * config.num_iterations
         self.names = _names_in(self._out / DROPPED)
         self.num_kept = 0

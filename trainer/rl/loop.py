@@ -49,7 +49,6 @@ from trainer.rl.task_order import check_names, first_name, shuffled_tasks
 from trainer.rl.together import Together, follow
 from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_swap import WeightSwapEngine
-from trainer.run.advice import in_train_table
 from trainer.run.checkpoint import checkpoint_path
 from trainer.run.directory import stays_in_place
 from trainer.run.log import RunLog
@@ -99,20 +98,7 @@ class RlResult:
     evaluation: float | None
 
 
-@contextmanager
-def _hints_name_the_table() -> Iterator[None]:
-    """Rewrite hints shared with `rollouts train`, whose keys are in the table `[train]` here."""
-    try:
-        yield
-    except RolloutError as error:
-        hint = in_train_table(error.hint or "")
-        if hint == (error.hint or ""):
-            raise
-        raise error.at(error.where, hint) from error
-
-
 @stays_in_place
-@_hints_name_the_table()
 @lost_processes()
 def run(
     config: RlConfig,
@@ -142,9 +128,7 @@ def run(
             configuration, or is still running; or the disk is full.
     """
     t = config.training
-    accelerator = make_accelerator(
-        out=t.out, dtype=t.dtype, optimizer=t.optimizer, trackers=t.trackers
-    )
+    accelerator = make_accelerator(t)
     say_attention(accelerator)
     checkpoint, sampler = agreed(
         accelerator, lambda: _set_up(config, accelerator, open_engine, resume=resume)
@@ -159,7 +143,7 @@ def run(
     check_lengths(config, learning.models.limit, None)
     for text in (*learning.notes_of_size(config), *notes_of(config)):
         say(text)
-    out, orders = Path(config.out), Orders(accelerator)
+    out, orders = Path(config.run.out), Orders(accelerator)
     with ExitStack() as held:
         held.enter_context(stops_when_full(out))
         evaluated = agreed(
@@ -206,14 +190,14 @@ def _set_up(
     if not accelerator.is_main_process:
         return checkpoint, None
     if resume:
-        say_if_new(Path(config.out))
+        say_if_new(Path(config.run.out))
     tokenizer = dataclasses.replace(
-        load_tokenizer(config.model, config.generation.chat_template),
+        load_tokenizer(config.model.path, config.generation.chat_template),
         template_kwargs=config.generation.chat_template_kwargs,
     )
     tasks = _read(config)
     engine = WeightSwapEngine(
-        (open_engine or open_usual)(config.generation), waits=config.weight_sync == "wait"
+        (open_engine or open_usual)(config.generation), waits=config.loop.weight_sync == "wait"
     )
     Generator(engine, tokenizer, config.generation).check(tasks)
     return checkpoint, Sampler(engine, tokenizer, tasks)
@@ -221,7 +205,7 @@ def _set_up(
 
 def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, float | None]:
     """Lock the run's directory, and roll it back to the state to resume from; see `prepare`."""
-    out = Path(config.out)
+    out = Path(config.run.out)
     out.mkdir(parents=True, exist_ok=True)
     held.enter_context(alone_in(out))
     evaluated = prepare(config, learning.progress)
@@ -231,7 +215,7 @@ def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, fl
 
 def _read(config: RlConfig) -> list[Task]:
     """Read the tasks, with one attempt each, and check the tasks of the evaluation sets."""
-    tasks = read_tasks(config.tasks, 1)
+    tasks = read_tasks(config.loop.tasks, 1)
     check_names({task.instance_id for task in tasks})
     for planned in config.evaluations(0).values():
         read_tasks(planned.tasks, 1)
@@ -274,7 +258,7 @@ class Loop:
                     show(remark)
                 check_lengths(config, learning.models.limit, self.engine.context_tokens)
                 await self._begin_engine()
-                order = shuffled_tasks(self.tasks, config.seed)
+                order = shuffled_tasks(self.tasks, config.run.seed)
                 async with Collector(generator, order, groups, config) as collector:
                     while learning.iteration < config.num_iterations:
                         await self._evaluate(calls)
@@ -305,7 +289,7 @@ class Loop:
         if audit := self.audit:
             numbers |= await self._in_thread(lambda: audit(path, iteration, policy))
         lines = await self._in_thread(lambda: self.together.update(path, numbers, self.log))
-        every, last = self.config.save_every_iterations, self.config.num_iterations
+        every, last = self.config.loop.save_every_iterations, self.config.num_iterations
         is_due = learning.iteration in {1, last} or (every and learning.iteration % every == 0)
         if is_due:
             await self._in_thread(lambda: self.together.save(self.log))
@@ -340,7 +324,7 @@ class Loop:
         if is_served and self.learning.has_adapter and not self.as_adapter:
             say(_WHOLE_MODELS)
         if is_served and (self.as_adapter or not version):
-            await self.engine.load_weights(self.config.model, policy_version=0)
+            await self.engine.load_weights(self.config.model.path, policy_version=0)
         if version:
             await self._sync()
 
@@ -348,7 +332,11 @@ class Loop:
         begun = time.perf_counter()
         # An engine may read the files of both loaded adapters again until `load_weights`
         # has replaced the older one.
-        keep = max(self.config.keep_weights, 3) if self.as_adapter else self.config.keep_weights
+        keep = (
+            max(self.config.loop.keep_weights, 3)
+            if self.as_adapter
+            else self.config.loop.keep_weights
+        )
         write = functools.partial(self.together.write_weights, keep, as_adapter=self.as_adapter)
         path = await self._in_thread(write)
         await self.engine.load_weights(str(path), policy_version=self.learning.iteration)
@@ -382,7 +370,7 @@ class Loop:
 
     def result(self) -> RlResult:
         """Summarise the run."""
-        progress, out = self.learning.progress, self.config.out
+        progress, out = self.learning.progress, self.config.run.out
         return RlResult(
             out=out,
             checkpoint=str(checkpoint_path(Path(out), progress.global_step)),
@@ -420,6 +408,6 @@ def _hints_at_resuming(config: RlConfig) -> Iterator[None]:
         if error.rule not in ENDS_THE_RUN:
             raise
         kept = "run the same command with --resume: finished groups are kept in"
-        kept = f"{kept} {config.out}/{ROLLOUTS}"
+        kept = f"{kept} {config.run.out}/{ROLLOUTS}"
         hint = f"{error.hint}; then {kept}" if error.hint else kept
         raise error.at(error.where, hint) from error

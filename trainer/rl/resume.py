@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipelines.generation.config import HOW_IT_RUNS
+from rollout_io.configuration import flat
 from rollout_io.dataset.atomic_files import replace_text
 from schemas.errors import InputError, count
 from trainer.rl.config import RlConfig
@@ -19,10 +19,10 @@ from trainer.run.state import Progress
 from trainer.run.token_records import discard_token_records
 
 MAY_CHANGE = {
-    *("out", "num_iterations", "weight_sync", "save_every_iterations", "keep_weights"),
-    *("audit_rows", "on_mismatch"),
-    *("train.out", "train.dataset", "train.keep_checkpoints", "train.trackers"),
-    *("train.tokens_per_micro_batch", "train.max_row_tokens", "train.record_tokens"),
+    *("run.out", "run.keep_checkpoints", "run.trackers", "run.record_tokens", "data.dataset"),
+    *("batch.tokens_per_micro_batch", "batch.max_row_tokens"),
+    *("loop.num_iterations", "loop.weight_sync", "loop.save_every_iterations"),
+    *("loop.keep_weights", "loop.audit_rows", "loop.on_mismatch"),
     *(f"generate.{key}" for key in HOW_IT_RUNS - {"group_size"}),
 }
 """Keys that do not affect existing results; neither do the keys of `[evaluate]`. `num_iterations` may
@@ -39,33 +39,19 @@ def find_checkpoint(config: RlConfig, *, resume: bool) -> Path | None:
         InputError: A run exists but `resume` is false, or the run's files are invalid.
         ConfigError: The run had a different configuration.
     """
-    out = Path(config.out)
+    out = Path(config.run.out)
     if not resume:
         refuse_existing_run(out)
         return None
     saved = saved_config(out)
     if saved is not None:
         now, before = flat(config.resolved()), flat(saved)
-        is_fixed = config.training.learning_rate_schedule != "constant"
-        may_change = MAY_CHANGE - ({"num_iterations"} if is_fixed else set())
-        may_change -= {f"train.{key}" for key in fixed_keys(config.training)}
+        is_fixed = config.training.optimizer.learning_rate_schedule != "constant"
+        may_change = MAY_CHANGE - ({"loop.num_iterations"} if is_fixed else set())
+        may_change -= fixed_keys(config.training)
         may_change |= {key for key in now if key.partition(".")[0] == "evaluate"}
-        check_same(before, now, may_change, out, growing="num_iterations")
+        check_same(before, now, may_change, out, growing="loop.num_iterations")
     return latest_checkpoint(out)
-
-
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten keys of tables to `table.key`.
-
-    Example:
-        >>> flat({"seed": 0, "train": {"gamma": 1.0}, "evaluate": None})
-        {'seed': 0, 'train.gamma': 1.0, 'evaluate': None}
-    """
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        of_table = isinstance(value, Mapping)
-        found |= {f"{name}.{k}": v for k, v in value.items()} if of_table else {name: value}
-    return found
 
 
 def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
@@ -77,7 +63,7 @@ def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
     Raises:
         InputError: `metrics.jsonl` lacks updates that precede the checkpoint.
     """
-    out = Path(config.out)
+    out = Path(config.run.out)
     metrics, kept = out / "metrics.jsonl", dict[str, dict[str, Any]]()
     if metrics.exists():
         kept = lines_before(metrics, progress)

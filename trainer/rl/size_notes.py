@@ -33,7 +33,7 @@ class Models:
 def longest_row(config: RlConfig, limit: RowLimit) -> int:
     """Return the largest number of tokens that a row may have."""
     generation, training = config.generation, config.training
-    most = min(limit.num_tokens, training.max_row_tokens or limit.num_tokens)
+    most = min(limit.num_tokens, training.batch.max_row_tokens or limit.num_tokens)
     if generation.max_input_tokens is not None:
         most = min(most, generation.max_input_tokens + generation.max_response_tokens)
     return most
@@ -46,18 +46,18 @@ def notes_of_size(config: RlConfig, models: Models) -> Iterator[str]:
     for minutes, nothing is measured: the note only warns about rows longer than a micro-batch.
     """
     training, most = config.training, longest_row(config, models.limit)
-    budget, device = training.tokens_per_micro_batch, models.learner.accelerator.device
+    budget, device = training.batch.tokens_per_micro_batch, models.learner.accelerator.device
     if device.type != "cpu":
         if most > budget:
             yield (
                 f"note: rows may have up to {most} tokens; rows longer than"
-                f" train.tokens_per_micro_batch ({budget}) are forwarded in separate micro-batches,"
+                f" batch.tokens_per_micro_batch ({budget}) are forwarded in separate micro-batches,"
                 " which need more memory"
             )
         return
     if is_sharded(models.learner.policy):
         return  # autograd's memory cannot be measured
-    num_rows = training.groups_per_mini_batch * config.generation.group_size
+    num_rows = training.batch.groups_per_mini_batch * config.generation.group_size
     largest = min(max(most, budget), num_rows * most)
     needed = estimate_memory(models, largest).still_needed
     free = available_bytes(device)
@@ -76,10 +76,10 @@ def notes_of_size(config: RlConfig, models: Models) -> Iterator[str]:
         return
     keys = []
     if largest > most:
-        keys.append("train.tokens_per_micro_batch for smaller micro-batches")
+        keys.append("batch.tokens_per_micro_batch for smaller micro-batches")
     if config.generation.max_input_tokens is None:
         keys.append("generate.max_input_tokens to end longer trajectories")
-    keys.append("train.max_row_tokens to truncate rows")
+    keys.append("batch.max_row_tokens to truncate rows")
     yield (
         f"note: rows may have up to {most:,} tokens ({models.limit.reason}); {', and '.join(found)}."
         f" If your rows get that long, set {', or '.join(keys)}"

@@ -29,7 +29,6 @@ from trainer.models.lora import save_adapter
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
 from trainer.rl.size_notes import Models, notes_of_size
-from trainer.run.advice import in_train_table
 from trainer.run.checkpoint import Checkpoints, remove_directory, write_model
 from trainer.run.load_models import Models as LoadedModels
 from trainer.run.load_models import check_dataset, load_models, make_learners
@@ -38,7 +37,6 @@ from trainer.run.loop import count_update, save, set_rates, write_in_main
 from trainer.run.mini_batches import mini_batch_updates
 from trainer.run.passes import UNWATCHED
 from trainer.run.remarks import show
-from trainer.run.settings import batch_settings, objective_of, plan_settings, rate_schedule
 from trainer.run.setup import TrainingRun
 from trainer.run.state import Position, Progress, load_progress, restore
 
@@ -72,26 +70,29 @@ class Learning:
     ) -> None:
         self.training, self.num_iterations = training, num_iterations
         self._checkpoint = checkpoint
-        t = training
-        accelerator = accelerator or make_accelerator(
-            out=t.out, dtype=t.dtype, optimizer=t.optimizer, trackers=t.trackers
-        )
-        set_seed(self.training.seed)
+        accelerator = accelerator or make_accelerator(training)
+        set_seed(self.training.run.seed)
         self.progress, self.models = agreed(accelerator, self._load)
         self._learner, self._critic = make_learners(
-            accelerator, self.training, self.models, corrects=self.training.corrects_for_sampler
+            accelerator,
+            self.training,
+            self.models,
+            corrects=self.training.loss.corrects_for_sampler,
         )
         if checkpoint:
             restore(checkpoint / "state", self._learner, self._critic)
         self._checkpoints = Checkpoints(
-            out=Path(t.out), source=Path(t.model).absolute(), keep=t.keep_checkpoints, digest=DIGEST
+            out=Path(training.run.out),
+            source=Path(training.model.path).absolute(),
+            keep=training.run.keep_checkpoints,
+            digest=DIGEST,
         )
         self._saved_step = self.progress.global_step
         self._said: set[str] = set()
         self._explained = False
 
     def _load(self) -> tuple[Progress, LoadedModels]:
-        progress = Progress(position=Position(kl_coef=self.training.kl_reward_coef))
+        progress = Progress(position=Position(kl_coef=self.training.loss.kl_reward_coef))
         if self._checkpoint:
             progress = load_progress(self._checkpoint / "state", DIGEST)
         return progress, load_models(self.training, self._checkpoint)
@@ -115,8 +116,9 @@ class Learning:
     @property
     def num_planned(self) -> int:
         """Maximum number of updates of the run."""
-        t = self.training
-        steps = math.ceil(t.groups_per_batch / t.groups_per_mini_batch) * t.epochs_per_batch
+        sizes = self.training.batch
+        steps = math.ceil(sizes.groups_per_batch / sizes.groups_per_mini_batch)
+        steps *= sizes.epochs_per_batch
         return self.num_iterations * steps
 
     def notes_of_size(self, config: RlConfig) -> Iterator[str]:
@@ -185,14 +187,14 @@ class Learning:
     @property
     def has_adapter(self) -> bool:
         """True if the policy trains LoRA adapters."""
-        return self.training.lora_rank is not None
+        return self.training.model.lora_rank is not None
 
     def write_weights(self, keep: int, *, as_adapter: bool = False) -> Path:
         """Write the policy to `weights/version_N/`; delete all versions but the `keep` newest.
 
         With `as_adapter`, only the adapters are written, instead of a model with merged adapters.
         """
-        accelerator, out = self.accelerator, Path(self.training.out)
+        accelerator, out = self.accelerator, Path(self.training.run.out)
         path = out / "weights" / f"version_{self.iteration}"
         weights = whole_weights(self.policy.model, keep=accelerator.is_main_process)
 
@@ -222,6 +224,10 @@ class Learning:
             if other.name.removeprefix("version_").isdecimal() and other.name not in kept:
                 remove_directory(other)
 
+    def _of_iteration(self, dataset: Path) -> TrainConfig:
+        data = dataclasses.replace(self.training.data, dataset=str(dataset))
+        return resolved(dataclasses.replace(self.training, data=data))
+
     def run_on(self, dataset: Path) -> TrainingRun:
         """Plan and check the current iteration as a separate run.
 
@@ -229,25 +235,23 @@ class Learning:
             RolloutError: See `update`.
         """
         rollout_io.require_valid(dataset)
-        config = resolved(dataclasses.replace(self.training, dataset=str(dataset)))
+        config = self._of_iteration(dataset)
         rollouts = rollout_io.scan(dataset)
-        plan = make_plan(dataset_returns(rollouts, config.outcome), plan_settings(config))
+        plan = make_plan(dataset_returns(rollouts, config.data.outcome), config)
         _check_some_worked(plan, rollouts, dataset)
         index = index_rows(rollouts)
         checked = check_dataset(config, self.models, index, plan, must_learn=False)
         for name, remark in checked.remarks.items():
             if name not in self._said:
                 self._said.add(name)
-                show(remark._replace(text=in_train_table(remark.text)))
-        objective = objective_of(config, corrects=checked.corrects)
+                show(remark)
         return TrainingRun(
             config=config,
-            settings=batch_settings(config),
-            learner=dataclasses.replace(self._learner, objective=objective),
+            learner=dataclasses.replace(self._learner, corrects=checked.corrects),
             critic=self._critic,
             rollouts=rollouts,
             plan=plan,
-            schedule=rate_schedule(config, self.num_planned),
+            num_planned=self.num_planned,
             num_greedy_rows=checked.num_greedy_rows,
             limit=self.models.limit,
             checkpoints=self._checkpoints,
@@ -266,8 +270,8 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
     Raises:
         ConfigError: `row_too_long`: the longest possible row does not fit.
     """
-    generation, cuts = config.generation, config.training.max_row_tokens is not None
-    hint = "pass --set generate.max_input_tokens=N, or truncate rows: --set train.max_row_tokens=N"
+    generation, cuts = config.generation, config.training.batch.max_row_tokens is not None
+    hint = "pass --set generate.max_input_tokens=N, or truncate rows: --set batch.max_row_tokens=N"
     if generation.max_input_tokens is None:
         if context_tokens is not None and context_tokens > limit.num_tokens and not cuts:
             got = f"rows of up to {context_tokens} tokens (the engine's context)"

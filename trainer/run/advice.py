@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,18 +13,6 @@ from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
 from trainer.config.train_config import TrainConfig
 
 LARGE_DIFFERENCE_NATS = 0.3
-_OVERRIDE = re.compile(r"(--set '?)(\w+)(?=[.=])")
-
-
-def in_train_table(text: str) -> str:
-    """Add "train." to the keys in advice for `rollouts train`, so that it fits `rollouts rl`.
-
-    Example:
-        >>> in_train_table("pass --set failed=trajectory, or --set generate.seed=1")
-        'pass --set train.failed=trajectory, or --set generate.seed=1'
-    """
-    known = TrainConfig.__dataclass_fields__
-    return _OVERRIDE.sub(lambda m: f"{m[1]}{'train.' if m[2] in known else ''}{m[2]}", text)
 
 
 def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict[str, str]:
@@ -34,34 +21,34 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
     `rows` are the rows to train on, as stored in the dataset.
     """
     found = {}
-    if plan.num_partial_groups and config.partial_groups == "train":
+    if plan.num_partial_groups and config.data.partial_groups == "train":
         found["partial_groups"] = (
             f"the number of trajectories is not {plan.group_size} in"
             f" {count(plan.num_partial_groups, 'group')}: baselines are biased unless trajectories are"
-            " missing at random\nHint: pass --set partial_groups=mask to leave these groups out of the loss"
+            " missing at random\nHint: pass --set data.partial_groups=mask to leave these groups out of the loss"
         )
-    is_built_in = config.advantage_estimator in ADVANTAGE_ESTIMATOR.built_in
+    is_built_in = config.advantage.estimator in ADVANTAGE_ESTIMATOR.built_in
     if config.compares_groups and (alone := num_groups_of_one(plan)):
         found["groups_of_one"] = (
             f"only one trajectory is trained on in {alone} of {count(sum(map(len, plan.batches)), 'group')}:"
-            f" {config.advantage_estimator} has no other trajectory to compare it with"
+            f" {config.advantage.estimator} has no other trajectory to compare it with"
             + (", so its advantage is 0" if is_built_in else "")
         )
-    budget = config.tokens_per_micro_batch
-    lengths = rows["num_forwarded_tokens"].clip(upper_bound=config.max_row_tokens).to_numpy()
+    budget = config.batch.tokens_per_micro_batch
+    lengths = rows["num_forwarded_tokens"].clip(upper_bound=config.batch.max_row_tokens).to_numpy()
     if num_long := int((lengths > budget).sum()):
         found["long_rows"] = (
             f"rows longer than tokens_per_micro_batch ({budget}) are forwarded in separate"
             f" micro-batches, which need more memory: {count(num_long, 'row')}, up to"
             f" {lengths.max()} tokens"
         )
-    loss, reduction = config.policy_loss_type, config.loss_reduction
+    loss, reduction = config.loss.policy_loss_type, config.loss.reduction
     if loss in ("gspo", "sapo") and reduction not in ("sequence_mean", "trajectory_mean"):
         found["loss_reduction"] = (
-            f"{loss} is designed for loss_reduction sequence_mean (or trajectory_mean, where the weight"
+            f"{loss} is designed for loss.reduction sequence_mean (or trajectory_mean, where the weight"
             f" of a trajectory does not depend on its rows); with {reduction}, long rows weigh more"
         )
-    if config.sequence_layout != "merge":
+    if config.batch.sequence_layout != "merge":
         found |= warnings_about_rows(len(rows), rows["trajectory_id"].n_unique(), config)
     return found
 
@@ -79,8 +66,11 @@ def warnings_about(
     `cause` is the result of `trainer.run.mismatch_causes.likely_cause`, if available.
 
     Example:
+        >>> from trainer.config.sections import DataConfig, ModelConfig, RunConfig
+        >>> paths = {"data": DataConfig(dataset="ds"), "model": ModelConfig(path="m")}
+        >>> paths["run"] = RunConfig(out="o")
         >>> update = {"num_trained_tokens": 9, "num_trained_groups": 0}
-        >>> list(warnings_about(update, TrainConfig(dataset="ds", model="m", out="o")))
+        >>> list(warnings_about(update, TrainConfig(**paths)))
         ['zero_gradient']
     """
     found = {}
@@ -91,18 +81,18 @@ def warnings_about(
             + (f"\nlikely cause: {cause}" if cause else "")
         )
     if metrics["num_trained_tokens"] and not metrics["num_trained_groups"]:
-        leave_out = "\nHint: pass --set drop_zero_variance_groups=true to leave groups with equal rewards out"
+        leave_out = "\nHint: pass --set data.drop_zero_variance_groups=true to leave groups with equal rewards out"
         found["zero_gradient"] = (
             "every advantage of the mini-batch is 0, because rewards do not vary within any group, so"
             " the gradient is zero; AdamW still moves the weights, by its momentum and weight decay"
-            + ("" if config.drop_zero_variance_groups else leave_out)
+            + ("" if config.data.drop_zero_variance_groups else leave_out)
         )
     elif metrics["num_trained_tokens"] and metrics.get("grad_norm") == 0:
         found["momentum"] = (
             "the gradient of an update is zero, but AdamW still moves the weights, by its momentum and"
             " weight decay"
         )
-    if config.sequence_layout == "merge":  # the number of rows is only known after merging
+    if config.batch.sequence_layout == "merge":  # the number of rows is only known after merging
         num_rows, num_trajectories = metrics.get("num_rows", 0), metrics.get("num_trajectories", 0)
         found |= warnings_about_rows(num_rows, num_trajectories, config)
     return found
@@ -112,21 +102,22 @@ def warnings_about_rows(
     num_rows: int, num_trajectories: int, config: TrainConfig
 ) -> dict[str, str]:
     """Warn if splitting trajectories into several rows affects settings that work per row."""
-    loss, reduction = config.policy_loss_type, config.loss_reduction
+    loss, reduction = config.loss.policy_loss_type, config.loss.reduction
     is_built_in = reduction in LOSS_REDUCTION.built_in
-    by_row_weight = not config.reduction_inputs.isdisjoint({"row", "num_rows"})
+    by_row_weight = not config.loss.reduction_inputs.isdisjoint({"row", "num_rows"})
     by_row = {
         "policy_loss_type gspo: a ratio is the mean over a row": loss == "gspo",
-        f"policy_loss_type {loss}: it uses the row of a token": config.has_own_loss
-        and "row" in config.loss_inputs,
-        f"loss_reduction {reduction}: every row has the same weight": is_built_in and by_row_weight,
-        f"loss_reduction {reduction}: it uses the row of a token": not is_built_in
+        f"policy_loss_type {loss}: it uses the row of a token": config.loss.has_own_loss
+        and "row" in config.loss.inputs,
+        f"loss.reduction {reduction}: every row has the same weight": is_built_in and by_row_weight,
+        f"loss.reduction {reduction}: it uses the row of a token": not is_built_in
         and by_row_weight,
-        "tis_ratio_type sequence: a weight is the product over a row": config.corrects_for_sampler
-        and config.importance_weights == "sequence",
-        "sequence_mask_metric: rows are masked individually": config.sequence_mask_metric,
+        "tis_ratio_type sequence: a weight is the product over a row": config.loss.corrects_for_sampler
+        and config.loss.importance_weights == "sequence",
+        "sequence_mask_metric: rows are masked individually": config.loss.sequence_mask_metric,
         "outlier_token_is_threshold: rows are masked individually": (
-            config.outlier_token_is_threshold_low or config.outlier_token_is_threshold_high
+            config.loss.outlier_token_is_threshold_low
+            or config.loss.outlier_token_is_threshold_high
         ),
     }
     affected = "; ".join(text for text, applies in by_row.items() if applies)
@@ -135,5 +126,9 @@ def warnings_about_rows(
     return {
         "rows": f"trajectories ({num_trajectories}) are split into rows ({num_rows}), which changes the"
         f" effect of settings that work per row ({affected})"
-        + ("\nHint: pass --set sequence_layout=merge" if config.sequence_layout != "merge" else "")
+        + (
+            "\nHint: pass --set batch.sequence_layout=merge"
+            if config.batch.sequence_layout != "merge"
+            else ""
+        )
     }

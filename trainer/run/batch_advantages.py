@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.advantages.token import FloatArray, batch_normalize
-from trainer.algorithms.estimators import advantages_of_rewards
+from trainer.algorithms.configured import advantages_of_rewards
 from trainer.batches.data import Batch
-from trainer.config.function_keys import BoundFunction
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, bind
+from trainer.config.sections import AdvantageConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +22,7 @@ class Estimates:
     Attributes:
         advantages: [T] advantages to train with, 0 at untrained tokens; all 1 if the loss uses no
             advantages.
-        raw: [T] advantages before `advantage_batch_normalize`.
+        raw: [T] advantages before `advantage.batch_normalize`.
         value_targets: [T] target values for the critic, NaN at untrained tokens; None if there is
             no critic.
     """
@@ -31,37 +32,29 @@ class Estimates:
     value_targets: Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimation:
-    """Settings for estimating a batch's advantages.
-
-    Attributes:
-        estimator: Token-level estimator; None: every token gets its trajectory's advantage.
-        batch_normalize: Whether to normalise advantages to mean 0 and variance 1.
-        is_supervised: Whether the loss uses no advantages.
-    """
-
-    estimator: BoundFunction | None
-    batch_normalize: bool
-    is_supervised: bool
-
-
-def estimate(batch: Batch, estimation: Estimation, values: Tensor | None = None) -> Estimates:
-    """Estimate advantages per trained token with `advantage_estimator`.
+def estimate(
+    batch: Batch,
+    advantage: AdvantageConfig,
+    values: Tensor | None = None,
+    *,
+    is_supervised: bool = False,
+) -> Estimates:
+    """Estimate advantages per trained token with `advantage.estimator`.
 
     Args:
         batch: A complete batch: means and variances are over all its trained tokens, independent of
             mini-batches and micro-batches.
-        estimation: Settings of the run.
+        advantage: Estimator and normalisation.
         values: [T] float32 critic values at the trained tokens; None without a critic.
+        is_supervised: True if the loss uses no advantages.
 
     Raises:
         InputError: A user's estimator fails, or its result is invalid.
     """
     at = torch.from_numpy(batch.chains.slots)
     known = None if values is None else values[at].numpy().astype(np.float64)
-    raw, targets = _along_chains(batch, estimation.estimator, known)
-    advantages = batch_normalize(raw) if estimation.batch_normalize else raw
+    raw, targets = _along_chains(batch, advantage, known)
+    advantages = batch_normalize(raw) if advantage.batch_normalize else raw
 
     def spread(found: FloatArray, fill: float) -> Tensor:
         tokens = torch.full((len(batch.trains),), fill)
@@ -70,19 +63,20 @@ def estimate(batch: Batch, estimation: Estimation, values: Tensor | None = None)
 
     unused = torch.ones(len(batch.trains))
     return Estimates(
-        advantages=unused if estimation.is_supervised else spread(advantages, 0.0),
+        advantages=unused if is_supervised else spread(advantages, 0.0),
         raw=spread(raw, 0.0),
         value_targets=None if targets is None else spread(targets, torch.nan),
     )
 
 
 def _along_chains(
-    batch: Batch, estimator: BoundFunction | None, values: FloatArray | None
+    batch: Batch, advantage: AdvantageConfig, values: FloatArray | None
 ) -> tuple[FloatArray, FloatArray | None]:
     """Compute advantages and critic targets ([N] each), in the order of `batch.chains`."""
     slots = batch.chains.slots
-    if estimator is None:
+    if not advantage.by_token:
         return batch.advantages.numpy()[slots].astype(np.float64), None
     group = batch.group[batch.responses.row_of(slots)]
     rewards, trajectory = batch.chains.rewards, batch.chains.trajectory
+    estimator = bind(ADVANTAGE_ESTIMATOR, advantage)
     return advantages_of_rewards(rewards, trajectory, group, values, estimator)

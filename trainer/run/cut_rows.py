@@ -6,6 +6,7 @@ import numpy as np
 import polars as pl
 
 from schemas.errors import InvariantError, count
+from trainer.config.sections import BatchConfig
 from trainer.config.train_config import TrainConfig
 
 KEPT_SHARES = (0.75, 0.9, 1)
@@ -13,15 +14,15 @@ KEPT_SHARES = (0.75, 0.9, 1)
 _MULTIPLE = 256  # suggested values are multiples of this, or the model's limit
 
 
-def truncated(rows: pl.DataFrame, config: TrainConfig) -> str | None:
+def truncated(rows: pl.DataFrame, config: BatchConfig) -> str | None:
     """Describe the rows that lose trained tokens to `max_row_tokens`; None if there are none.
 
     Args:
         rows: See `without_tokens`.
-        config: Configuration of the run.
+        config: Section `[batch]`.
 
     Example:
-        >>> config = TrainConfig(dataset="ds", model="m", out="o", max_row_tokens=512)
+        >>> config = BatchConfig(max_row_tokens=512)
         >>> truncated(pl.DataFrame({"num_forwarded_tokens": [400, 511, 512, 1199]}), config)
         '2 of 4 rows are truncated at 512 tokens (max_row_tokens); the longest has 1,200 up to its last trained token'
     """
@@ -40,12 +41,12 @@ def truncated(rows: pl.DataFrame, config: TrainConfig) -> str | None:
     )
 
 
-def without_tokens(rows: pl.DataFrame, config: TrainConfig) -> str | None:
+def without_tokens(rows: pl.DataFrame, config: BatchConfig) -> str | None:
     """Describe the rows without trainable tokens within `max_row_tokens`; None if there are none.
 
     Args:
         rows: Rows to train on, as indexed by `trainer.batches.data.index_rows`.
-        config: Configuration of the run.
+        config: Section `[batch]`.
     """
     most = config.max_row_tokens
     if most is None or not (num_lost := int((rows["num_untrained_at_start"] >= most).sum())):
@@ -69,7 +70,7 @@ def larger_limits(rows: pl.DataFrame, most: int, limit: int) -> str:
     Example:
         >>> rows = pl.DataFrame({"num_untrained_at_start": [300, 500, 500, 1200]})
         >>> larger_limits(rows, 100, 8192)
-        'max_row_tokens=512 leaves tokens to train on in 3 of 4 rows, 1280 in 4 of 4'
+        'batch.max_row_tokens=512 leaves tokens to train on in 3 of 4 rows, 1280 in 4 of 4'
     """
     at_start = np.sort(rows["num_untrained_at_start"].to_numpy())
     kept = {}
@@ -81,7 +82,7 @@ def larger_limits(rows: pl.DataFrame, most: int, limit: int) -> str:
     if not kept:
         return f"filter out these rows: this model supports at most {limit:,} tokens per row"
     (first, num), *more = list(kept.items())[:2]
-    text = f"max_row_tokens={first} leaves tokens to train on in {num:,} of"
+    text = f"batch.max_row_tokens={first} leaves tokens to train on in {num:,} of"
     text += f" {count(len(at_start), 'row')}"
     return ", ".join([text, *(f"{value} in {num:,} of {len(at_start):,}" for value, num in more)])
 
@@ -92,8 +93,8 @@ def refuse_all_cut(rows: pl.DataFrame, config: TrainConfig, limit: int) -> None:
     Raises:
         InvariantError: `mask_trains_something`: no row has a token to train on.
     """
-    most = config.max_row_tokens
+    most = config.batch.max_row_tokens
     if most is not None and bool((rows["num_untrained_at_start"] >= most).all()):
-        got = without_tokens(rows, config) or ""
+        got = without_tokens(rows, config.batch) or ""
         hint = larger_limits(rows, most, limit)
-        raise InvariantError("mask_trains_something", config.dataset, got, hint=hint)
+        raise InvariantError("mask_trains_something", config.data.dataset, got, hint=hint)

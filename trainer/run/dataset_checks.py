@@ -14,7 +14,6 @@ from trainer.batches.plan import Plan, make_plan, num_groups_of_one
 from trainer.config.functions import ADVANTAGE_ESTIMATOR
 from trainer.config.train_config import TrainConfig
 from trainer.run.cut_rows import refuse_all_cut
-from trainer.run.settings import plan_settings
 
 RECORD_MODE = (
     "convert with --logprobs-mode, or pass metadata=rollout_io.read_metadata(DS) when rewriting a"
@@ -22,7 +21,7 @@ RECORD_MODE = (
 )
 MOST_SAID = 80
 """Maximum length of a JSON value in a message, in characters."""
-IMITATE = "--set policy_loss_type=cross_entropy"
+IMITATE = "--set loss.policy_loss_type=cross_entropy"
 VALIDATE = "run `rollouts validate DATASET` to list all such rows"
 
 
@@ -48,15 +47,15 @@ def check_rows(
     rows = index.join(masks, on="trajectory_id", maintain_order="left")
     _check_order(rows)
     _check_lists(rows)
-    if config.estimates_by_token:
-        _check_step_rewards(rows, config.advantage_estimator)
+    if config.advantage.by_token:
+        _check_step_rewards(rows, config.advantage.estimator)
     rows = rows.filter(pl.col("trains") & (pl.col("num_trained_tokens") > 0))
     if must_learn:
         _refuse_nothing_to_learn(rows, plan, config)
         refuse_all_cut(rows, config, limit.num_tokens)
     _check_tokens(rows, vocab_size)
     # A merged row and its longest step end with the same trained token, so their costs are equal.
-    forwarded = rows["num_forwarded_tokens"].clip(upper_bound=config.max_row_tokens)
+    forwarded = rows["num_forwarded_tokens"].clip(upper_bound=config.batch.max_row_tokens)
     limit.check(forwarded.to_numpy(), rows["name"].to_list())
     return rows
 
@@ -122,7 +121,7 @@ def _refuse_nothing_to_learn(rows: pl.DataFrame, plan: Plan, config: TrainConfig
     if rows.is_empty():
         raise InvariantError(
             "mask_trains_something",
-            config.dataset,
+            config.data.dataset,
             "there are no tokens to train on",
             hint="look for loss masks that are all false, failed trajectories, groups without variance,"
             " and rows sampled at temperature 0",
@@ -145,14 +144,15 @@ def plan_of(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         InvariantError, InputError: See `make_plan`; or every advantage is 0.
     """
     try:
-        return make_plan(returns, plan_settings(config))
+        return make_plan(returns, config)
     except InputError as error:
         # A user's estimator may need complete groups, and may compare them with each other.
-        is_built_in = config.advantage_estimator in ADVANTAGE_ESTIMATOR.built_in
+        is_built_in = config.advantage.estimator in ADVANTAGE_ESTIMATOR.built_in
         if error.rule != "partial_groups" or not is_built_in or _learns_without_advantages(config):
             raise
-        config = dataclasses.replace(config, partial_groups="train")
-        plan = make_plan(returns, plan_settings(config))
+        data = dataclasses.replace(config.data, partial_groups="train")
+        config = dataclasses.replace(config, data=data)
+        plan = make_plan(returns, config)
         trained = plan.trajectories.filter("trains")
         if len(trained) and (trained["advantage"] == 0).all():
             raise _zero_advantages(plan, config) from None
@@ -161,8 +161,10 @@ def plan_of(returns: pl.DataFrame, config: TrainConfig) -> Plan:
 
 def _learns_without_advantages(config: TrainConfig) -> bool:
     """True if the loss may have a gradient even if all trajectory advantages are 0."""
-    has_other_terms = config.needs_reference or config.entropy_loss_coef > 0
-    has_other_loss = config.is_supervised or config.has_own_loss or config.estimates_by_token
+    has_other_terms = config.loss.needs_reference or config.loss.entropy_loss_coef > 0
+    has_other_loss = (
+        config.loss.is_supervised or config.loss.has_own_loss or config.advantage.by_token
+    )
     return has_other_terms or has_other_loss
 
 
@@ -173,7 +175,7 @@ def _zero_advantages(plan: Plan, config: TrainConfig) -> InputError:
     hint = "run `rollouts stats DS` to see the rewards, then supply rewards that differ within a group (convert"
     hint += " --rewards) or sample more attempts (generate with a larger group_size)"
     if config.compares_groups and num_groups_of_one(plan) == num_groups:
-        hint = f"every group has one trajectory, and {config.advantage_estimator} compares the trajectories of a group:"
+        hint = f"every group has one trajectory, and {config.advantage.estimator} compares the trajectories of a group:"
         hint += " pass --algorithm reinforce++ or gae, which need no groups"
     best = plan.trajectories.filter("trains").select(pl.col("return").max()).item()
     if best is not None and best > 0:
@@ -182,16 +184,14 @@ def _zero_advantages(plan: Plan, config: TrainConfig) -> InputError:
         hint += f"; or choose rows to imitate ({IMITATE})"
     if num_lost:
         got += f", except in {count(num_lost, 'group')} with a failed trajectory"
-        hint = (
-            "pass --set failed=trajectory to leave out failed trajectories instead of their groups"
-        )
-    return InputError("zero_advantages", config.dataset, got, hint=hint)
+        hint = "pass --set data.failed=trajectory to leave out failed trajectories instead of their groups"
+    return InputError("zero_advantages", config.data.dataset, got, hint=hint)
 
 
 def _num_lost_to_failures(plan: Plan, config: TrainConfig) -> int:
     """Count the groups with varying returns that are masked only because a trajectory failed."""
-    is_masked_anyway = config.partial_groups == "mask" and plan.num_partial_groups
-    if config.failed != "group" or is_masked_anyway:
+    is_masked_anyway = config.data.partial_groups == "mask" and plan.num_partial_groups
+    if config.data.failed != "group" or is_masked_anyway:
         return 0
     known = pl.when(~pl.col("failed")).then("return").fill_nan(None)
     groups = plan.trajectories.group_by("instance_id").agg(
@@ -214,13 +214,13 @@ def corrects_for_sampler(
         InvariantError, InputError: Only some rows have log-probabilities; these are not from the
             sampled distribution; or no row has any, but the loss or a mask needs them.
     """
-    if not (config.corrects_for_sampler or config.is_anchored_on_sampler):
+    if not (config.loss.corrects_for_sampler or config.loss.is_anchored_on_sampler):
         return False
     if not rows["has_logprobs"].any():
         _refuse_without_logprobs(config)
         return False
-    off = "pass --set tis_ratio_type=none to train without the correction"
-    if config.is_anchored_on_sampler or config.masks_by_ratio:
+    off = "pass --set loss.tis_ratio_type=none to train without the correction"
+    if config.loss.is_anchored_on_sampler or config.loss.masks_by_ratio:
         off = "train with a policy_loss_type and masks that need no importance ratios"
     got = "rollout_logprobs is null here but present in other rows to train on"
     _refuse(rows, ~pl.col("has_logprobs"), "rollout_logprobs", got, hint=off)
@@ -229,10 +229,10 @@ def corrects_for_sampler(
         "logprobs_nonpositive": "rollout_logprobs contains a value above 0",
     }.items():
         _refuse(rows, ~pl.col(rule), rule, got)
-    if not config.allow_mismatched_logprobs:
-        off += ", or --set allow_mismatched_logprobs=true to correct anyway"
+    if not config.loss.allow_mismatched_logprobs:
+        off += ", or --set loss.allow_mismatched_logprobs=true to correct anyway"
         _refuse_mismatched_logprobs(rows, logprobs_mode, off)
-    return config.corrects_for_sampler
+    return config.loss.corrects_for_sampler
 
 
 def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, off: str) -> None:
@@ -259,15 +259,16 @@ def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, o
 
 def _refuse_without_logprobs(config: TrainConfig) -> None:
     needing = {
-        f"policy_loss_type {config.policy_loss_type}": config.is_anchored_on_sampler,
-        "a mask based on importance ratios": config.masks_by_ratio,
-        f"tis_ratio_type {config.tis_ratio_type}": config.tis_ratio_type in ("token", "sequence"),
+        f"policy_loss_type {config.loss.policy_loss_type}": config.loss.is_anchored_on_sampler,
+        "a mask based on importance ratios": config.loss.masks_by_ratio,
+        f"tis_ratio_type {config.loss.tis_ratio_type}": config.loss.tis_ratio_type
+        in ("token", "sequence"),
     }
     for name, needs in needing.items():
         if needs:
             got = f"no row has rollout_logprobs, which {name} needs"
             hint = "record log-probabilities when sampling, or change this setting"
-            raise InputError("rollout_logprobs", config.dataset, got, hint=hint)
+            raise InputError("rollout_logprobs", config.data.dataset, got, hint=hint)
 
 
 def _refuse(

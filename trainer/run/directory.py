@@ -15,7 +15,7 @@ def stays_in_place(run: Callable[..., Result]) -> Callable[..., Result]:
     """Make the directory of a run absolute while it runs, because user code may call `os.chdir`.
 
     Args:
-        run: Function of a configuration with a key `out`, whose result has `out` and `checkpoint`.
+        run: Function of a configuration with a section `[run]`, whose result has `out` and `checkpoint`.
 
     Returns:
         The function; its result has the paths as given.
@@ -23,8 +23,9 @@ def stays_in_place(run: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(run)
     def with_absolute_paths(config: Any, **settings: Any) -> Result:
-        given, out = config.out, str(Path(config.out).absolute())
-        result: Any = run(dataclasses.replace(config, out=out), **settings)
+        given, out = config.run.out, str(Path(config.run.out).absolute())
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, out=out))
+        result: Any = run(config, **settings)
         checkpoint = result.checkpoint.replace(out, given, 1)
         found: Result = dataclasses.replace(result, out=given, checkpoint=checkpoint)
         return found

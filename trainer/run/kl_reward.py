@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -14,33 +13,17 @@ from torch import Tensor
 from trainer.algorithms.advantages.outcome import FloatArray
 from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
 from trainer.batches.data import Batch
-from trainer.batches.plan import Plan, trajectory_advantages
-from trainer.config.function_keys import BoundFunction
-from trainer.config.loss_config import KLEstimator
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KlReward:
-    """Settings for subtracting the KL divergence from rewards.
-
-    Attributes:
-        kl_estimator: Estimator of the divergence.
-        estimator: Estimator that takes returns; None: advantages are estimated per token.
-        target: Target of the adaptive controller, nats; None: the coefficient is constant.
-        horizon: Number of sequences over which the controller may change the coefficient by 20%.
-    """
-
-    kl_estimator: KLEstimator
-    estimator: BoundFunction | None
-    target: float | None
-    horizon: int
+from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator
+from trainer.config.functions import BoundFunction
+from trainer.config.loss_config import LossConfig
+from trainer.config.train_config import TrainConfig
 
 
 def charge_kl(
     batch: Batch,
     plan: Plan,
     groups: Sequence[str],
-    settings: KlReward,
+    config: TrainConfig,
     *,
     old_logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -56,7 +39,7 @@ def charge_kl(
         batch: A complete batch of T response tokens.
         plan: Plan of the run.
         groups: Groups of the batch.
-        settings: Settings of the run.
+        config: Configuration of the run.
         old_logprobs: [T] nats under the policy at the start of the batch, at the trained tokens.
         ref_logprobs: [T] nats under the reference.
         coef: Weight of the divergence.
@@ -66,15 +49,17 @@ def charge_kl(
     """
     slots = batch.chains.slots
     at = torch.from_numpy(slots)
-    kl = kl_estimates(old_logprobs[at].double(), ref_logprobs[at].double(), settings.kl_estimator)
+    kl = kl_estimates(
+        old_logprobs[at].double(), ref_logprobs[at].double(), config.loss.kl_estimator_type
+    )
     rewards = rewards_less_kl(torch.from_numpy(batch.chains.rewards), kl, coef).numpy()
     batch = dataclasses.replace(batch, chains=dataclasses.replace(batch.chains, rewards=rewards))
-    if settings.estimator:
+    if estimator := trajectory_estimator(config):
         trajectory = batch.trajectory[batch.responses.row_of(slots)]
         num = int(batch.trajectory.max(initial=-1)) + 1
         charges = rewards_less_kl(torch.zeros(len(kl)), kl, coef).numpy()
         sums = np.bincount(trajectory, charges, num).astype(np.float64)
-        found = _advantages_of_returns(plan, groups, settings.estimator, sums)
+        found = _advantages_of_returns(plan, groups, estimator, sums)
         per_row = np.repeat(found[batch.trajectory], batch.responses.lengths)
         advantages = torch.from_numpy(per_row).float()
         batch = dataclasses.replace(batch, advantages=advantages)
@@ -93,14 +78,14 @@ def _advantages_of_returns(
     return np.asarray(trajectory_advantages(trajectories, estimator), dtype=np.float64)
 
 
-def next_coef(coef: float, metrics: dict[str, float], batch: Batch, settings: KlReward) -> float:
+def next_coef(coef: float, metrics: dict[str, float], batch: Batch, loss: LossConfig) -> float:
     """Return the coefficient of the next batch: constant, or set by the adaptive controller."""
-    if settings.target is None or "loss/avg_kl" not in metrics:
+    if loss.kl_ctrl_type == "fixed" or "loss/avg_kl" not in metrics:
         return coef
     return adapted_kl_coef(
         coef,
         kl=metrics["loss/avg_kl"],
-        target=settings.target,
+        target=loss.kl_target,
         num_sequences=len(np.unique(batch.trajectory)),
-        horizon=settings.horizon,
+        horizon=loss.kl_horizon,
     )

@@ -36,7 +36,6 @@ from trainer.run.dataset_checks import check_rows, corrects_for_sampler, num_gre
 from trainer.run.remarks import Remark, say, warn
 from trainer.run.routing_checks import check_replay
 from trainer.run.sampling_checks import check_sampling
-from trainer.run.settings import adapter_settings, objective_of, optimizer_settings
 from trainer.run.update import Learner
 
 
@@ -65,17 +64,20 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
     Raises:
         RolloutError: A model cannot be trained as configured.
     """
-    for path in (config.model, *([config.critic_model] if config.critic_model else [])):
+    for path in (
+        config.model.path,
+        *([config.model.critic_model] if config.model.critic_model else []),
+    ):
         refuse_quantised(path)
-    if left_out := other_files(Path(config.model))[1]:
+    if left_out := other_files(Path(config.model.path))[1]:
         names = ", ".join(map(str, left_out[:8])) + (", ..." if len(left_out) > 8 else "")
         say(
-            f"note: checkpoints leave out {count(len(left_out), 'entry')} of {config.model} (links out"
+            f"note: checkpoints leave out {count(len(left_out), 'entry')} of {config.model.path} (links out"
             f" of it, directories of other models, or unreadable): {names}"
         )
     policy = _policy(config, checkpoint)
     reference, critic = load_reference(config), _critic(config, checkpoint)
-    if config.float32_head:
+    if config.model.float32_head:
         for head in filter(None, (policy, reference)):
             use_float32_head(head.model)
     if auxiliary_losses(policy.model.config):
@@ -87,9 +89,9 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
     limits = [row_limit(model.config) for model in models]
     for trained in filter(None, (policy, critic)):
         align(trained)
-    if config.compile_layers:
+    if config.model.compile_layers:
         compile_layers(policy.model)
-    if config.gradient_checkpointing:
+    if config.model.gradient_checkpointing:
         policy.checkpoint_layers()
     return Models(
         policy=policy,
@@ -118,7 +120,7 @@ class Checked:
 def check_dataset(
     config: TrainConfig, models: Models, index: pl.DataFrame, plan: Plan, *, must_learn: bool = True
 ) -> Checked:
-    """Check every row of `config.dataset`, indexed by `trainer.batches.data.index_rows`.
+    """Check every row of `config.data.dataset`, indexed by `trainer.batches.data.index_rows`.
 
     With `must_learn`, a dataset from which nothing can be learned is rejected.
 
@@ -136,30 +138,30 @@ def check_dataset(
         )
         found["greedy"] = Remark(text, WARNING)
     if rows.is_empty():
-        corrects = config.corrects_for_sampler
+        corrects = config.loss.corrects_for_sampler
         return Checked(corrects=corrects, num_greedy_rows=num_greedy, remarks=found)
-    metadata = rollout_io.read_metadata(config.dataset)
-    if "sampling_extra" not in rollout_io.scan(config.dataset).collect_schema():
+    metadata = rollout_io.read_metadata(config.data.dataset)
+    if "sampling_extra" not in rollout_io.scan(config.data.dataset).collect_schema():
         said = pl.lit(sampling_extra_of(metadata.made_by), pl.String)
         rows = rows.with_columns(pl.col("sampling_extra").fill_null(said))
     if unknown := check_sampling(rows, config):
         found["sampling"] = Remark(f"note: {unknown}")
     corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
-    if config.corrects_for_sampler and not corrects:
+    if config.loss.corrects_for_sampler and not corrects:
         found["corrects"] = Remark(
             "note: importance correction (tis_ratio_type) is off, because the dataset has no"
             " rollout_logprobs"
         )
-    replaying = {config.model: models.policy.model}  # the critic does not use recorded experts
+    replaying = {config.model.path: models.policy.model}  # the critic does not use recorded experts
     if models.reference:
-        replaying[config.reference_model or config.model] = models.reference.model
-    rollouts = rollout_io.scan(config.dataset)
-    if routing := check_replay(rollouts, replaying, rows, replays=config.replay_routing):
+        replaying[config.loss.reference_model or config.model.path] = models.reference.model
+    rollouts = rollout_io.scan(config.data.dataset)
+    if routing := check_replay(rollouts, replaying, rows, replays=config.batch.replay_routing):
         found["routing"] = Remark(routing, WARNING)
-    if cut := truncated(rows, config):
+    if cut := truncated(rows, config.batch):
         found["truncated_rows"] = Remark(f"note: {cut}")
-    if config.max_row_tokens and (lost := without_tokens(rows, config)):
-        larger = larger_limits(rows, config.max_row_tokens, limit.num_tokens)
+    if config.batch.max_row_tokens and (lost := without_tokens(rows, config.batch)):
+        larger = larger_limits(rows, config.batch.max_row_tokens, limit.num_tokens)
         text = f"{lost}\nHint: {larger}"
         found["cut_rows"] = Remark(text, WARNING)
     texts = warnings_before(rows, plan, config)
@@ -176,33 +178,32 @@ def make_learners(
         RolloutError: The launch settings are not supported, or an optimizer's package is missing.
     """
     device, reference, critic = accelerator.device, None, None
-    settings = optimizer_settings(config)
+    optimization = config.optimizer
     if models.critic:
-        trained, rate = models.critic.trained_parameters(), config.critic_learning_rate
-        optimizer = make_optimizer(trained, settings, learning_rate=rate, device=device)
+        trained, rate = models.critic.trained_parameters(), optimization.critic_learning_rate
+        optimizer = make_optimizer(trained, optimization, learning_rate=rate, device=device)
         model, optimizer = wrap(accelerator, models.critic, optimizer)
         critic = CriticLearner(
             accelerator=accelerator,
             critic=model,
             optimizer=optimizer,
-            learning_rate=rate,
-            value_clip=config.value_clip,
-            max_grad_norm=config.max_grad_norm,
+            loss=config.loss,
+            optimization=optimization,
         )
-    trained, rate = models.policy.parameters(), config.learning_rate
-    optimizer = make_optimizer(trained, settings, learning_rate=rate, device=device)
+    trained, rate = models.policy.parameters(), optimization.learning_rate
+    optimizer = make_optimizer(trained, optimization, learning_rate=rate, device=device)
     policy, optimizer = wrap(accelerator, models.policy, optimizer)
     if models.reference:
         reference = wrap_frozen(accelerator, models.reference)
-    elif config.needs_reference:
+    elif config.loss.needs_reference:
         reference = WithoutAdapter(policy)
     learner = Learner(
         accelerator=accelerator,
         policy=policy,
         optimizer=optimizer,
-        objective=objective_of(config, corrects=corrects),
-        learning_rate=rate,
-        max_grad_norm=config.max_grad_norm,
+        loss=config.loss,
+        corrects=corrects,
+        optimization=optimization,
         reference=reference,
     )
     return learner, critic
@@ -216,15 +217,15 @@ def auxiliary_losses(config: Any) -> bool:
 
 
 def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
-    """Load the policy from the checkpoint, or from `config.model` if there is none."""
+    """Load the policy from the checkpoint, or from `config.model.path` if there is none."""
     policy = load_policy(
-        str(config.model if config.lora_rank else checkpoint or config.model),
-        logprob_chunk_tokens=config.logprob_chunk_tokens,
-        entropy_gradient=config.entropy_loss_coef > 0,
-        trees=config.sequence_layout == "tree",
+        str(config.model.path if config.model.lora_rank else checkpoint or config.model.path),
+        logprob_chunk_tokens=config.model.logprob_chunk_tokens,
+        entropy_gradient=config.loss.entropy_loss_coef > 0,
+        trees=config.batch.sequence_layout == "tree",
     )
-    if config.lora_rank:
-        add_adapter(policy, adapter_settings(config), checkpoint and checkpoint / "adapter")
+    if config.model.lora_rank:
+        add_adapter(policy, config.model, checkpoint and checkpoint / "adapter")
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         say(f"note: LoRA trains {trained:,} parameters")
     return policy
@@ -232,16 +233,22 @@ def _policy(config: TrainConfig, checkpoint: Path | None) -> Policy:
 
 def load_reference(config: TrainConfig) -> Policy | None:
     """Load the frozen reference; None if not needed, or if the policy's base weights are used."""
-    if not config.needs_reference or (config.lora_rank and not config.reference_model):
+    if not config.loss.needs_reference or (
+        config.model.lora_rank and not config.loss.reference_model
+    ):
         return None
-    path = config.reference_model or config.model
-    trees = config.sequence_layout == "tree"
-    return load_policy(path, logprob_chunk_tokens=config.logprob_chunk_tokens, trees=trees)
+    path = config.loss.reference_model or config.model.path
+    trees = config.batch.sequence_layout == "tree"
+    return load_policy(path, logprob_chunk_tokens=config.model.logprob_chunk_tokens, trees=trees)
 
 
 def _critic(config: TrainConfig, checkpoint: Path | None) -> Critic | None:
-    if not config.needs_critic:
+    if not config.advantage.needs_critic:
         return None
-    path = str(checkpoint / "critic") if checkpoint else config.critic_model or config.model
-    trees = config.sequence_layout == "tree"
-    return load_critic(path, gradient_checkpointing=config.gradient_checkpointing, trees=trees)
+    path = (
+        str(checkpoint / "critic") if checkpoint else config.model.critic_model or config.model.path
+    )
+    trees = config.batch.sequence_layout == "tree"
+    return load_critic(
+        path, gradient_checkpointing=config.model.gradient_checkpointing, trees=trees
+    )

@@ -14,9 +14,10 @@ from typing import Any, Self
 import pyarrow as pa
 from accelerate import Accelerator
 
+from rollout_io.configuration import flat
 from rollout_io.terminal import Bar
 from trainer.config.train_config import TrainConfig
-from trainer.run.advice import in_train_table, warnings_about
+from trainer.run.advice import warnings_about
 from trainer.run.passes import Passes, ticking
 from trainer.run.remarks import say, warn
 from trainer.run.token_records import write_token_records
@@ -56,9 +57,9 @@ class RunLog:
         iteration: int = 0,
     ) -> None:
         self.accelerator, self.config = accelerator, config
-        settings = {k: str(v) for k, v in dataclasses.asdict(config).items()}
+        settings = {k: str(v) for k, v in flat(dataclasses.asdict(config)).items()}
         accelerator.init_trackers("rollouts", config=settings)
-        self.file = (Path(config.out) / "metrics.jsonl").open("a", encoding="utf-8")
+        self.file = (Path(config.run.out) / "metrics.jsonl").open("a", encoding="utf-8")
         self.num_planned = num_planned
         self.is_loop = num_iterations is not None
         if num_iterations is None:
@@ -88,7 +89,7 @@ class RunLog:
     ) -> None:
         """Log the metrics of a mini-batch, and write its token records, if any."""
         if tokens is not None:
-            write_token_records(Path(self.config.out), metrics["global_step"], tokens)
+            write_token_records(Path(self.config.run.out), metrics["global_step"], tokens)
         self.write_line(metrics)
         if self.bar.is_shown:
             increment = 0 if self.is_loop else 1 - metrics["skipped"]
@@ -104,8 +105,7 @@ class RunLog:
         for name, text in warnings_about(metrics, self.config, cause).items():
             if name not in self.warned:
                 self.warned.add(name)
-                shown = in_train_table(text) if self.is_loop else text
-                warn(f"update {metrics['global_step']}: {shown}")
+                warn(f"update {metrics['global_step']}: {text}")
 
     def next_iteration(self) -> None:
         """Advance the progress bar of `rollouts rl` by one iteration."""

@@ -17,7 +17,7 @@ from trainer.config.train_config import TrainConfig, save_config
 from trainer.distributed.processes import lost_processes, on_main
 from trainer.distributed.sharding import whole_weights
 from trainer.models.critic import CriticLearner
-from trainer.models.optimizer import set_learning_rate
+from trainer.models.optimizer import rate_factor, set_learning_rate
 from trainer.run.checkpoint import Checkpoints, checkpoint_path, discard_after, save_checkpoint
 from trainer.run.directory import stays_in_place
 from trainer.run.log import RunLog
@@ -88,12 +88,12 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     plan, config = run.plan, run.config
     write = partial(write_in_main, run.learner.accelerator, run.checkpoints.out)
     progress, metrics = run.progress, dict[str, Any]()
-    every = config.save_every_updates
-    with ExitStack() as held, stops_when_full(Path(config.out)):
+    every = config.run.save_every_updates
+    with ExitStack() as held, stops_when_full(Path(config.run.out)):
         write(lambda: _open(run, held))
         with _open_log(run) as log:
             set_rates(run, progress.global_step)
-            is_over = progress.global_step == config.max_updates
+            is_over = progress.global_step == config.batch.max_updates
             passes = log.passes if log else UNWATCHED
             updates = mini_batch_updates(run, progress.position, passes=passes)
             for update in () if is_over else updates:
@@ -101,14 +101,14 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
                 write(partial(log.write, metrics, update.cause, update.tokens) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
                     save(run.learner, run.critic, progress, run.checkpoints, log)
-                if progress.global_step == config.max_updates:
+                if progress.global_step == config.batch.max_updates:
                     break
             if log:
                 log.sync()
                 say_size(run.checkpoints.out)
         saved = save(run.learner, run.critic, progress, run.checkpoints)
     return TrainResult(
-        out=config.out,
+        out=config.run.out,
         checkpoint=str(saved),
         num_updates=progress.global_step,
         num_skipped_updates=progress.num_skipped,
@@ -169,16 +169,17 @@ def _open_log(run: TrainingRun) -> AbstractContextManager[RunLog | None]:
     accelerator = run.learner.accelerator
     if not accelerator.is_main_process:
         return nullcontext()
-    num_made, num_planned = run.progress.global_step, run.schedule.num_planned
+    num_made, num_planned = run.progress.global_step, run.num_planned
     return RunLog(accelerator, run.config, num_planned=num_planned, num_made=num_made)
 
 
 def set_rates(run: TrainingRun, global_step: int) -> None:
     """Set the learning rates for the update that follows `global_step` updates."""
-    factor = run.schedule.factor(global_step)
-    for learner in (run.learner, run.critic):
-        if learner:
-            set_learning_rate(learner.optimizer, learner.learning_rate * factor)
+    config = run.config.optimizer
+    factor = rate_factor(config, run.num_planned, global_step)
+    set_learning_rate(run.learner.optimizer, config.learning_rate * factor)
+    if run.critic:
+        set_learning_rate(run.critic.optimizer, config.critic_learning_rate * factor)
 
 
 def save(

@@ -102,7 +102,7 @@ class PreparedBatch:
         value_targets: [T] target values for the critic; None without a critic.
         kl_coef: KL coefficient of the next batch.
         metrics: Metrics of each mini-batch that are known before its update.
-        raw_advantages: [T] advantages before `advantage_batch_normalize`.
+        raw_advantages: [T] advantages before `advantage.batch_normalize`.
         origins: Origins of the batch's tokens; None if no tokens are recorded.
     """
 
@@ -186,7 +186,7 @@ def prepared_updates(
     The caller must make each update before it asks for the next mini-batch, because the passes
     before a batch evaluate the current models.
     """
-    sizes = run.settings.passes
+    sizes = run.config.batch
     batches = (run.plan.batches * sizes.num_epochs)[position.batch - run.first_batch :]
     shares = one_ahead(partial(_read_share, run), batches)
     for groups in batches:
@@ -226,7 +226,11 @@ def make_update(
     """
     prepared, config, forests = step.prepared, run.config, step.forests
     recorder = recorder_of(
-        prepared.batch, forests, config.record_tokens, seed=config.seed, global_step=global_step
+        prepared.batch,
+        forests,
+        config.run.record_tokens,
+        seed=config.run.seed,
+        global_step=global_step,
     )
     metrics: dict[str, Any] = update(
         run.learner,
@@ -259,23 +263,28 @@ def prepare_batch(
     passes: Passes = UNWATCHED,
 ) -> PreparedBatch:
     """Compute model outputs, subtract the KL divergence from rewards, and estimate advantages."""
-    settings, (batch, mini_batches) = run.settings.kl_reward, loaded[:2]
+    config, (batch, mini_batches) = run.config, loaded[:2]
     known = position.known or _known(run, batch, mini_batches, passes)
     old_logprobs, ref_logprobs = known.get("old_logprobs"), known.get("ref_logprobs")
     kl_metrics: dict[str, float] = {}
     kl_coef = position.kl_coef
-    if settings and old_logprobs is not None and ref_logprobs is not None:
+    if config.loss.kl_reward_coef and old_logprobs is not None and ref_logprobs is not None:
         batch, kl_metrics = charge_kl(
             batch,
             run.plan,
             groups,
-            settings,
+            config,
             coef=kl_coef,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
         )
-        kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, settings), None
-    estimates = estimate(batch, run.settings.estimation, known.get("values"))
+        kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, config.loss), None
+    estimates = estimate(
+        batch,
+        config.advantage,
+        known.get("values"),
+        is_supervised=config.loss.is_supervised,
+    )
     batch = dataclasses.replace(batch, advantages=estimates.advantages)
     counts = batch_metrics(run.plan, batch, groups, estimates)
     return PreparedBatch(
@@ -296,10 +305,10 @@ def prepare_batch(
 
 def _needed(run: TrainingRun, num_mini_batches: int) -> list[str]:
     """List the forward passes that a batch needs before its first update."""
-    learner, settings = run.learner, run.settings
+    learner, loss = run.learner, run.config.loss
     # With a single update, old log-probabilities are the policy's current ones, which saves a pass.
-    several = num_mini_batches * settings.passes.epochs_per_batch > 1
-    needs_old = (several and learner.objective.needs_old_logprobs) or settings.kl_reward
+    several = num_mini_batches * run.config.batch.epochs_per_batch > 1
+    needs_old = (several and loss.needs_old_logprobs) or loss.kl_reward_coef
     return [
         *([VALUES] if run.critic else []),
         *([OLD_LOGPROBS] if needs_old else []),
@@ -329,8 +338,8 @@ def _planned(
     run: TrainingRun, mini_batches: Sequence[MiniBatch], position: Position
 ) -> list[PlannedUpdate]:
     """Count the tokens that each remaining update of a batch will forward, by pass."""
-    num_epochs, learner = run.settings.passes.epochs_per_batch, run.learner
-    several = [SELECTION] if learner.objective.selection is not None else []
+    num_epochs = run.config.batch.epochs_per_batch
+    several = [SELECTION] if run.config.loss.selects_targets else []
     each = [*several, TRAINING, *([CRITIC_TRAINING] if run.critic else [])]
     planned = []
     for epoch in range(1, num_epochs + 1):
@@ -356,23 +365,25 @@ def _records(
         return None
     if "ref_logprobs" in prepared.known:
         values["ref_logprobs"] = prepared.known["ref_logprobs"][values["slots"]]
-    return token_records(run.config.dataset, prepared.origins, values)
+    return token_records(run.config.data.dataset, prepared.origins, values)
 
 
 def _read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
     """Read the part of a batch that is assigned to this process."""
-    accelerator, packing = run.learner.accelerator, run.settings.packing
+    accelerator, batch = run.learner.accelerator, run.config.batch
     own = own_groups(accelerator, groups)
-    read = partial(read_rows, merge_rule=packing.merge_rule, replay_routing=packing.replay_routing)
-    rows = read(run.rollouts, run.plan, own, packing.sequence_layout) if own else None
+    rows = read_rows(run.rollouts, run.plan, own, batch) if own else None
     if not accelerator.is_main_process:
         return Share(rows, {}, None)
     found = generated_rows(run.rollouts, groups)
-    merges, records = packing.sequence_layout == "merge", run.config.record_tokens != "none"
+    merges, records = batch.sequence_layout == "merge", run.config.run.record_tokens != "none"
     return Share(
         rows=rows,
         generated=sequence_metrics(
-            found, run.settings.outcome, generated_per(run.config.dataset), merges=merges
+            found,
+            run.config.data.outcome or "last",
+            generated_per(run.config.data.dataset),
+            merges=merges,
         ),
         stored=stored_rows(found) if records else None,
     )
@@ -385,17 +396,17 @@ def load_groups(run: TrainingRun, groups: Sequence[str]) -> LoadedBatch:
 
 def _load(run: TrainingRun, shares: Iterator[Share]) -> LoadedBatch:
     """Load the next batch, from the parts that all processes read."""
-    accelerator, packing = run.learner.accelerator, run.settings.packing
+    accelerator, config = run.learner.accelerator, run.config.batch
     own, generated, stored = agreed(accelerator, lambda: next(shares))
     rows = exchange_rows(accelerator, own)
-    batch = to_batch(rows, packing.max_row_tokens)
+    batch = to_batch(rows, config.max_row_tokens)
     run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
     generated["generate/batch_num_seq"] = len(batch.names)
-    if packing.sequence_layout == "merge":
+    if config.sequence_layout == "merge":
         generated["generate/num_seq_after_merge"] = len(batch.names)
     return LoadedBatch(
         batch=batch,
-        mini_batches=cut_batch(batch, packing, accelerator.num_processes),
+        mini_batches=cut_batch(batch, config, accelerator.num_processes),
         generated=generated,
         origins=find_origins(rows, stored) if stored else None,
     )

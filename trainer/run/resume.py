@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from rollout_io.configuration import flat
 from rollout_io.dataset.locking import destination
 from schemas.errors import ConfigError, InputError, count
 from trainer.config.train_config import TrainConfig
@@ -20,15 +21,15 @@ from trainer.run.checkpoint import latest_checkpoint
 from trainer.run.remarks import say, warn
 
 MAY_CHANGE = {
-    "out",
-    "max_updates",
-    "num_epochs",
-    "save_every_updates",
-    "keep_checkpoints",
-    "max_row_tokens",
-    "tokens_per_micro_batch",
-    "record_tokens",
-    "trackers",
+    "run.out",
+    "batch.max_updates",
+    "batch.num_epochs",
+    "run.save_every_updates",
+    "run.keep_checkpoints",
+    "batch.max_row_tokens",
+    "batch.tokens_per_micro_batch",
+    "run.record_tokens",
+    "run.trackers",
 }
 """Keys that do not affect past updates. `max_updates` and `num_epochs` may only grow, and
 are fixed if the learning rate decays towards the last update."""
@@ -41,23 +42,25 @@ def fixed_keys(config: TrainConfig) -> set[str]:
 
     These keys affect past updates, for example through the learning-rate schedule.
     """
-    fixed = {"max_updates", "num_epochs"} if config.learning_rate_schedule != "constant" else set()
-    by_micro_batch = "micro_batch" in config.reduction_inputs
-    return fixed | ({"tokens_per_micro_batch"} if by_micro_batch else set())
+    decays = config.optimizer.learning_rate_schedule != "constant"
+    by_micro_batch = "micro_batch" in config.loss.reduction_inputs
+    fixed = {"batch.max_updates", "batch.num_epochs"} if decays else set()
+    return fixed | ({"batch.tokens_per_micro_batch"} if by_micro_batch else set())
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
-    """Return the latest checkpoint of the run in `config.out`; None if there is none yet.
+    """Return the latest checkpoint of the run in `config.run.out`; None if there is none yet.
 
     Raises:
         ConfigError: The configuration differs from the run's.
         InputError: `config.json` or `latest` is missing or invalid.
     """
-    out = Path(config.out)
+    out = Path(config.run.out)
     saved = saved_config(out)
     if saved is not None:
         may_change = MAY_CHANGE - fixed_keys(config)
-        check_same(saved, dataclasses.asdict(config), may_change, out, growing="num_epochs")
+        before, now = (flat(values) for values in (saved, dataclasses.asdict(config)))
+        check_same(before, now, may_change, out, growing="batch.num_epochs")
     return latest_checkpoint(out)
 
 
@@ -108,6 +111,8 @@ def check_same(
 ) -> None:
     """Check that a configuration equals the saved configuration of the run to resume.
 
+    Keys of sections are `section.key`.
+
     Raises:
         ConfigError: A key that must not change has a different value, or `growing` has decreased.
     """
@@ -130,11 +135,11 @@ def check_max_updates(max_updates: int | None, global_step: int) -> None:
     """Check that a run does not resume beyond its end.
 
     Raises:
-        ConfigError: `max_updates` is less than the number of updates before the checkpoint.
+        ConfigError: `batch.max_updates` is less than the number of updates before the checkpoint.
     """
     if max_updates is not None and max_updates < global_step:
         expected = f"at least {global_step}, the number of updates already made"
-        raise ConfigError("resume_config", "max_updates", str(max_updates), expected)
+        raise ConfigError("resume_config", "batch.max_updates", str(max_updates), expected)
 
 
 def lines_to_keep(path: Path, num_lines: int) -> bytes:

@@ -14,7 +14,7 @@ from trainer.batches.recorded_routes import Routes
 from trainer.models.router_replay import WEIGHTS, Routers, routers_of
 
 RULE = "replay_routing"
-IGNORE = "pass --set replay_routing=false to train without the recorded experts"
+IGNORE = "pass --set batch.replay_routing=false to train without the recorded experts"
 KEYS = ["trajectory_id", "step_index"]
 FACTS = pl.Struct({"num_routed": pl.Int64, "highest": pl.Int64, "repeats": pl.Boolean})
 

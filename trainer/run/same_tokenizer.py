@@ -32,9 +32,11 @@ def check_tokenizers(
         InputError: A model has a different tokenizer, unless `allow_other_tokenizer` is set.
     """
     if metadata.tokenizer_fingerprint is None:
-        return [_names(config.model, metadata)]
+        return [_names(config.model.path, metadata)]
     said = []
-    for path in dict.fromkeys((config.model, config.reference_model, config.critic_model)):
+    for path in dict.fromkeys(
+        (config.model.path, config.loss.reference_model, config.model.critic_model)
+    ):
         if path is None or not Path(path).is_dir():
             continue
         if not has_tokenizer(Path(path)):
@@ -43,16 +45,16 @@ def check_tokenizers(
         try:
             tokenizer = load_tokenizer(path, needs_template=False)
         except InputError as error:
-            if not config.allow_other_tokenizer:
+            if not config.data.allow_other_tokenizer:
                 raise
             said.append(Remark(f"the tokenizer of {path} was not compared: {error.got}", WARNING))
             continue
         if tokenizer.fingerprint != metadata.tokenizer_fingerprint:
             said.append(_other_tokenizer(config, path, metadata.tokenizer or "name unknown"))
-        elif path == config.model and notes_match:
+        elif path == config.model.path and notes_match:
             said.append(Remark(f"note: {path} has the dataset's tokenizer (fingerprints match)"))
         recorded = metadata.chat_template_fingerprint
-        if path == config.model and recorded not in {None, tokenizer.template_fingerprint}:
+        if path == config.model.path and recorded not in {None, tokenizer.template_fingerprint}:
             said.append(_other_template(path, recorded))
     return said
 
@@ -107,12 +109,12 @@ def _last_part(name: str) -> str:
 
 
 def _other_tokenizer(config: TrainConfig, path: str, name: str) -> Remark:
-    if not config.allow_other_tokenizer:
+    if not config.data.allow_other_tokenizer:
         raise InputError(
             "tokenizer_fingerprint",
-            config.dataset,
+            config.data.dataset,
             f"its tokenizer ({name}) differs from the tokenizer of {path}",
             hint="train the model whose tokenizer produced the ids; if the two tokenizers differ only"
-            " by added tokens, pass --set allow_other_tokenizer=true",
+            " by added tokens, pass --set data.allow_other_tokenizer=true",
         )
     return Remark(f"the tokenizer of {path} differs from the dataset's ({name})", WARNING)

@@ -17,11 +17,15 @@ from trainer.config.train_config import TrainConfig
 
 
 def scan_rows(dataset: str, config: TrainConfig) -> pl.LazyFrame:
-    """Scan a dataset; `config.sampling_defaults` fills in the settings that rows do not record."""
+    """Scan a dataset; `config.data.sampling_defaults` fills in the settings that rows do not record."""
     rows = rollout_io.scan(dataset)
-    if config.sampling_defaults is None:
+    if config.data.sampling_defaults is None:
         return rows
-    found = sampling_defaults(config.model) if config.sampling_defaults == "model" else NEUTRAL
+    found = (
+        sampling_defaults(config.model.path)
+        if config.data.sampling_defaults == "model"
+        else NEUTRAL
+    )
     return (found or NEUTRAL).fill(rows)
 
 
@@ -37,20 +41,20 @@ def check_sampling(rows: pl.DataFrame, config: TrainConfig) -> str | None:
         InputError: `sampling_defaults`: the model's `generation_config.json` has other settings.
     """
     missing = rows.filter(missing_columns())
-    if config.is_supervised or missing.is_empty():
+    if config.loss.is_supervised or missing.is_empty():
         return None
-    defaults = sampling_defaults(config.model)
+    defaults = sampling_defaults(config.model.path)
     unknown = missing.filter((defaults or NEUTRAL).are_unknown())
     if defaults is not None and len(unknown):
         row = unknown.row(0, named=True)
         names = [name for name in COLUMNS if row[name] is None]
         got = (
             f"the row does not record {' or '.join(names)}, and engines sample such requests with"
-            f" {config.model}/{FILE} ({defaults.text}): the gradient would be that of another"
+            f" {config.model.path}/{FILE} ({defaults.text}): the gradient would be that of another"
             " distribution, and raw rollout_logprobs are not from the sampled distribution"
         )
         hint = (
-            "pass --set sampling_defaults=model if the engine used that file, as vLLM and SGLang do, or"
+            "pass --set data.sampling_defaults=model if the engine used that file, as vLLM and SGLang do, or"
             " =neutral if it sampled at temperature 1 without truncation (vLLM's --generation-config"
             " vllm)"
         )

@@ -16,12 +16,10 @@ from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan, dataset_returns, num_planned_updates
 from trainer.config.resolved import resolved
-from trainer.config.train_config import TrainConfig
-from trainer.config.uses import uses
+from trainer.config.train_config import TrainConfig, uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.models.critic import CriticLearner
-from trainer.models.optimizer import RateSchedule
 from trainer.run.checkpoint import Checkpoints
 from trainer.run.dataset_checks import plan_of
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
@@ -29,7 +27,6 @@ from trainer.run.remarks import Remark, say, say_attention, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.sampling_checks import scan_rows
-from trainer.run.settings import BatchSettings, batch_settings, rate_schedule
 from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
 from trainer.run.update import Learner
 
@@ -40,12 +37,11 @@ class TrainingRun:
 
     Attributes:
         config: Configuration of the run, resolved.
-        settings: Settings of its batches.
         learner: Policy and optimizer, in their state at `progress`.
         critic: Critic and optimizer, if the run has one.
         rollouts: The dataset.
         plan: Plan of one pass over the dataset.
-        schedule: Learning rates of its updates.
+        num_planned: Maximum number of updates of the run.
         num_greedy_rows: Rows masked because they were sampled at temperature 0.
         limit: Maximum row length.
         checkpoints: Location and settings of its checkpoints.
@@ -57,12 +53,11 @@ class TrainingRun:
     """
 
     config: TrainConfig
-    settings: BatchSettings
     learner: Learner
     critic: CriticLearner | None
     rollouts: pl.LazyFrame
     plan: Plan
-    schedule: RateSchedule
+    num_planned: int
     num_greedy_rows: int
     limit: RowLimit
     checkpoints: Checkpoints
@@ -78,7 +73,7 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
     Raises:
         RolloutError: See `train`.
     """
-    out = Path(config.out)
+    out = Path(config.run.out)
 
     def latest(config: TrainConfig) -> Path | None:
         checkpoint = find_checkpoint(config) if resume else None
@@ -94,7 +89,7 @@ def set_up(config: TrainConfig, *, resume: bool) -> TrainingRun:
     run = _set_up(config, load)
     if run.checkpoint:
         say(f"resuming from {run.checkpoint}")
-    _note_few_updates(run.config, run.plan, run.schedule.num_planned)
+    _note_few_updates(run.config, run.plan, run.num_planned)
     return run
 
 
@@ -110,11 +105,9 @@ def set_up_at(config: TrainConfig, checkpoint: Path | None) -> TrainingRun:
 
 
 def _set_up(config: TrainConfig, load: Callable[[], LoadedRun]) -> TrainingRun:
-    accelerator = make_accelerator(
-        out=config.out, dtype=config.dtype, optimizer=config.optimizer, trackers=config.trackers
-    )
+    accelerator = make_accelerator(config)
     say_attention(accelerator)
-    set_seed(config.seed)
+    set_seed(config.run.seed)
     loaded = agreed(accelerator, load)
     if accelerator.num_processes > 1:
         say(f"training with {accelerator.num_processes} processes")
@@ -123,22 +116,19 @@ def _set_up(config: TrainConfig, load: Callable[[], LoadedRun]) -> TrainingRun:
     )
     if loaded.checkpoint:
         restore(loaded.checkpoint / "state", learner, critic)
-    settings = batch_settings(loaded.config)
-    schedule = rate_schedule(loaded.config, num_planned_updates(loaded.plan, settings.passes))
     return TrainingRun(
         config=loaded.config,
-        settings=settings,
         learner=learner,
         critic=critic,
         rollouts=loaded.rollouts,
         plan=loaded.plan,
-        schedule=schedule,
+        num_planned=num_planned_updates(loaded.plan, loaded.config.batch),
         num_greedy_rows=loaded.num_greedy_rows,
         limit=loaded.models.limit,
         checkpoints=Checkpoints(
-            out=Path(config.out),
-            source=Path(config.model).absolute(),
-            keep=config.keep_checkpoints,
+            out=Path(config.run.out),
+            source=Path(config.model.path).absolute(),
+            keep=config.run.keep_checkpoints,
             digest=loaded.digest,
         ),
         progress=loaded.progress,
@@ -166,19 +156,19 @@ class LoadedRun:
 def _load(
     config: TrainConfig, find: Callable[[TrainConfig], Path | None], *, keeps_lines: bool
 ) -> LoadedRun:
-    rollout_io.require_valid(config.dataset)
+    rollout_io.require_valid(config.data.dataset)
     config = resolved(config)
-    checkpoint, metrics = find(config), Path(config.out) / "metrics.jsonl"
-    rollouts = scan_rows(config.dataset, config)
-    plan = plan_of(dataset_returns(rollouts, config.outcome), config)
+    checkpoint, metrics = find(config), Path(config.run.out) / "metrics.jsonl"
+    rollouts = scan_rows(config.data.dataset, config)
+    plan = plan_of(dataset_returns(rollouts, config.data.outcome), config)
     index = index_rows(rollouts)
     digest = dataset_digest(plan, index)
-    progress = Progress(position=Position(kl_coef=config.kl_reward_coef))
+    progress = Progress(position=Position(kl_coef=config.loss.kl_reward_coef))
     if checkpoint:
         progress = load_progress(checkpoint / "state", digest)
-    check_max_updates(config.max_updates, progress.global_step)
+    check_max_updates(config.batch.max_updates, progress.global_step)
     kept = lines_to_keep(metrics, progress.num_mini_batches) if keeps_lines else b""
-    compared = check_tokenizers(config, rollout_io.read_metadata(config.dataset))
+    compared = check_tokenizers(config, rollout_io.read_metadata(config.data.dataset))
     models = load_models(config, checkpoint)
     checked = check_dataset(config, models, index, plan)
     own = [Remark(f"note: {key}: {use}") for key, use in uses(config).items() if use.place]
@@ -200,14 +190,14 @@ def _load(
 
 def _note_few_updates(config: TrainConfig, plan: Plan, num_planned: int) -> None:
     """Log a note if the dataset yields fewer updates than `max_updates`."""
-    if config.max_updates is None or num_planned >= config.max_updates:
+    if config.batch.max_updates is None or num_planned >= config.batch.max_updates:
         return
-    groups, size = count(sum(map(len, plan.batches)), "group"), config.groups_per_mini_batch
-    passes = f" in {count(config.num_epochs, 'pass', 'es')} over the dataset"
+    groups, size = count(sum(map(len, plan.batches)), "group"), config.batch.groups_per_mini_batch
+    passes = f" in {count(config.batch.num_epochs, 'pass', 'es')} over the dataset"
     made = count(num_planned, "update")
     say(
         f"note: {groups}, {size} per update, give {made}{passes}, fewer than max_updates"
-        f" ({config.max_updates}): pass --set num_epochs=N for more passes"
+        f" ({config.batch.max_updates}): pass --set batch.num_epochs=N for more passes"
     )
 
 

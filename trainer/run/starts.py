@@ -25,7 +25,7 @@ FILE = "starts.jsonl"
 MACHINE = ("device", "num_processes", "torch", "transformers")
 """Keys of a line whose values affect the results, besides the number of threads."""
 CHANGING = ("tokens_per_micro_batch", "max_row_tokens")
-"""Keys of the configuration that affect updates, and that `--resume` may change."""
+"""Keys of the section `[batch]` that affect updates, and that `--resume` may change."""
 
 
 def this_machine(accelerator: Accelerator) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def record_start(
     Existing lines with the same or a larger `global_step` are removed.
     """
     kept = [line for line in starts_of(out) if line["global_step"] < global_step]
-    settings = {key: getattr(config, key) for key in CHANGING}
+    settings = {key: getattr(config.batch, key) for key in CHANGING}
     kept.append({"global_step": global_step} | this_machine(accelerator) | settings)
     replace_text(out / FILE, "".join(f"{json.dumps(line)}\n" for line in kept))
 

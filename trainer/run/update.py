@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 from schemas.errors import InputError, RolloutError
 from schemas.ragged import IntArray
+from trainer.algorithms.configured import Targets, Units, policy_loss, reduction_weights, select
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.kl import kl_estimates
 from trainer.algorithms.losses.policy import TokenLoss
 from trainer.algorithms.losses.ratios import probability_ratio
-from trainer.algorithms.losses.reductions import Units, reduction_weights
-from trainer.algorithms.objective import Objective, Targets, policy_loss, select
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.transfer import Arriving, columns_to_device, to_device
-from trainer.config.functions import POLICY_LOSS
+from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, bind
+from trainer.config.loss_config import LossConfig
+from trainer.config.sections import OptimizerConfig
 from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import agreed, combine, gather_parts
 from trainer.distributed.sharding import clip_and_step, without_reduction
@@ -43,24 +44,24 @@ NO_SHARE = ("loss", "policy_loss", "policy_entropy", "clip_ratio")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:
-    """The policy, its optimizer, and the settings of its updates.
+    """The policy, its optimizer, and the sections that its updates use.
 
     Attributes:
         accelerator: Provides the device, the precision and gradient reduction.
         policy: The policy, prepared by `accelerator`.
         optimizer: Optimizer of the policy, prepared by `accelerator`.
-        objective: The loss.
-        learning_rate: Peak learning rate.
-        max_grad_norm: Maximum L2 norm of the gradient; larger gradients are scaled down.
+        loss: The loss.
+        corrects: Whether importance weights and masks apply.
+        optimization: Peak learning rate and maximum norm of the gradient.
         reference: The frozen reference of the KL divergence; None if not needed.
     """
 
     accelerator: Accelerator
     policy: Policy
     optimizer: torch.optim.Optimizer
-    objective: Objective
-    learning_rate: float
-    max_grad_norm: float
+    loss: LossConfig
+    corrects: bool
+    optimization: OptimizerConfig
     reference: nn.Module | None = None
 
 
@@ -123,7 +124,7 @@ def update(
 ) -> dict[str, float]:
     """Accumulate the gradient of one mini-batch and take an optimizer step.
 
-    With the weight w from `loss_reduction`, the policy loss p, the correction c for sampler
+    With the weight w from `loss.reduction`, the policy loss p, the correction c for sampler
     mismatch, the estimated divergence k and the entropy h of each target:
 
         loss = sum of w (c p + kl_loss_coef k - entropy_loss_coef h)
@@ -161,15 +162,14 @@ def update(
             # Data-parallel wrappers average gradients over processes; the weights are global.
             accelerator.backward(loss * accelerator.num_processes)
             parts[number] = Arriving(found)
-    if learner.objective.policy_loss.function.is_own:
+    if learner.loss.has_own_loss:
         agreed(accelerator, partial(_raise_any, failures))
     grad_norm = 0.0
     if num_trained:
-        parameters, max_norm = learner.policy.parameters(), learner.max_grad_norm
+        parameters, max_norm = learner.policy.parameters(), learner.optimization.max_grad_norm
         grad_norm = clip_and_step(parameters, learner.optimizer, max_norm)
-    loss_name = learner.objective.policy_loss.function.name
     arrived = {number: arriving.read() for number, arriving in parts.items()}
-    return _metrics(gather_parts(accelerator, arrived), loss_name) | {
+    return _metrics(gather_parts(accelerator, arrived), learner.loss.policy_loss_type) | {
         "grad_norm": grad_norm,
         "num_trained_tokens": num_trained,
         "num_forwarded_tokens": sum(forest.num_tokens for forest in forests),
@@ -194,16 +194,18 @@ def loss_inputs(
     slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
     weights = torch.zeros(len(batch.trains))
     units = units_of(batch, forests, slots.numpy())
-    reduction, selection = learner.objective.reduction, learner.objective.selection
+    reduction = bind(LOSS_REDUCTION, learner.loss)
     weights[slots] = torch.from_numpy(reduction_weights(units, reduction)).float()
     selected = None
-    if selection is not None and len(slots):
+    if learner.loss.selects_targets and len(slots):
         watch = partial(passes, SELECTION)
         now = policy_logprobs(learner, batch, forests, watch=watch)
         old = now if old_logprobs is None else old_logprobs
         selected = torch.zeros(len(batch.trains), dtype=torch.bool)
         advantages = batch.advantages[slots]
-        selected[slots] = select(now[slots], old[slots], advantages, selection)
+        chosen = select(now[slots], old[slots], advantages, learner.loss)
+        assert chosen is not None
+        selected[slots] = chosen
     return LossInputs(
         old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, weights=weights, selected=selected
     )
@@ -243,7 +245,7 @@ def loss_of(
     loss is 0, because the other processes wait for this process's part of the gradient.
 
     Args:
-        learner: Provides the objective.
+        learner: Provides the section `[loss]`.
         batch: The batch.
         slot: [M] int64 targets of complete rows, as indices into the batch's response tokens.
         outputs: [M] log-probabilities and [M] entropies of these targets.
@@ -255,12 +257,13 @@ def loss_of(
         The loss (a scalar with gradient), and metrics ([M] per target, or one value per row;
         float64, on the policy's device).
     """
-    objective = learner.objective
+    config = learner.loss
+    policy = bind(POLICY_LOSS, config)
     logprobs, entropy = outputs
     known = _columns(batch, slot, inputs, logprobs.device)
     targets, weights = _targets(logprobs, known), known["weights"]
     try:
-        losses, clipped, own_metrics = policy_loss(targets, objective.policy_loss)
+        losses, clipped, own_metrics = policy_loss(targets, policy)
     except RolloutError as error:
         if learner.accelerator.num_processes == 1:
             raise
@@ -269,9 +272,9 @@ def loss_of(
     found = {"clip_ratio": clipped, "policy_entropy": entropy}
     found |= {name: values.detach() for name, values in own_metrics.items()}
     recorded = {"clipped": clipped, "entropy": entropy}
-    if objective.correction:
+    if learner.corrects:
         both = targets.old_logprobs, targets.rollout_logprobs
-        correction = correct(*both, targets.row, objective.correction)
+        correction = correct(*both, targets.row, config)
         losses = losses * correction.weights
         found |= correction.per_target | correction.per_row
         recorded |= {
@@ -281,27 +284,27 @@ def loss_of(
     terms = {"policy_loss": weights * losses}
     total = terms["policy_loss"]
     if inputs.ref_logprobs is not None:
-        divergence = kl_estimates(logprobs, known["ref_logprobs"], objective.kl_estimator)
+        divergence = kl_estimates(logprobs, known["ref_logprobs"], config.kl_estimator_type)
         terms["policy_kl"] = weights * divergence
-        total = total + objective.kl_coef * terms["policy_kl"]
-        losses = losses + objective.kl_coef * divergence.detach()
-    if objective.entropy_coef:
-        total = total - objective.entropy_coef * weights * entropy
-        losses = losses - objective.entropy_coef * entropy.detach()
+        total = total + config.kl_loss_coef * terms["policy_kl"]
+        losses = losses + config.kl_loss_coef * divergence.detach()
+    if config.entropy_loss_coef:
+        total = total - config.entropy_loss_coef * weights * entropy
+        losses = losses - config.entropy_loss_coef * entropy.detach()
     if recorder:
         recorded |= {"losses": losses, "weights": weights}
-        recorder.add(slot, recorded | _known(targets, inputs, objective))
+        recorder.add(slot, recorded | _known(targets, inputs, config))
     difference = targets.old_logprobs - targets.rollout_logprobs
     found |= terms | {"loss": total, "rollout_logprobs_diff": difference}
     return total.sum(), {name: value.detach().double() for name, value in found.items()}
 
 
-def _known(targets: Targets, inputs: LossInputs, objective: Objective) -> dict[str, Tensor]:
+def _known(targets: Targets, inputs: LossInputs, loss: LossConfig) -> dict[str, Tensor]:
     """Return the values that the trainer computes for the loss, for the token records."""
     known = {"logprobs": targets.logprobs.detach()}
-    if "advantages" in objective.policy_loss.function.inputs:
+    if "advantages" in loss.inputs:
         known["advantages"] = targets.advantages
-    if objective.needs_old_logprobs or inputs.old_logprobs is not None:
+    if loss.needs_old_logprobs or inputs.old_logprobs is not None:
         known["old_logprobs"] = targets.old_logprobs
         known["importance_weights"] = probability_ratio(known["logprobs"], targets.old_logprobs)
     return known
@@ -348,7 +351,7 @@ def _metrics(parts: Sequence[Mapping[str, Tensor]], loss_name: str) -> dict[str,
         if part.keys() != parts[0].keys():
             different = ", ".join(sorted(part.keys() ^ parts[0].keys()))
             got = f"it returns the metrics {different} for some micro-batches but not for others"
-            raise InputError(POLICY_LOSS.key, loss_name, got)
+            raise InputError(POLICY_LOSS.rule, loss_name, got)
     found = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
     metrics: dict[str, float] = {}
     for name in ("loss", "policy_loss", "policy_kl"):

@@ -26,10 +26,9 @@ from pipelines.filtering.verdicts import apply_filters, judge, keep, report
 from schemas import RolloutError, validate
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
+from tests.helpers.configs import train_config
 from tests.helpers.filter_helpers import ids, one_step, relaxed, table
 from trainer.batches.plan import make_plan
-from trainer.config.train_config import TrainConfig
-from trainer.run.settings import plan_settings
 
 
 def kept(rows, *filters, outcome="last"):
@@ -375,7 +374,7 @@ def test_the_trainer_masks_and_leaves_out_the_same(rows, masks):
     verdicts = judge(rows, [unknown_return(), zero_variance()])
     assume(verdicts["reason"].null_count())
     known = keep(rows, judge(rows, [unknown_return()])).collect()
-    config = TrainConfig(
+    config = train_config(
         dataset="ds",
         model="m",
         out="run",
@@ -383,7 +382,7 @@ def test_the_trainer_masks_and_leaves_out_the_same(rows, masks):
         drop_zero_variance_groups=True,
         partial_groups="train",
     )
-    plan = make_plan(trajectory_returns(known).collect(), plan_settings(config)).trajectories
+    plan = make_plan(trajectory_returns(known).collect(), config).trajectories
     verdicts = judge(known, [failed(masks), zero_variance()])
     dropped = verdicts.filter(reason="zero variance")["trajectory_id"].to_list()
     left_out = verdicts.join(plan, on="trajectory_id", how="anti")

@@ -187,7 +187,7 @@ def test_shares_belong_to_the_run_that_they_name(folder, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"global_step": 3, "loss": 1.0}\n')
-    (run / "config.json").write_text(json.dumps({"dataset": str(folder / "ds")}))
+    (run / "config.json").write_text(json.dumps({"data": {"dataset": str(folder / "ds")}}))
     for name, expected in ((str(run), "r0"), ("gone/run", "r0"), ("gone/other", None)):
         rows = [{**row, "run": name} for row in shares_of(folder / "ds")]
         ask = Asked(run, write_shares(tmp_path / "b.parquet", rows))

@@ -109,7 +109,7 @@ def test_a_run_is_told_from_one_that_samples(run, tmp_path):
     (fixed / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
     assert told(fixed) is None
     dataset = run / "rollouts" / "iteration_00000"
-    (fixed / "config.json").write_text(json.dumps({"dataset": str(dataset)}))
+    (fixed / "config.json").write_text(json.dumps({"data": {"dataset": str(dataset)}}))
     assert told(fixed) is False
 
 

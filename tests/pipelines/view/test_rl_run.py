@@ -39,7 +39,7 @@ def config(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def ask(config):
-    return Asked(config.out)
+    return Asked(config.run.out)
 
 
 def without_fingerprints(folder):
@@ -63,7 +63,7 @@ def test_the_run_and_its_datasets_are_told(ask, config):
     names = [dataset["name"] for dataset in told["datasets"]]
     assert names == [f"iteration_{k:05d}" for k in range(NUM_ITERATIONS)]
     assert told["warnings"] == []
-    assert {dataset["tokenizer"] for dataset in told["datasets"]} == {config.model}
+    assert {dataset["tokenizer"] for dataset in told["datasets"]} == {config.model.path}
     (run,) = told["runs"]
     assert run["updates"] == run["token_updates"] == list(UPDATES)
     assert run["token_datasets"] == [f"d{iteration_of(update)}" for update in UPDATES]
@@ -74,7 +74,7 @@ def test_each_update_leads_to_the_rows_of_its_iteration(ask, config):
     for update in UPDATES:
         iteration = iteration_of(update)
         stored, rows = rows_of(config, iteration), ask(f"/api/runs/r0/updates/{update}")
-        records = scan_token_records(config.out, update).collect()
+        records = scan_token_records(config.run.out, update).collect()
         assert set(rows["dataset"]) == {f"d{iteration}"}
         keys = ["trajectory_id", "step_index"]
         assert set(rows.select(keys).rows()) == set(records.select(keys).rows())
@@ -98,9 +98,9 @@ def test_each_update_leads_to_the_rows_of_its_iteration(ask, config):
 
 def test_the_same_names_in_another_dataset_have_nothing_of_the_update(config, tmp_path):
     """A copy is not what the run trained on, and may hold other tokens."""
-    shutil.copytree(f"{config.out}/rollouts/iteration_00000", tmp_path / "copy")
-    ask = Asked(config.out, tmp_path / "copy")
-    (record, *_) = scan_token_records(config.out, 1).collect().to_dicts()
+    shutil.copytree(f"{config.run.out}/rollouts/iteration_00000", tmp_path / "copy")
+    ask = Asked(config.run.out, tmp_path / "copy")
+    (record, *_) = scan_token_records(config.run.out, 1).collect().to_dicts()
     name, of = record["trajectory_id"], {"run": "r0", "update": 1}
     for root, is_there in (("/api/datasets/d0", True), (f"/api/datasets/d{NUM_ITERATIONS}", False)):
         tokens = ask(f"{root}/tokens", trajectory_id=name, **of)
@@ -113,7 +113,7 @@ def test_the_same_names_in_another_dataset_have_nothing_of_the_update(config, tm
 
 def test_advantages_of_groups_and_trees_are_those_of_the_iteration(ask, config):
     for update in UPDATES:
-        records, of = scan_token_records(config.out, update).collect(), {"run": "r0"}
+        records, of = scan_token_records(config.run.out, update).collect(), {"run": "r0"}
         root = f"/api/datasets/d{iteration_of(update)}"
         means = {
             name: np.mean(np.array(values, np.float64))
@@ -136,11 +136,11 @@ def test_curves_hold_updates_evaluations_and_staleness(ask, config):
     def points(name):
         return {s: v for s, v in zip(steps, metrics[name], strict=True) if v is not None}
 
-    lines = lines_of(config.out)
+    lines = lines_of(config.run.out)
     for name in ("loss", "return_mean", "grad_norm", "iteration"):
         expected = {line["global_step"]: line[name] for line in lines}
         assert {s: v for s, v in points(name).items() if s > 0} == expected
-    text = Path(config.out, "metrics.jsonl").read_text()
+    text = Path(config.run.out, "metrics.jsonl").read_text()
     stored = [json.loads(line) for line in text.splitlines()]
     evaluated = {x["global_step"]: x["evaluation/return_mean"] for x in stored if "loss" not in x}
     assert set(evaluated) == {0, 4, 8}
@@ -182,7 +182,7 @@ def test_every_view_of_each_iteration_answers(ask, config, tokenizer):
 
 
 def test_a_run_that_was_moved_is_joined_as_before(config, tmp_path):
-    shutil.copytree(config.out, tmp_path / "elsewhere")
+    shutil.copytree(config.run.out, tmp_path / "elsewhere")
     ask = Asked(tmp_path / "elsewhere")
     for update in UPDATES:
         assert set(ask(f"/api/runs/r0/updates/{update}")["dataset"]) == {f"d{iteration_of(update)}"}
@@ -193,11 +193,11 @@ def test_a_run_that_was_moved_is_joined_as_before(config, tmp_path):
 def test_a_tokenizer_that_cannot_be_used_is_named(config, tmp_path):
     """Where the dataset knows none: the run's model is absent, or without a tokenizer."""
     run = tmp_path / "run"
-    shutil.copytree(config.out, run)
+    shutil.copytree(config.run.out, run)
     settings = json.loads((run / "config.json").read_text())
 
     def told(model):
-        (run / "config.json").write_text(json.dumps(settings | {"model": str(model)}))
+        (run / "config.json").write_text(json.dumps(settings | {"model": {"path": str(model)}}))
         ask = Asked(run)
         first = rows_of(config, 0)["trajectory_id"][0]
         tokens = ask.table("/api/datasets/d0/tokens", trajectory_id=first)
@@ -211,12 +211,12 @@ def test_a_tokenizer_that_cannot_be_used_is_named(config, tmp_path):
     assert absent.endswith("Pass --tokenizer DIR to decode them.")
     (tmp_path / "bare").mkdir()
     assert "has no tokenizer" in told(tmp_path / "bare")[0][0]
-    assert told(config.model) == ([], b"1")
+    assert told(config.model.path) == ([], b"1")
 
 
 def test_another_tokenizer_than_the_datasets_is_not_used(config, tmp_path, tokenizer):
     run, other = tmp_path / "run", tmp_path / "other"
-    shutil.copytree(config.out, run)
+    shutil.copytree(config.run.out, run)
     tokenizer.backend.save_pretrained(other)
     stored = json.loads((other / "tokenizer.json").read_text())
     vocabulary = stored["model"]["vocab"]
@@ -224,7 +224,7 @@ def test_another_tokenizer_than_the_datasets_is_not_used(config, tmp_path, token
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     (other / "tokenizer.json").write_text(json.dumps(stored))
     settings = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps(settings | {"model": str(other)}))
+    (run / "config.json").write_text(json.dumps(settings | {"model": {"path": str(other)}}))
     for path in sorted((run / "rollouts").iterdir()):  # its own tokenizer is not here either
         rows, metadata = scan(path).collect(), read_metadata(path)
         shutil.rmtree(path)
@@ -236,4 +236,4 @@ def test_another_tokenizer_than_the_datasets_is_not_used(config, tmp_path, token
     assert "has a different tokenizer" in warning
     (run / "config.json").write_text(json.dumps(settings))
     told = Asked(run)("/api/sources")
-    assert (told["warnings"], told["datasets"][0]["tokenizer"]) == ([], config.model)
+    assert (told["warnings"], told["datasets"][0]["tokenizer"]) == ([], config.model.path)

@@ -14,10 +14,10 @@ from rollout_io.cli.main import run
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata, Outcome
+from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import HERE, config_of, save_model
 from tests.helpers.trainer_helpers import save_tiny_model, step, write_dataset
 from trainer import rl
-from trainer.config.train_config import TrainConfig
 
 
 def turns(first: float, last: float, repetition: int) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def test_statistics_filters_export_and_training_take_the_return_that_the_dataset
     assert run(["export", path, "--format", "skyrl", "--out", str(tmp_path / "out.json")]) == 0
     exported = json.loads((tmp_path / "out.json").read_text())
     assert exported["rewards"] == [0.0, 1.0, 0.0, 0.5]
-    config = TrainConfig(
+    config = train_config(
         dataset=path, model=save_tiny_model(tmp_path / "model"), out=str(tmp_path / "run")
     )
     assert trainer.train(config).metrics["return_mean"] == 0.75

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
+from tests.helpers.configs import train_config
 from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
     VOCAB,
@@ -35,7 +36,6 @@ from trainer.models.critic import (
     update_critic,
 )
 from trainer.run.batch_advantages import estimate
-from trainer.run.settings import estimation_of
 
 NUMBERS = st.lists(st.tuples(*[st.floats(-4, 4)] * 3), min_size=1, max_size=12)
 
@@ -54,14 +54,15 @@ def tiny_critic(seed: int = 1) -> Critic:
 
 
 def learner_of(critic: Critic, **settings_: Any) -> CriticLearner:
-    config = TrainConfig(dataset="d", model="m", out="o", advantage_estimator="gae", **settings_)
+    config = train_config(dataset="d", model="m", out="o", estimator="gae", **settings_)
     return CriticLearner(
         accelerator=Accelerator(),
         critic=critic,
-        optimizer=torch.optim.SGD(critic.trained_parameters(), lr=config.critic_learning_rate),
-        learning_rate=config.critic_learning_rate,
-        value_clip=config.value_clip,
-        max_grad_norm=config.max_grad_norm,
+        optimizer=torch.optim.SGD(
+            critic.trained_parameters(), lr=config.optimizer.critic_learning_rate
+        ),
+        loss=config.loss,
+        optimization=config.optimizer,
     )
 
 
@@ -243,7 +244,7 @@ OWNERS = [("g", "g_0"), ("g", "g_0"), ("g", "g_1")]
 
 
 def config(**settings_: Any) -> TrainConfig:
-    return TrainConfig(dataset="d", model="m", out="o", **settings_)
+    return train_config(dataset="d", model="m", out="o", **settings_)
 
 
 def rewarded_batch() -> Any:
@@ -254,8 +255,8 @@ def rewarded_batch() -> Any:
 
 def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
     values = torch.tensor([0.5, math.nan, 0.25, 1.0, -1.0, 2.0])
-    settings_ = config(advantage_estimator="gae", gamma=0.5, gae_lambda=0.5)
-    found = estimate(rewarded_batch(), estimation_of(settings_), values)
+    settings_ = config(estimator="gae", gamma=0.5, gae_lambda=0.5)
+    found = estimate(rewarded_batch(), settings_.advantage, values)
     chained = np.array([0.5, 0.25, 1.0, -1.0, 2.0])
     expected = gae(
         np.array([0.0, 1.0, 2.0, 0.0, 4.0]), chained, np.array([0, 0, 0, 1, 1]), gamma=0.5, lam=0.5
@@ -269,9 +270,7 @@ def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
 
 
 def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> None:
-    found = estimate(
-        rewarded_batch(), estimation_of(config(advantage_estimator="reinforce++", gamma=0.5))
-    )
+    found = estimate(rewarded_batch(), config(estimator="reinforce++", gamma=0.5).advantage)
     expected = discounted_returns(
         np.array([0.0, 1.0, 2.0, 0.0, 4.0]), np.array([0, 0, 0, 1, 1]), gamma=0.5
     )
@@ -281,13 +280,13 @@ def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> 
 
 
 def test_outcome_advantages_reach_every_trained_token() -> None:
-    found = estimate(rewarded_batch(), estimation_of(config(advantage_estimator="rloo")))
+    found = estimate(rewarded_batch(), config(estimator="rloo").advantage)
     assert found.advantages.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]
     assert found.raw.tolist() == found.advantages.tolist()
 
 
 def test_batch_normalization_counts_trained_tokens_alone() -> None:
-    found = estimate(rewarded_batch(), estimation_of(config(advantage_batch_normalize=True)))
+    found = estimate(rewarded_batch(), config(batch_normalize=True).advantage)
     # mean 19 / 5, variance 24 / 25 over the five trained tokens
     expected = [(a - 3.8) / math.sqrt(0.96) for a in (3.0, 3.0, 3.0, 5.0, 5.0)]
     assert found.advantages[[0, 2, 3, 4, 5]].tolist() == pytest.approx(expected, rel=1e-6)

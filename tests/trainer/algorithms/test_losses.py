@@ -16,12 +16,11 @@ from tests.helpers.losses_helpers import (
     targets,
     tensor,
 )
+from trainer.algorithms.configured import Targets, policy_loss
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
 from trainer.algorithms.losses.policy import dual_clip, gspo, regular
 from trainer.algorithms.losses.ratios import row_sums
-from trainer.algorithms.objective import Targets, policy_loss
-from trainer.config.function_keys import bind
-from trainer.config.functions import POLICY_LOSS
+from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
 
 

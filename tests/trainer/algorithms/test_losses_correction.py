@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.helpers.losses_helpers import REFERENCE, SETTINGS, reference_targets, tensor
+from trainer.algorithms.configured import policy_loss
 from trainer.algorithms.losses.correction import bounds, correct, row_ratios, token_weights
-from trainer.algorithms.objective import policy_loss
-from trainer.config.function_keys import bind
-from trainer.config.functions import POLICY_LOSS
+from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
-from trainer.run.settings import correction_of
 
 ROW = torch.tensor([0, 0, 1, 1, 2])
 RATIOS = (1.0, 4.0, 0.5, 0.5, 3.0)
@@ -34,9 +32,7 @@ KEPT = [(0, 0, 1, 1, 1), (0, 0, 1, 1, 0), (1, 0, 1, 1, 1), (0, 0, 0, 0, 1), (1, 
 
 def corrected(ratios: tuple[float, ...], row: Tensor, **settings: Any) -> Any:
     c = LossConfig(**{"tis_ratio_type": None} | settings)
-    return correct(
-        tensor(*ratios).log(), torch.zeros(len(ratios), dtype=torch.float64), row, correction_of(c)
-    )
+    return correct(tensor(*ratios).log(), torch.zeros(len(ratios), dtype=torch.float64), row, c)
 
 
 def test_token_weights_are_truncated_above_only() -> None:
@@ -47,9 +43,7 @@ def test_token_weights_are_truncated_above_only() -> None:
 
 def test_token_weights_are_on_by_default() -> None:
     c = LossConfig()
-    found = correct(
-        tensor(*RATIOS).log(), torch.zeros(5, dtype=torch.float64), ROW, correction_of(c)
-    )
+    found = correct(tensor(*RATIOS).log(), torch.zeros(5, dtype=torch.float64), ROW, c)
     torch.testing.assert_close(found.weights, tensor(1.0, 2.0, 0.5, 0.5, 2.0))
     assert found.per_target["tis_token_clip_high_ratio"].double().mean().item() == 0.4
 
@@ -95,7 +89,7 @@ def test_a_bound_itself_is_inside() -> None:
 
 def test_no_gradient_flows_through_a_correction() -> None:
     old = tensor(-1.0, -2.0).requires_grad_()
-    found = correct(old, tensor(-1.5, -1.0), torch.tensor([0, 0]), correction_of(LossConfig()))
+    found = correct(old, tensor(-1.5, -1.0), torch.tensor([0, 0]), LossConfig())
     assert not found.weights.requires_grad
 
 
@@ -103,7 +97,7 @@ def test_no_gradient_flows_through_a_correction() -> None:
 def test_correction_loss_gradient_and_metrics_are_those_of_the_reference(name: str) -> None:
     wanted, (x, mask) = REFERENCE["corrections"][name], reference_targets()
     c = LossConfig(**SETTINGS | wanted["settings"])
-    found = correct(x.old_logprobs, x.rollout_logprobs, x.row, correction_of(c))
+    found = correct(x.old_logprobs, x.rollout_logprobs, x.row, c)
     loss = (policy_loss(x, bind(POLICY_LOSS, c)).losses * found.weights).sum()
     assert loss.item() == pytest.approx(wanted["loss"], rel=1e-6)
     (gradient,) = torch.autograd.grad(loss, x.logprobs)

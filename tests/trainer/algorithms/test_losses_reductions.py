@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.losses_helpers import REFERENCE, reference_targets, tensor
+from trainer.algorithms.configured import Units, reduction_weights
 from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
-from trainer.algorithms.losses.reductions import Units, reduction_weights
-from trainer.config.function_keys import bind
-from trainer.config.functions import LOSS_REDUCTION
+from trainer.config.functions import LOSS_REDUCTION, bind
 from trainer.config.loss_config import LossConfig
 
 REDUCTIONS = (
@@ -42,7 +41,7 @@ def weights(reduction: Any, row: list[int], trajectory_of: list[int], group_of: 
         num_micro_batches=(len(trajectory_of) + 1) // 2,
     )
     return reduction_weights(
-        units, bind(LOSS_REDUCTION, LossConfig(loss_reduction=reduction, max_seq_len=100))
+        units, bind(LOSS_REDUCTION, LossConfig(reduction=reduction, max_seq_len=100))
     )
 
 

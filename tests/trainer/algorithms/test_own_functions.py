@@ -16,25 +16,31 @@ from hypothesis import strategies as st
 
 import trainer
 from schemas.errors import RolloutError
+from tests.helpers.configs import SECTIONS, train_config
 from tests.helpers.losses_helpers import SETTINGS, targets
 from trainer.algorithms.advantages.token import CriticAdvantages
-from trainer.algorithms.estimators import advantages_of_returns, advantages_of_rewards
+from trainer.algorithms.configured import (
+    Targets,
+    Units,
+    advantages_of_returns,
+    advantages_of_rewards,
+    policy_loss,
+    reduction_weights,
+)
 from trainer.algorithms.losses.policy import TokenLoss
-from trainer.algorithms.losses.reductions import Units, reduction_weights
-from trainer.algorithms.objective import Targets, policy_loss
-from trainer.config.function_keys import bind
 from trainer.config.functions import (
     ADVANTAGE_ESTIMATOR,
     KINDS,
     LOSS_REDUCTION,
     POLICY_LOSS,
     Kind,
+    bind,
     find,
     inputs_of,
 )
 from trainer.config.loss_config import LossConfig
-from trainer.config.train_config import TrainConfig, load_config
-from trainer.config.uses import uses
+from trainer.config.sections import AdvantageConfig
+from trainer.config.train_config import TrainConfig, load_config, uses
 
 HERE = __name__
 PATHS = {"dataset": "d", "model": "m", "out": "o"}
@@ -156,7 +162,7 @@ def typed(logprobs: Any, beta: float, power: int, name: str, *, on: bool = True)
 
 
 def config(**settings: Any) -> TrainConfig:
-    return TrainConfig(**PATHS, **settings)
+    return train_config(**PATHS, **settings)
 
 
 def own(function: Any) -> str:
@@ -168,27 +174,27 @@ def test_built_in_functions_are_of_the_same_protocol(kind: Kind) -> None:
     for name in kind.built_in:
         function = find(kind, name)
         assert function.inputs == inputs_of(kind, name), name
-        fields = TrainConfig.__dataclass_fields__
+        fields = SECTIONS[kind.section].__dataclass_fields__
         assert function.keys.keys() <= fields.keys(), name
         assert function.inputs - {"selected"} <= {*kind.inputs}, name
-        protocol = getattr(trainer, {"p": "PolicyLoss", "a": "AdvantageEstimator"}.get(kind.key[0], "LossReduction"))  # fmt: skip
+        protocol = getattr(trainer, {"p": "PolicyLoss", "a": "AdvantageEstimator"}.get(kind.rule[0], "LossReduction"))  # fmt: skip
         assert all(f"{name}:" in inspect.getdoc(protocol) for name in kind.inputs)
 
 
 def test_the_page_and_the_keys_name_every_function_and_input() -> None:
     page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text(encoding="utf-8")
     for kind in KINDS:
-        [line] = [row for row in page.splitlines() if row.startswith(f"| `{kind.key}` | ")]
+        [line] = [row for row in page.splitlines() if row.startswith(f"| `{kind.place}` | ")]
         assert [name for name in kind.inputs if f"`{name}`" not in line] == []
         assert [name for name in kind.built_in if f"| `{name}`" not in page] == []
-        source = inspect.getsource(LossConfig) + inspect.getsource(TrainConfig)
+        source = inspect.getsource(LossConfig) + inspect.getsource(AdvantageConfig)
         assert [name for name in kind.built_in if f"`{name}`" not in source] == []
 
 
 @settings(deadline=None)
 @given(x=targets())
 def test_a_loss_gets_its_tensors_and_keys_by_name(x: Targets) -> None:
-    c = LossConfig(policy_loss_type=own(clipped), loss={"beta": 2}, **SETTINGS)
+    c = LossConfig(policy_loss_type=own(clipped), own={"beta": 2}, **SETTINGS)
     regular = LossConfig(policy_loss_type="regular", **SETTINGS)
     found, expected = (
         policy_loss(x, bind(POLICY_LOSS, c)),
@@ -198,7 +204,7 @@ def test_a_loss_gets_its_tensors_and_keys_by_name(x: Targets) -> None:
     assert not found.clipped.any()
     one, other = (torch.autograd.grad(v.losses.sum(), x.logprobs)[0] for v in (found, expected))
     assert torch.equal(one, other)
-    c = LossConfig(policy_loss_type=own(scaled), loss={"beta": 3}, sapo_tau_pos=2.0)
+    c = LossConfig(policy_loss_type=own(scaled), own={"beta": 3}, sapo_tau_pos=2.0)
     assert torch.equal(
         policy_loss(x, bind(POLICY_LOSS, c)).losses, -2.0 * 3 * x.advantages * x.logprobs
     )
@@ -235,12 +241,12 @@ def test_a_loss_may_return_what_it_clipped_and_metrics(x: Targets) -> None:
 )
 def test_a_loss_that_does_not_fit_is_named(make: str, message: str) -> None:
     x = some_targets(3)
-    c = LossConfig(policy_loss_type=own(zeros), loss={"make": make})
+    c = LossConfig(policy_loss_type=own(zeros), own={"make": make})
     where = f"{own(zeros)}(: |, )"
     with pytest.raises(RolloutError, match=f"{where}{message}") as error:
         policy_loss(x, bind(POLICY_LOSS, c))
     if make == "sum":
-        assert error.value.hint == "return one loss per target; loss_reduction reduces the losses"
+        assert error.value.hint == "return one loss per target; loss.reduction reduces the losses"
 
 
 def some_targets(num: int) -> Targets:
@@ -271,24 +277,26 @@ def test_what_a_function_raises_is_its_own_with_its_line() -> None:
 @given(st.lists(st.floats(-5, 5), max_size=6))
 def test_an_estimator_gets_copies_and_returns_any_numbers(values: list[float]) -> None:
     returns, group = np.array(values), np.zeros(len(values), np.int64)
-    c = config(advantage_estimator=own(centred), loss={"scale": 2})
-    found = advantages_of_returns(returns, group, bind(ADVANTAGE_ESTIMATOR, c))
+    c = config(estimator=own(centred), advantage_own={"scale": 2})
+    found = advantages_of_returns(returns, group, bind(ADVANTAGE_ESTIMATOR, c.advantage))
     assert returns.tolist() == values
     assert found.dtype == np.float64
     assert found == pytest.approx(2 * (returns - returns.mean() if values else returns))
     rewards, which = np.arange(3.0), np.array([0, 0, 1])
-    c = config(advantage_estimator=own(by_group))
-    found, critic = advantages_of_rewards(rewards, which, which, None, bind(ADVANTAGE_ESTIMATOR, c))
+    c = config(estimator=own(by_group))
+    found, critic = advantages_of_rewards(
+        rewards, which, which, None, bind(ADVANTAGE_ESTIMATOR, c.advantage)
+    )
     assert (found.tolist(), critic) == ([0.0, 1.0, 2.0], None)
 
 
 def test_an_estimator_that_takes_values_has_a_critic() -> None:
-    c = config(advantage_estimator=own(with_critic), critic_model="c")
-    assert c.needs_critic
-    assert c.estimates_by_token
+    c = config(estimator=own(with_critic), critic_model="c")
+    assert c.advantage.needs_critic
+    assert c.advantage.by_token
     rewards, which = np.arange(3.0), np.zeros(3, np.int64)
     advantages, value_targets = advantages_of_rewards(
-        rewards, which, which, np.ones(3), bind(ADVANTAGE_ESTIMATOR, c)
+        rewards, which, which, np.ones(3), bind(ADVANTAGE_ESTIMATOR, c.advantage)
     )
     assert value_targets is not None
     assert (advantages.tolist(), value_targets.tolist()) == ([-1, 0, 1], [0, 1, 2])
@@ -296,9 +304,11 @@ def test_an_estimator_that_takes_values_has_a_critic() -> None:
         ("array", "found a value of type ndarray; .* CriticAdv"),
         ("short", r"shape \[2\]; .* value"),
     ):
-        c = config(advantage_estimator=own(with_critic), loss={"make": make})
+        c = config(estimator=own(with_critic), advantage_own={"make": make})
         with pytest.raises(RolloutError, match=f"{own(with_critic)}: .*{message}"):
-            advantages_of_rewards(rewards, which, which, np.ones(3), bind(ADVANTAGE_ESTIMATOR, c))
+            advantages_of_rewards(
+                rewards, which, which, np.ones(3), bind(ADVANTAGE_ESTIMATOR, c.advantage)
+            )
 
 
 @pytest.mark.parametrize(
@@ -317,9 +327,11 @@ def test_an_estimator_that_takes_values_has_a_critic() -> None:
     ],
 )
 def test_advantages_that_do_not_fit_are_named(make: str, message: str) -> None:
-    c = config(advantage_estimator=own(arrays), loss={"make": make})
+    c = config(estimator=own(arrays), advantage_own={"make": make})
     with pytest.raises(RolloutError, match=f"{own(arrays)}: {message}"):
-        advantages_of_returns(np.arange(3.0), np.zeros(3, np.int64), bind(ADVANTAGE_ESTIMATOR, c))
+        advantages_of_returns(
+            np.arange(3.0), np.zeros(3, np.int64), bind(ADVANTAGE_ESTIMATOR, c.advantage)
+        )
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
@@ -328,13 +340,11 @@ def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
     ids = dict.fromkeys(("row", "trajectory", "group", "micro_batch"), row)
     totals = ("num_rows", "num_trajectories", "num_groups", "num_micro_batches")
     units = Units(**ids, **dict.fromkeys(totals, 5))
-    found = reduction_weights(units, bind(LOSS_REDUCTION, LossConfig(loss_reduction=own(by_row))))
-    expected = reduction_weights(
-        units, bind(LOSS_REDUCTION, LossConfig(loss_reduction="sequence_mean"))
-    )
+    found = reduction_weights(units, bind(LOSS_REDUCTION, LossConfig(reduction=own(by_row))))
+    expected = reduction_weights(units, bind(LOSS_REDUCTION, LossConfig(reduction="sequence_mean")))
     assert found.tolist() == expected.tolist()
     with pytest.raises(RolloutError, match=f"{own(not_finite)}: found inf at elem"):
-        reduction_weights(units, bind(LOSS_REDUCTION, LossConfig(loss_reduction=own(not_finite))))
+        reduction_weights(units, bind(LOSS_REDUCTION, LossConfig(reduction=own(not_finite))))
 
 
 @pytest.mark.parametrize(
@@ -346,8 +356,8 @@ def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
             None,
         ),
         ({"policy_loss_type": "sap"}, ", or module:function", "did you mean `sapo`?"),
-        ({"advantage_estimator": "grop"}, "expected one of grpo, rloo, maxrl", "`grpo`"),
-        ({"loss_reduction": "mean"}, "expected one of token_mean", None),
+        ({"estimator": "grop"}, "expected one of grpo, rloo, maxrl", "`grpo`"),
+        ({"reduction": "mean"}, "expected one of token_mean", None),
         ({"policy_loss_type": "no_such_module:f"}, "ModuleNotFoundError", "PYTHONPATH"),
         ({"policy_loss_type": f"{HERE}:none"}, "AttributeError", None),
         (
@@ -368,14 +378,14 @@ def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
         (
             {"policy_loss_type": own(scaled)},
             "parameter `beta` is neither",
-            "inputs of policy_loss_type",
+            "inputs of loss.policy_loss_type",
         ),
         ({"policy_loss_type": own(positional)}, "cannot be passed by name", None),
         ({"policy_loss_type": own(variadic)}, "cannot be passed by name", None),
-        ({"advantage_estimator": own(both)}, "exactly one of returns, rewards", None),
-        ({"advantage_estimator": own(mixed)}, "found returns and values; expected rewards", None),
-        ({"loss_reduction": own(centred)}, "at least one of num_targets, row", None),
-        ({"advantage_estimator": own(centred), "critic_model": "c"}, "that takes `values`", None),
+        ({"estimator": own(both)}, "exactly one of returns, rewards", None),
+        ({"estimator": own(mixed)}, "found returns and values; expected rewards", None),
+        ({"reduction": own(centred)}, "at least one of num_targets, row", None),
+        ({"estimator": own(centred), "critic_model": "c"}, "that takes `values`", None),
     ],
 )
 def test_functions_are_checked_with_the_configuration(
@@ -401,65 +411,75 @@ GOOD = {"beta": 1, "power": 2, "name": "a"}
         (GOOD | {"power": 1.5}, "found 1.5; expected a whole number", None),
         (GOOD | {"name": 1}, "found 1; expected text", None),
         (GOOD | {"on": 1}, "found 1; expected true or false", None),
-        (GOOD | {"eps_clip_low": 0.1}, "`eps_clip_low`", "outside the table"),
-        (GOOD | {"beta": float("nan")}, "[loss] beta", None),
+        (GOOD | {"eps_clip_low": 0.1}, "`eps_clip_low`", "set loss.eps_clip_low"),
+        (GOOD | {"beta": float("nan")}, "loss.own.beta", None),
         (GOOD | {"beta": np.float32(1)}, "lists and tables of these", None),
     ],
 )
 def test_keys_are_checked_with_the_configuration(
     table: dict[str, Any], message: str, hint: str | None
 ) -> None:
-    assert config(**TYPED, loss=GOOD).loss == GOOD
+    assert config(**TYPED, loss_own=GOOD).loss.own == GOOD
     with pytest.raises(RolloutError) as error:
-        config(**TYPED, loss=table)
+        config(**TYPED, loss_own=table)
     assert message in str(error.value)
     assert hint is None or hint in (error.value.hint or "")
 
 
 def test_built_in_functions_have_no_keys_of_their_own() -> None:
     with pytest.raises(RolloutError, match="`eps_clip_hgh` has no effect") as error:
-        config(loss={"eps_clip_hgh": 0.1})
-    assert error.value.hint == "did you mean `eps_clip_high`? It belongs outside [loss]"
+        config(loss_own={"eps_clip_hgh": 0.1})
+    assert error.value.hint == "did you mean `loss.eps_clip_high`?"
 
 
 def test_keys_come_from_a_table_and_from_overrides(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
-    file.write_text(f'policy_loss_type = "{own(typed)}"\n[loss]\nbeta = 1.5\npower = 2\nname = "a"')
-    paths = [f"{key}={value}" for key, value in PATHS.items()]
-    found = load_config(file, [*paths, "loss.beta=2.5", "loss.name=b"])
-    assert found.loss == {"beta": 2.5, "power": 2, "name": "b"}
-    assert load_config(file, [*paths, "loss={beta=1, power=1, name='c'}"]).loss["name"] == "c"
-    with pytest.raises(RolloutError, match=r"`los\.beta`"):
-        load_config(file, [*paths, "los.beta=1"])
+    file.write_text(
+        f'[loss]\npolicy_loss_type = "{own(typed)}"\n[loss.own]\nbeta = 1.5\npower = 2\nname = "a"'
+    )
+    paths = ["data.dataset=d", "model.path=m", "run.out=o"]
+    found = load_config(file, [*paths, "loss.own.beta=2.5", "loss.own.name=b"])
+    assert found.loss.own == {"beta": 2.5, "power": 2, "name": "b"}
+    assert (
+        load_config(file, [*paths, "loss.own={beta=1, power=1, name='c'}"]).loss.own["name"] == "c"
+    )
+    with pytest.raises(RolloutError, match="unknown key `beta`") as error:
+        load_config(file, [*paths, "loss.beta=1"])
+    assert "`loss.own.beta`" in (error.value.hint or "")
 
 
 def test_what_a_function_takes_decides_what_a_run_needs() -> None:
-    plain = config(policy_loss_type=own(scaled), loss={"beta": 1})
-    assert not plain.is_supervised
-    assert plain.importance_weights == "token"
-    assert plain.needs_old_logprobs  # for the weights
+    plain = config(policy_loss_type=own(scaled), loss_own={"beta": 1})
+    assert not plain.loss.is_supervised
+    assert plain.loss.importance_weights == "token"
+    assert plain.loss.needs_old_logprobs  # for the weights
     assert not config(
-        policy_loss_type=own(scaled), loss={"beta": 1}, tis_ratio_type=None
-    ).needs_old_logprobs
-    sampler = config(policy_loss_type=own(with_metrics), loss={"beta": 1})
-    assert sampler.is_supervised
-    assert sampler.is_anchored_on_sampler
-    assert sampler.importance_weights is None
-    assert config(policy_loss_type=own(with_metrics), tis_ratio_type="token").importance_weights
-    assert config(policy_loss_type=f"{HERE}:instance").is_supervised
+        policy_loss_type=own(scaled), loss_own={"beta": 1}, tis_ratio_type=None
+    ).loss.needs_old_logprobs
+    sampler = config(policy_loss_type=own(with_metrics), loss_own={"beta": 1})
+    assert sampler.loss.is_supervised
+    assert sampler.loss.is_anchored_on_sampler
+    assert sampler.loss.importance_weights is None
+    assert config(
+        policy_loss_type=own(with_metrics), tis_ratio_type="token"
+    ).loss.importance_weights
+    assert config(policy_loss_type=f"{HERE}:instance").loss.is_supervised
 
 
 def test_the_use_of_a_function_is_a_line_with_its_keys() -> None:
-    c = config(policy_loss_type=own(scaled), loss={"beta": 2}, advantage_estimator=own(centred))
+    c = config(policy_loss_type=own(scaled), loss_own={"beta": 2}, estimator=own(centred))
     found = uses(c)
     line = inspect.getsourcelines(scaled)[1]
     place = f"({__file__}:{line})"
-    assert str(found["policy_loss_type"]) == f"{own(scaled)} {place}: sapo_tau_pos = 1.0, beta = 2"
-    assert found["advantage_estimator"].keys == {"scale": 1.0}
-    assert str(found["loss_reduction"]) == "token_mean"
+    assert (
+        str(found["loss.policy_loss_type"])
+        == f"{own(scaled)} {place}: sapo_tau_pos = 1.0, beta = 2"
+    )
+    assert found["advantage.estimator"].keys == {"scale": 1.0}
+    assert str(found["loss.reduction"]) == "token_mean"
     assert list(uses(config(policy_loss_type="cross_entropy"))) == [
-        "policy_loss_type",
-        "loss_reduction",
+        "loss.policy_loss_type",
+        "loss.reduction",
     ]
 
 
@@ -467,7 +487,7 @@ def test_the_use_of_a_function_is_a_line_with_its_keys() -> None:
 def test_public_types_import_no_torch_before_they_are_used() -> None:
     code = (
         "import sys, trainer\n"
-        "c = trainer.TrainConfig(dataset='d', model='m', out='o', policy_loss_type='gspo')\n"
+        "c = trainer.LossConfig(policy_loss_type='gspo')\n"
         "assert c.is_anchored_on_sampler is False\n"
         "trainer.PolicyLoss, trainer.AdvantageEstimator, trainer.LossReduction\n"
         "trainer.CriticAdvantages\n"

@@ -9,20 +9,20 @@ from polars.testing import assert_frame_equal
 
 from schemas.columns import arrow_schema
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, step
 from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler
-from trainer.run.settings import plan_settings
 
 NAN, INF = float("nan"), float("inf")
 SAMPLED = {"rollout_logprobs": [-1.0, -2.0], "temperature": 1.0}
 
 
 def config(**settings: Any) -> TrainConfig:
-    return TrainConfig(dataset="d", model="m", out="o", **settings)
+    return train_config(dataset="d", model="m", out="o", **settings)
 
 
 def two_trajectories(**values: Any) -> list[dict[str, Any]]:
@@ -50,9 +50,7 @@ def checked(rows: list[dict[str, Any]], **settings: Any) -> pl.DataFrame:
         }
     )
     limit = RowLimit(num_tokens=99, reason="", hint="")
-    return check_rows(
-        index, make_plan(returns, plan_settings(made)), made, vocab_size=VOCAB, limit=limit
-    )
+    return check_rows(index, make_plan(returns, made), made, vocab_size=VOCAB, limit=limit)
 
 
 def changed(row: int, **values: Any) -> list[dict[str, Any]]:
@@ -62,7 +60,7 @@ def changed(row: int, **values: Any) -> list[dict[str, Any]]:
 
 
 def test_rows_that_are_in_order_are_let_through() -> None:
-    assert len(checked(two_trajectories(**SAMPLED), advantage_estimator="gae")) == 4
+    assert len(checked(two_trajectories(**SAMPLED), estimator="gae")) == 4
 
 
 @pytest.mark.parametrize(
@@ -114,7 +112,7 @@ def test_step_rewards_that_would_spoil_a_batch_are_refused(
     values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RolloutError, match=message):
-        checked(changed(0, **values), advantage_estimator="reinforce++")
+        checked(changed(0, **values), estimator="reinforce++")
 
 
 @pytest.mark.parametrize(

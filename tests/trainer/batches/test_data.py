@@ -13,6 +13,7 @@ from polars.io.plugins import register_io_source
 import pipelines
 import rollout_io
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     VOCAB,
     make_batch,
@@ -23,15 +24,15 @@ from tests.helpers.trainer_helpers import (
 from trainer.batches.data import groups_with_gradient, index_rows, load_batch
 from trainer.batches.forest import RowLimit, chain_lengths
 from trainer.batches.plan import make_plan
+from trainer.config.sections import BatchConfig
 from trainer.config.train_config import TrainConfig
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler
-from trainer.run.settings import plan_settings
 
 LIMIT = RowLimit(num_tokens=100, reason="tokens_per_micro_batch", hint="raise it")
 
 
 def config(**settings: Any) -> TrainConfig:
-    return TrainConfig(dataset="d", model="m", out="o", **{"partial_groups": "train"} | settings)
+    return train_config(dataset="d", model="m", out="o", **{"partial_groups": "train"} | settings)
 
 
 def returns(*rows: tuple[str, float | None, str | None]) -> pl.DataFrame:
@@ -54,12 +55,12 @@ def scan(tmp_path: Path, rows: list[dict[str, Any]], **metadata: Any) -> pl.Lazy
 def checked(rollouts: pl.LazyFrame, **settings: Any) -> pl.DataFrame:
     """With an entropy bonus, a trajectory that is alone in its group can learn."""
     made = config(**{"entropy_loss_coef": 0.1} | settings)
-    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), plan_settings(made))
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), made)
     return check_rows(index_rows(rollouts), plan, made, vocab_size=VOCAB, limit=LIMIT)
 
 
 def test_batches_follow_first_appearance_and_the_rest_is_a_smaller_batch() -> None:
-    plan = make_plan(groups(7), plan_settings(config(groups_per_batch=4, groups_per_mini_batch=2)))
+    plan = make_plan(groups(7), config(groups_per_batch=4, groups_per_mini_batch=2))
     assert plan.batches == (("g0", "g1", "g2", "g3"), ("g4", "g5", "g6"))
     mini_batch = plan.trajectories.group_by("instance_id", maintain_order=True).agg(
         pl.col("mini_batch").unique()
@@ -69,8 +70,8 @@ def test_batches_follow_first_appearance_and_the_rest_is_a_smaller_batch() -> No
 
 def test_one_failure_masks_its_group_or_only_itself() -> None:
     table = returns(("a", 1.0, None), ("a", None, "timeout"), ("a", 0.0, None), ("b", 1.0, None))
-    group = make_plan(table, plan_settings(config())).trajectories
-    alone = make_plan(table, plan_settings(config(failed="trajectory"))).trajectories
+    group = make_plan(table, config()).trajectories
+    alone = make_plan(table, config(failed="trajectory")).trajectories
     assert group["trains"].to_list() == [False, False, False, True]
     assert alone["trains"].to_list() == [True, False, True, True]
     assert group["failed"].to_list() == [False, True, False, False]
@@ -78,13 +79,13 @@ def test_one_failure_masks_its_group_or_only_itself() -> None:
 
 def test_failures_never_enter_baselines() -> None:
     table = returns(("a", 1.0, None), ("a", None, "timeout"), ("a", 0.0, None))
-    plan = make_plan(table, plan_settings(config(failed="trajectory", normalize_by_std=False)))
+    plan = make_plan(table, config(failed="trajectory", normalize_by_std=False))
     assert plan.trajectories["advantage"].to_list() == [0.5, 0.0, -0.5]
 
 
 def test_advantages_do_not_depend_on_the_order_of_scattered_groups() -> None:
     table = returns(("b", 1.0, None), ("a", 0.0, None), ("b", 0.0, None), ("a", 4.0, None))
-    plan = make_plan(table, plan_settings(config(normalize_by_std=False)))
+    plan = make_plan(table, config(normalize_by_std=False))
     assert plan.trajectories["advantage"].to_list() == [0.5, -2.0, -0.5, 2.0]
     assert plan.batches == (("b", "a"),)
 
@@ -92,11 +93,11 @@ def test_advantages_do_not_depend_on_the_order_of_scattered_groups() -> None:
 def test_groups_without_variance_are_counted_and_left_out_only_if_asked() -> None:
     table = pl.concat([groups(1), returns(("same", 1.0, None), ("same", 1.0, None))])
     table = pl.concat([table, returns(("one", 1.0, None))])
-    assert make_plan(table, plan_settings(config())).batches == (("g0", "same", "one"),)
-    plan = make_plan(table, plan_settings(config(drop_zero_variance_groups=True)))
+    assert make_plan(table, config()).batches == (("g0", "same", "one"),)
+    plan = make_plan(table, config(drop_zero_variance_groups=True))
     assert plan.batches == (("g0", "one"),)
     assert plan.num_groups_without_variance == 1
-    assert make_plan(table, plan_settings(config())).num_groups_without_variance == 1
+    assert make_plan(table, config()).num_groups_without_variance == 1
 
 
 def test_a_plan_that_would_leave_no_group_says_so() -> None:
@@ -105,14 +106,18 @@ def test_a_plan_that_would_leave_no_group_says_so() -> None:
         RolloutError,
         match=r"leaves no group to train on: returns do not vary within the only group\b",
     ):
-        make_plan(table, plan_settings(config(drop_zero_variance_groups=True)))
+        make_plan(table, config(drop_zero_variance_groups=True))
 
 
 @pytest.mark.parametrize("outcome", [None, float("nan"), float("inf")])
 def test_unknown_outcome_without_an_error_is_refused(outcome: float | None) -> None:
     with pytest.raises(RolloutError, match=r"trajectory 'a_0'.*\[unknown_outcome\]") as caught:
-        make_plan(returns(("a", outcome, None)), plan_settings(config()))
-    for way in ("--rewards", "--set policy_loss_type=cross_entropy", "filter DS --drop-unknown"):
+        make_plan(returns(("a", outcome, None)), config())
+    for way in (
+        "--rewards",
+        "--set loss.policy_loss_type=cross_entropy",
+        "filter DS --drop-unknown",
+    ):
         assert way in str(caught.value.hint)
 
 
@@ -138,9 +143,9 @@ def test_a_batch_asks_the_scan_for_its_own_groups_alone(tmp_path: Path) -> None:
         yield found.select(columns or whole.columns)
 
     watched = register_io_source(source, schema=whole.schema)
-    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), plan_settings(config()))
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config())
     for layout in ("step", "merge"):
-        load_batch(watched, plan, ["b"], layout)
+        load_batch(watched, plan, ["b"], BatchConfig(sequence_layout=layout))
     assert set(handed_out) == {"b"}
 
 
@@ -149,8 +154,11 @@ def test_layouts_hold_the_same_trained_tokens(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     trajectories = [two_step_trajectory(rng, "a", i, reward=float(i)) for i in range(2)]
     rollouts = scan(tmp_path, [row for t in trajectories for row in t])
-    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), plan_settings(config()))
-    steps, merged = (load_batch(rollouts, plan, ["a"], layout) for layout in ("step", "merge"))
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config())
+    steps, merged = (
+        load_batch(rollouts, plan, ["a"], BatchConfig(sequence_layout=layout))
+        for layout in ("step", "merge")
+    )
     assert (len(steps.names), len(merged.names)) == (4, 2)
     assert merged.trains.tolist() == ([True] * 4 + [False] * 3 + [True] * 4) * 2
     trained = [batch.responses.values[batch.trains].tolist() for batch in (steps, merged)]
@@ -166,10 +174,10 @@ def test_layouts_hold_the_same_trained_tokens(tmp_path: Path) -> None:
 def test_layouts_hold_the_same_rows_from_a_merged_dataset(tmp_path: Path) -> None:
     rollouts = scan(tmp_path, two_step_trajectory(np.random.default_rng(0), "a", 0, reward=1.0))
     merged = pipelines.merge(rollouts)
-    plan = make_plan(pipelines.trajectory_returns(merged).collect(), plan_settings(config()))
+    plan = make_plan(pipelines.trajectory_returns(merged).collect(), config())
     for layout in ("step", "merge"):
-        from_steps = load_batch(rollouts, plan, ["a"], layout)
-        from_merged = load_batch(merged, plan, ["a"], layout)
+        from_steps = load_batch(rollouts, plan, ["a"], BatchConfig(sequence_layout=layout))
+        from_merged = load_batch(merged, plan, ["a"], BatchConfig(sequence_layout=layout))
         assert from_steps.responses.values.tolist() == from_merged.responses.values.tolist()
         assert from_steps.responses.offsets.tolist() == from_merged.responses.offsets.tolist()
 
@@ -202,35 +210,33 @@ def partial_groups() -> pl.DataFrame:
 
 
 def test_partial_groups_are_masked_or_train_with_what_is_there_if_asked() -> None:
-    plan = make_plan(partial_groups(), plan_settings(config(failed="trajectory")))
+    plan = make_plan(partial_groups(), config(failed="trajectory"))
     assert (plan.group_size, plan.num_partial_groups) == (3, 1)
     assert plan.trajectories["trains"].to_list() == [True] * 4 + [False] + [True] * 3
-    masked = make_plan(
-        partial_groups(), plan_settings(config(failed="trajectory", partial_groups="mask"))
-    )
+    masked = make_plan(partial_groups(), config(failed="trajectory", partial_groups="mask"))
     assert masked.trajectories["trains"].to_list() == [True] * 3 + [False] * 2 + [True] * 3
     assert masked.batches == plan.batches
 
 
 def test_partial_groups_are_refused_by_the_size_of_the_largest_or_the_one_given() -> None:
-    assert TrainConfig(dataset="d", model="m", out="o").partial_groups == "refuse"
+    assert train_config(dataset="d", model="m", out="o").data.partial_groups == "refuse"
     with pytest.raises(RolloutError, match=r"'b': found 2 traj.*expected 3, the size"):
-        make_plan(partial_groups(), plan_settings(config(partial_groups="refuse")))
+        make_plan(partial_groups(), config(partial_groups="refuse"))
     with pytest.raises(RolloutError, match=r"'a' \(the first of 3\): found 3 traj.*expected 4"):
-        make_plan(partial_groups(), plan_settings(config(partial_groups="refuse", group_size=4)))
+        make_plan(partial_groups(), config(partial_groups="refuse", group_size=4))
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"advantage_estimator": "reinforce++"},
-        {"advantage_estimator": "gae"},
+        {"estimator": "reinforce++"},
+        {"estimator": "gae"},
         {"policy_loss_type": "cross_entropy"},
     ],
 )
 def test_groups_without_a_baseline_may_have_any_size(settings: dict[str, Any]) -> None:
     refuse = config(failed="trajectory", partial_groups="refuse", **settings)
-    plan = make_plan(partial_groups(), plan_settings(refuse))
+    plan = make_plan(partial_groups(), refuse)
     assert plan.num_partial_groups == 0
     assert plan.trajectories["trains"].sum() == 7
 
@@ -239,8 +245,8 @@ def test_masked_trajectories_are_loaded_but_do_not_train(tmp_path: Path) -> None
     failed = step("a", 1, 0, [], [], error="timeout", is_last_step=True)
     rng = np.random.default_rng(0)
     rollouts = scan(tmp_path, [*two_step_trajectory(rng, "a", 0, reward=1.0), failed])
-    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), plan_settings(config()))
-    batch = load_batch(rollouts, plan, ["a"], "step")
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config())
+    batch = load_batch(rollouts, plan, ["a"], BatchConfig(sequence_layout="step"))
     assert len(batch.names) == 3
     assert not batch.trains.any()
 
@@ -250,8 +256,8 @@ def test_rows_without_temperature_or_logprobs_are_filled(tmp_path: Path) -> None
     rows = two_step_trajectory(rng, "a", 0, reward=1.0, rollout_logprobs=[-1.0] * 4)
     rows[0] |= {"temperature": 0.5, "rollout_logprobs": None}
     rollouts = scan(tmp_path, rows)
-    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), plan_settings(config()))
-    batch = load_batch(rollouts, plan, ["a"], "step")
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config())
+    batch = load_batch(rollouts, plan, ["a"], BatchConfig(sequence_layout="step"))
     assert batch.temperature.tolist() == [0.5] * 4 + [1.0] * 4
     assert batch.rollout_logprobs.isnan().tolist() == [True] * 4 + [False] * 4
     assert batch.names[1] == "trajectory 'a_0', row 1"
@@ -266,8 +272,8 @@ def test_index_counts_what_a_chain_forwards(tmp_path: Path) -> None:
     rollouts = scan(tmp_path, rows)
     index = index_rows(rollouts)
     assert index["num_forwarded_tokens"].to_list() == [3, 1, 3]
-    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), plan_settings(config()))
-    batch = load_batch(rollouts, plan, ["a"], "step")
+    plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config())
+    batch = load_batch(rollouts, plan, ["a"], BatchConfig(sequence_layout="step"))
     lengths = chain_lengths(batch.prompts, batch.responses, batch.trains)
     assert lengths.tolist() == index["num_forwarded_tokens"].to_list()
 
@@ -346,7 +352,7 @@ def test_unknown_logprobs_mode_hints_first_at_recording_it(tmp_path: Path) -> No
     assert hints[None].startswith(
         "convert with --logprobs-mode, or pass metadata=rollout_io.read_metadata(DS) when rewriting"
     )
-    assert hints["raw"].startswith("pass --set tis_ratio_type=none")
+    assert hints["raw"].startswith("pass --set loss.tis_ratio_type=none")
     assert hints[None].endswith(hints["raw"])
 
 

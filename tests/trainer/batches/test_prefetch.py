@@ -14,6 +14,7 @@ import pytest
 import trainer
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.batches.prefetch import one_ahead
 
@@ -94,10 +95,10 @@ def test_a_dataset_in_an_object_store_trains_as_a_local_one_does(
     one_each = {"groups_per_batch": 1, "groups_per_mini_batch": 1, "learning_rate": 1e-3}
     for name, dataset in (("local", local), ("remote", remote)):
         paths = {"dataset": dataset, "model": model, "out": str(tmp_path / name)}
-        assert trainer.train(trainer.TrainConfig(**paths, **one_each)).num_updates == 3
+        assert trainer.train(train_config(**paths, **one_each)).num_updates == 3
     assert lines_of(tmp_path / "remote") == lines_of(tmp_path / "local")
 
 
 def test_a_run_in_an_object_store_is_refused() -> None:
     with pytest.raises(RolloutError, match="out: found memory://bucket/run; expected a local"):
-        trainer.TrainConfig(dataset="ds", model="m", out="memory://bucket/run")
+        train_config(dataset="ds", model="m", out="memory://bucket/run")

@@ -3,68 +3,117 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import trainer
 from schemas.errors import RolloutError
+from tests.helpers.configs import SECTIONS, from_saved
 from tests.helpers.trainer_helpers import group_rows, write_dataset
 from trainer.cli.train import how_to_resume
-from trainer.config.loss_config import LossConfig
 from trainer.config.train_config import TrainConfig, load_config, save_config
 
-PATHS = ["dataset=ds", "model=m", "out=o"]
+PATHS = ["data.dataset=ds", "model.path=m", "run.out=o"]
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
-    file.write_text('dataset = "a"\nmodel = "m"\nout = "o"\nseed = 3\nlearning_rate = 1e-5\n')
-    config = load_config(file, ["seed=4", "dataset=runs=1"])
-    assert (config.seed, config.dataset, config.learning_rate) == (4, "runs=1", 1e-5)
+    file.write_text(
+        '[data]\ndataset = "a"\n[model]\npath = "m"\n[run]\nout = "o"\nseed = 3\n'
+        "[optimizer]\nlearning_rate = 1e-5\n"
+    )
+    config = load_config(file, ["run.seed=4", "data.dataset=runs=1"])
+    assert (config.run.seed, config.data.dataset, config.optimizer.learning_rate) == (
+        4,
+        "runs=1",
+        1e-5,
+    )
 
 
 def test_values_are_typed_by_their_field() -> None:
     texts = [
-        "tis_ratio_type=none",
-        "betas=[0.5, 0.9]",
-        "gradient_checkpointing=true",
-        "max_updates=2",
+        "loss.tis_ratio_type=none",
+        "optimizer.betas=[0.5, 0.9]",
+        "model.gradient_checkpointing=true",
+        "batch.max_updates=2",
     ]
-    config = load_config(None, [*PATHS, *texts, "out=2024", 'trackers=["tensorboard"]'])
-    assert (config.tis_ratio_type, config.betas, config.gradient_checkpointing) == (
+    config = load_config(None, [*PATHS, *texts, "run.out=2024", 'run.trackers=["tensorboard"]'])
+    assert (
+        config.loss.tis_ratio_type,
+        config.optimizer.betas,
+        config.model.gradient_checkpointing,
+    ) == (
         None,
         (0.5, 0.9),
         True,
     )
-    assert (config.max_updates, config.out, config.trackers) == (2, "2024", ("tensorboard",))
+    assert (config.batch.max_updates, config.run.out, config.run.trackers) == (
+        2,
+        "2024",
+        ("tensorboard",),
+    )
 
 
 def test_options_win_over_the_file_and_set_over_both(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
-    file.write_text('dataset = "a"\nmodel = "m"\nout = "o"\n')
-    config = load_config(file, ["out=by_set"], dataset='runs=1,"x"', out="by_option")
-    assert (config.dataset, config.model, config.out) == ('runs=1,"x"', "m", "by_set")
+    file.write_text('[data]\ndataset = "a"\n[model]\npath = "m"\n[run]\nout = "o"\n')
+    config = load_config(
+        file, ["run.out=by_set"], {"data.dataset": 'runs=1,"x"', "run.out": "by_option"}
+    )
+    assert (config.data.dataset, config.model.path, config.run.out) == ('runs=1,"x"', "m", "by_set")
 
 
 def test_unknown_key_fails_with_the_nearest_name() -> None:
     with pytest.raises(RolloutError, match="learning_rat`") as error:
-        load_config(None, [*PATHS, "learning_rat=1"])
-    assert error.value.hint == "did you mean `learning_rate`?"
+        load_config(None, [*PATHS, "optimizer.learning_rat=1"])
+    assert error.value.hint == "did you mean `optimizer.learning_rate`?"
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("eps_clip_high", "loss.eps_clip_high"),
+        ("learning_rat", "optimizer.learning_rate"),
+        ("loss.learning_rate", "optimizer.learning_rate"),
+        ("advantage_estimator", "advantage.estimator"),
+        ("loss_reduction", "loss.reduction"),
+    ],
+)
+def test_a_key_outside_its_section_names_the_section(tmp_path: Path, key: str, place: str) -> None:
+    file = tmp_path / "c.toml"
+    table, dot, name = key.rpartition(".")
+    file.write_text(f"[{table}]\n{name} = 1\n" if dot else f"{key} = 1\n")
+    for arguments in ((None, [*PATHS, f"{key}=1"]), (file, PATHS)):
+        with pytest.raises(RolloutError, match=r"unknown key .*\[config_key\]") as error:
+            load_config(*arguments)
+        section = place.partition(".")[0]
+        assert error.value.hint == f"did you mean `{place}`? It belongs in [{section}]"
+
+
+@pytest.mark.parametrize(("key", "place"), [("model", "model.path"), ("loss", "loss.KEY")])
+def test_a_section_that_is_set_like_a_key_names_a_key(tmp_path: Path, key: str, place: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(f'{key} = "m"\n')
+    for arguments in ((None, [*PATHS, f"{key}=m"]), (file, PATHS)):
+        with pytest.raises(RolloutError) as error:
+            load_config(*arguments)
+        assert (error.value.hint or "").startswith(f"[{key}] is a section: set `{place}")
 
 
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("seed=many", "seed=many"),
-        ("seed=none", "seed"),
-        ("groups_per_batch=1.5", "groups_per_batch"),
-        ("sequence_layout=trees", "sequence_layout"),
-        ("token_tis_ratio_clip_high=0", "token_tis_ratio_clip_high"),
-        ("learning_rate=nan", "learning_rate"),
-        ("betas=[0.9, 1.0]", "betas"),
-        ("eps_clip_low=1.5", "eps_clip_low"),
-        ("max_updates=0", "max_updates"),
-        ("seed", "key=value"),
+        ("run.seed=many", "run.seed=many"),
+        ("run.seed=none", "seed"),
+        ("batch.groups_per_batch=1.5", "groups_per_batch"),
+        ("batch.sequence_layout=trees", "sequence_layout"),
+        ("loss.token_tis_ratio_clip_high=0", "token_tis_ratio_clip_high"),
+        ("optimizer.learning_rate=nan", "learning_rate"),
+        ("optimizer.betas=[0.9, 1.0]", "betas"),
+        ("loss.eps_clip_low=1.5", "eps_clip_low"),
+        ("batch.max_updates=0", "max_updates"),
+        ("run.seed", "key=value"),
     ],
 )
 def test_bad_value_is_refused_and_named(override: str, named: str) -> None:
@@ -76,12 +125,12 @@ def test_bad_value_is_refused_and_named(override: str, named: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("outcome=mean", 'found "mean"; expected one of last, sum'),
-        ("learning_rate=fast", 'found "fast"; expected a number'),
-        ("seed=1.5", "found 1.5; expected a whole number"),
-        ("normalize_by_std=1", "found 1; expected true or false"),
-        ("tis_ratio_type=high", 'found "high"; expected one of auto, token, sequence or none'),
-        ("betas=[0.9]", r"found \[0.9\]; expected a list \[a number, a number\]"),
+        ("data.outcome=mean", 'found "mean"; expected one of last, sum'),
+        ("optimizer.learning_rate=fast", 'found "fast"; expected a number'),
+        ("run.seed=1.5", "found 1.5; expected a whole number"),
+        ("advantage.normalize_by_std=1", "found 1; expected true or false"),
+        ("loss.tis_ratio_type=high", 'found "high"; expected one of auto, token, sequence or none'),
+        ("optimizer.betas=[0.9]", r"found \[0.9\]; expected a list \[a number, a number\]"),
     ],
 )
 def test_value_of_another_type_says_what_is_expected_in_words(override: str, message: str) -> None:
@@ -91,20 +140,23 @@ def test_value_of_another_type_says_what_is_expected_in_words(override: str, mes
 
 def test_text_for_a_list_shows_how_to_write_one() -> None:
     with pytest.raises(RolloutError) as error:
-        load_config(None, [*PATHS, "trackers=tensorboard"])
-    shown = """--set 'trackers=["tensorboard"]'"""
+        load_config(None, [*PATHS, "run.trackers=tensorboard"])
+    shown = """--set 'run.trackers=["tensorboard"]'"""
     assert shown in (error.value.hint or "")
     [override] = shlex.split(shown)[1:]
-    assert load_config(None, [*PATHS, override]).trackers == ("tensorboard",)
+    assert load_config(None, [*PATHS, override]).run.trackers == ("tensorboard",)
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('learning_rate = "1e-5"', 'key learning_rate: found "1e-5"; expected a number'),
-        ('normalize_by_std = "false"', 'found "false"; expected true or false'),
-        ('max_updates = "2"', 'found "2"; expected a whole number or none'),
-        ("dataset = 3", "found 3; expected text"),
+        (
+            '[optimizer]\nlearning_rate = "1e-5"',
+            'key optimizer.learning_rate: found "1e-5"; expected a number',
+        ),
+        ('[advantage]\nnormalize_by_std = "false"', 'found "false"; expected true or false'),
+        ('[batch]\nmax_updates = "2"', 'found "2"; expected a whole number or none'),
+        ("[data]\ndataset = 3", "found 3; expected text"),
     ],
 )
 def test_quoted_values_in_a_file_stay_text(tmp_path: Path, line: str, expected: str) -> None:
@@ -116,24 +168,24 @@ def test_quoted_values_in_a_file_stay_text(tmp_path: Path, line: str, expected: 
 
 def test_none_in_a_file_is_quoted(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
-    file.write_text('tis_ratio_type = "none"\ndataset = "none"')
+    file.write_text('[loss]\ntis_ratio_type = "none"\n[data]\ndataset = "none"')
     config = load_config(file, PATHS[1:])
-    assert (config.tis_ratio_type, config.dataset) == (None, "none")
+    assert (config.loss.tis_ratio_type, config.data.dataset) == (None, "none")
 
 
 def test_a_seed_beyond_numpys_is_refused() -> None:
-    assert load_config(None, [*PATHS, f"seed={2**32 - 1}"]).seed == 2**32 - 1
+    assert load_config(None, [*PATHS, f"run.seed={2**32 - 1}"]).run.seed == 2**32 - 1
     with pytest.raises(
         RolloutError, match=r"seed: found 4294967296; expected a number below 2\^32"
     ):
-        load_config(None, [*PATHS, f"seed={2**32}"])
+        load_config(None, [*PATHS, f"run.seed={2**32}"])
 
 
 def test_conflict_names_both_fields() -> None:
     with pytest.raises(
-        RolloutError, match="groups_per_batch and groups_per_mini_batch: found 8 and 3"
+        RolloutError, match=r"batch.groups_per_batch and batch.groups_per_mini_batch: found 8 and 3"
     ):
-        load_config(None, [*PATHS, "groups_per_mini_batch=3"])
+        load_config(None, [*PATHS, "batch.groups_per_mini_batch=3"])
 
 
 @pytest.mark.parametrize("text", ["seed = ", "\xff"])
@@ -150,20 +202,21 @@ def test_missing_file_is_a_clean_error(tmp_path: Path) -> None:
 
 
 def test_missing_model_is_named() -> None:
-    with pytest.raises(RolloutError, match="Missing key: model"):
-        load_config(None, ["dataset=ds", "out=o"])
+    with pytest.raises(RolloutError, match=r"Missing key: model\.path"):
+        load_config(None, ["data.dataset=ds", "run.out=o"])
 
 
 def test_saved_config_loads_again(tmp_path: Path) -> None:
-    config = load_config(None, [*PATHS, "tis_ratio_type=none", "betas=[0.1,0.2]"])
+    config = load_config(None, [*PATHS, "loss.tis_ratio_type=none", "optimizer.betas=[0.1,0.2]"])
     save_config(config, tmp_path / "config.json")
     values = json.loads((tmp_path / "config.json").read_text())
-    assert TrainConfig(**values | {"betas": (0.1, 0.2), "trackers": ()}) == config
+    assert from_saved(TrainConfig, values) == config
 
 
-@pytest.mark.parametrize("kind", [TrainConfig, LossConfig])
-def test_every_field_is_documented(kind: type[LossConfig]) -> None:
+@pytest.mark.parametrize("kind", [TrainConfig, *SECTIONS.values()])
+def test_every_field_is_documented(kind: type[Any]) -> None:
     source = Path(sys.modules[kind.__module__].__file__ or "").read_text()
+    source = source.split(f"class {kind.__name__}", 1)[1]
     for name in kind.__slots__:
         after = source.split(f"\n    {name}: ", 1)[1].split("\n", 2)[1]
         assert after.strip().startswith('"""'), name
@@ -203,7 +256,7 @@ def test_missing_torch_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import trainer\n"
-        "try: trainer.train(trainer.TrainConfig(dataset='d', model='m', out='o'))\n"
+        "try: trainer.train(trainer.load_config(None, ['data.dataset=d', 'model.path=m', 'run.out=o']))\n"
         "except trainer.RolloutError as error: print(error.hint)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -213,19 +266,20 @@ def test_missing_torch_names_the_extra() -> None:
 def test_public_names() -> None:
     own_functions = {"AdvantageEstimator", "CriticAdvantages", "LossReduction", "PolicyLoss"}
     verbs = {"TrainConfig", "dry_run", "load_config", "train"}
+    verbs |= {f"{name.capitalize()}Config" for name in SECTIONS if name != "loop"}
     assert set(trainer.__all__) == verbs | own_functions | {"TokenLoss"}
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("groups_per_batch=0", "a whole number >= 1"),
-        ("seed=-1", "a whole number >= 0"),
-        ("weight_decay=inf", "a finite number >= 0"),
-        ("learning_rate=0", "a finite number > 0"),
-        ("gamma=1.5", r"a number in \[0, 1\]"),
-        ("clip_ratio_c=1", "a finite number > 1"),
-        ("clip_cov_ratio=nan", r"a number in \[0, 1\]"),
+        ("batch.groups_per_batch=0", "a whole number >= 1"),
+        ("run.seed=-1", "a whole number >= 0"),
+        ("optimizer.weight_decay=inf", "a finite number >= 0"),
+        ("optimizer.learning_rate=0", "a finite number > 0"),
+        ("advantage.gamma=1.5", r"a number in \[0, 1\]"),
+        ("loss.clip_ratio_c=1", "a finite number > 1"),
+        ("loss.clip_cov_ratio=nan", r"a number in \[0, 1\]"),
     ],
 )
 def test_numbers_are_held_to_the_bounds_of_their_annotation(override: str, expected: str) -> None:

@@ -19,13 +19,21 @@ def shown(capsys, *arguments):
 
 
 def test_show_config_prints_toml_that_gives_the_same_configuration(shop_dataset, tmp_path, capsys):
-    own = ["--set", "trackers=['tensorboard']"]
+    own = ["--set", "run.trackers=['tensorboard']"]
     arguments = [str(shop_dataset), "--model", "m", "-o", str(tmp_path / "run"), *own, *OPTIONS]
     text = shown(capsys, *arguments)
     (tmp_path / "again.toml").write_text(text)
     again = load_config(tmp_path / "again.toml", [])
-    assert (again.learning_rate, again.max_updates, again.advantage_estimator) == (2e-5, 3, "rloo")
-    assert (again.outcome, again.merge_rule, again.max_row_tokens) == ("last", "lineage", None)
+    assert (
+        again.optimizer.learning_rate,
+        again.batch.max_updates,
+        again.advantage.estimator,
+    ) == (2e-5, 3, "rloo")
+    assert (again.data.outcome, again.batch.merge_rule, again.batch.max_row_tokens) == (
+        "last",
+        "lineage",
+        None,
+    )
     assert again == resolved(again)
     assert not (tmp_path / "run").exists()
 
@@ -33,18 +41,18 @@ def test_show_config_prints_toml_that_gives_the_same_configuration(shop_dataset,
 def test_show_config_quotes_every_text_as_toml_reads_it(shop_dataset, capsys):
     name = "m\U0001f600\x7f\u2028"
     arguments = [str(shop_dataset), "--model", name, "--out", "o"]
-    assert tomllib.loads(shown(capsys, *arguments))["model"] == name
-    assert json.loads(shown(capsys, *arguments, "--json"))["model"] == name
+    assert tomllib.loads(shown(capsys, *arguments))["model"]["path"] == name
+    assert json.loads(shown(capsys, *arguments, "--json"))["model"]["path"] == name
 
 
 def test_options_override_the_file_and_set_overrides_options(shop_dataset, tmp_path, capsys):
-    (tmp_path / "f.toml").write_text("learning_rate = 1.0\nmax_updates = 9\n")
+    (tmp_path / "f.toml").write_text("[optimizer]\nlearning_rate = 1.0\n[batch]\nmax_updates = 9\n")
     arguments = [str(shop_dataset), "--model", "m", "--out", "o", "--config", tmp_path / "f.toml"]
     arguments = [*map(str, arguments), "--lr", "0.5"]
     found = tomllib.loads(shown(capsys, *arguments))
-    assert (found["learning_rate"], found["max_updates"]) == (0.5, 9)
-    found = tomllib.loads(shown(capsys, *arguments, "--set", "learning_rate=0.25"))
-    assert found["learning_rate"] == 0.25
+    assert (found["optimizer"]["learning_rate"], found["batch"]["max_updates"]) == (0.5, 9)
+    found = tomllib.loads(shown(capsys, *arguments, "--set", "optimizer.learning_rate=0.25"))
+    assert found["optimizer"]["learning_rate"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -80,12 +88,12 @@ def test_options_of_rl_set_keys_of_its_table(tmp_path, monkeypatch):
     (tmp_path / "t.jsonl").write_text("")
     config = tmp_path / "rl.toml"
     config.write_text(
-        f'model = "m"\ntasks = "{tmp_path}/t.jsonl"\nnum_iterations = 1\n'
+        f'[model]\npath = "m"\n[loop]\ntasks = "{tmp_path}/t.jsonl"\nnum_iterations = 1\n'
         '[generate]\nenvironment = "gsm8k"\ngroup_size = 4\n'
     )
     command = ["rl", str(config), "--out", str(tmp_path / "run"), "--lr", "2e-5"]
     assert run([*command, "--algorithm", "rloo"]) == 2
-    assert (seen[0].learning_rate, seen[0].advantage_estimator) == (2e-5, "rloo")
+    assert (seen[0].optimizer.learning_rate, seen[0].advantage.estimator) == (2e-5, "rloo")
 
 
 def test_toml_has_every_kind_of_value():

@@ -17,14 +17,13 @@ from tests.helpers.architectures import (
     verdict,
     windows_seen,
 )
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, write_dataset
 from tests.trainer.models.test_trained_parameters import UNUSED, without_gradient
-from trainer.config.train_config import TrainConfig
 from trainer.distributed.start import start_processes
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy, load_policy
 from trainer.models.self_check import check_policy
-from trainer.run.settings import adapter_settings
 
 FEW = {"cohere2", "exaone4", "gpt2", "jetmoe", "qwen3_moe", "phimoe, LongRoPE"}
 
@@ -44,10 +43,8 @@ def test_an_architecture_is_right_in_each_layout_or_refused(kind: str, tmp_path:
     assert found.gradient < 1e-4
     if found.policy:
         assert not without_gradient(found.policy)
-        config = TrainConfig(dataset="d", model="m", out="o", lora_rank=2)
-        adapters = refusal(
-            lambda policy: add_adapter(policy, adapter_settings(config)), found.policy
-        )
+        config = train_config(dataset="d", model="m", out="o", lora_rank=2)
+        adapters = refusal(lambda policy: add_adapter(policy, config.model.path), found.policy)
         assert adapters in (None, "lora_target_modules")
         assert refusal(Policy.checkpoint_layers, found.policy) in (None, "gradient_checkpointing")
     if found.policy and found.windowed:
@@ -68,8 +65,8 @@ def test_an_architecture_trains_in_two_processes_and_its_checkpoint_loads(
     tiny_model(kind).save_pretrained(tmp_path / "model")
     dataset = write_dataset(tmp_path / "ds", group_rows(2, (1.0, 0.0), temperature=1.0))
     given = ["train", dataset, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "run")]
-    sizes = ["--set", "groups_per_batch=2", "--set", "groups_per_mini_batch=1"]
-    assert start_processes(2, [*given, *sizes, "--set", "num_epochs=2", "-q"], "resume") == 0
+    sizes = ["--set", "batch.groups_per_batch=2", "--set", "batch.groups_per_mini_batch=1"]
+    assert start_processes(2, [*given, *sizes, "--set", "batch.num_epochs=2", "-q"], "resume") == 0
     saved = tmp_path / "run" / "checkpoints" / "global_step_4"
     trained = load_policy(str(saved), logprob_chunk_tokens=64)
     first = load_policy(str(tmp_path / "model"), logprob_chunk_tokens=64)

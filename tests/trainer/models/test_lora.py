@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import trainer
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     forests_of,
     group_rows,
@@ -31,7 +32,6 @@ from tests.trainer.models.test_attention import tiny
 from trainer.config.train_config import TrainConfig
 from trainer.models.lora import WithoutAdapter, add_adapter, save_model
 from trainer.models.policy import Policy
-from trainer.run.settings import adapter_settings
 from trainer.run.update import policy_logprobs
 
 ROWS = [
@@ -44,13 +44,13 @@ TIMES = {"seconds", "tokens_per_s"}
 
 
 def config_of(**settings: Any) -> TrainConfig:
-    return TrainConfig(dataset="d", model="m", out="o", **({"lora_rank": 4} | settings))
+    return train_config(dataset="d", model="m", out="o", **({"lora_rank": 4} | settings))
 
 
 def adapted_policy(*, checkpointed: bool = False, chunk: int = 1024, **settings: Any) -> Policy:
     """A tiny policy whose adapters say something."""
     policy = tiny_policy(chunk=chunk)
-    add_adapter(policy, adapter_settings(config_of(**settings)))
+    add_adapter(policy, config_of(**settings).model)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.model.named_parameters():
         if "lora_B" in name:
@@ -72,7 +72,7 @@ def run(paths: dict[str, str], out: Path, *, resume: bool = False, **settings: A
     """Four updates, all of one batch."""
     defaults = {"learning_rate": 1e-2, "groups_per_batch": 2, "groups_per_mini_batch": 1}
     given = {"epochs_per_batch": 2, "save_every_updates": 1, "lora_rank": 4, "kl_loss_coef": 0.1}
-    config = TrainConfig(**(paths | defaults | given | settings), out=str(out))
+    config = train_config(**(paths | defaults | given | settings), out=str(out))
     return trainer.train(config, resume=resume)
 
 
@@ -183,7 +183,7 @@ def test_a_run_that_is_resumed_is_bit_for_bit_one_that_was_not(
 
 @pytest.mark.slow
 def test_the_critic_of_gae_trains_whole(paths: dict[str, str], tmp_path: Path) -> None:
-    run(paths, tmp_path, advantage_estimator="gae", critic_learning_rate=1e-2)
+    run(paths, tmp_path, estimator="gae", critic_learning_rate=1e-2)
     checkpoint = tmp_path / "checkpoints" / "global_step_4"
     start, end = (
         load_file(Path(path) / "model.safetensors")
@@ -231,7 +231,7 @@ def test_a_mixture_of_experts_has_adapters_in_its_attention_by_default(
     kind: str, tmp_path: Path
 ) -> None:
     policy = Policy(tiny(kind, **MIXTURE), logprob_chunk_tokens=8)
-    add_adapter(policy, adapter_settings(config_of()))
+    add_adapter(policy, config_of().model)
     trained = {n for n, p in policy.model.named_parameters() if p.requires_grad}
     assert {name.split(".")[4] for name in trained} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     for name, parameter in policy.model.named_parameters():
@@ -247,7 +247,7 @@ def test_a_mixture_of_experts_has_adapters_in_its_attention_by_default(
 def test_experts_and_routers_are_refused_with_a_hint_that_works(targets: tuple[str, ...]) -> None:
     policy = Policy(tiny("qwen3_moe", **MIXTURE), logprob_chunk_tokens=8)
     with pytest.raises(RolloutError, match=r"m: .*adapters.*\[lora_target_modules\]") as error:
-        add_adapter(policy, adapter_settings(config_of(lora_target_modules=targets)))
+        add_adapter(policy, config_of(lora_target_modules=targets).model)
     names = "k_proj, o_proj, q_proj, v_proj"
     assert error.value.hint == f"leave lora_target_modules out to add adapters to {names}"
 
@@ -255,7 +255,7 @@ def test_experts_and_routers_are_refused_with_a_hint_that_works(targets: tuple[s
 def test_a_model_without_linear_layers_is_refused_with_a_hint_that_works() -> None:
     policy = Policy(tiny("gpt2"), logprob_chunk_tokens=8)
     with pytest.raises(RolloutError, match=r"m: .*adapters.*\[lora_target_modules\]") as error:
-        add_adapter(policy, adapter_settings(config_of()))
+        add_adapter(policy, config_of().model)
     assert error.value.hint == "leave lora_rank out to train all weights"
 
 
@@ -264,8 +264,11 @@ def test_a_model_without_linear_layers_is_refused_with_a_hint_that_works() -> No
     [
         ({"lora_rank": 0}, "lora_rank"),
         ({"lora_alpha": 0}, "lora_alpha"),
-        ({"lora_target_modules": ()}, "lora_target_modules and lora_rank"),
-        ({"lora_target_modules": ("q_proj",), "lora_rank": None}, r"lora_target_\w+ and lora_rank"),
+        ({"lora_target_modules": ()}, "model.lora_target_modules and model.lora_rank"),
+        (
+            {"lora_target_modules": ("q_proj",), "lora_rank": None},
+            r"lora_target_\w+ and model.lora_rank",
+        ),
     ],
 )
 def test_bad_settings_are_refused_by_name(settings: dict[str, Any], keys: str) -> None:

@@ -13,16 +13,16 @@ from transformers import get_scheduler
 
 import trainer
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.config.train_config import TrainConfig
-from trainer.models.optimizer import make_optimizer
-from trainer.run.settings import optimizer_settings, rate_schedule
+from trainer.models.optimizer import make_optimizer, rate_factor
 
 TIMES = {"seconds", "tokens_per_s"}
 
 
 def config_of(**settings: Any) -> TrainConfig:
-    return TrainConfig(dataset="d", model="m", out="o", **settings)
+    return train_config(dataset="d", model="m", out="o", **settings)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def run(paths: dict[str, str], out: Path, *, resume: bool = False, **settings: A
     """A mini-batch of each of the three groups, twice."""
     defaults: dict[str, Any] = {"groups_per_batch": 1, "groups_per_mini_batch": 1, "num_epochs": 2}
     given = defaults | {"learning_rate": 1e-3, "save_every_updates": 1} | settings
-    return trainer.train(TrainConfig(**paths, **given, out=str(out)), resume=resume)
+    return trainer.train(train_config(**paths, **given, out=str(out)), resume=resume)
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
@@ -64,14 +64,14 @@ def test_schedules_are_those_computed_by_hand(
     schedule: str, warmup: int, expected: list[float]
 ) -> None:
     config = config_of(learning_rate_schedule=schedule, warmup_updates=warmup)
-    found = [rate_schedule(config, 6).factor(s) for s in range(6)]
+    found = [rate_factor(config.optimizer, 6, s) for s in range(6)]
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_a_warmup_as_long_as_the_run_leaves_no_rate_undefined(schedule: str) -> None:
     config = config_of(learning_rate_schedule=schedule, warmup_updates=6)
-    rates = [rate_schedule(config, 6).factor(s) for s in range(7)]
+    rates = [rate_factor(config.optimizer, 6, s) for s in range(7)]
     assert rates[5:] == [6 / 7, 1.0]  # the run asks once more after its last update
 
 
@@ -82,7 +82,7 @@ def test_schedules_are_those_of_transformers_after_the_warmup(schedule: str) -> 
     config = config_of(learning_rate_schedule=schedule, warmup_updates=3)
     for step in range(20):
         if step >= 3:
-            ours = rate_schedule(config, 20).factor(step)
+            ours = rate_factor(config.optimizer, 20, step)
             assert math.isclose(ours, optimizer.param_groups[0]["lr"], rel_tol=1e-12)
         optimizer.step()
         theirs.step()
@@ -103,7 +103,7 @@ def test_a_run_steps_at_the_rates_of_the_schedule_which_skipped_mini_batches_do_
 def test_the_critic_steps_at_the_rates_of_the_schedule(
     paths: dict[str, str], tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"advantage_estimator": "gae", "max_updates": 1}
+    settings: dict[str, Any] = {"estimator": "gae", "max_updates": 1}
     run(paths, tmp_path / "warm", critic_learning_rate=0.2, warmup_updates=1, **settings)
     run(paths, tmp_path / "half", critic_learning_rate=0.1, learning_rate=5e-4, **settings)
     for name in ("critic/model.safetensors", "critic/value_head.safetensors", "model.safetensors"):
@@ -162,7 +162,7 @@ def test_moments_of_8_bits_train_nearly_as_those_of_32(
 def test_a_missing_bitsandbytes_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     parameters = [torch.nn.Parameter(torch.zeros(1))]
-    config, device = config_of(optimizer="adamw_8bit"), torch.device("cpu")
+    config, device = config_of(algorithm="adamw_8bit"), torch.device("cpu")
     with pytest.raises(RolloutError, match="extra_installed") as error:
-        make_optimizer(parameters, optimizer_settings(config), learning_rate=1.0, device=device)
+        make_optimizer(parameters, config.optimizer, learning_rate=1.0, device=device)
     assert error.value.hint == 'pip install "rollout-io[bnb]"'

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, sigmoid
 
+from tests.helpers.configs import train_config
 from tests.helpers.routing_helpers import (
     FAMILIES,
     TOPK,
@@ -34,13 +35,11 @@ from tests.trainer.algorithms.test_advantages_critic import learner_of as critic
 from trainer.batches.data import Batch
 from trainer.batches.packing import cut_batch
 from trainer.batches.recorded_routes import Routes
-from trainer.config.train_config import TrainConfig
 from trainer.models.critic import Critic, critic_values
 from trainer.models.policy import Policy
-from trainer.run.settings import packing_of
 from trainer.run.update import policy_logprobs
 
-PACKING = packing_of(TrainConfig(dataset="d", model="m", out="o"))
+PACKING = train_config(dataset="d", model="m", out="o").batch
 EVERY = pytest.mark.parametrize("family", FAMILIES)
 
 

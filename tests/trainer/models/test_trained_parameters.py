@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from tests.helpers.architectures import tiny_model
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import tiny_policy
-from trainer.config.train_config import TrainConfig
 from trainer.models.critic import Critic
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy, load_policy
 from trainer.models.self_check import probe
 from trainer.models.trained_parameters import freeze_unused
-from trainer.run.settings import adapter_settings
 
 UNUSED = {
     "gemma3": "vision_tower",
@@ -54,8 +53,8 @@ def test_what_text_does_not_reach_is_frozen_and_gets_no_adapter(loaded: tuple[st
     assert not trained & frozen
     if kind == "afmoe":  # peft adapts none of its layers
         return
-    config = TrainConfig(dataset="d", model=path, out="o", lora_rank=2)
-    add_adapter(policy, adapter_settings(config))
+    config = train_config(dataset="d", model=path, out="o", lora_rank=2)
+    add_adapter(policy, config.model.path)
     adapters = [n for n, p in policy.named_parameters() if p.requires_grad]
     assert adapters
     assert not any("vision" in name for name in adapters)
@@ -66,10 +65,10 @@ def test_what_text_does_not_reach_is_frozen_and_gets_no_adapter(loaded: tuple[st
 def test_adapters_named_by_a_suffix_leave_a_vision_tower_out(tmp_path: Path) -> None:
     tiny_model("gemma3").save_pretrained(tmp_path)
     policy = load_policy(str(tmp_path), logprob_chunk_tokens=64)
-    config = TrainConfig(
+    config = train_config(
         dataset="d", model=str(tmp_path), out="o", lora_rank=2, lora_target_modules=("q_proj",)
     )
-    add_adapter(policy, adapter_settings(config))
+    add_adapter(policy, config.model.path)
     adapters = [n for n, p in policy.named_parameters() if p.requires_grad]
     assert adapters
     assert not any("vision" in name for name in adapters)

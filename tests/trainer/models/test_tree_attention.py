@@ -181,5 +181,5 @@ def test_a_model_that_goes_by_other_positions_packs_chains_and_is_refused_trees(
     with pytest.raises(RolloutError) as error:
         check_policy(policy, "tiny", trees=True)
     assert "of a branching tree differ" in str(error.value)
-    assert error.value.hint == "pass --set sequence_layout=merge, which packs only chains"
+    assert error.value.hint == "pass --set batch.sequence_layout=merge, which packs only chains"
     assert load_policy(save_tiny_model(tmp_path / "m"), logprob_chunk_tokens=8, trees=True)

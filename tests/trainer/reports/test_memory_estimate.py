@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
-from trainer.config.train_config import TrainConfig
 from trainer.reports.dry_run import dry_run
 from trainer.reports.dry_run_report import plan_text
 from trainer.reports.memory_estimate import Memory, _kept_by_a_forward, estimate_memory
@@ -22,7 +22,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def begun(paths: dict[str, str], tmp_path: Path, **settings: Any) -> TrainingRun:
-    return set_up(TrainConfig(**paths, out=str(tmp_path / "run"), **settings), resume=False)
+    return set_up(train_config(**paths, out=str(tmp_path / "run"), **settings), resume=False)
 
 
 def memory_of(paths: dict[str, str], tmp_path: Path, **settings: Any) -> tuple[Memory, int]:
@@ -42,7 +42,7 @@ def test_a_whole_policy_has_weights_gradients_two_moments_and_a_chunk_of_logits(
 
 
 def test_a_reference_and_a_critic_are_counted(paths: dict[str, str], tmp_path: Path) -> None:
-    memory, num = memory_of(paths, tmp_path, kl_loss_coef=0.1, advantage_estimator="gae")
+    memory, num = memory_of(paths, tmp_path, kl_loss_coef=0.1, estimator="gae")
     head, embedding = 32 + 1, 32 * VOCAB  # of the value head; the critic's logits do not train
     assert memory.reference == 4 * num
     assert memory.weights == 4 * (2 * num + head)
@@ -75,7 +75,7 @@ def test_settings_reach_the_optimizers_and_the_models(
     paths: dict[str, str], tmp_path: Path
 ) -> None:
     numbers = {"betas": (0.5, 0.6), "weight_decay": 0.25}
-    settings: dict[str, Any] = {"advantage_estimator": "gae", "logprob_chunk_tokens": 7}
+    settings: dict[str, Any] = {"estimator": "gae", "logprob_chunk_tokens": 7}
     run = begun(paths, tmp_path, **settings, **numbers)
     assert run.critic
     for optimizer in (run.learner.optimizer, run.critic.optimizer):
@@ -84,7 +84,7 @@ def test_settings_reach_the_optimizers_and_the_models(
 
 
 def test_a_dry_run_says_where_memory_is_short(paths: dict[str, str], tmp_path: Path) -> None:
-    plan = dry_run(TrainConfig(**paths, out=str(tmp_path / "run")))
+    plan = dry_run(train_config(**paths, out=str(tmp_path / "run")))
     assert plan.available_bytes is not None
     assert plan.memory.still_needed == plan.memory.total - plan.memory.weights
     assert "still to be allocated" not in plan_text(plan)

@@ -92,18 +92,18 @@ def check_replay(config, result, out):
     """Training on what was sampled makes the same updates, bit for bit."""
     again = replay(config, out)
     assert weights_of(again.checkpoint) == weights_of(result.checkpoint)
-    kept = [{k: v for k, v in x.items() if k not in LOOP_ONLY} for x in lines_of(config.out)]
+    kept = [{k: v for k, v in x.items() if k not in LOOP_ONLY} for x in lines_of(config.run.out)]
     assert kept == lines_of(out)
     check_same_tokens(config, out)
 
 
 def check_same_tokens(config, out):
     """The tokens are recorded at the rows of the iteration that sampled them."""
-    lines = [line for line in lines_of(config.out) if not line["skipped"]]
+    lines = [line for line in lines_of(config.run.out) if not line["skipped"]]
     assert len(list((out / "tokens").iterdir())) == len(lines) > 0
     for line in lines:
         name = f"tokens/global_step_{line['global_step']}.parquet"
-        records, again = pl.read_parquet(f"{config.out}/{name}"), pl.read_parquet(out / name)
+        records, again = pl.read_parquet(f"{config.run.out}/{name}"), pl.read_parquet(out / name)
         assert records.drop("dataset").equals(again.drop("dataset"))
         (dataset,) = records["dataset"].unique()
         rows = rollout_io.scan(dataset).select("trajectory_id", "step_index").collect()
@@ -116,7 +116,7 @@ def versions_of(config):
 
 
 def ids_in(config, part="rollouts"):
-    rows = rollout_io.scan(f"{config.out}/{part}/**/*.parquet").filter("is_last_step").collect()
+    rows = rollout_io.scan(f"{config.run.out}/{part}/**/*.parquet").filter("is_last_step").collect()
     return rows["trajectory_id"].to_list()
 
 
@@ -139,10 +139,10 @@ def test_each_iteration_trains_what_its_own_weights_sampled_and_train_replays_th
         "version_3",
     ]
     said = capsys.readouterr().err
-    assert said.startswith(f"no run in {config.out}: starting from the beginning\n")
+    assert said.startswith(f"no run in {config.run.out}: starting from the beginning\n")
     assert "iteration 3 of 3: reward 0." in said
     assert "the dataset's tokenizer" not in said.partition("iteration 3 of 3")[0]
-    assert command(["validate", f"{config.out}/rollouts/*"]) == 0
+    assert command(["validate", f"{config.run.out}/rollouts/*"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_greedy_calls_of_an_agent_are_masked_and_counted_and_end_no_run(tmp_path
     assert (result.num_iterations, result.num_greedy_rows) == (2, 12)
     rows = rows_of(config, 0)
     assert [any(mask) for mask in rows["loss_mask"]] == [True, True, False] * 6
-    assert [line["num_greedy_rows"] for line in lines_of(config.out)] == [3, 3, 3, 3]
+    assert [line["num_greedy_rows"] for line in lines_of(config.run.out)] == [3, 3, 3, 3]
     printed = capsys.readouterr().err
     assert (
         printed.count("warning: 6 rows sampled at temperature 0 will be excluded from training: ")
@@ -208,9 +208,7 @@ def test_groups_of_one_are_refused_where_trajectories_are_compared(tmp_path, mod
         RolloutError, match=r"\[generate\] group_size: found 1; expected at least 2"
     ):
         config_of(tmp_path, model, generate={"group_size": 1})
-    config_of(
-        tmp_path, model, generate={"group_size": 1}, train={"advantage_estimator": "reinforce++"}
-    )
+    config_of(tmp_path, model, generate={"group_size": 1}, train={"estimator": "reinforce++"})
 
 
 @pytest.mark.slow
@@ -319,11 +317,11 @@ def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_pat
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     file = tmp_path / "c.toml"
     file.write_text(as_toml(config))
-    assert command(["rl", str(file), "--out", config.out, "--resume", "--json"]) == 0
+    assert command(["rl", str(file), "--out", config.run.out, "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == dataclasses.asdict(result)
     assert {p.parent.name: p.read_bytes() for p in folder.rglob("*.parquet")} == shards
     assert [x for x in read_metrics(tmp_path / "run") if "evaluation/return_mean" in x] == lines
-    assert command(["rl", str(file), "--out", config.out, "--resume"]) == 0
+    assert command(["rl", str(file), "--out", config.run.out, "--resume"]) == 0
     said = capsys.readouterr()
     assert "reward " not in said.out
     assert "all iterations are already complete" in said.err
@@ -340,7 +338,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, model, monkeypatch, caps
     file.write_text(as_toml(config))
     if verb == "generate":
         environment = json.dumps(f"{HERE}:Interrupting")
-        given = f"model = {json.dumps(model)}\ntasks = {json.dumps(config.tasks)}\n"
+        given = f"model = {json.dumps(model)}\ntasks = {json.dumps(config.loop.tasks)}\n"
         file.write_text(f"{given}environment = {environment}\nmax_response_tokens = 4\n")
     assert command([verb, str(file), "--out", str(tmp_path / "out")]) == 130
     said = capsys.readouterr().err
@@ -384,7 +382,7 @@ def test_groups_without_variance_are_dropped_and_others_sampled_in_their_place(
     assert dropped <= {"t0", "t1", "t2"}
     assert {name[:2] for name in ids_in(config)} == {"t3", "t4", "t5"}
     assert versions_of(config) == [{0}, {1}, {2}]
-    counts = [line.get("num_dropped_groups", 0) for line in lines_of(config.out)]
+    counts = [line.get("num_dropped_groups", 0) for line in lines_of(config.run.out)]
     assert sum(counts) * 3 == len(ids_in(config, "dropped")) > 0
     check_replay(config, result, tmp_path / "again")
     tasks.write_text("\n".join(map(json.dumps, lines[:3])))
@@ -396,7 +394,7 @@ def test_groups_without_variance_are_dropped_and_others_sampled_in_their_place(
 
 VARIANTS = {
     "gae": {
-        "advantage_estimator": "gae",
+        "estimator": "gae",
         "critic_learning_rate": 1e-3,
         "kl_reward_coef": 0.1,
         "kl_ctrl_type": "adaptive",
@@ -410,7 +408,7 @@ VARIANTS = {
         "warmup_updates": 2,
     },
     "kl_cov": {"policy_loss_type": "kl_cov", "outcome": "sum"},
-    "tree": {"sequence_layout": "tree", "advantage_estimator": "reinforce++"},
+    "tree": {"sequence_layout": "tree", "estimator": "reinforce++"},
 }
 
 
@@ -433,9 +431,9 @@ def test_whatever_trains_a_run_that_is_resumed_is_replayed_by_train(tmp_path, mo
     with pytest.raises(RolloutError, match="engine_down"):
         rl.run(config, open_engine=dying)
     check_replay(config, rl.run(config, resume=True), tmp_path / "again")
-    rates = {line["learning_rate"] for line in lines_of(config.out)}
+    rates = {line["learning_rate"] for line in lines_of(config.run.out)}
     assert (len(rates) > 1) == (name == "lora")
-    assert [line["iteration"] for line in lines_of(config.out)] == [k // 4 for k in range(20)]
+    assert [line["iteration"] for line in lines_of(config.run.out)] == [k // 4 for k in range(20)]
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path, model, monkeypatch):

@@ -39,14 +39,14 @@ def stale(sampling):
 def test_weights_that_were_not_loaded_are_reported(tmp_path, model, capsys):
     config = config_of(tmp_path, model, generate=LONG, train=FAST, num_iterations=2)
     rl.run(config, open_engine=stale)
-    first = [line for line in lines_of(config.out) if "num_audited_rows" in line]
+    first = [line for line in lines_of(config.run.out) if "num_audited_rows" in line]
     assert [line["num_audited_rows"] for line in first] == [4, 4]
     assert [line["num_mismatched_rows"] for line in first] == [0, 4]
     said = capsys.readouterr().err
     assert "warning: 4 of 4 audited rows were not sampled as labelled; trajectory 't" in said
     assert "sampled by version 0, labelled 1" in said
     assert "new weights were not loaded into the engine" in said
-    ask = Asked(config.out)
+    ask = Asked(config.run.out)
     assert ask("/api/sources")["warnings"] == []
     for dataset, expected in (("d0", {None, "none"}), ("d1", {None, "version"})):
         found = ask(f"/api/datasets/{dataset}/trajectories")
@@ -63,8 +63,8 @@ def test_a_mismatch_stops_the_run(tmp_path, model):
     with pytest.raises(RolloutError, match="weights_mismatch") as error:
         rl.run(config, open_engine=stale)
     assert "sampled by version 0, labelled 1" in str(error.value)
-    assert "--set on_mismatch=warn" in error.value.hint
-    assert {line["iteration"] for line in lines_of(config.out)} == {0}
+    assert "--set loop.on_mismatch=warn" in error.value.hint
+    assert {line["iteration"] for line in lines_of(config.run.out)} == {0}
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_a_mismatch_stops_the_run(tmp_path, model):
 def test_rows_sampled_as_labelled_pass(tmp_path, model, capsys, audit_rows):
     config = config_of(tmp_path, model, generate=LONG, train=FAST, audit_rows=audit_rows)
     rl.run(config)
-    first = [line for line in lines_of(config.out) if "staleness_mean" in line]
+    first = [line for line in lines_of(config.run.out) if "staleness_mean" in line]
     found = [(line.get("num_audited_rows"), line.get("num_mismatched_rows")) for line in first]
     assert found == [(3, 0) if audit_rows else (None, None)] * 3
     assert "not sampled as labelled" not in capsys.readouterr().err

@@ -13,28 +13,31 @@ from pipelines.generation.tasks import Task
 from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
+from tests.helpers.configs import rl_config
 from tests.helpers.rl_helpers import config_of
 from trainer.batches.forest import RowLimit
-from trainer.rl import RlConfig, load_rl_config
+from trainer.rl import load_rl_config
 from trainer.rl.schedule import num_allowed, place
 from trainer.rl.task_order import check_names, shuffled_tasks
 from trainer.rl.updates import check_lengths
 
 TOML = """
-model = "m"
+[model]
+path = "m"
+[loop]
 tasks = "t.jsonl"
 num_iterations = 3
 [generate]
 environment = "gsm8k"
 group_size = 4
-[train]
+[optimizer]
 learning_rate = 1e-5
 """
 
 
 def test_overrides_reach_into_inline_tables(tmp_path):
     text = TOML + 'env_configs = {"m:E" = {url = "u"}}\n[evaluate]\ntasks = "e.jsonl"\n'
-    text = text.replace("[train]\n", "").replace("learning_rate = 1e-5\n", "")
+    text = text.replace("[optimizer]\n", "").replace("learning_rate = 1e-5\n", "")
     overrides = (
         "generate.env_config.topk=3",
         'generate.env_configs."m:E".deep.x=[1]',
@@ -56,9 +59,17 @@ def test_a_dotted_name_that_toml_does_not_take_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "place", "hint"),
     [
-        (TOML + "group_per_batch = 4\n", "key train.group_per_batch: ", "`groups_per_batch`"),
-        (TOML + "[evaluate]\ntemprature = 1\n", "key evaluate.temprature: ", "`temperature`"),
-        ("gamma = 1.0\n" + TOML, "key gamma: ", "`train.gamma`"),
+        (
+            TOML + "[batch]\ngroup_per_batch = 4\n",
+            "key batch.group_per_batch: ",
+            "`batch.groups_per_batch`",
+        ),
+        (
+            TOML + "[evaluate]\ntemprature = 1\n",
+            "key evaluate.temprature: ",
+            "`evaluate.temperature`",
+        ),
+        ("gamma = 1.0\n" + TOML, "key gamma: ", "`advantage.gamma`"),
     ],
 )
 def test_an_unknown_key_of_a_file_is_refused_with_the_file_and_the_table(
@@ -71,9 +82,11 @@ def test_an_unknown_key_of_a_file_is_refused_with_the_file_and_the_table(
 
 
 def test_a_record_made_in_python_names_the_table_of_an_unknown_key():
-    own = {"model": "m", "tasks": "t", "out": "o", "num_iterations": 1}
-    with pytest.raises(RolloutError, match=r"^\[train\], key gama: unknown key"):
-        RlConfig(**own, train={"gama": 1.0})
+    with pytest.raises(RolloutError, match=r"^\[generate\], key gama: unknown key"):
+        rl_config(**OWN, generate={"gama": 1.0})
+
+
+OWN = {"model": "m", "tasks": "t", "out": "o", "num_iterations": 1}
 
 
 def test_a_missing_out_is_a_usage_error_unless_the_configuration_has_it(tmp_path, capsys):
@@ -83,8 +96,8 @@ def test_a_missing_out_is_a_usage_error_unless_the_configuration_has_it(tmp_path
     said = capsys.readouterr().err
     assert "rollouts rl: missing option --out" in said
     assert "Hint: pass --out RUN" in said
-    file.write_text(f'out = "{tmp_path}/run"\n{TOML}')
-    for options in ([], ["--set", f"out={tmp_path}/run"]):
+    file.write_text(f'[run]\nout = "{tmp_path}/run"\n{TOML}')
+    for options in ([], ["--set", f"run.out={tmp_path}/run"]):
         assert command(["rl", str(file), *options]) == 1
         assert "missing option" not in capsys.readouterr().err
 
@@ -92,7 +105,7 @@ def test_a_missing_out_is_a_usage_error_unless_the_configuration_has_it(tmp_path
 def load(tmp_path, text=TOML, *overrides):
     file = tmp_path / "c.toml"
     file.write_text(text)
-    return load_rl_config(file, ["out=run", *overrides])
+    return load_rl_config(file, ["run.out=run", *overrides])
 
 
 def test_the_page_shows_the_example():
@@ -104,12 +117,17 @@ def test_the_page_shows_the_example():
 
 
 def test_tables_and_dotted_overrides_make_one_configuration(tmp_path):
-    overrides = ["train.learning_rate=5e-6", "evaluate.tasks=1", "generate.stop=['a']", "seed=7"]
+    overrides = [
+        "optimizer.learning_rate=5e-6",
+        "evaluate.tasks=1",
+        "generate.stop=['a']",
+        "run.seed=7",
+    ]
     config = load(tmp_path, TOML, *overrides)
-    assert config.training.learning_rate == 5e-6
-    assert config.training.group_size == config.generation.group_size == 4
-    assert config.training.seed == config.generation.seed == 7
-    assert config.training.dataset == "run/rollouts/*"
+    assert config.training.optimizer.learning_rate == 5e-6
+    assert config.training.data.group_size == config.generation.group_size == 4
+    assert config.training.run.seed == config.generation.seed == 7
+    assert config.training.data.dataset == "run/rollouts/*"
     (planned,) = config.evaluations(3).values()
     assert (planned.tasks, planned.out) == ("1", "run/evaluations/iteration_00003")
     assert (planned.group_size, planned.stop) == (1, ("a",))
@@ -156,7 +174,7 @@ def test_every_table_below_evaluate_is_a_set_with_the_keys_of_all_sets(tmp_path)
             "size",
         ),
         ("evaluate.sums.group_size=0", "[evaluate.sums] group_size: found 0", None),
-        ("evaluate.sums.out=a", "[evaluate.sums]: `out` is set by rollouts rl", "top of the file"),
+        ("evaluate.sums.out=a", "[evaluate.sums]: `out` is set by rollouts rl", "run.out"),
         (
             "evaluate.sums.every_iterations=3",
             "[evaluate.sums]: `every_iterations` is set by",
@@ -187,29 +205,38 @@ def test_one_engine_has_one_template_for_the_calls_of_agents(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message", "hint"),
     [
-        ("trian.gamma=1", "`trian.gamma`", "`train`"),
-        ("gamma=1", "--set gamma=1: unknown key `gamma`", "`train.gamma`? It belongs in [train]"),
-        ("loss.eps=1", "--set loss.eps=1: unknown key", "`train.loss.eps`"),
+        ("advantge.gamma=1", "`advantge.gamma`", "`advantage.gamma`"),
+        ("gamma=1", "--set gamma=1: unknown key `gamma`", "`advantage.gamma`? It belongs in [adv"),
+        ("train.gamma=1", "--set train.gamma=1: unknown key `train.gamma`", "`advantage.gamma`"),
+        ("loss.eps=1", "--set loss.eps=1: unknown key", "loss."),
         ("temperature=1", "unknown key `temperature`", "`generate.temperature`"),
         ("group_size=4", "unknown key `group_size`", "`generate.group_size`? It belongs in [gen"),
         (
-            "train.learning_rat=1",
-            "--set train.learning_rat=1: unknown key `learning_rat`",
+            "optimizer.learning_rat=1",
+            "--set optimizer.learning_rat=1: unknown key `learning_rat`",
             "learning_rate",
         ),
-        ("generate.group_siz=1", "`group_siz`", "group_size"),
-        ("train.gamma=high", '--set train.gamma=high: found "high"; expected a number', None),
-        ("train.gamma=2", r"[train] gamma: found 2.0", None),
-        ("train.group_size=4", "[train]: `group_size` is set by", "set it in [generate]"),
-        ("train.num_epochs=2", "[train]: `num_epochs` is set by", "num_iterations"),
-        ("generate.out=x", "[generate]: `out` is set by", "top of the file"),
+        ("generate.group_siz=1", "`group_siz`", "generate.group_size"),
+        (
+            "advantage.gamma=high",
+            '--set advantage.gamma=high: found "high"; expected a number',
+            None,
+        ),
+        ("advantage.gamma=2", r"advantage.gamma: found 2.0", None),
+        ("data.group_size=4", "[data]: `group_size` is set by", "set generate.group_size"),
+        ("batch.num_epochs=2", "[batch]: `num_epochs` is set by", "num_iterations"),
+        ("generate.out=x", "[generate]: `out` is set by", "run.out"),
         ("evaluate.urls=['a']", "[evaluate]: `urls` is set by", "[generate]"),
         ("evaluate.group_size=2", "Missing key: tasks", None),
-        ("num_iterations=0", "num_iterations: found 0", None),
-        ("max_staleness=-1", "max_staleness: found -1", None),
-        ("weight_sync=never", "one of wait, now", None),
-        ("model=", "Missing key: model", None),
-        ("train.gamma", "--set train.gamma: an override must have the form key=value", None),
+        ("loop.num_iterations=0", "num_iterations: found 0", None),
+        ("loop.max_staleness=-1", "max_staleness: found -1", None),
+        ("loop.weight_sync=never", "one of wait, now", None),
+        ("model.path=", "Missing key: model", None),
+        (
+            "advantage.gamma",
+            "--set advantage.gamma: an override must have the form key=value",
+            None,
+        ),
     ],
 )
 def test_what_the_loop_cannot_take_is_refused_by_name(tmp_path, override, message, hint):
@@ -220,14 +247,17 @@ def test_what_the_loop_cannot_take_is_refused_by_name(tmp_path, override, messag
 
 
 def test_a_table_that_is_none_is_refused(tmp_path):
-    with pytest.raises(RolloutError, match="a table"):
-        load(tmp_path, "train = 3\n" + TOML.replace("[train]\nlearning_rate = 1e-5", ""))
+    for name in ("optimizer", "generate"):
+        text = TOML.replace("[optimizer]\nlearning_rate = 1e-5", "").replace(
+            '[generate]\nenvironment = "gsm8k"\ngroup_size = 4', ""
+        )
+        with pytest.raises(RolloutError, match="a table"):
+            load(tmp_path, f"{name} = 3\n{text}")
 
 
 def test_dicts_are_checked_as_files_are():
-    own = {"model": "m", "tasks": "t", "out": "o", "num_iterations": 1}
     with pytest.raises(RolloutError, match=r"\[generate\], key group_siz"):
-        RlConfig(**own, generate={"group_siz": 1})
+        rl_config(**OWN, generate={"group_siz": 1})
 
 
 def tasks_named(*names):

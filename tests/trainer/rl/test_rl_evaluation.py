@@ -133,10 +133,10 @@ def test_several_sets_are_datasets_of_their_own_in_one_line_and_are_not_sampled_
     assert rows["reward"].sum() / 3 == pytest.approx(means["drawn"])
 
     shards = {path: path.read_bytes() for path in folder.rglob("*.parquet")}
-    updates = lines_of(config.out)
+    updates = lines_of(config.run.out)
     assert rl.run(config, resume=True).evaluation == result.evaluation
     assert {path: path.read_bytes() for path in folder.rglob("*.parquet")} == shards
-    assert lines_of(config.out) == updates
+    assert lines_of(config.run.out) == updates
 
 
 class Asked(TransformersEngine):
@@ -169,6 +169,6 @@ def test_a_set_has_a_chat_template_of_its_own(tmp_path: Path, tokenizer: ChatTok
     ends = [prompt.endswith("<think>\n\n</think>\n\n") for prompt in engines[0].prompts]
     assert (ends[:2], ends[-2:], sum(ends)) == ([True, False], [True, False], 2)
     for version in (0, 1):
-        path = f"{config.out}/evaluations/quiet/iteration_0000{version}"
+        path = f"{config.run.out}/evaluations/quiet/iteration_0000{version}"
         fingerprint = rollout_io.read_metadata(path).chat_template_fingerprint
         assert fingerprint != tokenizer.template_fingerprint

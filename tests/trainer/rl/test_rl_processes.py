@@ -38,7 +38,7 @@ from trainer import rl
 pytestmark = pytest.mark.slow
 
 GAE = {
-    "advantage_estimator": "gae",
+    "estimator": "gae",
     "critic_learning_rate": 1e-3,
     "kl_reward_coef": 0.1,
     "kl_ctrl_type": "adaptive",
@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gae": GAE,
     "lora": {"lora_rank": 4, "kl_loss_coef": 0.1, "learning_rate_schedule": "cosine"},
     "clip_cov": {"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": -1.0},
-    "tree": {"sequence_layout": "tree", "advantage_estimator": "reinforce++"},
+    "tree": {"sequence_layout": "tree", "estimator": "reinforce++"},
     "merge": {"sequence_layout": "merge"},
     "routing": {"replay_routing": True, "learning_rate": 1e-4},  # more amplifies rounding
 }
@@ -202,7 +202,7 @@ def test_a_killed_run_is_resumed_with_another_number_of_processes(
     run(server, alone, 1)
     config = config_in(tmp_path / "a", models["dense"], GAE, **settings)
     ranks = server.start(**job_of(config, 2))
-    wait_for(Path(config.out) / "checkpoints" / "global_step_8")
+    wait_for(Path(config.run.out) / "checkpoints" / "global_step_8")
     for rank in ranks:
         os.kill(rank, signal.SIGKILL)
     assert server.answer() == [-signal.SIGKILL] * 2
@@ -232,7 +232,7 @@ def test_the_others_end_at_once_if_a_process_is_killed(
     """Without a launcher: the others notice by themselves, in an update or while they wait."""
     config = config_in(tmp_path / "a", models["dense"], {}, num_iterations=400)
     ranks = server.start(**job_of(config, 4))
-    wait_for(Path(config.out) / "checkpoints" / "global_step_4")
+    wait_for(Path(config.run.out) / "checkpoints" / "global_step_4")
     os.kill(ranks[killed], signal.SIGKILL)
     before = time.monotonic()
     codes = server.answer()
@@ -256,7 +256,7 @@ def test_an_error_of_the_user_ends_every_process_and_keeps_the_progress(
     for said in server.said():
         assert "every trajectory failed (6)" in said
         assert "process_lost" not in said
-    checkpoints = [path.name for path in (Path(config.out) / "checkpoints").iterdir()]
+    checkpoints = [path.name for path in (Path(config.run.out) / "checkpoints").iterdir()]
     assert sorted(checkpoints) == ["global_step_4", "global_step_8", "latest"]
 
 
@@ -296,7 +296,7 @@ def test_a_run_that_is_killed_up_to_five_times_trains_the_rows_of_an_undisturbed
     (tmp_path / "kills.json").write_text(json.dumps(kills))
     run(server, config, rng.choice([1, 2, 4]), resume=True)
     check_same_rows(config, undisturbed)
-    check_same_run(config.out, undisturbed.out)
+    check_same_run(config.run.out, undisturbed.out)
     assert trained_rows(config) == trained_rows(undisturbed)
     assert sum(was_killed for *_, was_killed in kills) >= 4
 
@@ -304,7 +304,7 @@ def test_a_run_that_is_killed_up_to_five_times_trains_the_rows_of_an_undisturbed
 def trained_rows(config: rl.RlConfig) -> dict[str, Counter[tuple[Any, ...]]]:
     """By update: each row that entered its loss, and how many of its tokens did."""
     found = {}
-    for file in sorted((Path(config.out) / "tokens").iterdir()):
+    for file in sorted((Path(config.run.out) / "tokens").iterdir()):
         rows = pl.read_parquet(file).filter(pl.col("loss_mask").list.any())
         numbers = rows.select(
             "instance_id", "trajectory_id", "step_index", pl.col("loss_mask").list.sum()
@@ -322,7 +322,7 @@ def kill(ids: Iterable[int]) -> None:
 
 def wait_for_updates(config: rl.RlConfig, num_updates: int, is_alive: Callable[[], bool]) -> None:
     """Wait until a run has made so many updates more than before, and is within the next; or ended."""
-    metrics, until = Path(config.out) / "metrics.jsonl", time.monotonic() + 300
+    metrics, until = Path(config.run.out) / "metrics.jsonl", time.monotonic() + 300
 
     def num_made() -> int:
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
@@ -361,10 +361,12 @@ def kill_ranks(
 
 def kill_command(toml: Path, config: rl.RlConfig, num_updates: int) -> bool:
     """Kill a command with `--num-processes`: its processes end."""
-    words = [sys.executable, "-P", "-m", "rollout_io", "rl", str(toml), "--out", config.out]
+    words = [sys.executable, "-P", "-m", "rollout_io", "rl", str(toml), "--out", config.run.out]
     for table in ("num_iterations", "save_every_iterations"):
         words += ["--set", f"{table}={getattr(config, table)}"]
-    starts = Path(config.out) / "starts.jsonl"  # a line replaces that of a start at the same update
+    starts = (
+        Path(config.run.out) / "starts.jsonl"
+    )  # a line replaces that of a start at the same update
     before_ns, until = starts.stat().st_mtime_ns if starts.exists() else 0, time.monotonic() + 300
     with subprocess.Popen([*words, "--resume", "--num-processes", "2"]) as process:
         while process.poll() is None and time.monotonic() < until:

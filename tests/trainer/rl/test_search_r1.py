@@ -23,9 +23,9 @@ from pipelines.generation.config import GenerateConfig
 from pipelines.generation.tasks import read_tasks
 from rollout_io.cli.main import run
 from tests.conftest import ROOT
+from tests.helpers.configs import SECTIONS
 from tests.helpers.generation_helpers import trajectories
 from tests.helpers.rl_helpers import save_model
-from trainer.config.train_config import TrainConfig
 from trainer.engine.embedded import TransformersEngine
 from trainer.reports.plot import read_metrics
 from trainer.rl.config import EvaluateConfig
@@ -168,13 +168,13 @@ def test_the_whole_example_runs_and_both_layouts_make_the_same_updates(
     tmp_path, tokenizer, monkeypatch, capsys
 ):
     settings = ["num_iterations=1", "generate.group_size=4", "evaluate.every_iterations=9"]
-    settings += ["train.groups_per_batch=2", "train.groups_per_mini_batch=1"]
+    settings += ["batch.groups_per_batch=2", "batch.groups_per_mini_batch=1"]
     model = save_model(tmp_path / "model", tokenizer, max_position_embeddings=2048)
     monkeypatch.setattr("trainer.engine.embedded.TransformersEngine", Scripted)
     monkeypatch.setattr(search_r1, "stage", lambda *arguments: run(arguments))
     for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.same_tokenizer"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
-    assert search_r1.search_r1(tmp_path / "out", 0, [*settings, f"model={model}"]) == 0
+    assert search_r1.search_r1(tmp_path / "out", 0, [*settings, f"model.path={model}"]) == 0
     text = capsys.readouterr().out
     assert "largest difference between weights" in text
     step, merge = (read_metrics(tmp_path / "out" / name) for name in ("step", "merge"))
@@ -191,7 +191,7 @@ def test_the_whole_example_runs_and_both_layouts_make_the_same_updates(
 
 def test_the_page_names_the_settings_that_the_example_has():
     given = tomllib.loads(search_r1.CONFIG.read_text())
-    kinds = {"generate": GenerateConfig, "train": TrainConfig, "evaluate": EvaluateConfig}
+    kinds = SECTIONS | {"generate": GenerateConfig, "evaluate": EvaluateConfig}
     usual = {
         name: {f.name: f.default for f in dataclasses.fields(kind)} for name, kind in kinds.items()
     }
@@ -201,13 +201,15 @@ def test_the_page_names_the_settings_that_the_example_has():
     )
     assert len(rows) > 25
     for table, key, value in rows:
-        found = (usual[table] | given[table])[key]
+        found = (usual[table] | given.get(table, {}))[key]
         found = list(found) if found == () else found
         assert tomllib.loads(f"value = {value}")["value"] == found, key
-    assert set(given["generate"]) | set(given["train"]) <= {key for _, key, _ in rows}
+    named = {(table, key) for table, key, _ in rows}
+    for table in given.keys() - {"model", "loop", "evaluate"}:
+        assert {(table, key) for key in given[table]} <= named
 
 
-SMALL = ["num_iterations=1", "train.groups_per_batch=2", "train.groups_per_mini_batch=1"]
+SMALL = ["loop.num_iterations=1", "batch.groups_per_batch=2", "batch.groups_per_mini_batch=1"]
 
 
 @pytest.mark.nightly  # four minutes of an otherwise idle machine

@@ -32,7 +32,7 @@ def test_rows_without_a_limit_are_noted_with_memory_time_and_keys(
         r"note: rows may have up to 268,435,456 tokens \(.*\); a micro-batch of 268,435,456 tokens needs"
         r" about [\d,.]+ GiB of memory, but [\d,.]+ GiB are free, and an update on 3 rows of that"
         r" length takes at least \d+ (min|h) .* on this CPU\. If your rows get that long, set"
-        r" generate\.max_input_tokens to end longer trajectories, or train\.max_row_tokens to"
+        r" generate\.max_input_tokens to end longer trajectories, or batch\.max_row_tokens to"
         r" truncate rows$",
         note,
     )
@@ -42,7 +42,7 @@ def test_a_large_micro_batch_of_short_rows_names_its_own_key(model: str, tmp_pat
     settings = {"group_size": 4096, "max_input_tokens": 250}
     (note,) = notes(tmp_path, model, generate=settings, train={"tokens_per_micro_batch": MANY})
     assert "rows may have up to 256 tokens" in note
-    assert "train.tokens_per_micro_batch for smaller micro-batches" in note
+    assert "batch.tokens_per_micro_batch for smaller micro-batches" in note
     assert "generate.max_input_tokens" not in note
 
 

@@ -14,6 +14,7 @@ import pipelines
 import rollout_io
 import trainer
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
     save_tiny_model,
@@ -23,12 +24,11 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from trainer.batches.plan import make_plan
-from trainer.config.train_config import TrainConfig, load_config
+from trainer.config.train_config import load_config
 from trainer.models.critic import Critic, load_critic
-from trainer.run.settings import plan_settings
 
 ESTIMATORS = ["grpo", "rloo", "maxrl", "reinforce++", "gae"]
-PATHS = ["dataset=ds", "model=m", "out=o"]
+PATHS = ["data.dataset=ds", "model.path=m", "run.out=o"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(dataset: str, model: str, out: Path, **settings: Any) -> Any:
     defaults = {"tokens_per_micro_batch": 64, "weight_decay": 0.0, "learning_rate": 1e-3}
-    config = TrainConfig(dataset=dataset, model=model, out=str(out), **(defaults | settings))
+    config = train_config(dataset=dataset, model=model, out=str(out), **(defaults | settings))
     return trainer.train(config)
 
 
@@ -75,7 +75,7 @@ def test_every_estimator_trains_with_finite_metrics(
     estimator: str, dataset: str, model: str, tmp_path: Path
 ) -> None:
     settings = {"groups_per_batch": 1, "groups_per_mini_batch": 1}
-    result = run(dataset, model, tmp_path, advantage_estimator=estimator, **settings)
+    result = run(dataset, model, tmp_path, estimator=estimator, **settings)
     assert result.num_updates == result.num_trained_groups == 3
     for line in metrics_of(tmp_path):
         assert all(value is not None and math.isfinite(value) for value in line.values())
@@ -88,7 +88,7 @@ def test_every_estimator_trains_with_finite_metrics(
 def test_layout_and_micro_batches_change_no_estimator(
     estimator: str, dataset: str, model: str, critic_model: str, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"advantage_estimator": estimator, "gamma": 0.9, "gae_lambda": 0.8}
+    settings: dict[str, Any] = {"estimator": estimator, "gamma": 0.9, "gae_lambda": 0.8}
     if estimator == "gae":
         settings["critic_model"] = critic_model
     found = [
@@ -114,7 +114,7 @@ def test_merged_dataset_trains_gae_as_its_steps_do(
     merged = pipelines.merge(rollout_io.scan(dataset)).collect().to_arrow()
     with rollout_io.RolloutWriter(tmp_path / "merged") as writer:
         writer.write(merged)
-    settings = {"advantage_estimator": "gae", "critic_model": critic_model}
+    settings = {"estimator": "gae", "critic_model": critic_model}
     found = [
         run(path, model, tmp_path / name, **settings).metrics
         for name, path in (("a", dataset), ("b", str(tmp_path / "merged")))
@@ -126,7 +126,7 @@ def test_merged_dataset_trains_gae_as_its_steps_do(
 @pytest.mark.slow
 def test_value_loss_falls_over_a_run(dataset: str, model: str, tmp_path: Path) -> None:
     settings = {"critic_learning_rate": 1e-2, "value_clip": None, "num_epochs": 12}
-    run(dataset, model, tmp_path, advantage_estimator="gae", **settings)
+    run(dataset, model, tmp_path, estimator="gae", **settings)
     losses = [line["critic/critic_loss"] for line in metrics_of(tmp_path)]
     assert losses[-1] < 0.3 * losses[0]
 
@@ -135,7 +135,7 @@ def test_value_loss_falls_over_a_run(dataset: str, model: str, tmp_path: Path) -
 def test_checkpoint_holds_the_critic_and_a_run_goes_on_from_it(
     dataset: str, model: str, tmp_path: Path
 ) -> None:
-    settings = {"advantage_estimator": "gae", "critic_learning_rate": 1e-2}
+    settings = {"estimator": "gae", "critic_learning_rate": 1e-2}
     first = run(dataset, model, tmp_path / "a", **settings)
     critic = str(Path(first.checkpoint) / "critic")
     assert load_critic(critic).value_head.weight.any()
@@ -153,7 +153,7 @@ def test_estimators_without_values_checkpoint_no_critic(
 
 @pytest.mark.slow
 def test_same_seed_same_critic(dataset: str, model: str, tmp_path: Path) -> None:
-    settings = {"advantage_estimator": "gae", "epochs_per_batch": 2}
+    settings = {"estimator": "gae", "epochs_per_batch": 2}
     lines = [
         run(dataset, model, tmp_path / name, **settings).metrics["critic/critic_loss"]
         for name in "ab"
@@ -164,9 +164,9 @@ def test_same_seed_same_critic(dataset: str, model: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "settings",
     [
-        {"advantage_estimator": "reinforce++"},
-        {"advantage_estimator": "gae"},
-        {"advantage_estimator": "maxrl", "advantage_batch_normalize": True},
+        {"estimator": "reinforce++"},
+        {"estimator": "gae"},
+        {"estimator": "maxrl", "batch_normalize": True},
     ],
 )
 def test_whitening_is_over_the_batch_not_the_mini_batch(
@@ -179,7 +179,7 @@ def test_whitening_is_over_the_batch_not_the_mini_batch(
     run(dataset, model, tmp_path / "run", groups_per_batch=2, groups_per_mini_batch=1, **settings)
     first, second = metrics_of(tmp_path / "run")
     losses = [line["loss"] for line in (first, second)]
-    if "advantage_batch_normalize" in settings:
+    if "batch_normalize" in settings:
         assert abs(first["loss"]) < abs(first["loss/avg_raw_advantages_abs"])
     else:
         assert losses[0] > 0.5
@@ -215,7 +215,7 @@ def test_metrics_with_names_of_skyrl_are_of_the_batch(model: str, tmp_path: Path
 def test_recomputed_activations_change_no_critic(
     dataset: str, model: str, critic_model: str, tmp_path: Path
 ) -> None:
-    settings = {"advantage_estimator": "gae", "critic_model": critic_model}
+    settings = {"estimator": "gae", "critic_model": critic_model}
     found = [
         run(dataset, model, tmp_path / str(again), gradient_checkpointing=again, **settings)
         for again in (False, True)
@@ -255,7 +255,7 @@ def test_steps_of_unknown_reward_are_refused_by_what_adds_them_up(
     rows[2]["reward"] = None
     dataset = write_dataset(tmp_path / "ds", rows)
     with pytest.raises(RolloutError, match=r"trajectory 'g0_1', row 0"):
-        run(dataset, model, tmp_path / "run", advantage_estimator=estimator)
+        run(dataset, model, tmp_path / "run", estimator=estimator)
     assert run(dataset, model, tmp_path / "run").num_updates == 1
 
 
@@ -265,7 +265,7 @@ def test_rewards_per_token_stand_in_for_the_scalar(model: str, tmp_path: Path) -
     found = [
         run(
             write_dataset(tmp_path / f"ds{i}", rows), model, tmp_path / f"run{i}",
-            advantage_estimator="reinforce++", gamma=0.5,
+            estimator="reinforce++", gamma=0.5,
         ).metrics
         for i, rows in enumerate((scalar, spread))
     ]  # fmt: skip
@@ -283,7 +283,7 @@ def test_a_lone_survivor_trains_nothing_and_is_warned_about(
     lost = two_step_trajectory(rng, "alone", 1, 0.0)
     failed = [row | {"reward": None, "error": "lost"} for row in lost]
     dataset = write_dataset(tmp_path / "ds", [*rewarded_rows(1), *survivor, *failed])
-    settings = {"advantage_estimator": estimator, "partial_groups": "train"}
+    settings = {"estimator": estimator, "partial_groups": "train"}
     result = run(dataset, model, tmp_path / "run", failed="trajectory", **settings)
     said = "warning: only one trajectory is trained on in 1 of 2 groups"
     assert said in capsys.readouterr().err
@@ -299,7 +299,7 @@ def test_groups_of_one_alone_are_refused(model: str, tmp_path: Path) -> None:
         RolloutError, match=r"every advantage is 0, .*\(1 group\)\. \[zero_advantages\]"
     ) as caught:
         run(dataset, model, tmp_path / "run")
-    for way in ("--algorithm reinforce++ or gae", "policy_loss_type=cross_entropy"):
+    for way in ("--algorithm reinforce++ or gae", "loss.policy_loss_type=cross_entropy"):
         assert way in (caught.value.hint or "")
 
 
@@ -310,13 +310,13 @@ def test_groups_of_one_train_as_the_hint_says_and_too_few_updates_are_explained(
     rng = np.random.default_rng(1)
     rows = [row for i in range(3) for row in two_step_trajectory(rng, f"s{i}", 0, float(i == 1))]
     dataset = write_dataset(tmp_path / "ds", rows)
-    settings = {"advantage_estimator": "reinforce++", "max_updates": 2}
+    settings = {"estimator": "reinforce++", "max_updates": 2}
     result = run(dataset, model, tmp_path / "run", **settings)
     assert (result.num_updates, result.num_trained_groups) == (1, 3)
     assert metrics_of(tmp_path / "run")[0]["grad_norm"] > 0
     said = capsys.readouterr().err
     assert "note: 3 groups, 8 per update, give 1 update in 1 pass over the dataset, fewer" in said
-    assert "max_updates (2): pass --set num_epochs=N for more passes" in said
+    assert "max_updates (2): pass --set batch.num_epochs=N for more passes" in said
     assert run(dataset, model, tmp_path / "two", **settings, num_epochs=2).num_updates == 2
     assert "fewer than" not in capsys.readouterr().err
 
@@ -362,7 +362,7 @@ def test_row_too_long_for_the_critic_is_refused(dataset: str, model: str, tmp_pa
     small = Path(save_tiny_model(tmp_path / "small"))
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
-    settings = {"advantage_estimator": "gae", "critic_model": str(small)}
+    settings = {"estimator": "gae", "critic_model": str(small)}
     with pytest.raises(RolloutError, match=r".* max_position_embeddings.*\[row_too_long\]"):
         run(dataset, model, tmp_path / "run", **settings)
 
@@ -377,28 +377,31 @@ def test_plan_takes_the_estimator_that_is_named(estimator: str) -> None:
             "error": pl.Series([None] * 3, dtype=pl.String),
         }
     )
-    settings: dict[str, Any] = {"advantage_estimator": estimator, "partial_groups": "train"}
-    config = TrainConfig(dataset="d", model="m", out="o", **settings)
-    found = make_plan(returns, plan_settings(config)).trajectories["advantage"].to_list()
+    settings: dict[str, Any] = {"estimator": estimator, "partial_groups": "train"}
+    config = train_config(dataset="d", model="m", out="o", **settings)
+    found = make_plan(returns, config).trajectories["advantage"].to_list()
     expected = {"rloo": [1.0, -1.0, 0.0], "maxrl": [0.5 / 0.500001, -0.5 / 0.500001, 0.0]}
     assert found == pytest.approx(expected[estimator], rel=1e-9)
 
 
 def test_supervised_loss_with_a_critic_is_refused() -> None:
-    settings = ["policy_loss_type=cross_entropy", "advantage_estimator=gae"]
-    with pytest.raises(RolloutError, match="policy_loss_type and advantage_estimator"):
+    settings = ["loss.policy_loss_type=cross_entropy", "advantage.estimator=gae"]
+    with pytest.raises(RolloutError, match=r"loss.policy_loss_type and advantage.estimator"):
         load_config(None, [*PATHS, *settings])
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("advantage_estimator=ppo", "expected one of grpo, rloo, maxrl"),
-        ("gamma=1.5", "gamma: found 1.5; expected a number in"),
-        ("gae_lambda=nan", "gae_lambda: found nan; expected a number in"),
-        ("value_clip=0", "value_clip: found 0.0; expected a finite number > 0"),
-        ("critic_learning_rate=0", "critic_learning_rate: found 0.0"),
-        ("critic_model=c", "critic_model and advantage_estimator: found grpo; expected"),
+        ("advantage.estimator=ppo", "expected one of grpo, rloo, maxrl"),
+        ("advantage.gamma=1.5", "gamma: found 1.5; expected a number in"),
+        ("advantage.gae_lambda=nan", "gae_lambda: found nan; expected a number in"),
+        ("loss.value_clip=0", "value_clip: found 0.0; expected a finite number > 0"),
+        ("optimizer.critic_learning_rate=0", "critic_learning_rate: found 0.0"),
+        (
+            "model.critic_model=c",
+            "model.critic_model and advantage.estimator: found grpo; expected",
+        ),
     ],
 )
 def test_bad_settings_are_refused_and_named(override: str, message: str) -> None:
@@ -408,6 +411,6 @@ def test_bad_settings_are_refused_and_named(override: str, message: str) -> None
 
 def test_defaults_are_grpo_with_its_deviation() -> None:
     config = load_config(None, PATHS)
-    assert (config.advantage_estimator, config.normalize_by_std) == ("grpo", True)
-    assert not config.advantage_batch_normalize
-    assert load_config(None, [*PATHS, "value_clip=none"]).value_clip is None
+    assert (config.advantage.estimator, config.advantage.normalize_by_std) == ("grpo", True)
+    assert not config.advantage.batch_normalize
+    assert load_config(None, [*PATHS, "loss.value_clip=none"]).loss.value_clip is None

@@ -11,6 +11,7 @@ import torch
 
 import trainer
 from tests.helpers.architectures import tiny_model
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     forests_of,
     group_rows,
@@ -19,7 +20,6 @@ from tests.helpers.trainer_helpers import (
     tiny_llama,
     write_dataset,
 )
-from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy, use_float32_head
 from trainer.run.advice import warnings_about
 from trainer.run.load_models import load_models
@@ -53,7 +53,7 @@ def test_a_head_in_float32_does_not_round_the_logits_to_bfloat16() -> None:
 def test_a_run_uses_the_head_for_policy_and_reference(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     settings: dict[str, Any] = {"dataset": "d", "model": model, "out": "o", "kl_loss_coef": 0.1}
-    models = load_models(TrainConfig(**settings, float32_head=True), None)
+    models = load_models(train_config(**settings, float32_head=True), None)
     assert models.reference is not None
     for policy in (models.policy, models.reference):
         head: Any = policy.model.get_output_embeddings()
@@ -71,7 +71,7 @@ def test_auxiliary_losses_that_a_configuration_asks_for_are_said_to_be_ignored(
     rows = group_rows(1, (1.0, 0.0), temperature=1.0, top_p=1.0, top_k=0)
     dataset = write_dataset(tmp_path / "ds", rows)
     with caplog.at_level(logging.WARNING):
-        config = TrainConfig(
+        config = train_config(
             dataset=dataset, model=str(tmp_path / "model"), out=str(tmp_path / "run")
         )
         trainer.train(config)
@@ -89,7 +89,7 @@ def test_auxiliary_losses_that_a_configuration_asks_for_are_said_to_be_ignored(
 def test_an_update_without_a_gradient_warns_that_momentum_moves_the_weights(
     metrics: dict[str, Any], names: list[str]
 ) -> None:
-    config = TrainConfig(dataset="d", model="m", out="o")
+    config = train_config(dataset="d", model="m", out="o")
     found = warnings_about({"num_trained_tokens": 9, **metrics}, config)
     assert list(found) == names
     assert all("AdamW still moves the weights" in text for text in found.values())

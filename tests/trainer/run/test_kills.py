@@ -45,7 +45,7 @@ def train(order):
     events = set(order.get("events", events))
     out, last_event = order["config"]["out"], order.get("last_event", 0)
     sys.addaudithook(count)
-    trainer.train(trainer.TrainConfig(**order["config"]), resume=True)
+    trainer.train(train_config(**order["config"]), resume=True)
     return num_events
 
 
@@ -72,7 +72,7 @@ for line in sys.stdin:
     print(json.dumps(answer), flush=True)
 """
 GAE = {
-    "advantage_estimator": "gae",
+    "estimator": "gae",
     "critic_learning_rate": 1e-3,
     "kl_reward_coef": 0.1,
     "kl_ctrl_type": "adaptive",

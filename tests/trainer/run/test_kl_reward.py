@@ -11,14 +11,14 @@ import torch
 import pipelines
 import rollout_io
 import trainer
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.algorithms.advantages.outcome import grpo
 from trainer.algorithms.losses.kl import adapted_kl_coef
 from trainer.batches.data import load_batch
 from trainer.batches.plan import make_plan
-from trainer.config.train_config import TrainConfig
+from trainer.config.sections import BatchConfig
 from trainer.run.kl_reward import charge_kl, next_coef
-from trainer.run.settings import kl_reward_of, plan_settings
 
 REWARDS = (1.0, 0.0, 0.5)
 
@@ -32,17 +32,15 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def charged(dataset: str, layout: str, **settings: Any) -> Any:
     """A batch whose trajectory number n drifted by n / 10 nats at every token."""
-    config = TrainConfig(dataset=dataset, model="m", out="o", kl_reward_coef=0.5, **settings)
+    config = train_config(dataset=dataset, model="m", out="o", kl_reward_coef=0.5, **settings)
     rollouts = rollout_io.scan(dataset)
-    plan = make_plan(
-        pipelines.trajectory_returns(rollouts, "last").collect(), plan_settings(config)
-    )
-    batch = load_batch(rollouts, plan, plan.batches[0], layout)
+    plan = make_plan(pipelines.trajectory_returns(rollouts, "last").collect(), config)
+    batch = load_batch(rollouts, plan, plan.batches[0], BatchConfig(sequence_layout=layout))
     drift = np.repeat(batch.trajectory / 10, batch.responses.lengths)
     ref = torch.where(torch.from_numpy(batch.trains), torch.tensor(-2.0), torch.nan)
     old = ref + torch.from_numpy(drift).float()
     given = {"old_logprobs": old, "ref_logprobs": ref, "coef": 0.5}
-    charged_batch, metrics = charge_kl(batch, plan, plan.batches[0], kl_reward_of(config), **given)
+    charged_batch, metrics = charge_kl(batch, plan, plan.batches[0], config, **given)
     return batch, charged_batch, metrics
 
 
@@ -63,7 +61,7 @@ def test_returns_are_less_by_the_divergence_of_their_trained_tokens(
 
 @pytest.mark.parametrize("layout", ["step", "merge"])
 def test_token_by_token_each_reward_is_less_by_its_own(layout: str, dataset: str) -> None:
-    settings = {"kl_estimator_type": "k2", "advantage_estimator": "reinforce++"}
+    settings = {"kl_estimator_type": "k2", "estimator": "reinforce++"}
     batch, found, _ = charged(dataset, layout, **settings)
     drift = np.repeat(np.arange(6) / 10, [5, 8, 8, 8, 8, 8])
     before, after = batch.chains.rewards, found.chains.rewards
@@ -73,13 +71,13 @@ def test_token_by_token_each_reward_is_less_by_its_own(layout: str, dataset: str
 
 def test_the_coefficient_is_fixed_or_follows_the_target(dataset: str) -> None:
     batch, _, metrics = charged(dataset, "merge")
-    fixed = TrainConfig(dataset="d", model="m", out="o", kl_reward_coef=0.5)
-    assert next_coef(0.5, metrics, batch, kl_reward_of(fixed)) == 0.5
-    adaptive = TrainConfig(
+    fixed = train_config(dataset="d", model="m", out="o", kl_reward_coef=0.5)
+    assert next_coef(0.5, metrics, batch, fixed.loss) == 0.5
+    adaptive = train_config(
         dataset="d", model="m", out="o", kl_reward_coef=0.5, kl_ctrl_type="adaptive", kl_horizon=10
     )
     expected = 0.5 * (1 + max(metrics["loss/avg_kl"] / 0.1 - 1, -0.2) * 6 / 10)
-    assert next_coef(0.5, metrics, batch, kl_reward_of(adaptive)) == pytest.approx(expected)
+    assert next_coef(0.5, metrics, batch, adaptive.loss) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce++", "gae"])
@@ -88,7 +86,7 @@ def test_runs_end_to_end_and_adapts_its_coefficient(
 ) -> None:
     model = save_tiny_model(tmp_path / "model")
     settings: dict[str, Any] = {
-        "advantage_estimator": estimator,
+        "estimator": estimator,
         "kl_reward_coef": 0.1,
         "kl_ctrl_type": "adaptive",
         "kl_horizon": 10,
@@ -97,7 +95,7 @@ def test_runs_end_to_end_and_adapts_its_coefficient(
         "groups_per_mini_batch": 1,
     }
     out = tmp_path / "run"
-    trainer.train(TrainConfig(dataset=dataset, model=model, out=str(out), **settings))
+    trainer.train(train_config(dataset=dataset, model=model, out=str(out), **settings))
     first, second = (json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines())
     assert first["skipped"] == second["skipped"] == 0
     assert first["loss/kl_reward_coef"] == 0.1

@@ -18,19 +18,19 @@ import trainer
 from rollout_io import RolloutWriter
 from schemas.metadata import DatasetMetadata
 from schemas.run_metrics import GENERATED, METRICS
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     one_group,
     save_tiny_model,
     step,
     write_dataset,
 )
-from trainer.config.train_config import TrainConfig
 from trainer.run.advice import warnings_about
 from trainer.run.batch_metrics import generated_per
 from trainer.run.log import RunLog, progress_line
 
 NOTE = "note: importance correction (tis_ratio_type) is off, because the dataset has no rollout_logprobs\n"
-HINT = "Hint: pass --set drop_zero_variance_groups=true"
+HINT = "Hint: pass --set data.drop_zero_variance_groups=true"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def group(name: str, rewards: tuple[float, ...], **values: Any) -> list[dict[str
 
 def run(path: Path, model: str, rows: list[dict[str, Any]], **settings: Any) -> None:
     dataset = write_dataset(path / "ds", rows)
-    config = TrainConfig(dataset=dataset, model=model, out=str(path / "run"), **settings)
+    config = train_config(dataset=dataset, model=model, out=str(path / "run"), **settings)
     trainer.train(config)
 
 
@@ -93,7 +93,7 @@ def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
-    config = TrainConfig(dataset="ds", model="m", out=str(tmp_path))
+    config = train_config(dataset="ds", model="m", out=str(tmp_path))
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
@@ -140,7 +140,7 @@ def test_log_probabilities_far_from_the_policys_are_warned_about_once_with_a_cau
 
 
 def test_log_probabilities_near_the_policys_are_not_warned_about() -> None:
-    config = TrainConfig(dataset="ds", model="m", out="o")
+    config = train_config(dataset="ds", model="m", out="o")
     for difference, names in ((0.29, []), (0.31, ["rollout_logprobs"])):
         update = metrics(rollout_logprobs_abs_diff_mean=difference)
         assert list(warnings_about(update, config)) == names
@@ -161,18 +161,18 @@ def test_updates_without_gradient_are_warned_about_once_with_the_way_out(
     assert [line["num_trained_groups"] for line in lines] == [0, 0, 1]
 
 
-@pytest.mark.parametrize(("num_iterations", "table"), [(None, ""), (3, "train.")])
-def test_the_way_out_names_the_table_of_its_key_in_a_loop(
-    num_iterations: int | None, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("num_iterations", [None, 3])
+def test_the_way_out_names_the_section_of_its_key(
+    num_iterations: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = TrainConfig(dataset="ds", model="m", out=str(tmp_path))
+    config = train_config(dataset="ds", model="m", out=str(tmp_path))
     with RunLog(Accelerator(), config, num_planned=6, num_iterations=num_iterations) as log:
         log.write(metrics(num_trained_groups=0))
-    assert f"pass --set {table}drop_zero_variance_groups=true" in capsys.readouterr().err
+    assert "pass --set data.drop_zero_variance_groups=true" in capsys.readouterr().err
 
 
 def test_the_way_out_is_not_named_where_it_was_taken() -> None:
-    config = TrainConfig(dataset="ds", model="m", out="o", drop_zero_variance_groups=True)
+    config = train_config(dataset="ds", model="m", out="o", drop_zero_variance_groups=True)
     [text] = warnings_about(metrics(num_trained_groups=0), config).values()
     assert HINT not in text
 
@@ -220,7 +220,7 @@ def test_documented_metrics_are_those_written(model: str, tmp_path: Path) -> Non
         "sequence_mask_metric": "product",
     }
     settings = (
-        {"advantage_estimator": "gae", "kl_loss_coef": 0.1} | masks,
+        {"estimator": "gae", "kl_loss_coef": 0.1} | masks,
         others,
         {"policy_loss_type": "importance_sampling", "sequence_layout": "tree"},
     )
@@ -263,7 +263,7 @@ def test_metrics_of_a_generator_are_logged_once_a_batch_without_replacing_others
         writer.write(table.append_column("rollout_metrics", pa.array(stored)))
     settings = {"groups_per_batch": 2, "groups_per_mini_batch": 1}
     out, dataset = str(tmp_path / "run"), str(tmp_path / "ds")
-    trainer.train(TrainConfig(dataset=dataset, model=model, out=out, **settings))
+    trainer.train(train_config(dataset=dataset, model=model, out=out, **settings))
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     first, second = (json.loads(line) for line in lines)
     assert first["tool/avg_calls"] == 2.0

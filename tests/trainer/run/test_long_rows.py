@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 import trainer
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.examples import examples
 from tests.helpers.rl_helpers import config_of, save_model
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, step, write_dataset
@@ -43,7 +44,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config(dataset: str, model: str, out: Path, **settings: Any) -> TrainConfig:
-    return TrainConfig(dataset=dataset, model=model, out=str(out), **settings)
+    return train_config(dataset=dataset, model=model, out=str(out), **settings)
 
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 20))
@@ -187,10 +188,10 @@ def test_the_suggested_limits_keep_most_rows_unless_the_model_does_not(starts: l
             assert num == sum(start < value for start in starts)
             assert value == limit or num >= 0.75 * len(starts)
         again = larger_limits(rows, int(values[0]), limit)
-        assert again.startswith("filter out" if int(values[0]) == limit else "max_row_tokens=") or (
-            int(kept[0]) == len(starts)
-        )
-        assert f"max_row_tokens={values[0]} " not in again
+        assert again.startswith(
+            "filter out" if int(values[0]) == limit else "batch.max_row_tokens="
+        ) or (int(kept[0]) == len(starts))
+        assert f"batch.max_row_tokens={values[0]} " not in again
 
 
 def test_a_run_whose_every_row_is_cut_before_its_first_trained_token_is_rejected(

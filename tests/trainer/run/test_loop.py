@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import trainer
 from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
+from tests.helpers.configs import PLACES, train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
     plain_logprobs,
@@ -46,7 +47,7 @@ def run(dataset: str, model: str, out: Path, **settings: Any) -> Any:
         "partial_groups": "train",
     }
     return trainer.train(
-        trainer.TrainConfig(dataset=dataset, model=model, out=str(out), **(defaults | settings))
+        train_config(dataset=dataset, model=model, out=str(out), **(defaults | settings))
     )
 
 
@@ -97,7 +98,7 @@ def test_run_directory_holds_config_metrics_and_checkpoints(
 ) -> None:
     settings = {"groups_per_batch": 2, "groups_per_mini_batch": 1, "save_every_updates": 2}
     result = run(dataset, model, tmp_path, **settings)
-    assert json.loads((tmp_path / "config.json").read_text())["groups_per_batch"] == 2
+    assert json.loads((tmp_path / "config.json").read_text())["batch"]["groups_per_batch"] == 2
     lines = metrics_of(tmp_path)
     assert [line["global_step"] for line in lines] == [1, 2, 3]
     assert lines[-1] == json.loads(json.dumps(result.metrics))
@@ -259,7 +260,7 @@ def test_checkpoint_carries_the_tokenizer_and_replaces_a_half_written_one(tmp_pa
 
 def test_verb_prints_the_result_as_json_on_stdout(dataset: str, model: str, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
-    args = [dataset, "--model", model, "--out", out, "--set", "max_updates=1", "--json"]
+    args = [dataset, "--model", model, "--out", out, "--set", "batch.max_updates=1", "--json"]
     done = CliRunner().invoke(train_verb, args, catch_exceptions=False)
     assert done.exit_code == 0
     printed = json.loads(done.stdout)
@@ -289,7 +290,7 @@ def test_users_error_is_one_message_and_exit_code_one(
 def test_verb_reports_to_people(dataset: str, model: str, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     config = tmp_path / "c.toml"
-    config.write_text("max_updates = 1\ngroups_per_batch = 2\ngroups_per_mini_batch = 2\n")
+    config.write_text("[batch]\nmax_updates = 1\ngroups_per_batch = 2\ngroups_per_mini_batch = 2\n")
     args = [dataset, "--model", model, "--out", out, "--config", str(config)]
     done = CliRunner().invoke(train_verb, args, catch_exceptions=False)
     checkpoint = f"{out}/checkpoints/global_step_1"
@@ -299,7 +300,7 @@ def test_verb_reports_to_people(dataset: str, model: str, tmp_path: Path) -> Non
         f"next: rollouts plot {out}",
         f"next: transformers.AutoModelForCausalLM.from_pretrained('{checkpoint}')",
     ]
-    assert json.loads(Path(out, "config.json").read_text())["groups_per_batch"] == 2
+    assert json.loads(Path(out, "config.json").read_text())["batch"]["groups_per_batch"] == 2
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,11 @@ def test_report_counts_the_groups_that_made_a_gradient(
             row["reward"] = 1.0
     dataset = write_dataset(tmp_path / "ds", rows)
     args = [dataset, "--model", model, "--out", str(tmp_path / "run")]
-    overrides = [text for k, v in settings.items() for text in ("--set", f"{k}={str(v).lower()}")]
+    overrides = [
+        text
+        for k, v in settings.items()
+        for text in ("--set", f"{'.'.join(PLACES[k])}={str(v).lower()}")
+    ]
     done = CliRunner().invoke(train_verb, [*args, *overrides], catch_exceptions=False)
     assert f"groups       {reported}\n" in done.stdout
 

@@ -11,10 +11,10 @@ from accelerate.state import AcceleratorState
 
 import trainer
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.losses_helpers import EVERYTHING, ON_SAMPLER, named, some_trajectories
 from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
 from trainer.batches.plan import Plan
-from trainer.config.train_config import TrainConfig
 from trainer.run.advice import warnings_before
 
 
@@ -37,7 +37,7 @@ def run(dataset: str, model: str, out: Path, **settings: Any) -> list[dict[str, 
         "learning_rate": 1e-3,
         "partial_groups": "train",
     }
-    config = TrainConfig(dataset=dataset, model=model, out=str(out), **defaults | settings)
+    config = train_config(dataset=dataset, model=model, out=str(out), **defaults | settings)
     trainer.train(config)
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -129,9 +129,9 @@ def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
             {"policy_loss_type": "cross_entropy", "sequence_mask_metric": "product"},
             "found cross_entropy; expected a loss with importance ratios",
         ),
-        ({"loss_reduction": "seq_mean_token_sum_norm"}, "max_seq_len: found none"),
+        ({"reduction": "seq_mean_token_sum_norm"}, "max_seq_len: found none"),
         ({"token_mask_is_threshold_low": 0.5}, "both or neither"),
-        ({"geo_mask_low": 1.2}, "geo_mask_low and geo_mask_high: found 1.2 and 1.01"),
+        ({"geo_mask_low": 1.2}, "loss.geo_mask_low and loss.geo_mask_high: found 1.2 and 1.01"),
         ({"reference_model": "m"}, "expected none, because kl_loss_coef and kl_reward_coef are 0"),
         ({"kl_loss_coef": 0.1, "kl_reward_coef": 0.1}, "at most one above 0"),
         ({"policy_loss_type": "cross_entropy", "kl_reward_coef": 0.1}, "uses no rewards"),
@@ -142,7 +142,7 @@ def test_what_needs_the_samplers_log_probabilities_is_refused_without_them(
 )
 def test_contradictions_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(RolloutError, match=named):
-        TrainConfig(dataset="d", model="m", out="o", **settings)
+        train_config(dataset="d", model="m", out="o", **settings)
 
 
 @pytest.mark.parametrize("name", ["gspo", "sapo"])
@@ -152,9 +152,9 @@ def test_losses_meant_for_another_reduction_say_so(name: Any) -> None:
     rows = pl.DataFrame(schema=columns)
     config = {"dataset": "d", "model": "m", "out": "o", "policy_loss_type": name}
     plan = Plan(trajectories=rows, batches=(), num_groups_without_variance=0)
-    [warning] = warnings_before(rows, plan, TrainConfig(**config)).values()
-    assert f"{name} is designed for loss_reduction sequence_mean" in warning
-    other = TrainConfig(**config, loss_reduction="trajectory_mean")
+    [warning] = warnings_before(rows, plan, train_config(**config)).values()
+    assert f"{name} is designed for loss.reduction sequence_mean" in warning
+    other = train_config(**config, reduction="trajectory_mean")
     assert not warnings_before(rows, plan, other)
 
 
@@ -173,4 +173,6 @@ def test_losses_meant_for_another_reduction_say_so(name: Any) -> None:
 def test_the_pass_for_old_log_probabilities_is_made_where_they_enter(
     settings: dict[str, Any], *, needs: bool
 ) -> None:
-    assert TrainConfig(dataset="d", model="m", out="o", **settings).needs_old_logprobs is needs
+    assert (
+        train_config(dataset="d", model="m", out="o", **settings).loss.needs_old_logprobs is needs
+    )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import pipelines
 import rollout_io
+from tests.helpers.configs import train_config
 from tests.helpers.losses_helpers import (
     CORRECTIONS,
     EVERYTHING,
@@ -31,18 +32,16 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
     write_dataset,
 )
+from trainer.algorithms.configured import Targets, policy_loss
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.covariance import covariances, kl_cov_selection
 from trainer.algorithms.losses.kl import kl_estimates
-from trainer.algorithms.objective import Targets, policy_loss
 from trainer.batches.data import Batch, load_batch
 from trainer.batches.plan import make_plan
-from trainer.config.function_keys import bind
-from trainer.config.functions import POLICY_LOSS
-from trainer.config.train_config import TrainConfig
+from trainer.config.functions import POLICY_LOSS, bind
+from trainer.config.sections import BatchConfig
 from trainer.models.policy import Policy
 from trainer.run.advice import warnings_about_rows
-from trainer.run.settings import correction_of, plan_settings
 from trainer.run.update import policy_logprobs, update
 
 
@@ -58,7 +57,7 @@ class Case:
         ]
         self.rows[2][2][3] = self.rows[4][2][0] = False
         self.settings = settings
-        self.config = TrainConfig(dataset="d", model="m", out="o", **settings)
+        self.config = train_config(dataset="d", model="m", out="o", **settings)
         self.policy, self.reference = self.new_policy(), tiny_policy(seed=1)
         self.temperatures = rng.uniform(0.7, 1.5, 6).tolist()
         own = plain_logprobs(self.policy.model, self.rows, self.temperatures).detach()
@@ -75,11 +74,11 @@ class Case:
 
     def new_policy(self, chunk: int = 1024) -> Policy:
         policy = tiny_policy(chunk=chunk)
-        policy.entropy_gradient = self.config.entropy_loss_coef > 0
+        policy.entropy_gradient = self.config.loss.entropy_loss_coef > 0
         return policy
 
     def gradient(self, budget: int = 4096, **changes: Any) -> Tensor:
-        settings = {"old": self.old, "corrects": self.config.corrects_for_sampler}
+        settings = {"old": self.old, "corrects": self.config.loss.corrects_for_sampler}
         settings |= self.settings | changes
         if settings.get("kl_loss_coef"):
             settings["ref"] = policy_logprobs(
@@ -90,7 +89,7 @@ class Case:
 
     def literal_loss(self) -> Tensor:
         """Full logits of one row at a time, weights by counting, terms as documented."""
-        c = self.config
+        c = self.config.loss
         logprobs, entropy = self.plain(self.policy)
         keep = torch.from_numpy(self.batch.trains)
         row = torch.repeat_interleave(torch.arange(6), torch.tensor([len(r[1]) for r in self.rows]))
@@ -107,10 +106,7 @@ class Case:
             x.selected[kl_cov_selection(covariance, fraction=c.kl_cov_frac)] = True
         losses = policy_loss(x, bind(POLICY_LOSS, c)).losses
         if c.corrects_for_sampler:
-            losses = (
-                losses
-                * correct(x.old_logprobs, x.rollout_logprobs, x.row, correction_of(c)).weights
-            )
+            losses = losses * correct(x.old_logprobs, x.rollout_logprobs, x.row, c).weights
         if c.kl_loss_coef:
             reference = self.plain(self.reference)[0].detach()[keep]
             losses = losses + c.kl_loss_coef * kl_estimates(
@@ -124,9 +120,9 @@ class Case:
             "token_mean": [0] * 6,
             "prompt_mean": [0, 0, 0, 0, 0, 1],
             "trajectory_mean": [0, 0, 1, 1, 1, 2],
-        }.get(self.config.loss_reduction, list(range(6)))
+        }.get(self.config.loss.reduction, list(range(6)))
         of = torch.tensor(unit)[row]
-        if self.config.loss_reduction == "seq_mean_token_sum_norm":
+        if self.config.loss.reduction == "seq_mean_token_sum_norm":
             return losses.sum() / (6 * 8)
         return torch.stack([losses[of == u].mean() for u in sorted(set(unit))]).mean()
 
@@ -159,7 +155,7 @@ def test_micro_batches_change_nothing(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("budget", [12, 20, 4096])
 def test_token_mean_legacy_is_the_mean_over_micro_batches_of_their_means(budget: int) -> None:
-    case = Case(loss_reduction="token_mean_legacy", tis_ratio_type=None)
+    case = Case(reduction="token_mean_legacy", tis_ratio_type=None)
     exact = case.new_policy()
     exact.model.double()
     now = plain_logprobs(exact.model, case.rows, case.temperatures)
@@ -168,7 +164,7 @@ def test_token_mean_legacy_is_the_mean_over_micro_batches_of_their_means(budget:
     forests = forests_of(case.batch, budget)
     torch.stack([losses[forest.target_slot].mean() for forest in forests]).mean().backward()
     assert relative_difference(case.gradient(budget), gradients(exact).float()) < 1e-5
-    by_token = Case(loss_reduction="token_mean", tis_ratio_type=None).gradient(budget)
+    by_token = Case(reduction="token_mean", tis_ratio_type=None).gradient(budget)
     difference = relative_difference(case.gradient(budget), by_token)
     assert difference > 1e-2 if len(forests) > 1 else difference == 0
 
@@ -181,10 +177,10 @@ def test_clip_cov_leaves_out_tokens_however_many_there_are() -> None:
 
 
 def batch_of(rows: list[dict[str, Any]], path: Path, layout: str) -> Batch:
-    config = TrainConfig(dataset="d", model="m", out="o", partial_groups="train")
+    config = train_config(dataset="d", model="m", out="o", partial_groups="train")
     dataset = rollout_io.scan(write_dataset(path / layout, rows))
-    plan = make_plan(pipelines.trajectory_returns(dataset, "last").collect(), plan_settings(config))
-    return load_batch(dataset, plan, plan.batches[0], layout)
+    plan = make_plan(pipelines.trajectory_returns(dataset, "last").collect(), config)
+    return load_batch(dataset, plan, plan.batches[0], BatchConfig(sequence_layout=layout))
 
 
 def gradients_of_layouts(path: Path, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -199,14 +195,14 @@ def gradients_of_layouts(path: Path, **settings: Any) -> tuple[Tensor, Tensor]:
 
 INVARIANT = [
     *({"policy_loss_type": name} for name in ("regular", "cispo", "sapo", "kl_cov")),
-    {"loss_reduction": "prompt_mean"},
-    {"loss_reduction": "trajectory_mean"},
+    {"reduction": "prompt_mean"},
+    {"reduction": "trajectory_mean"},
     {"token_mask_is_threshold_low": 0.1, "token_mask_is_threshold_high": 5.0},
-    {"policy_loss_type": "dppo", "loss_reduction": "trajectory_mean"} | ON_SAMPLER,
+    {"policy_loss_type": "dppo", "reduction": "trajectory_mean"} | ON_SAMPLER,
 ]
 BY_ROW = [
-    {"loss_reduction": "sequence_mean"},
-    {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 8},
+    {"reduction": "sequence_mean"},
+    {"reduction": "seq_mean_token_sum_norm", "max_seq_len": 8},
     {"tis_ratio_type": "sequence"},
     {"sequence_mask_metric": "geometric", "geo_mask_low": 0.5, "geo_mask_high": 1.5},
     {"outlier_token_is_threshold_high": 3.0},
@@ -227,10 +223,10 @@ def test_merging_changes_the_gradient_of_what_is_by_row_and_is_warned_about(
 ) -> None:
     step_rows, merged = gradients_of_layouts(tmp_path, **settings)
     assert relative_difference(step_rows, merged) > 1e-2
-    config = TrainConfig(dataset="d", model="m", out="o", sequence_layout="step", **settings)
+    config = train_config(dataset="d", model="m", out="o", sequence_layout="step", **settings)
     warning = warnings_about_rows(10, 5, config)["rows"]
     assert warning.startswith("trajectories (5) are split into rows (10)")
-    assert "Hint: pass --set sequence_layout=merge" in warning
+    assert "Hint: pass --set batch.sequence_layout=merge" in warning
     assert not warnings_about_rows(5, 5, config)
 
 

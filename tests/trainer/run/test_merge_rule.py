@@ -12,6 +12,7 @@ import pipelines
 import rollout_io
 import trainer
 from rollout_io.cli.main import run
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import save_tiny_model, step, write_dataset
 from trainer.config.train_config import TrainConfig
 from trainer.reports.dry_run import dry_run
@@ -48,7 +49,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def config_of(paths: dict[str, str], dataset: str, out: Path, **settings: Any) -> TrainConfig:
-    return TrainConfig(dataset=paths[dataset], model=paths["model"], out=str(out), **settings)
+    return train_config(dataset=paths[dataset], model=paths["model"], out=str(out), **settings)
 
 
 @pytest.mark.slow
@@ -78,7 +79,7 @@ def test_sequences_are_merged_as_asked_and_a_merged_dataset_is_trained_as_it_is(
         .num_sequences
         == num_rows
     )
-    saved = json.loads((tmp_path / "run/config.json").read_text())["merge_rule"]
+    saved = json.loads((tmp_path / "run/config.json").read_text())["batch"]["merge_rule"]
     assert saved == (rule or ("lineage" if dataset == "steps" else "keep"))
 
 

@@ -14,9 +14,9 @@ from pipelines.record.lock import lock_dataset
 from rollout_io.dataset.locking import Destination
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import HERE, config_of, save_model, write_tasks
 from trainer import rl
-from trainer.config.train_config import TrainConfig
 from trainer.engine.open_engine import open_engine
 
 
@@ -38,7 +38,7 @@ def write_with(verb: str, model: str, dataset: Path, folder: Path) -> None:
     elif verb == "rl":
         rl.run(config_of(folder, model, num_iterations=1))
     else:
-        train = TrainConfig(
+        train = train_config(
             dataset=str(dataset), model=model, out=out, max_updates=1, max_row_tokens=64
         )
         trainer.train(train)

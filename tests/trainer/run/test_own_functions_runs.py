@@ -15,9 +15,9 @@ import trainer
 from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
+from tests.helpers.configs import train_config
 from tests.helpers.losses_helpers import some_trajectories
 from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
-from trainer.config.train_config import TrainConfig
 from trainer.rl import load_rl_config
 
 MINE = "tests.helpers.own_functions"
@@ -44,7 +44,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run(paths: dict[str, str], out: Path, **settings: Any) -> dict[str, torch.Tensor]:
     """The weights at the end."""
-    result = trainer.train(TrainConfig(**paths, **COMMON | settings, out=str(out)))
+    result = trainer.train(train_config(**paths, **COMMON | settings, out=str(out)))
     return weights(Path(result.checkpoint))
 
 
@@ -84,7 +84,7 @@ def test_the_functions_of_the_docs_are_the_built_in_ones_bit_for_bit(
     keys = "eps_clip_low = 0.2, eps_clip_high = 0.2"
     assert f"note: policy_loss_type: mine:my_loss ({place}): {keys}\n" in notes
     found = weights(Path("run/checkpoints") / "global_step_4")
-    built_in = {"advantage_estimator": "rloo", "loss_reduction": "sequence_mean"}
+    built_in = {"estimator": "rloo", "reduction": "sequence_mean"}
     check_same(found, run(paths, tmp_path / "built_in", **built_in))
     with pytest.raises(AssertionError):
         check_same(found, run(paths, tmp_path / "other"))
@@ -92,7 +92,7 @@ def test_the_functions_of_the_docs_are_the_built_in_ones_bit_for_bit(
 
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "correction and KL": (
-        {"policy_loss_type": f"{MINE}:regular", "loss": CLIP},
+        {"policy_loss_type": f"{MINE}:regular", "loss_own": CLIP},
         {"policy_loss_type": "regular", "eps_clip_high": 0.3},
     ),
     "sampler": (
@@ -100,7 +100,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"policy_loss_type": "rollout_is"},
     ),
     "sampler, corrected by name": (
-        {"policy_loss_type": f"{MINE}:regular", "loss": CLIP, "tis_ratio_type": "sequence"},
+        {"policy_loss_type": f"{MINE}:regular", "loss_own": CLIP, "tis_ratio_type": "sequence"},
         {"policy_loss_type": "regular", "eps_clip_high": 0.3, "tis_ratio_type": "sequence"},
     ),
     "supervised": (
@@ -108,12 +108,12 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"policy_loss_type": "cross_entropy"},
     ),
     "reduction": (
-        {"loss_reduction": f"{MINE}:trajectory_mean"},
-        {"loss_reduction": "trajectory_mean"},
+        {"reduction": f"{MINE}:trajectory_mean"},
+        {"reduction": "trajectory_mean"},
     ),
     "KL in the reward": (
-        {"advantage_estimator": f"{MINE}:rloo", "kl_loss_coef": 0.0, "kl_reward_coef": 0.1},
-        {"advantage_estimator": "rloo", "kl_loss_coef": 0.0, "kl_reward_coef": 0.1},
+        {"estimator": f"{MINE}:rloo", "kl_loss_coef": 0.0, "kl_reward_coef": 0.1},
+        {"estimator": "rloo", "kl_loss_coef": 0.0, "kl_reward_coef": 0.1},
     ),
 }
 
@@ -141,7 +141,7 @@ def test_an_estimator_with_a_critic_is_gae(paths: dict[str, str], tmp_path: Path
     settings = {"gamma": 0.9, "gae_lambda": 0.8, "critic_learning_rate": 1e-2}
     own = f"{MINE}:gae"
     for name, estimator in (("own", own), ("built_in", "gae")):
-        run(paths, tmp_path / name, advantage_estimator=estimator, num_epochs=2, **settings)
+        run(paths, tmp_path / name, estimator=estimator, num_epochs=2, **settings)
     found, expected = lines_of(tmp_path / "own"), lines_of(tmp_path / "built_in")
     assert len(found) == 8
     for line, other in zip(found, expected, strict=True):
@@ -151,9 +151,9 @@ def test_an_estimator_with_a_critic_is_gae(paths: dict[str, str], tmp_path: Path
 
 OWN = {
     "policy_loss_type": f"{MINE}:regular",
-    "loss": CLIP,
-    "advantage_estimator": f"{MINE}:less_group_mean",
-    "loss_reduction": f"{MINE}:trajectory_mean",
+    "loss_own": CLIP,
+    "estimator": f"{MINE}:less_group_mean",
+    "reduction": f"{MINE}:trajectory_mean",
 }
 
 
@@ -175,11 +175,16 @@ def test_a_run_resumes_with_the_function_and_the_keys_of_its_configuration(
 ) -> None:
     whole = run(paths, tmp_path / "whole", **OWN)
     run(paths, tmp_path / "run", max_updates=2, **OWN)
-    config = TrainConfig(**paths, **COMMON, **OWN, out=str(tmp_path / "run"))
+    config = train_config(**paths, **COMMON, **OWN, out=str(tmp_path / "run"))
     saved = json.loads((tmp_path / "run/config.json").read_text())
-    assert {key: saved[key] for key in OWN} == OWN
-    changed = TrainConfig(**paths, **COMMON, **OWN | {"loss": CLIP | {"low": 0.1}}, out=config.out)
-    with pytest.raises(RolloutError, match="loss: found"):
+    assert saved["loss"]["own"] == CLIP
+    assert saved["loss"]["policy_loss_type"] == OWN["policy_loss_type"]
+    assert saved["loss"]["reduction"] == OWN["reduction"]
+    assert saved["advantage"]["estimator"] == OWN["estimator"]
+    changed = train_config(
+        **paths, **COMMON, **OWN | {"loss_own": CLIP | {"low": 0.1}}, out=config.run.out
+    )
+    with pytest.raises(RolloutError, match=r"loss.own: found"):
         trainer.train(changed, resume=True)
     check_same(weights(Path(trainer.train(config, resume=True).checkpoint)), whole)
 
@@ -190,33 +195,40 @@ def test_a_dry_run_says_which_functions_with_which_keys(
 ) -> None:
     out = str(tmp_path / "run")
     given = ["train", paths["dataset"], "--model", paths["model"], "--out", out, "--dry-run"]
-    given += ["--set=partial_groups=train", f"--set=policy_loss_type={MINE}:regular"]
-    given += ["--set=loss.low=0.25", "--set=loss.high=1", "--set=loss_reduction=prompt_mean"]
+    given += ["--set=data.partial_groups=train", f"--set=loss.policy_loss_type={MINE}:regular"]
+    given += [
+        "--set=loss.own.low=0.25",
+        "--set=loss.own.high=1",
+        "--set=loss.reduction=prompt_mean",
+    ]
     assert main(given) == 0
     lines = capfd.readouterr().out.splitlines()[-3:]
     file = re.escape(str(ROOT / "tests/helpers/own_functions.py"))
-    own = rf"policy_loss_type     {MINE}:regular \({file}:\d+\): low = 0.25, high = 1"
+    own = rf"loss.policy_loss_type  {MINE}:regular \({file}:\d+\): low = 0.25, high = 1"
     assert re.fullmatch(own, lines[0])
     assert lines[1:] == [
-        "advantage_estimator  grpo: normalize_by_std = true",
-        "loss_reduction       prompt_mean",
+        "advantage.estimator    grpo: normalize_by_std = true",
+        "loss.reduction         prompt_mean",
     ]
     assert main([*given, "--json"]) == 0
     found = json.loads(capfd.readouterr().out)["functions"]
-    assert found["policy_loss_type"]["keys"] == {"low": 0.25, "high": 1}
-    assert found["loss_reduction"] == {"name": "prompt_mean", "place": None, "keys": {}}
+    assert found["loss.policy_loss_type"]["keys"] == {"low": 0.25, "high": 1}
+    assert found["loss.reduction"] == {"name": "prompt_mean", "place": None, "keys": {}}
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["policy_loss_type=no_such_file:loss"], "no_such_file:loss: cannot import it: Module"),
         (
-            ["policy_loss_type=tests.helpers.own_functions:regular"],
+            ["loss.policy_loss_type=no_such_file:loss"],
+            "no_such_file:loss: cannot import it: Module",
+        ),
+        (
+            ["loss.policy_loss_type=tests.helpers.own_functions:regular"],
             "parameter `low` is neither an input nor",
         ),
-        (["loss.low=1"], "`low` has no effect"),
+        (["loss.own.low=1"], "`low` has no effect"),
     ],
 )
 def test_functions_are_refused_before_a_model_is_loaded(
@@ -232,7 +244,7 @@ def test_a_loss_that_fails_in_a_run_is_named(
     paths: dict[str, str], tmp_path: Path, capfd: Any
 ) -> None:
     given = ["train", paths["dataset"], "--model", paths["model"], "--out", str(tmp_path / "run")]
-    given += ["--set=partial_groups=train", f"--set=policy_loss_type={MINE}:fails"]
+    given += ["--set=data.partial_groups=train", f"--set=loss.policy_loss_type={MINE}:fails"]
     assert main(given) == 1
     assert (
         f"{MINE}:fails: found a tensor of shape [] and dtype torch.float32"
@@ -252,16 +264,16 @@ def test_a_loss_on_the_sampler_needs_its_log_probabilities(
         run(paths | {"dataset": dataset}, tmp_path, policy_loss_type=f"{MINE}:rollout_is")
 
 
-def test_the_table_of_the_loop_is_in_its_table_of_training(tmp_path: Path) -> None:
+def test_the_table_is_the_same_in_the_loop(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text(
-        'model = "m"\ntasks = "t"\nout = "o"\nnum_iterations = 1\n[generate]\n'
-        f'environment = "gsm8k"\ngroup_size = 4\n[train]\npolicy_loss_type = "{MINE}:regular"\n'
-        "[train.loss]\nlow = 0.1\nhigh = 0.2\n"
+        '[model]\npath = "m"\n[loop]\ntasks = "t"\nnum_iterations = 1\n[run]\nout = "o"\n'
+        '[generate]\nenvironment = "gsm8k"\ngroup_size = 4\n'
+        f'[loss]\npolicy_loss_type = "{MINE}:regular"\n[loss.own]\nlow = 0.1\nhigh = 0.2\n'
     )
-    config = load_rl_config(file, ["train.loss.high=0.4"])
-    assert config.training.loss == {"low": 0.1, "high": 0.4}
-    assert config.resolved()["train"]["loss"] == {"low": 0.1, "high": 0.4}
+    config = load_rl_config(file, ["loss.own.high=0.4"])
+    assert config.training.loss.own == {"low": 0.1, "high": 0.4}
+    assert config.resolved()["loss"]["own"] == {"low": 0.1, "high": 0.4}
     with pytest.raises(RolloutError, match="`hihg`; expected a parameter of") as error:
-        load_rl_config(file, ["train.loss.hihg=0.4"])
+        load_rl_config(file, ["loss.own.hihg=0.4"])
     assert error.value.hint == "did you mean `high`?"

@@ -12,9 +12,9 @@ import torch
 
 import trainer
 from rollout_io.terminal import Bar
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.batches.forest import Forest
-from trainer.config.train_config import TrainConfig
 from trainer.run import passes as progress
 from trainer.run.passes import (
     OLD_LOGPROBS,
@@ -185,7 +185,7 @@ def test_a_terminal_shows_the_pass_its_tokens_and_the_time_left(
     assert re.search(r"1/4 +updates .* 0:06:40", shown)
 
 
-CRITIC = {"advantage_estimator": "gae", "kl_reward_coef": 0.1, "critic_learning_rate": 1e-3}
+CRITIC = {"estimator": "gae", "kl_reward_coef": 0.1, "critic_learning_rate": 1e-3}
 COVARIANCE = {"policy_loss_type": "clip_cov", "kl_loss_coef": 0.1}
 
 
@@ -216,8 +216,8 @@ def test_the_passes_that_are_planned_are_those_that_run(
     shared = {"tokens_per_micro_batch": 8, "learning_rate": 1e-3, "save_every_updates": 1}
     values = sizes | shared | settings
     config = {"dataset": dataset, "model": model, "out": str(tmp_path / "run")} | values
-    trainer.train(TrainConfig(**config, max_updates=1))
-    result = trainer.train(TrainConfig(**config), resume=True)
+    trainer.train(train_config(**config, max_updates=1))
+    result = trainer.train(train_config(**config), resume=True)
     assert len(updates) == result.num_updates
     assert list(updates[0].passes) == names
     for update in updates:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.process_client import Server
 from tests.helpers.trainer_helpers import (
     gradient_of_update,
@@ -29,7 +30,6 @@ from tests.helpers.trainer_helpers import (
     two_step_trajectory,
     write_dataset,
 )
-from trainer.config.train_config import TrainConfig
 from trainer.run.loop import train
 
 COMMON = {
@@ -42,7 +42,7 @@ COMMON = {
     "partial_groups": "train",
 }
 GAE = {
-    "advantage_estimator": "gae",
+    "estimator": "gae",
     "critic_learning_rate": 3e-4,
     "kl_reward_coef": 0.1,
     "kl_ctrl_type": "adaptive",
@@ -53,7 +53,7 @@ MINE = "tests.helpers.own_functions"
 RUNS: dict[str, dict[str, Any]] = {
     "token_mean": {"kl_loss_coef": 0.1},
     "prompt_mean": {
-        "loss_reduction": "prompt_mean",
+        "reduction": "prompt_mean",
         "policy_loss_type": "clip_cov",
         "clip_cov_ratio": 0.2,
         "clip_cov_lb": -1.0,
@@ -64,9 +64,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "tree": {"sequence_layout": "tree"},
     "own": {
         "policy_loss_type": f"{MINE}:regular",
-        "loss": {"low": 0.2, "high": 0.2},
-        "advantage_estimator": f"{MINE}:less_group_mean",
-        "loss_reduction": f"{MINE}:trajectory_mean",
+        "loss_own": {"low": 0.2, "high": 0.2},
+        "estimator": f"{MINE}:less_group_mean",
+        "reduction": f"{MINE}:trajectory_mean",
     },
 }
 Alone = Callable[[str], Path]
@@ -109,7 +109,7 @@ def alone(paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Al
 
     @cache
     def run(name: str) -> Path:
-        train(TrainConfig(**paths, **COMMON, **RUNS[name], out=str(folder / name)))
+        train(train_config(**paths, **COMMON, **RUNS[name], out=str(folder / name)))
         return folder / name
 
     return run
@@ -215,7 +215,7 @@ def test_a_run_of_two_processes_that_is_killed_goes_on_with_one_and_with_two(
     assert server.answer() == [-signal.SIGKILL] * 2
     assert 4 <= len(lines_of(tmp_path / "run")) < 12
     shutil.copytree(tmp_path / "run", tmp_path / "again")
-    train(TrainConfig(**config), resume=True)
+    train(train_config(**config), resume=True)
     server.train(config | {"out": str(tmp_path / "again")}, resume=True)
     for out in (tmp_path / "run", tmp_path / "again"):
         check_same_run(out, alone("gae"))
@@ -238,7 +238,7 @@ def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
 ) -> None:
     (tmp_path / "file").touch()
     out = str(tmp_path / "file" / "run")
-    given = ["--model", paths["model"], "--out", out, "--set", "partial_groups=train"]
+    given = ["--model", paths["model"], "--out", out, "--set", "data.partial_groups=train"]
     server.start(command=["train", paths["dataset"], *given])
     assert server.answer() == [1, 1], server.said()
     assert f"Error: {out}: not a directory" in server.said()[0]
@@ -271,7 +271,7 @@ def test_what_the_main_process_cannot_write_ends_every_process_with_one_message(
 def test_a_launch_that_cannot_be_had_is_refused(
     environment: dict[str, str], said: str, server: Server, paths: dict[str, str], tmp_path: Path
 ) -> None:
-    given = ["--out", str(tmp_path / "run"), "--set", "partial_groups=train"]
+    given = ["--out", str(tmp_path / "run"), "--set", "data.partial_groups=train"]
     command = ["train", paths["dataset"], "--model", paths["model"], *given]
     server.start(command=command, environment=environment)
     assert server.answer() == [1, 1], server.said()
@@ -284,7 +284,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RolloutError, match="WORLD_SIZE is 2, but Accelerate sees 1 process"):
-        train(TrainConfig(**paths, **COMMON, out=str(tmp_path / "run")))
+        train(train_config(**paths, **COMMON, out=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 
@@ -305,8 +305,8 @@ def test_a_loss_of_the_users_that_fails_in_one_process_ends_every_one(
     server: Server, paths: dict[str, str], tmp_path: Path
 ) -> None:
     given = ["--model", paths["model"], "--out", str(tmp_path / "run")]
-    given += ["--set", "partial_groups=train", "--set", "tokens_per_micro_batch=45"]
-    given += ["--set", f"policy_loss_type={MINE}:fails_on_rank_1"]
+    given += ["--set", "data.partial_groups=train", "--set", "batch.tokens_per_micro_batch=45"]
+    given += ["--set", f"loss.policy_loss_type={MINE}:fails_on_rank_1"]
     server.start(command=["train", paths["dataset"], *given])
     assert server.answer() == [1, 1], server.said()
     expected = f"{MINE}:fails_on_rank_1: raised ZeroDivisionError: on rank 1"

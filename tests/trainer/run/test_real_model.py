@@ -10,6 +10,7 @@ import torch
 
 import pipelines
 import rollout_io
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     forests_of,
     gradient_of_update,
@@ -19,9 +20,8 @@ from tests.helpers.trainer_helpers import (
 )
 from trainer.batches.data import Batch, load_batch
 from trainer.batches.plan import Plan, make_plan
-from trainer.config.train_config import TrainConfig
+from trainer.config.sections import BatchConfig
 from trainer.models.policy import Policy, load_policy
-from trainer.run.settings import plan_settings
 from trainer.run.update import policy_logprobs
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -44,10 +44,8 @@ def rollouts(shop_dataset: Path) -> pl.LazyFrame:
 
 
 def planned(rollouts: pl.LazyFrame, outcome: str) -> Plan:
-    config = TrainConfig(dataset="d", model="m", out="o", failed="trajectory")
-    return make_plan(
-        pipelines.trajectory_returns(rollouts, outcome).collect(), plan_settings(config)
-    )
+    config = train_config(dataset="d", model="m", out="o", failed="trajectory")
+    return make_plan(pipelines.trajectory_returns(rollouts, outcome).collect(), config)
 
 
 def steps_of(batch: Batch) -> Iterator[tuple[list[int], list[int], list[bool]]]:
@@ -64,7 +62,8 @@ def test_logprobs_of_both_layouts_are_those_of_one_plain_forward_per_step(
     assert set(styles.collect()["style"]) == {"append", "strip", "summary", "subagent"}
     plan = planned(rollouts, "last")
     steps, merged = (
-        load_batch(rollouts, plan, GROUPS_OF_ALL_STYLES, layout) for layout in ("step", "merge")
+        load_batch(rollouts, plan, GROUPS_OF_ALL_STYLES, BatchConfig(sequence_layout=layout))
+        for layout in ("step", "merge")
     )
     assert steps.trains.all()
     assert len(merged.names) < len(steps.names)
@@ -92,7 +91,8 @@ def test_gradient_is_the_same_for_layouts_and_budgets_when_inner_steps_earn(
     earning = rollouts.with_columns(reward=pl.col("response_ids").list.len() / 100.0)
     plan = planned(earning, "sum")
     steps, merged = (
-        load_batch(earning, plan, GROUPS_OF_GRADIENT, layout) for layout in ("step", "merge")
+        load_batch(earning, plan, GROUPS_OF_GRADIENT, BatchConfig(sequence_layout=layout))
+        for layout in ("step", "merge")
     )
     assert len(np.unique(steps.advantages)) == 8
     reference = gradient_of_update(policy, steps, budget=512, corrects=True)

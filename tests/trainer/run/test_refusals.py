@@ -17,8 +17,8 @@ from rollout_io.cli.main import run as main
 from rollout_io.retokenize.chat_template import TEMPLATES, find_template
 from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
 from schemas.metadata import DatasetMetadata
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
-from trainer.config.train_config import TrainConfig
 from trainer.run.same_tokenizer import check_tokenizers
 
 Rows = list[dict[str, Any]]
@@ -59,7 +59,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     ),
     "no log-probabilities for weights asked for": (
         rows_of(),
-        "tis_ratio_type=token",
+        "loss.tis_ratio_type=token",
         ("[rollout_logprobs]", "no row has rollout_logprobs", "tis_ratio_type token"),
     ),
     "raw log-probabilities at another temperature": (
@@ -68,15 +68,15 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         (
             "Error: trajectory 'g0_0', row 0 (the first of 8): rollout_logprobs are not"
             " from the sampled distribution (logprobs_mode raw, temperature 0.7",
-            "Hint: pass --set tis_ratio_type=none to train without the correction",
+            "Hint: pass --set loss.tis_ratio_type=none to train without the correction",
         ),
     ),
     "partial groups": (
         rows_of()[:-2],
-        "partial_groups=refuse",
+        "data.partial_groups=refuse",
         (
             "Error: group 'g1': found 1 trajectory; expected 2, the",
-            "Hint: pass --set partial_groups=mask",
+            "Hint: pass --set data.partial_groups=mask",
         ),
     ),
     "advantages of zero alone": (
@@ -88,23 +88,26 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
             "(2 groups)",
             "Hint: run `rollouts st",
             "; or choose the rows (`rollouts filter DS --where 'reward > 0' --out GOOD`) and",
-            "imitate them (--set policy_loss_type=cross_entropy)",
+            "imitate them (--set loss.policy_loss_type=cross_entropy)",
         ),
     ),
     "rewards of zero alone": (
         rows_of(rewards=(0.0, 0.0)),
         "",
-        ("[zero_advantages]", "; or choose rows to imitate (--set policy_loss_type=cross_entropy)"),
+        (
+            "[zero_advantages]",
+            "; or choose rows to imitate (--set loss.policy_loss_type=cross_entropy)",
+        ),
     ),
     "partial groups of equal rewards": (
         rows_of(rewards=(1.0, 1.0))[:-2],
-        "partial_groups=refuse",
-        ("[zero_advantages]", "(2 groups)", "(--set policy_loss_type=cross_entropy)"),
+        "data.partial_groups=refuse",
+        ("[zero_advantages]", "(2 groups)", "(--set loss.policy_loss_type=cross_entropy)"),
     ),
     "partial groups of equal rewards, where another term has a gradient": (
         rows_of(rewards=(1.0, 1.0))[:-2],
-        "partial_groups=refuse entropy_loss_coef=0.1",
-        ("[partial_groups]", "Hint: pass --set partial_groups=mask"),
+        "data.partial_groups=refuse loss.entropy_loss_coef=0.1",
+        ("[partial_groups]", "Hint: pass --set data.partial_groups=mask"),
     ),
     "advantages that only a failed trajectory hides": (
         [
@@ -114,7 +117,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         "",
         (
             "(2 groups), except in 1 group with a failed trajectory. [zero_advantages]",
-            "Hint: pass --set failed=trajectory to leave out failed trajectories",
+            "Hint: pass --set data.failed=trajectory to leave out failed trajectories",
         ),
     ),
     "returns that differ by a rounding error beside a failed trajectory": (
@@ -155,7 +158,7 @@ def test_raw_log_probabilities_of_a_distribution_that_was_changed_are_refused(
     rows = rows_of(**SAMPLED, sampling_extra=None)
     rows[2]["sampling_extra"] = '{"repetition_penalty":1.1}'
     dataset = write_dataset(tmp_path / "ds", rows, logprobs_mode=mode)
-    settings = f"policy_loss_type={loss}"
+    settings = f"loss.policy_loss_type={loss}"
     if mode == "processed":
         assert train(dataset, model, tmp_path / "run", settings, dry_run=dry_run) == 0
         return
@@ -197,7 +200,7 @@ def test_the_history_says_what_a_dataset_without_the_column_was_sampled_with(
         "Error: trajectory 'g0_0', row 0 (the first of 8): ",
         f"not from the sampled distribution (logprobs_mode {mode or 'unknown'}, ",
         f", {extra}",
-        "pass --set tis_ratio_type=none to train without the correction",
+        "pass --set loss.tis_ratio_type=none to train without the correction",
         "record usable ones, with vLLM's --logprobs-mode processed_logprobs",
     )
     refused(lambda out: train(dataset, model, out, dry_run=dry_run), tmp_path, capfd, said)
@@ -220,7 +223,7 @@ def test_a_history_that_changed_nothing_or_that_the_column_denies_refuses_nothin
 
 
 @DRY_RUN
-@pytest.mark.parametrize("settings", ["", "lora_rank=4"])
+@pytest.mark.parametrize("settings", ["", "model.lora_rank=4"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_quantised_model_is_refused_before_it_is_loaded(
     model: str, tmp_path: Path, capfd: Any, *, nested: bool, settings: str, dry_run: bool
@@ -255,7 +258,7 @@ def refused(run: Callable[[Path], int], folder: Path, capfd: Any, parts: tuple[s
 
 
 @DRY_RUN
-@pytest.mark.parametrize("coefficient", ["entropy_loss_coef", "kl_loss_coef"])
+@pytest.mark.parametrize("coefficient", ["loss.entropy_loss_coef", "loss.kl_loss_coef"])
 def test_zero_advantages_train_where_another_term_has_a_gradient(
     coefficient: str, model: str, tmp_path: Path, *, dry_run: bool
 ) -> None:
@@ -270,18 +273,18 @@ def test_zero_advantages_train_where_another_term_has_a_gradient(
     [
         (
             rows_of()[:-2],
-            "partial_groups=train",
+            "data.partial_groups=train",
             "warning: the number of trajectories is not 2 in 1 group: ",
         ),
         (
             rows_of(),
-            "policy_loss_type=gspo sequence_layout=step loss_reduction=sequence_mean",
+            "loss.policy_loss_type=gspo batch.sequence_layout=step loss.reduction=sequence_mean",
             "warning: trajectories (4) are split into rows (8), which changes the effect of settings that"
             " work per row (policy_loss_type gspo",
         ),
         (
             rows_of(**SAMPLED),
-            "tis_ratio_type=sequence sequence_layout=step",
+            "loss.tis_ratio_type=sequence batch.sequence_layout=step",
             "work per row (tis_ratio_type sequence: a weight is the product over a row)",
         ),
         (rows_of(), "", "note: importance correction (tis_ratio_type) is off, because"),
@@ -341,7 +344,7 @@ def test_a_model_with_another_tokenizer_is_refused_unless_it_is_allowed(
         "Hint: train the model whose tokenizer produced the ids",
     )
     refused(lambda out: train(dataset, str(model), out, dry_run=dry_run), tmp_path, capfd, parts)
-    allowed = "allow_other_tokenizer=true"
+    allowed = "data.allow_other_tokenizer=true"
     assert train(dataset, str(model), tmp_path / "run", allowed, dry_run=dry_run) == 0
     assert "differs from the dataset's (letters)" in capfd.readouterr().err
     (model / "tokenizer.json").write_text("{")
@@ -389,7 +392,7 @@ def test_with_a_fingerprint_train_says_that_the_tokenizers_were_compared(
     save_tokenizer(model, "a")
     assert train(dataset, str(model), tmp_path / "run", dry_run=True) == 0
     assert f"note: {model} has the dataset's tokenizer" in capfd.readouterr().err
-    config = TrainConfig(dataset=dataset, model=str(model), out="run")
+    config = train_config(dataset=dataset, model=str(model), out="run")
     metadata = rollout_io.read_metadata(dataset)
     said = check_tokenizers(config, metadata, notes_match=False)
     assert not [remark for remark in said if "has the dataset's tokenizer" in remark.text]
@@ -433,7 +436,7 @@ def test_another_template_is_named_and_the_warning_says_how_to_serve_with_it(
     text = find_template(name) if name else "{{ messages | length }}"
     metadata = rollout_io.read_metadata(dataset)
     metadata = metadata.replace(chat_template_fingerprint=template_fingerprint(text))
-    config = TrainConfig(dataset=dataset, model=str(model), out="run")
+    config = train_config(dataset=dataset, model=str(model), out="run")
     said = check_tokenizers(config, metadata)[-1].text
     assert (f"({name})" in said) == (name is not None)
     file = f'"$(rollouts templates {name})"' if name else "TEMPLATE"
@@ -486,7 +489,7 @@ def test_the_plan_is_what_the_run_then_does(model: str, tmp_path: Path, capfd: A
     rows += [row | {"error": "timeout", "reward": None} for row in rows_of(4, (1.0,))[-2:]]
     dataset = write_dataset(tmp_path / "ds", rows)
     settings = (
-        "groups_per_batch=2 groups_per_mini_batch=1 epochs_per_batch=2 tokens_per_micro_batch=20"
+        "batch.groups_per_batch=2 batch.groups_per_mini_batch=1 batch.epochs_per_batch=2 batch.tokens_per_micro_batch=20"
         " partial_groups=train"
     )
     given = [part for text in settings.split() for part in ("--set", text)]
@@ -513,7 +516,7 @@ def test_the_plan_is_what_the_run_then_does(model: str, tmp_path: Path, capfd: A
 
 def test_the_plan_is_a_table_for_people(model: str, tmp_path: Path, capfd: Any) -> None:
     dataset = write_dataset(tmp_path / "ds", rows_of())
-    assert train(dataset, model, tmp_path / "run", "kl_loss_coef=0.1", dry_run=True) == 0
+    assert train(dataset, model, tmp_path / "run", "loss.kl_loss_coef=0.1", dry_run=True) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "groups        2"
     assert lines[1] == "trajectories  4, 0 failed, 0 masked"

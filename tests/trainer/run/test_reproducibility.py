@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import trainer
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     VOCAB,
     forests_of,
@@ -48,7 +49,7 @@ def test_weights_are_the_same_wherever_they_lie_in_their_file(tmp_path: Path) ->
     for number, model in enumerate(models):
         loaded = load_policy(model, logprob_chunk_tokens=8)
         offsets |= {parameter.data_ptr() % 16 for parameter in loaded.parameters()}
-        config = trainer.TrainConfig(
+        config = train_config(
             dataset=dataset, model=model, out=str(tmp_path / f"run{number}"), learning_rate=1e-3,
             groups_per_batch=1, groups_per_mini_batch=1, tokens_per_micro_batch=1, num_epochs=3,
         )  # fmt: skip

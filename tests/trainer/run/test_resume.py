@@ -17,6 +17,7 @@ import torch
 import trainer
 from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
     learner_of,
@@ -24,7 +25,7 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
     write_dataset,
 )
-from trainer.config.train_config import TrainConfig
+from trainer.config.sections import AdvantageConfig, BatchConfig
 from trainer.run.resume import alone_in, find_checkpoint, say_if_new
 from trainer.run.state import (
     Position,
@@ -53,7 +54,7 @@ def run(paths: dict[str, str], out: Path, *, resume: bool = True, **settings: An
     """Four updates, all of one batch, unless something else is asked for."""
     defaults = {"learning_rate": 1e-3, "groups_per_batch": 2, "groups_per_mini_batch": 1}
     given = paths | defaults | {"epochs_per_batch": 2, "save_every_updates": 1} | settings
-    return trainer.train(trainer.TrainConfig(**given, out=str(out)), resume=resume)
+    return trainer.train(train_config(**given, out=str(out)), resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,7 @@ def test_a_run_with_more_updates_is_the_run_that_had_them_from_the_start(
     for max_updates in (1, 3, None):
         run(paths, tmp_path, max_updates=max_updates, save_every_updates=None)
     assert lines_of(tmp_path) == lines_of(whole)
-    assert json.loads((tmp_path / "config.json").read_text())["max_updates"] is None
+    assert json.loads((tmp_path / "config.json").read_text())["batch"]["max_updates"] is None
     assert checkpoints_of(tmp_path) == checkpoints_of(whole)[:1] + checkpoints_of(whole)[2:]
 
 
@@ -162,7 +163,10 @@ def test_only_the_newest_checkpoints_are_kept_and_nothing_half_removed(
         ({"betas": (0.8, 0.9)}, r"betas: found \[0\.8, 0\.9\]; expected \[0\.9, 0\.999\]"),
         ({"kl_loss_coef": 0.1}, r"kl_loss_coef: found 0\.1; expected 0\.0"),
         ({"max_updates": 1}, "max_updates: found 1; expected at least 2"),
-        ({"seed": 7, "gamma": 0.9}, r"seed: found 7; expected 0(.|\n)*also different: gamma"),
+        (
+            {"seed": 7, "gamma": 0.9},
+            r"advantage.gamma: found 0.9; expected 1.0(.|\n)*also different: run.seed",
+        ),
     ],
 )
 def test_another_configuration_is_refused_by_the_name_of_its_key(
@@ -176,7 +180,8 @@ def test_another_configuration_is_refused_by_the_name_of_its_key(
 
 
 def test_fewer_epochs_are_refused(paths: dict[str, str], out: Path) -> None:
-    config = json.loads((out / "config.json").read_text()) | {"num_epochs": 2}
+    config = json.loads((out / "config.json").read_text())
+    config["batch"]["num_epochs"] = 2
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(RolloutError, match="num_epochs: found 1; expected at least 2"):
         run(paths, out)
@@ -186,7 +191,8 @@ def test_a_dataset_with_other_returns_is_refused(
     paths: dict[str, str], out: Path, tmp_path: Path
 ) -> None:
     changed = {**paths, "dataset": write_dataset(tmp_path / "ds", rows(0.25))}
-    config = json.loads((out / "config.json").read_text()) | {"dataset": changed["dataset"]}
+    config = json.loads((out / "config.json").read_text())
+    config["data"]["dataset"] = changed["dataset"]
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(RolloutError, match="resume_dataset"):
         run(changed, out)
@@ -256,13 +262,13 @@ def test_checkpoints_without_their_configuration_are_refused(
 
 
 def test_a_run_of_an_earlier_version_goes_on(paths: dict[str, str], tmp_path: Path) -> None:
-    config = TrainConfig(**paths, out=str(tmp_path))
+    config = train_config(**paths, out=str(tmp_path))
     older = dataclasses.asdict(config)
-    del older["loss"]
+    del older["loss"]["own"]
     (tmp_path / "config.json").write_text(json.dumps(older))
     assert find_checkpoint(config) is None
-    own = dataclasses.replace(config, gamma=0.5)
-    del older["gamma"]
+    own = dataclasses.replace(config, advantage=AdvantageConfig(gamma=0.5))
+    del older["advantage"]["gamma"]
     (tmp_path / "config.json").write_text(json.dumps(older))
     with pytest.raises(RolloutError, match="gamma"):
         find_checkpoint(own)
@@ -312,8 +318,12 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_one_message(
     good = files_of(out / "checkpoints" / "global_step_2")
     assert len(good["model.safetensors"]) in range(40_000, 120_000)
     config = json.loads((out / "config.json").read_text())
-    keys = ("learning_rate", "groups_per_batch", "groups_per_mini_batch", "epochs_per_batch")
-    given = [f"--set={key}={config[key]}" for key in (*keys, "save_every_updates")]
+    keys = {
+        "optimizer": ("learning_rate",),
+        "batch": ("groups_per_batch", "groups_per_mini_batch", "epochs_per_batch"),
+        "run": ("save_every_updates",),
+    }
+    given = [f"--set={s}.{key}={config[s][key]}" for s, names in keys.items() for key in names]
     command = ["train", paths["dataset"], "--model", paths["model"], "--out", str(out), "--resume"]
     with no_file_larger_than(num_bytes):
         code = main([*command, *given])
@@ -331,10 +341,10 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_one_message(
 
 def test_micro_batches_stay_as_they_are_where_the_loss_depends_on_them(tmp_path):
     settings = {"dataset": "d", "model": "m", "out": str(tmp_path)}
-    legacy = TrainConfig(**settings, loss_reduction="token_mean_legacy")
-    for config, refused in ((TrainConfig(**settings), False), (legacy, True)):
+    legacy = train_config(**settings, reduction="token_mean_legacy")
+    for config, refused in ((train_config(**settings), False), (legacy, True)):
         (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-        changed = dataclasses.replace(config, tokens_per_micro_batch=64)
+        changed = dataclasses.replace(config, batch=BatchConfig(tokens_per_micro_batch=64))
         with (
             pytest.raises(RolloutError, match="tokens_per_micro_batch")
             if refused

@@ -21,6 +21,7 @@ import rollout_io
 import trainer
 from pipelines.generation import Sampled, Sampling
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.examples import examples
 from tests.helpers.rl_helpers import HERE, lines_of
 from tests.helpers.rl_helpers import config_of as rl_config_of
@@ -54,9 +55,9 @@ from trainer import rl
 from trainer.batches.data import Batch, load_batch
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan
+from trainer.config.sections import BatchConfig
 from trainer.engine.embedded import TransformersEngine
 from trainer.models.policy import Policy, load_policy
-from trainer.run.settings import packing_of, plan_settings
 from trainer.run.update import policy_logprobs
 
 POLICY = Policy(tiny_moe(), logprob_chunk_tokens=16)
@@ -86,11 +87,9 @@ def updates_of(
     """The batch, its log-probabilities in the order of the steps, an update, tokens forwarded."""
     rollouts = rollout_io.scan(dataset)
     config = config_of(sequence_layout=layout, **settings)
-    plan = make_plan(
-        pipelines.trajectory_returns(rollouts, "last").collect(), plan_settings(config)
-    )
-    batch = load_batch(rollouts, plan, plan.batches[0], layout)
-    (mini_batch,) = cut_batch(batch, packing_of(config))
+    plan = make_plan(pipelines.trajectory_returns(rollouts, "last").collect(), config)
+    batch = load_batch(rollouts, plan, plan.batches[0], BatchConfig(sequence_layout=layout))
+    (mini_batch,) = cut_batch(batch, config.batch)
     logprobs = policy_logprobs(learner_of(POLICY), batch, mini_batch.forests)
     update = updated(POLICY, batch, mini_batch.forests, None, None)
     return batch, logprobs[batch.chains.slots], update, mini_batch.num_tokens
@@ -150,7 +149,7 @@ def test_trees_of_any_rows_and_routes_agree_with_steps(
     found = []
     for layout in ("step", "tree"):
         (mini_batch,) = cut_batch(
-            batch, packing_of(config_of(sequence_layout=layout, tree_scope="group"))
+            batch, config_of(sequence_layout=layout, tree_scope="group").batch
         )
         found.append(updated(POLICY, batch, mini_batch.forests, None, None))
     check_same(found[1], found[0])
@@ -230,7 +229,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(dataset: str, model: str, out: Path, **settings: Any) -> list[dict[str, Any]]:
     how = {"learning_rate": 1e-3, "groups_per_batch": 1, "groups_per_mini_batch": 1} | settings
-    trainer.train(trainer.TrainConfig(dataset=dataset, model=model, out=str(out), **how))
+    trainer.train(train_config(dataset=dataset, model=model, out=str(out), **how))
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -276,7 +275,7 @@ def test_routes_that_are_not_the_models_are_refused(kind: str, moe: str, tmp_pat
     with pytest.raises(RolloutError) as refused:
         run(dataset, moe, tmp_path / "run")
     assert message in str(refused.value)
-    assert "replay_routing=false" in str(refused.value.hint)
+    assert "batch.replay_routing=false" in str(refused.value.hint)
     assert run(dataset, moe, tmp_path / "ignored", replay_routing=False)
 
 
@@ -291,7 +290,7 @@ def test_a_model_that_cannot_replay_routes_is_refused_by_name_unless_they_are_ig
     ) as refused:
         run(dataset, model, tmp_path / "run")
     assert "Mixtral" in str(refused.value)
-    assert "--set replay_routing=false" in str(refused.value.hint)
+    assert "--set batch.replay_routing=false" in str(refused.value.hint)
     assert len(run(dataset, model, tmp_path / "ignored", replay_routing=False)) == 2
     assert "are ignored, because replay_routing is false" in capfd.readouterr().err
 
@@ -319,7 +318,7 @@ def test_a_run_reproduces_a_sampler_that_routed_differently(
         batch = batch_of(([(prompt, response, [True] * len(response))], [("a", "a_0")]))
         routes = routes_of([torch.tensor(row[ROUTING], dtype=torch.int16)])
         batch = dataclasses.replace(batch, routes=routes)
-        forests = cut_batch(batch, packing_of(config_of(sequence_layout="step")))[0].forests
+        forests = cut_batch(batch, config_of(sequence_layout="step").batch)[0].forests
         row["rollout_logprobs"] = policy_logprobs(learner_of(policy), batch, forests).tolist()
         row["temperature"] = 1.0
     dataset = write_routed(tmp_path / "ds", rows, "processed")
@@ -374,8 +373,10 @@ def test_the_loop_replays_what_its_embedded_engine_chose(tokenizer: Any, tmp_pat
             train={"replay_routing": replays, "groups_per_mini_batch": 2},
         )
         rl.run(config)
-        rows = rollout_io.scan(f"{config.out}/rollouts/*").collect()
+        rows = rollout_io.scan(f"{config.run.out}/rollouts/*").collect()
         lengths = rows["prompt_token_ids"].list.len() + rows["response_ids"].list.len() - 1
         assert rows[ROUTING].list.len().to_list() == lengths.to_list()
-        gaps[replays] = [line["rollout_logprobs_abs_diff_mean"] for line in lines_of(config.out)]
+        gaps[replays] = [
+            line["rollout_logprobs_abs_diff_mean"] for line in lines_of(config.run.out)
+        ]
     assert gaps[True][0] < 0.9 * gaps[False][0]

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from tests.trainer.run.test_start_processes import launched, lines_of
-from trainer.config.train_config import TrainConfig
 from trainer.distributed import launch
 from trainer.distributed.launch import make_accelerator
 from trainer.run.loop import train
@@ -42,7 +42,7 @@ def test_runs_of_one_process_may_differ_in_their_precision(tmp_path: Path) -> No
     norms = []
     for number, dtype in enumerate(("float32", "bfloat16", "float32")):
         out = str(tmp_path / str(number))
-        config = TrainConfig(dataset=dataset, model=model, out=out, dtype=dtype)  # type: ignore[arg-type]
+        config = train_config(dataset=dataset, model=model, out=out, dtype=dtype)  # type: ignore[arg-type]
         norms.append(train(config).metrics["grad_norm"])
     assert norms[0] == norms[2] != norms[1]
 
@@ -51,16 +51,22 @@ def test_runs_of_one_process_may_differ_in_their_precision(tmp_path: Path) -> No
 @pytest.mark.parametrize("owner", ["run", "user"])
 def test_a_precision_that_is_still_in_use_is_not_changed(owner: str, tmp_path: Path) -> None:
     given = {"out": str(tmp_path), "dtype": "float32"}
-    held = make_accelerator(**given) if owner == "run" else Accelerator(mixed_precision="no")
+    held = (
+        make_accelerator(train_config(**given))
+        if owner == "run"
+        else Accelerator(mixed_precision="no")
+    )
     with pytest.raises(RolloutError, match=r"in use by another run.*\[launch\]"):
-        make_accelerator(out=str(tmp_path), dtype="bfloat16")
+        make_accelerator(train_config(out=str(tmp_path), dtype="bfloat16"))
     assert held.mixed_precision == "no"
     del held
     gc.collect()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [["kl_loss_coef=0.1"], ["kl_loss_coef=0.1", "lora_rank=2"]])
+@pytest.mark.parametrize(
+    "settings", [["loss.kl_loss_coef=0.1"], ["loss.kl_loss_coef=0.1", "model.lora_rank=2"]]
+)
 @pytest.mark.skipif(sys.platform == "win32", reason="torch.compile")
 def test_a_launcher_that_compiles_trains_with_a_reference_like_one_that_does_not(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pipelines.sampling_defaults import SamplingDefaults, sampling_defaults
 from rollout_io.cli.main import run
 from schemas.errors import RolloutError
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
-from trainer.config.train_config import TrainConfig
 from trainer.run.loop import train
 
 USED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
@@ -43,7 +43,7 @@ def trained(
 ) -> dict[str, Any] | str:
     """The metrics of the update, or the id of the error."""
     dataset = write_dataset(folder / "ds", rows(**columns), logprobs_mode=mode)
-    config = TrainConfig(dataset=dataset, model=model, out=str(folder / "run"), **settings)
+    config = train_config(dataset=dataset, model=model, out=str(folder / "run"), **settings)
     try:
         return dict(train(config).metrics)
     except RolloutError as error:
@@ -75,7 +75,7 @@ def test_the_refusal_names_the_row_the_settings_and_the_remedy(
     assert "row 0 (the first of 8): the row does not record temperature or top_p or top_k" in said
     assert "generation_config.json (temperature 0.6, top_p 0.95, top_k 20)" in said
     assert "rollout_logprobs are not from the sampled distribution" in said
-    assert "--set sampling_defaults=model" in said
+    assert "--set data.sampling_defaults=model" in said
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])

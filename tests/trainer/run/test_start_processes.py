@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from schemas.errors import ConfigError, InputError
+from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import as_toml, config_of, lines_of, save_model
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.cli.processes import in_processes
@@ -138,7 +139,7 @@ def test_a_signal_to_the_starter_stops_the_loop_as_in_one_process(
 ) -> None:
     out = tmp_path / "run"
     given = ["rl", str(toml), "--out", str(out), "--num-processes", "2", "--resume"]
-    given += ["--set", "num_iterations=20"]
+    given += ["--set", "loop.num_iterations=20"]
     process = launched(*given)
     wait_for(out / "weights" / "version_1", process)
     process.send_signal(number)
@@ -163,7 +164,7 @@ def test_train_in_two_processes(tmp_path: Path) -> None:
     for num in (1, 2):
         out = tmp_path / str(num)
         given = ["train", dataset, "--model", model, "--out", str(out), "-q"]
-        sizes = ["--set", "groups_per_batch=2", "--set", "groups_per_mini_batch=2"]
+        sizes = ["--set", "batch.groups_per_batch=2", "--set", "batch.groups_per_mini_batch=2"]
         process = launched(*given, "--num-processes", str(num), *sizes)
         printed, said = process.communicate(timeout=300)
         assert process.returncode == 0, said
@@ -188,4 +189,4 @@ def test_a_process_whose_starter_was_killed_at_once_does_not_wait_for_the_others
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=r"the `rollouts` command was killed\. \[process_lost\]"):
-        make_accelerator(out=str(tmp_path / "run"))
+        make_accelerator(train_config(out=str(tmp_path / "run")))

@@ -24,6 +24,7 @@ from schemas.token_records import (
     token_record_steps,
 )
 from tests.conftest import ROOT
+from tests.helpers.configs import train_config
 from tests.helpers.own_functions import SEEN
 from tests.helpers.trainer_helpers import (
     VOCAB,
@@ -32,7 +33,6 @@ from tests.helpers.trainer_helpers import (
     step,
     write_dataset,
 )
-from trainer.config.train_config import TrainConfig
 from trainer.run.token_records import SAMPLED_GROUPS
 
 TIMES = {"seconds", "tokens_per_s"}
@@ -56,11 +56,11 @@ UPDATES = [("g0", "g1"), ("g2", "g3")] * 2 + [("g4", "g5")] * 2
 """Groups of each update with these settings."""
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "steps": ("steps", {"sequence_layout": "step", "kl_loss_coef": 0.1}),
-    "merged rows of steps": ("steps", {"entropy_loss_coef": 0.01, "loss_reduction": "prompt_mean"}),
+    "merged rows of steps": ("steps", {"entropy_loss_coef": 0.01, "reduction": "prompt_mean"}),
     "tree": ("steps", {"sequence_layout": "tree", "lora_rank": 2, "kl_loss_coef": 0.1}),
     "merged rows as they are": (
         "merged",
-        {"advantage_estimator": "gae", "kl_reward_coef": 0.1, "policy_loss_type": "cispo"},
+        {"estimator": "gae", "kl_reward_coef": 0.1, "policy_loss_type": "cispo"},
     ),
     "steps of merged rows": ("merged", {"sequence_layout": "step"}),
     "tree of merged rows": ("merged", {"sequence_layout": "tree", "policy_loss_type": "gspo"}),
@@ -119,7 +119,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run(paths: dict[str, str], out: Path, dataset: str = "steps", **settings: Any) -> Path:
     given = {"dataset": paths[dataset], "model": paths["model"], "out": str(out)}
-    trainer.train(TrainConfig(**given, **COMMON | settings))
+    trainer.train(train_config(**given, **COMMON | settings))
     return out
 
 
@@ -236,7 +236,7 @@ def test_the_values_are_bit_for_bit_those_that_the_loss_was_given(
 ) -> None:
     SEEN.clear()
     settings = {"token_mask_is_threshold_low": None, "token_mask_is_threshold_high": None}
-    own = {"policy_loss_type": f"{MINE}:watched", "loss_reduction": f"{MINE}:trajectory_mean"}
+    own = {"policy_loss_type": f"{MINE}:watched", "reduction": f"{MINE}:trajectory_mean"}
     out = run(paths, tmp_path / "run", tis_ratio_type=None, **settings, **own)
     names = ["logprobs", "old_logprobs", "advantages", "losses", "clipped"]
     given = pl.DataFrame({n: torch.cat([part[n] for part in SEEN]).numpy() for n in names})
@@ -304,7 +304,7 @@ def test_a_skipped_mini_batch_has_no_file_and_the_next_update_takes_its_number(
         "model": save_tiny_model(tmp_path / "model"),
         "out": str(tmp_path / "run"),
     }
-    trainer.train(TrainConfig(**given, groups_per_batch=1, groups_per_mini_batch=1))
+    trainer.train(train_config(**given, groups_per_batch=1, groups_per_mini_batch=1))
     assert [line["skipped"] for line in lines_of(tmp_path / "run")] == [0, 1, 0]
     assert token_record_steps(tmp_path / "run") == [1, 2]
     groups = [records_of(tmp_path / "run", n)["instance_id"].unique().to_list() for n in (1, 2)]
@@ -356,5 +356,5 @@ def test_all_updates_are_scanned_in_order_and_the_example_of_the_documentation_r
 
 def test_an_unknown_value_is_refused_by_name(paths: dict[str, str], capfd: Any) -> None:
     command = ["train", paths["steps"], "--model", paths["model"], "--out", "x"]
-    assert main([*command, "--set", "record_tokens=some"]) == 1
+    assert main([*command, "--set", "run.record_tokens=some"]) == 1
     assert "record_tokens" in capfd.readouterr().err

@@ -14,6 +14,7 @@ import pipelines
 import rollout_io
 import trainer
 from rollout_io.cli.main import run as main
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     relative_difference,
     save_tiny_model,
@@ -23,16 +24,15 @@ from tests.helpers.trainer_helpers import (
 from tests.helpers.tree_helpers import mini_batch_of, updated
 from trainer.batches.data import load_batch
 from trainer.batches.plan import Plan, make_plan
-from trainer.config.train_config import TrainConfig
+from trainer.config.sections import BatchConfig
 from trainer.models.policy import load_policy
 from trainer.run.advice import warnings_before
-from trainer.run.settings import plan_settings
 
 CUT = {"num_forwarded_tokens", "num_micro_batches", "seconds", "tokens_per_s", "repeated_share"}
 RUNS: dict[str, dict[str, Any]] = {
-    "grpo": {"kl_loss_coef": 0.1, "loss_reduction": "prompt_mean"},
+    "grpo": {"kl_loss_coef": 0.1, "reduction": "prompt_mean"},
     "gae": {
-        "advantage_estimator": "gae",
+        "estimator": "gae",
         "critic_learning_rate": 3e-4,
         "kl_reward_coef": 0.1,
         "tree_scope": "trajectory",
@@ -66,7 +66,7 @@ def lines_of(paths: dict[str, str], out: Path, **settings: Any) -> list[dict[str
         "groups_per_mini_batch": 1, "epochs_per_batch": 2, "learning_rate": 3e-4,
         "tokens_per_micro_batch": 40,
     }  # fmt: skip
-    trainer.train(TrainConfig(**paths, **common | settings, out=str(out)))
+    trainer.train(train_config(**paths, **common | settings, out=str(out)))
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -91,7 +91,11 @@ def test_a_run_on_trees_has_the_numbers_of_a_run_on_steps(
 def test_the_plan_says_what_each_scope_forwards_and_repeats(
     paths: dict[str, str], tmp_path: Path, capfd: Any
 ) -> None:
-    settings = ["sequence_layout=tree", "tokens_per_micro_batch=40", "groups_per_mini_batch=1"]
+    settings = [
+        "batch.sequence_layout=tree",
+        "batch.tokens_per_micro_batch=40",
+        "batch.groups_per_mini_batch=1",
+    ]
     command = ["train", paths["dataset"], "--model", paths["model"], "--out", str(tmp_path / "run")]
     command += [part for setting in settings for part in ("--set", setting)]
     assert main([*command, "--dry-run"]) == 0
@@ -114,8 +118,8 @@ def test_the_plan_says_what_each_scope_forwards_and_repeats(
 def test_what_counts_by_row_counts_steps_which_a_warning_says() -> None:
     rows = pl.DataFrame({"instance_id": "a", "trajectory_id": ["a_0", "a_0"], "trains": True})
     rows = rows.with_columns(num_forwarded_tokens=2)
-    settings: dict[str, Any] = {"sequence_layout": "tree", "loss_reduction": "sequence_mean"}
-    config = TrainConfig(dataset="d", model="m", out="o", **settings)
+    settings: dict[str, Any] = {"sequence_layout": "tree", "reduction": "sequence_mean"}
+    config = train_config(dataset="d", model="m", out="o", **settings)
     plan = Plan(trajectories=rows, batches=(), num_groups_without_variance=0)
     assert "trajectories (1) are split into rows (2)" in warnings_before(rows, plan, config)["rows"]
 
@@ -132,11 +136,9 @@ def test_the_gradient_of_real_rollouts_on_a_real_model_is_that_of_steps(
     del policy.model.base_model.layers[num_layers:]
     rollouts = rollout_io.scan(str(shop_dataset))
     rollouts = rollouts.filter(pl.col("repetition_id") < num_trajectories)
-    config = TrainConfig(dataset="d", model="m", out="o", failed="trajectory")
-    plan = make_plan(
-        pipelines.trajectory_returns(rollouts, "last").collect(), plan_settings(config)
-    )
-    batch = load_batch(rollouts, plan, ["shop-5"], "tree")
+    config = train_config(dataset="d", model="m", out="o", failed="trajectory")
+    plan = make_plan(pipelines.trajectory_returns(rollouts, "last").collect(), config)
+    batch = load_batch(rollouts, plan, ["shop-5"], BatchConfig(sequence_layout="tree"))
     jitter = torch.linspace(-1, 1, len(batch.trains))
     batch = dataclasses.replace(batch, advantages=batch.advantages + jitter)
     found = {}

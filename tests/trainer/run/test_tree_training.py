@@ -37,7 +37,6 @@ from trainer.models.critic import critic_values, update_critic
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy
 from trainer.run.batch_advantages import estimate
-from trainer.run.settings import adapter_settings, estimation_of
 from trainer.run.update import policy_logprobs
 
 Family = tuple[list[Row], TrajectoryIds]
@@ -61,7 +60,7 @@ def check_layouts_agree(
         forests = mini_batch_of(batch, **how).forests
         learner, critic = learner_of(POLICY, **config), critic_learner_of(CRITIC)
         values = critic_values(critic, batch, forests)
-        estimates = estimate(batch, estimation_of(config_of(**config)), values)
+        estimates = estimate(batch, config_of(**config).advantage, values)
         if estimates.value_targets is not None:
             errors = (estimates.value_targets - values)[torch.from_numpy(batch.trains)]
             assume(errors.std(correction=0) > 0.1)  # whitening equal ones would show rounding
@@ -96,9 +95,7 @@ def test_every_loss_with_some_reduction_estimator_and_term(
     scope: str,
 ) -> None:
     config = {"tis_ratio_type": None} | loss | term | reduction
-    config |= (
-        {} if loss["policy_loss_type"] == "cross_entropy" else {"advantage_estimator": estimator}
-    )
+    config |= {} if loss["policy_loss_type"] == "cross_entropy" else {"estimator": estimator}
     check_layouts_agree(family, config, seed, budget, scope)
 
 
@@ -112,7 +109,7 @@ def test_every_correction_for_the_sampler(
 
 
 PRODUCT = [
-    loss | reduction | {"advantage_estimator": estimator}
+    loss | reduction | {"estimator": estimator}
     for loss, reduction, estimator in itertools.product(POLICY_LOSSES, REDUCTIONS, ESTIMATORS)
     if (loss["policy_loss_type"], estimator) != ("cross_entropy", "gae")
 ]
@@ -146,7 +143,7 @@ def test_log_probabilities_are_those_of_one_plain_forward_a_row(
 @settings(max_examples=examples(10), deadline=None)
 @given(families(), BUDGETS, st.integers(0, 99))
 def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed: int) -> None:
-    config = config_of(advantage_estimator="gae")
+    config = config_of(estimator="gae")
     batch = batch_of_estimator(family, config, seed)
     found = []
     for layout in ("step", "tree"):
@@ -155,7 +152,7 @@ def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed
         critic = tiny_critic()
         learner = critic_learner_of(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
         values = critic_values(learner, batch, forests)
-        targets = estimate(batch, estimation_of(config), values).value_targets
+        targets = estimate(batch, config.advantage, values).value_targets
         assert targets is not None
         kept: list[torch.Tensor] = []
         learner.optimizer.register_step_pre_hook(
@@ -170,7 +167,7 @@ def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed
 
 def adapted() -> Policy:
     policy = tiny_policy()
-    add_adapter(policy, adapter_settings(config_of(lora_rank=4)))
+    add_adapter(policy, config_of(lora_rank=4).model)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.model.named_parameters():
         if "lora_B" in name:

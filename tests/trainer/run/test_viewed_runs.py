@@ -13,9 +13,9 @@ import trainer
 from rollout_io.cli.main import run as command
 from schemas.errors import InputError
 from schemas.token_records import TOKEN_RECORD_COLUMNS, token_record_path
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
 from tests.helpers.view_helpers import Asked
-from trainer.config.train_config import TrainConfig
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def dataset(shop_dataset, tmp_path_factory):
 def run(dataset, tmp_path_factory):
     """Trained two updates by a tiny model."""
     folder = tmp_path_factory.mktemp("run")
-    config = TrainConfig(
+    config = train_config(
         dataset=str(dataset),
         model=save_tiny_model(folder / "model", vocab_size=49152, max_position_embeddings=1024),
         out=str(folder / "run"),

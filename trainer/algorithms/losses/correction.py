@@ -8,17 +8,13 @@ training" (fengyao.notion.site/off-policy-rl); Liu et al. 2025, "When speed kill
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.algorithms.losses.ratios import bounded_exp, row_sums
-
-Range = tuple[float | None, float | None]
-"""Lower and upper bound; None: unbounded."""
-UNBOUNDED: Range = (None, None)
+from trainer.config.loss_config import LossConfig
 
 
 class Bounds(NamedTuple):
@@ -93,32 +89,10 @@ def row_ratios(
     return bounded_exp(total / row_sums(kept.to(total.dtype), row).clamp(min=1))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CorrectionSettings:
-    """Settings of the corrections for sampler mismatch.
-
-    Attributes:
-        weights: Use importance weights per token, or per row; None: all weights are 1.
-        max_weight: Larger weights are truncated to this value.
-        outliers: Leave out rows with a token whose ratio is outside this range.
-        tokens: Leave out tokens whose ratio is outside this range.
-        row_metric: Leave out rows based on the product or the geometric mean of their ratios; None:
-            keep all rows.
-        rows: Range of `row_metric` in which rows are kept.
-    """
-
-    weights: Literal["token", "sequence"] | None
-    max_weight: float
-    outliers: Range
-    tokens: Range
-    row_metric: Literal["product", "geometric"] | None
-    rows: Range
-
-
 def correct(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, row: Tensor, settings: CorrectionSettings
+    old_logprobs: Tensor, rollout_logprobs: Tensor, row: Tensor, loss: LossConfig
 ) -> Correction:
-    """Apply all corrections of `settings`.
+    """Apply all corrections that the section `[loss]` enables.
 
     The corrections are applied in this order: leave out rows with an outlier, leave out tokens,
     apply importance weights, leave out rows based on their ratio. Each correction uses only the
@@ -128,33 +102,41 @@ def correct(
         old_logprobs: [M] nats.
         rollout_logprobs: [M] nats, finite.
         row: [M] int64 row of each target, 0..R-1; must include all targets of a row.
-        settings: The corrections and their bounds.
+        loss: The corrections and their bounds.
     """
     log_ratio = (old_logprobs - rollout_logprobs).detach()
     ratio = bounded_exp(log_ratio)
     per_target: dict[str, Tensor] = {"is_ratio": ratio}
     per_row: dict[str, Tensor] = {}
-    outliers = bounds(ratio, *settings.outliers)
-    over, under = (row_sums(flags.float(), row) > 0 for flags in outliers)
+    low, high = loss.outlier_token_is_threshold_low, loss.outlier_token_is_threshold_high
+    over, under = (row_sums(flags.float(), row) > 0 for flags in bounds(ratio, low, high))
     kept = ~(over | under)[row]
-    if settings.outliers != UNBOUNDED:
+    if (low, high) != (None, None):
         per_row |= _row_metrics("outlier_seq", Bounds(over, under))
-    if settings.tokens != UNBOUNDED:
-        inside = bounds(ratio, *settings.tokens).inside
+    low, high = loss.token_mask_is_threshold_low, loss.token_mask_is_threshold_high
+    if (low, high) != (None, None):
+        inside = bounds(ratio, low, high).inside
         per_target["token_mask_ratio"] = ~inside[kept]
         kept = kept & inside
     weights = torch.ones_like(ratio)
-    if settings.weights == "token":
-        weights = token_weights(log_ratio, settings.max_weight)
-        per_target["tis_token_clip_high_ratio"] = ratio[kept] > settings.max_weight
-    elif settings.weights == "sequence":
+    if loss.importance_weights == "token":
+        cap = loss.token_tis_ratio_clip_high
+        weights = token_weights(log_ratio, cap)
+        per_target["tis_token_clip_high_ratio"] = ratio[kept] > cap
+    elif loss.importance_weights == "sequence":
+        cap = loss.sequence_tis_ratio_clip_high
         product = row_ratios(log_ratio, kept, row, "product")
-        weights = product.clamp(max=settings.max_weight)[row]
-        per_row["tis_seq_clip_high_ratio"] = product > settings.max_weight
-    if settings.row_metric is not None:
-        found = bounds(row_ratios(log_ratio, kept, row, settings.row_metric), *settings.rows)
-        name = "geo" if settings.row_metric == "geometric" else "product"
-        per_row |= _row_metrics(f"{name}_sequence_mask", found)
+        weights = product.clamp(max=cap)[row]
+        per_row["tis_seq_clip_high_ratio"] = product > cap
+    if loss.sequence_mask_metric is not None:
+        is_mean = loss.sequence_mask_metric == "geometric"
+        low, high = (
+            (loss.geo_mask_low, loss.geo_mask_high)
+            if is_mean
+            else (loss.product_mask_low, loss.product_mask_high)
+        )
+        found = bounds(row_ratios(log_ratio, kept, row, loss.sequence_mask_metric), low, high)
+        per_row |= _row_metrics(f"{'geo' if is_mean else 'product'}_sequence_mask", found)
         kept = kept & found.inside[row]
     return Correction(torch.where(kept, weights, 0.0), per_target, per_row)
 

@@ -6,24 +6,11 @@ before the step, so the selection does not depend on micro-batches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from trainer.algorithms.losses.policy import TokenLoss, regular
 from trainer.algorithms.losses.ratios import probability_ratio
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipCovSettings:
-    """Settings of Clip-Cov's selection; see `clip_cov_selection` and `regular`."""
-
-    ratio: float
-    low: float
-    high: float
-    eps_clip_low: float
-    eps_clip_high: float
 
 
 def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
@@ -78,26 +65,6 @@ def kl_cov_selection(covariance: Tensor, *, fraction: float) -> Tensor:
     selected = torch.zeros_like(covariance, dtype=torch.bool)
     selected[order[: max(int(fraction * len(covariance)), 1)]] = True
     return selected
-
-
-def selected_by_clip_cov(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, settings: ClipCovSettings
-) -> Tensor:
-    """Select the targets of a mini-batch that Clip-Cov leaves out of the loss ([M] bool)."""
-    clipped = regular(
-        logprobs,
-        old_logprobs,
-        advantages,
-        eps_clip_low=settings.eps_clip_low,
-        eps_clip_high=settings.eps_clip_high,
-    ).clipped
-    return clip_cov_selection(
-        covariances(advantages, logprobs),
-        clipped,
-        ratio=settings.ratio,
-        low=settings.low,
-        high=settings.high,
-    )
 
 
 def clip_cov(

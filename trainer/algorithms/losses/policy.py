@@ -103,7 +103,7 @@ def gspo(
 
     sg is the stop-gradient operator: the value of s is the geometric mean of the row's ratios, but
     its gradient flows only through the token's l. A row is one forwarded sequence: with the layout
-    `step`, each turn has its own ratio. The paper averages over rows (loss_reduction
+    `step`, each turn has its own ratio. The paper averages over rows (loss.reduction
     sequence_mean); its bounds are around 3e-4.
 
     Args:
@@ -217,7 +217,7 @@ def sapo(
         loss = -(4 / tau) sigmoid(tau (r - 1)) A
 
     At r = 1, the gradient of the loss is the policy gradient. No target is reported as `clipped`.
-    The paper averages over rows (loss_reduction sequence_mean).
+    The paper averages over rows (loss.reduction sequence_mean).
     """
     ratio = probability_ratio(logprobs, old_logprobs)
     tau = torch.full_like(advantages, sapo_tau_neg).masked_fill(advantages > 0, sapo_tau_pos)

@@ -15,10 +15,11 @@ from torch import Tensor
 from pipelines.sampling_defaults import NEUTRAL, SamplingDefaults, sampling_defaults
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest
+from trainer.config.sections import ModelConfig
 from trainer.forensics.audit.rows import AuditRows
 from trainer.forensics.audit.token_scores import TokenScores, concatenate, score_tokens
 from trainer.models.directory import check_model_directory
-from trainer.models.lora import CONFIG, AdapterSettings, add_adapter
+from trainer.models.lora import CONFIG, add_adapter
 from trainer.models.policy import Policy, hidden_before_targets, load_policy
 from trainer.models.router_replay import replayed
 from trainer.run.checkpoint import checkpoint_path
@@ -106,8 +107,8 @@ def _candidates_in(value: str, base: str | None) -> Iterator[Candidate]:
 
 def _of_run(run: Path) -> Iterator[tuple[int, Path]]:
     """Yield the version and the directory of a run's first model and of its checkpoints."""
-    config = _read_object(run / "config.json")
-    yield 0, Path(str(config.get("model", "")))
+    model = _read_object(run / "config.json").get("model")
+    yield 0, Path(str(model.get("path", "")) if isinstance(model, dict) else "")
     for step, version in _versions_by_step(run).items():
         path = checkpoint_path(run, step)
         if not _is_within_iteration(path):
@@ -253,11 +254,11 @@ def load_candidate(
     policy = load_policy(path, logprob_chunk_tokens=chunk_tokens, trees=trees, checks=checks)
     if candidate.base is not None:
         settings: dict[str, Any] = json.loads((candidate.path / CONFIG).read_text("utf-8"))
-        adapter = AdapterSettings(
-            rank=settings["r"],
-            alpha=settings["lora_alpha"],
-            target_modules=tuple(settings["target_modules"]),
-            model=path,
+        adapter = ModelConfig(
+            lora_rank=settings["r"],
+            lora_alpha=settings["lora_alpha"],
+            lora_target_modules=tuple(settings["target_modules"]),
+            path=path,
         )
         add_adapter(policy, adapter, candidate.path)
     return policy.to(device)

@@ -66,7 +66,7 @@ class IterationAudit:
                 raise
             warn(f"rows of iteration {iteration + 1} cannot be audited: {error}")
             return {}
-        file = Path(self.config.out) / AUDIT / f"{dataset.name}.parquet"
+        file = Path(self.config.run.out) / AUDIT / f"{dataset.name}.parquet"
         file.parent.mkdir(exist_ok=True)
         with whole(file) as partial:
             result.verdicts.write_parquet(partial)
@@ -84,9 +84,9 @@ class IterationAudit:
 
     def _audited(self, dataset: Path, iteration: int, policy: Policy) -> AuditResult:
         rollouts, metadata = rollout_io.scan(dataset), rollout_io.read_metadata(dataset)
-        rng = np.random.default_rng([self.config.seed, iteration])
+        rng = np.random.default_rng([self.config.run.seed, iteration])
         ids = rollouts.select(pl.col("trajectory_id").unique().sort()).collect().to_series()
-        chosen = rng.permutation(len(ids))[: self.config.audit_rows]
+        chosen = rng.permutation(len(ids))[: self.config.loop.audit_rows]
         own = rollouts.filter(pl.col("trajectory_id").is_in(ids.gather(chosen).to_list()))
         steps = read_steps(own, metadata)
         steps = steps.filter(pl.col("response_ids").list.len() > 0)
@@ -104,14 +104,14 @@ class IterationAudit:
         settings = AuditSettings(
             explains=False,
             trees=False,
-            tokens_per_micro_batch=self.config.training.tokens_per_micro_batch,
+            tokens_per_micro_batch=self.config.training.batch.tokens_per_micro_batch,
         )
         with torch.no_grad():
             return run_audit(rows, weights, settings, dataset=str(dataset), known=self.known)
 
     def _candidates(self, iteration: int) -> list[Candidate]:
         """List the versions that are kept, ending with the current one."""
-        folder = Path(self.config.out) / "weights"
+        folder = Path(self.config.run.out) / "weights"
         paths = {0: self.source}
         for path in folder.glob("version_*"):
             if path.name.removeprefix("version_").isdecimal():
@@ -138,8 +138,8 @@ class IterationAudit:
         causes = " ".join(likely_causes(result.verdicts, result.candidates)[:2])
         text = f"{got}\nlikely cause: {causes}"
         is_certain = num_faulty >= min(ROWS_TO_STOP, num_rows)
-        if self.config.on_mismatch == "stop" and is_certain:
-            command = f"rollouts audit {dataset} --weights {self.config.out}"
-            hint = f"run `{command}` to check every row, or pass --set on_mismatch=warn to train anyway"
+        if self.config.loop.on_mismatch == "stop" and is_certain:
+            command = f"rollouts audit {dataset} --weights {self.config.run.out}"
+            hint = f"run `{command}` to check every row, or pass --set loop.on_mismatch=warn to train anyway"
             raise InputError("weights_mismatch", str(dataset), text, hint=hint)
         warn(text)

@@ -39,17 +39,13 @@ def held_out_gradient(run: TrainingRun, dataset: str) -> dict[str, Tensor]:
         RolloutError: The dataset cannot be used with the configuration of the run.
     """
     batch, forests, corrects = _read(run, dataset)
-    objective = (
-        run.learner.objective
-        if corrects
-        else dataclasses.replace(run.learner.objective, correction=None)
-    )
-    learner = dataclasses.replace(run.learner, objective=objective)
+    learner = dataclasses.replace(run.learner, corrects=run.learner.corrects and corrects)
     values = critic_values(run.critic, batch, forests) if run.critic else None
-    advantages = estimate(batch, run.settings.estimation, values).advantages
+    advantage, is_supervised = run.config.advantage, run.config.loss.is_supervised
+    advantages = estimate(batch, advantage, values, is_supervised=is_supervised).advantages
     batch = dataclasses.replace(batch, advantages=advantages)
     ref_logprobs = None
-    if learner.reference is not None and not run.settings.kl_reward:
+    if learner.reference is not None and not run.config.loss.kl_reward_coef:
         ref_logprobs = policy_logprobs(learner, batch, forests, learner.reference)
     return loss_gradient(learner, batch, forests, ref_logprobs)
 
@@ -60,10 +56,15 @@ def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
     Also returns whether the loss corrects for sampler mismatch.
     """
     rollout_io.require_valid(dataset)
-    rule = run.config.merge_rule if run.config.merge_rule == "consecutive" else None
-    config = resolved(dataclasses.replace(run.config, dataset=dataset, merge_rule=rule))
-    rollouts, packing = scan_rows(dataset, config), run.settings.packing
-    plan = plan_of(dataset_returns(rollouts, config.outcome), config)
+    rule = run.config.batch.merge_rule if run.config.batch.merge_rule == "consecutive" else None
+    config = dataclasses.replace(
+        run.config,
+        data=dataclasses.replace(run.config.data, dataset=dataset),
+        batch=dataclasses.replace(run.config.batch, merge_rule=rule),
+    )
+    config = resolved(config)
+    rollouts = scan_rows(dataset, config)
+    plan = plan_of(dataset_returns(rollouts, config.data.outcome), config)
     policy = run.learner.accelerator.unwrap_model(run.learner.policy)
     vocab_size = policy.model.get_input_embeddings().weight.shape[0]
     index = index_rows(rollouts)
@@ -73,17 +74,11 @@ def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
         trained, config, rollout_io.read_metadata(dataset).logprobs_mode
     )
     groups = [group for groups in plan.batches for group in groups]
-    rows = read_rows(
-        rollouts,
-        plan,
-        groups,
-        packing.sequence_layout,
-        merge_rule=config.merge_rule,
-        replay_routing=packing.replay_routing,
-    )
-    batch = to_batch(rows.with_columns(mini_batch=pl.lit(0, pl.Int64)), packing.max_row_tokens)
+    rows = read_rows(rollouts, plan, groups, config.batch)
+    rows = rows.with_columns(mini_batch=pl.lit(0, pl.Int64))
+    batch = to_batch(rows, config.batch.max_row_tokens)
     run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
-    (mini_batch,) = cut_batch(batch, packing)
+    (mini_batch,) = cut_batch(batch, config.batch)
     return batch, mini_batch.forests, corrects
 
 
@@ -111,7 +106,7 @@ class TrialSteps:
         for name, parameter in self._trained:
             parameter.grad = gradient[name].clone()
         parameters = [parameter for _, parameter in self._trained]
-        clip_and_step(parameters, self._optimizer, self._learner.max_grad_norm)
+        clip_and_step(parameters, self._optimizer, self._learner.optimization.max_grad_norm)
         found = {}
         for name, parameter in self._trained:
             found[name] = parameter.detach() - self._weights[name]

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from schemas.errors import InputError, RolloutError
 from schemas.ragged import IntArray
-from trainer.algorithms.losses.reductions import reduction_weights
-from trainer.algorithms.objective import select
+from trainer.algorithms.configured import reduction_weights, select
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.packing import cut_batch
-from trainer.config.functions import POLICY_LOSS
+from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, bind
 from trainer.forensics.blame.gradients import (
     Coefficients,
     RowGradients,
@@ -73,10 +72,9 @@ class LeavingOut:
         self._batch = step.prepared.batch
         self._slots = np.flatnonzero(found.targets)
         self._row = self._batch.responses.row_of(self._slots)
-        objective = run.learner.objective
-        self._selects = objective.selection is not None
-        self._cuts = "micro_batch" in objective.reduction.function.inputs
-        self._cuts |= "num_micro_batches" in objective.reduction.function.inputs
+        loss = run.learner.loss
+        self._selects = loss.selects_targets
+        self._cuts = not loss.reduction_inputs.isdisjoint({"micro_batch", "num_micro_batches"})
 
     def factor(self, left: IntArray) -> float | None:
         """Compute the common factor by which the derivatives of all other rows change.
@@ -122,9 +120,8 @@ class LeavingOut:
     ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Compute the reduction's weights of the targets `slots` without the rows `left`."""
         batch, forests = self._fewer(left)
-        return reduction_weights(
-            units_of(batch, forests, slots), self._run.learner.objective.reduction
-        )
+        reduction = bind(LOSS_REDUCTION, self._run.learner.loss)
+        return reduction_weights(units_of(batch, forests, slots), reduction)
 
     def _fewer(self, left: IntArray) -> tuple[Batch, list[Forest]]:
         batch, forests = self._batch, self._step.forests
@@ -135,7 +132,7 @@ class LeavingOut:
         batch = dataclasses.replace(batch, mini_batch=mini_batch, trains=trains)
         if self._cuts:
             num_processes = self._run.learner.accelerator.num_processes
-            cut = cut_batch(batch, self._run.settings.packing, num_processes)
+            cut = cut_batch(batch, self._run.config.batch, num_processes)
             forests = cut[self._step.number].forests
         return batch, list(forests)
 
@@ -147,13 +144,15 @@ class LeavingOut:
         weights = torch.zeros_like(found.inputs.weights)
         weights[at] = torch.from_numpy(self._weights(left, slots)).float()
         logprobs, selected = found.coefficients.outputs, found.inputs.selected
-        if (selection := learner.objective.selection) is not None:
+        if self._selects:
             old = found.inputs.old_logprobs
             old = logprobs if old is None else old
             selected = torch.zeros(len(batch.trains), dtype=torch.bool)
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self._generator)
-                selected[at] = select(logprobs[at], old[at], batch.advantages[at], selection)
+                chosen = select(logprobs[at], old[at], batch.advantages[at], learner.loss)
+                assert chosen is not None
+                selected[at] = chosen
         inputs = dataclasses.replace(found.inputs, weights=weights, selected=selected)
         outputs = logprobs[at], torch.zeros(len(at))
         now = derivatives(learner, batch, at, inputs, *outputs)
@@ -197,8 +196,7 @@ def check_rows_are_separate(
     Raises:
         InputError: `blame_rows`: the derivatives of a row depend on other rows.
     """
-    function = learner.objective.policy_loss.function
-    if not function.is_own:
+    if not learner.loss.has_own_loss:
         return
     c, outputs = found.coefficients.logprobs, found.coefficients.outputs
     for forest in forests:
@@ -215,7 +213,9 @@ def check_rows_are_separate(
                 " micro-batch, so the update cannot be split into the contributions of its rows"
             )
             hint = "rollouts replay --without shows the effect of leaving a row out"
-            raise InputError("blame_rows", f"{POLICY_LOSS.key} {function.name}", got, hint=hint)
+            raise InputError(
+                "blame_rows", f"{POLICY_LOSS.place} {learner.loss.policy_loss_type}", got, hint=hint
+            )
 
 
 def _alone(

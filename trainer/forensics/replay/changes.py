@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from pipelines.filtering.verdicts import holds
-from rollout_io.configuration import checked_values
+from rollout_io.configuration import build, checked_values
 from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, condition_of, refused
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
@@ -20,6 +20,7 @@ from trainer.batches.origins import Origins
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.loss_config import LossConfig
+from trainer.config.sections import AdvantageConfig, OptimizerConfig
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import wrap_frozen
 from trainer.forensics.replay.recorded import PLACES
@@ -35,17 +36,15 @@ from trainer.run.mini_batches import (
     load_groups,
     prepare_batch,
 )
-from trainer.run.settings import batch_settings, objective_of, plan_settings, rate_schedule
 from trainer.run.setup import TrainingRun
 from trainer.run.update import Learner
 
 MAY_CHANGE = (
-    frozenset(LossConfig.__dataclass_fields__)
-    | {"outcome", "advantage_estimator", "normalize_by_std", "advantage_batch_normalize"}
-    | {"gamma", "gae_lambda", "failed", "partial_groups", "tokens_per_micro_batch"}
-    | {"learning_rate", "learning_rate_schedule", "warmup_updates", "weight_decay", "betas"}
-    | {"max_grad_norm", "critic_learning_rate", "value_clip"}
-) - set(PLACES)
+    {f"loss.{key}" for key in LossConfig.__dataclass_fields__}
+    | {f"advantage.{key}" for key in AdvantageConfig.__dataclass_fields__}
+    | {f"optimizer.{key}" for key in OptimizerConfig.__dataclass_fields__}
+    | {"data.outcome", "data.failed", "data.partial_groups", "batch.tokens_per_micro_batch"}
+) - {*PLACES, "optimizer.algorithm"}
 """Keys that may change for a single update: they affect neither the models nor the rows of the
 update's batch."""
 
@@ -55,7 +54,7 @@ class Changes:
     """Changes with which to replay an update: other settings, or rows to leave out.
 
     A row that is left out is removed from the loss, as if the mini-batch had been built without it:
-    the denominators of `loss_reduction` count only the rows, trajectories and groups that remain,
+    the denominators of `loss.reduction` count only the rows, trajectories and groups that remain,
     and the gradient is clipped again. The advantages of the other rows are not recomputed: the row
     stays in their baseline. Old and reference log-probabilities and values do not change either.
     The difference between the two steps is therefore the row's own contribution to the
@@ -83,20 +82,17 @@ class Changes:
 def split_settings(settings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Split `key=value` strings into new paths of the dataset and models, and changed settings.
 
-    The prefix of `train.key=value`, which `rollouts rl` needs, is ignored.
-
     Example:
-        >>> split_settings(["model=other/", "train.learning_rate=1e-5"])
-        ({'model': 'other/'}, ['learning_rate=1e-5'])
+        >>> split_settings(["model.path=other/", "optimizer.learning_rate=1e-5"])
+        ({'model.path': 'other/'}, ['optimizer.learning_rate=1e-5'])
     """
     places, changes = dict[str, str](), []
     for setting in settings:
-        plain = setting.strip().removeprefix("train.")
-        key, _, value = (part.strip() for part in plain.partition("="))
+        key, _, value = (part.strip() for part in setting.partition("="))
         if key in PLACES and value:
             places[key] = value
         else:
-            changes.append(plain)
+            changes.append(setting.strip())
     return places, changes
 
 
@@ -109,13 +105,13 @@ def changed_config(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
     """
     values = checked_values(TrainConfig, dataclasses.asdict(config), settings, "config.json")
     for setting in settings:
-        key = setting.partition("=")[0].partition(".")[0].strip()
+        key = ".".join(setting.partition("=")[0].strip().split(".")[:2])
         if key not in MAY_CHANGE:
             got = f"`{key}`, which cannot change for a single update"
             expected = "a key of the loss, the advantages or the optimizer"
             hint = "start a run with it: rollouts train DS --model DIR --out RUN"
             raise ConfigError("replay_change", f"--set {setting}", got, expected, hint)
-    return TrainConfig(**values)
+    return build(TrainConfig, values)
 
 
 @dataclass(kw_only=True)
@@ -138,8 +134,8 @@ class ChangedBatch:
         """Recompute the batch: advantages, old and reference log-probabilities, and values."""
         changed = changed_run(run, changed_config(run.config, self.settings))
         position = step.before
-        if changed.config.kl_reward_coef != run.config.kl_reward_coef:
-            position = dataclasses.replace(position, kl_coef=changed.config.kl_reward_coef)
+        if changed.config.loss.kl_reward_coef != run.config.loss.kl_reward_coef:
+            position = dataclasses.replace(position, kl_coef=changed.config.loss.kl_reward_coef)
         loaded: LoadedBatch = load_groups(changed, step.groups)
         self.run = changed
         self.prepared = prepare_batch(changed, step.groups, position, loaded)
@@ -162,9 +158,12 @@ def apply_settings(run: TrainingRun, global_step: int) -> None:
     set_rates(run, global_step)
     for learner in (run.learner, run.critic):
         for group in learner.optimizer.param_groups if learner else ():
-            group |= {"betas": run.config.betas, "weight_decay": run.config.weight_decay}
+            group |= {
+                "betas": run.config.optimizer.betas,
+                "weight_decay": run.config.optimizer.weight_decay,
+            }
     policy = run.learner.accelerator.unwrap_model(run.learner.policy)
-    policy.entropy_gradient = run.config.entropy_loss_coef > 0
+    policy.entropy_gradient = run.config.loss.entropy_loss_coef > 0
 
 
 def changed_run(run: TrainingRun, config: TrainConfig) -> TrainingRun:
@@ -174,13 +173,13 @@ def changed_run(run: TrainingRun, config: TrainConfig) -> TrainingRun:
         ConfigError: `replay_change`: the settings need a critic that the run does not have.
         RolloutError: The dataset cannot be used with these settings.
     """
-    if config.needs_critic and run.critic is None:
-        got = f"{config.advantage_estimator} needs a critic, which the run has not trained"
+    if config.advantage.needs_critic and run.critic is None:
+        got = f"{config.advantage.estimator} needs a critic, which the run has not trained"
         hint = "choose an estimator without a critic"
-        raise ConfigError("replay_change", "--set advantage_estimator", got, hint=hint)
+        raise ConfigError("replay_change", "--set advantage.estimator", got, hint=hint)
     learner = _with_reference(run.learner, config)
     policy = learner.accelerator.unwrap_model(learner.policy)
-    plan = make_plan(dataset_returns(run.rollouts, config.outcome), plan_settings(config))
+    plan = make_plan(dataset_returns(run.rollouts, config.data.outcome), config)
     models = Models(
         policy=policy,
         reference=None,
@@ -190,32 +189,24 @@ def changed_run(run: TrainingRun, config: TrainConfig) -> TrainingRun:
     )
     index = index_rows(run.rollouts)
     checked = check_dataset(config, models, index, plan, must_learn=False)
-    rates = config.critic_learning_rate
     return dataclasses.replace(
         run,
         config=config,
-        settings=batch_settings(config),
         learner=dataclasses.replace(
             learner,
-            objective=objective_of(config, corrects=checked.corrects),
-            learning_rate=config.learning_rate,
-            max_grad_norm=config.max_grad_norm,
+            loss=config.loss,
+            corrects=checked.corrects,
+            optimization=config.optimizer,
         ),
         critic=run.critic
-        and dataclasses.replace(
-            run.critic,
-            learning_rate=rates,
-            value_clip=config.value_clip,
-            max_grad_norm=config.max_grad_norm,
-        ),
+        and dataclasses.replace(run.critic, loss=config.loss, optimization=config.optimizer),
         plan=plan,
-        schedule=rate_schedule(config, run.schedule.num_planned),
     )
 
 
 def _with_reference(learner: Learner, config: TrainConfig) -> Learner:
     """Load the reference if the settings need one, and drop it if they do not."""
-    if not config.needs_reference:
+    if not config.loss.needs_reference:
         return dataclasses.replace(learner, reference=None)
     if learner.reference is not None:
         return learner
@@ -255,7 +246,7 @@ def without_rows(run: TrainingRun, step: PreparedUpdate, changes: Changes) -> Pr
         mini_batch=np.where(gone & (batch.mini_batch == step.number), nowhere, batch.mini_batch),
     )
     num_processes = run.learner.accelerator.num_processes
-    mini_batches = cut_batch(batch, run.settings.packing, num_processes)
+    mini_batches = cut_batch(batch, run.config.batch, num_processes)
     counted = _metrics_without(run, step, batch)
     metrics = step.metrics | mini_batches[step.number].metrics | counted
     replaced = dataclasses.replace(prepared, batch=batch, mini_batches=mini_batches)
@@ -265,7 +256,7 @@ def without_rows(run: TrainingRun, step: PreparedUpdate, changes: Changes) -> Pr
 
 def _groups_of(run: TrainingRun, step: PreparedUpdate) -> frozenset[str]:
     """Return the groups of a mini-batch."""
-    size = run.settings.passes.groups_per_mini_batch
+    size = run.config.batch.groups_per_mini_batch
     return frozenset(step.groups[step.number * size : (step.number + 1) * size])
 
 
@@ -302,7 +293,7 @@ def _check_found(
         got = "no such row in the update"
     examples = names.filter(used).unique(maintain_order=True).head(3).to_list()
     expected = f"rows that it trains on, such as the rows of {', '.join(examples)}"
-    hint = f"list the rows of its dataset: rollouts inspect {run.config.dataset}"
+    hint = f"list the rows of its dataset: rollouts inspect {run.config.data.dataset}"
     raise InputError("replay_without", where, got, expected, hint)
 
 

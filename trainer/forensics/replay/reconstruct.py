@@ -125,7 +125,7 @@ def reconstruct(
                 at_batch(part, step)
             begun = step.prepared
             if not left:
-                refuse_changed(recorded, part.config.dataset, update)
+                refuse_changed(recorded, part.config.data.dataset, update)
                 return Reconstruction(
                     recorded=recorded,
                     update=update,
@@ -138,7 +138,7 @@ def reconstruct(
                 )
             line = recorded.lines[progress.num_mini_batches]
             if recorded.num_iterations and not line.get("skipped"):
-                refuse_changed(recorded, part.config.dataset, line["global_step"])
+                refuse_changed(recorded, part.config.data.dataset, line["global_step"])
             made = make_update(part, step, progress.global_step + 1, passes)
             passes.end_update(made=not made.metrics["skipped"])
             progress, metrics = count_update(part, progress, made)
@@ -149,7 +149,7 @@ def reconstruct(
         if not recorded.num_iterations:
             got = f"the run has {count(progress.num_mini_batches, 'mini-batch', 'es')}"
             expected = f"at least {target + 1}, as in metrics.jsonl"
-            raise InputError("resume_dataset", part.config.dataset, got, expected, ORIGINAL)
+            raise InputError("resume_dataset", part.config.data.dataset, got, expected, ORIGINAL)
 
 
 def _opened_run(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
@@ -163,7 +163,7 @@ def _opened_run(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
     except InputError as error:
         if error.rule != "resume_dataset":
             raise
-        raise error.at(recorded.config.dataset, ORIGINAL) from None
+        raise error.at(recorded.config.data.dataset, ORIGINAL) from None
     return lambda _: run
 
 

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.view.run_files import changed_rows
-from rollout_io.configuration import checked_values
+from rollout_io.configuration import build, checked_values, flat, with_options
 from schemas.errors import ConfigError, InputError
+from trainer.config.sections import BatchConfig
 from trainer.config.train_config import TrainConfig
+from trainer.rl.config import TABLES
 from trainer.run.checkpoint import checkpoints
 from trainer.run.resume import saved_config
 from trainer.run.starts import CHANGING, FILE, start_of
 from trainer.run.state import load_progress
 
-PLACES = ("dataset", "model", "reference_model", "critic_model")
+PLACES = ("data.dataset", "model.path", "loss.reference_model", "model.critic_model")
 """Keys whose values are paths, which may have moved since the run."""
 _EVALUATED = "evaluation/return_mean"
 
@@ -30,7 +32,7 @@ class RecordedRun:
 
     Attributes:
         path: Directory of the run.
-        config: Configuration of its updates. `out` is `path`; all tokens are recorded, and there
+        config: Configuration of its updates. `run.out` is `path`; all tokens are recorded, and there
             are no trackers.
         num_iterations: Number of iterations of `rollouts rl`; None for a run of `rollouts train`.
         lines: The lines of `metrics.jsonl`, one per mini-batch, without lines of evaluations.
@@ -48,8 +50,9 @@ class RecordedRun:
         """
         start = start_of(self.path, update)
         known = {key: start[key] for key in CHANGING if key in start}
-        values = checked_values(TrainConfig, known, (), str(self.path / FILE))
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, **values))
+        values = checked_values(BatchConfig, known, (), str(self.path / FILE), table="batch.")
+        batch = dataclasses.replace(self.config.batch, **values)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, batch=batch))
 
     def index_of(self, update: int) -> int:
         """Return the index in `lines` of an optimizer step, by its `global_step`.
@@ -130,18 +133,17 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
         got = "the directory has no config.json, so it is not a run"
         hint = "name the directory that `rollouts train` or `rollouts rl` wrote (--out)"
         raise InputError("replay_run", str(path), got, hint=hint)
-    num_iterations = saved.get("num_iterations")
-    given = saved if num_iterations is None else saved.get("train")
-    if not isinstance(given, dict):
-        got = "the table `train` is missing"
-        raise InputError("resume_config", str(file), got)
-    if lacking := {"dataset", "model"} - {*given, "dataset" * (num_iterations is not None)}:
-        got = f"lacks {' and '.join(sorted(lacking))}"
-        raise InputError("resume_config", str(file), got)
-    own = {"out": str(path), "record_tokens": "all", "trackers": []} | dict(places or {})
+    loop = saved.get("loop")
+    num_iterations = loop.get("num_iterations") if isinstance(loop, dict) else None
+    places = dict(places or {})
     if num_iterations is not None:
-        own["dataset"] = str(path / "rollouts" / "*")
-    config = TrainConfig(**checked_values(TrainConfig, given | own, (), str(file)))
+        places["data.dataset"] = str(path / "rollouts" / "*")
+    own = {"run.out": str(path), "run.record_tokens": "all", "run.trackers": []} | places
+    sections = {key: saved[key] for key in saved if key not in ("loop", *TABLES)}
+    values = checked_values(TrainConfig, with_options(sections, own), (), str(file))
+    if lacking := [key for key in PLACES[:2] if not flat(values).get(key)]:
+        raise InputError("resume_config", str(file), f"lacks {' and '.join(lacking)}")
+    config = build(TrainConfig, values)
     _check_places(config, str(file), is_loop=num_iterations is not None)
     return RecordedRun(path=path, config=config, num_iterations=num_iterations, lines=_lines(path))
 
@@ -157,13 +159,14 @@ def refuse_changed(run: RecordedRun, dataset: str, update: int) -> None:
         raise InputError("resume_dataset", dataset, got, hint=ORIGINAL)
 
 
-ORIGINAL = "replay with the original dataset: --set dataset=PATH"
+ORIGINAL = "replay with the original dataset: --set data.dataset=PATH"
 
 
 def _check_places(config: TrainConfig, file: str, *, is_loop: bool) -> None:
     """Check that local paths exist; relative ones refer to the directory the run was started in."""
     for key in PLACES[is_loop:]:
-        path = getattr(config, key)
+        section, _, name = key.partition(".")
+        path = getattr(getattr(config, section), name)
         is_local = path is not None and "://" not in path and not set(path) & set("*?[")
         if is_local and not Path(path).exists():
             got = f"the run's {key}, {path}, does not exist"

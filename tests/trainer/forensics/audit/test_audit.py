@@ -265,7 +265,7 @@ def test_adapters_that_cannot_be_applied_are_refused(tmp_path, text, rule):
 def test_metrics_that_a_run_is_writing_are_read(faulty, tmp_path):
     _, weights, _ = faulty
     done = {"loss": 0.0, "iteration": 0, "global_step": 4}
-    (tmp_path / "config.json").write_text(json.dumps({"model": f"{weights}/version_0"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"path": f"{weights}/version_0"}}))
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(json.dumps(done) + '\n{"loss": 0.')
     checkpoint = tmp_path / "checkpoints" / "global_step_4"

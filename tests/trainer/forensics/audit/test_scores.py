@@ -15,6 +15,7 @@ from pipelines.generation.engines.base import Sampling
 from schemas.errors import RolloutError
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, tiny_models
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
+from trainer.config.sections import ModelConfig
 from trainer.engine.token_sampling import sampled_distribution
 from trainer.forensics.audit.candidates import Candidate, find_candidates, load_candidate
 from trainer.forensics.audit.hypotheses import Span
@@ -32,7 +33,7 @@ from trainer.forensics.audit.rescoring import Cost, Scored, num_distinct_tokens,
 from trainer.forensics.audit.rows import to_audit_rows
 from trainer.forensics.audit.token_scores import TRUNCATIONS, Labels, Truncation, score_tokens
 from trainer.forensics.audit.verdicts import is_suspicious, judge
-from trainer.models.lora import AdapterSettings, add_adapter, save_model
+from trainer.models.lora import add_adapter, save_model
 from trainer.models.policy import Policy, load_policy
 
 CPU = torch.device("cpu")
@@ -207,7 +208,7 @@ def test_versions_of_a_run_are_those_of_its_checkpoints(tmp_path):
     lines = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 6)]
     text = [f'{{"iteration": {i}, "global_step": {step}, "loss": 0.1}}\n' for i, step in lines]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(text))
-    (tmp_path / "run" / "config.json").write_text(f'{{"model": "{tmp_path}/model"}}')
+    (tmp_path / "run" / "config.json").write_text(f'{{"model": {{"path": "{tmp_path}/model"}}}}')
     found = find_candidates([str(tmp_path / "run")])
     assert [(one.version, one.path.name) for one in found] == [
         (0, "model"),
@@ -223,8 +224,8 @@ def trained_adapter(path, *, alpha=8, targets=None):
     base = tiny_llama()
     base.save_pretrained(path / "base")
     policy = load_policy(str(path / "base"), logprob_chunk_tokens=64)
-    settings = AdapterSettings(
-        rank=4, alpha=alpha, target_modules=targets, model=str(path / "base")
+    settings = ModelConfig(
+        lora_rank=4, lora_alpha=alpha, lora_target_modules=targets, path=str(path / "base")
     )
     add_adapter(policy, settings)
     torch.manual_seed(0)
@@ -274,7 +275,7 @@ def test_a_run_with_adapters_gives_its_merged_models(tmp_path):
     (run / "weights").mkdir(parents=True)
     shutil.copytree(merged, run / "weights" / "version_2")
     shutil.copytree(merged, run / "checkpoints" / "global_step_4")
-    (run / "config.json").write_text(json.dumps({"model": f"{tmp_path}/base"}))
+    (run / "config.json").write_text(json.dumps({"model": {"path": f"{tmp_path}/base"}}))
     lines = [{"iteration": i, "global_step": 2 * i + 2, "loss": 0.1} for i in range(3)]
     metrics = "".join(f"{json.dumps(line)}\n" for line in lines[:2])
     (run / "metrics.jsonl").write_text(metrics)
@@ -302,7 +303,7 @@ def test_a_checkpoint_within_an_iteration_is_no_version(tmp_path):
     lines = [(0, 1), (0, 2), (1, 3)]
     text = [f'{{"iteration": {i}, "global_step": {step}, "loss": 0.1}}\n' for i, step in lines]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(text))
-    (tmp_path / "run" / "config.json").write_text(f'{{"model": "{tmp_path}/model"}}')
+    (tmp_path / "run" / "config.json").write_text(f'{{"model": {{"path": "{tmp_path}/model"}}}}')
     found = find_candidates([str(tmp_path / "run")])
     assert [(one.version, one.path.name) for one in found] == [(0, "model"), (1, "global_step_2")]
     within = tmp_path / "run" / "checkpoints" / "global_step_3"

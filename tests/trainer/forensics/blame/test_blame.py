@@ -16,6 +16,7 @@ from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
 from schemas.update_shares import UPDATE_SHARE_COLUMNS
 from tests.helpers.blame_helpers import check_blame, recorded_norm
+from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
     one_group,
@@ -49,7 +50,7 @@ def make_run(path: Path, rows: list[dict[str, Any]] | None = None, **settings: A
     dataset = write_dataset(path / "ds", rows or group_rows(4, (1.0, 0.0, 0.5)))
     model = save_tiny_model(path / "model")
     given = SETTINGS | {"dataset": dataset, "model": model} | settings
-    trainer.train(trainer.TrainConfig(out=str(path / "run"), **given))
+    trainer.train(train_config(out=str(path / "run"), **given))
     return path / "run"
 
 
@@ -151,14 +152,14 @@ ON_EVERY_CHANGE: list[dict[str, Any]] = [
 ]
 NIGHTLY: list[dict[str, Any]] = [
     # test_blame_rl has a critic on every change
-    {"advantage_estimator": "gae", "critic_learning_rate": 1e-3},
-    {"loss_reduction": "token_mean_legacy"},
+    {"estimator": "gae", "critic_learning_rate": 1e-3},
+    {"reduction": "token_mean_legacy"},
     {"lora_rank": 2, "policy_loss_type": "cross_entropy"},
-    {"sequence_layout": "step", "loss_reduction": "sequence_mean"},
+    {"sequence_layout": "step", "reduction": "sequence_mean"},
     {"sequence_layout": "merge", "policy_loss_type": "gspo"},
-    {"sequence_layout": "step", "policy_loss_type": "gspo", "loss_reduction": "prompt_mean"},
-    {"sequence_layout": "step", "loss_reduction": "trajectory_mean"},
-    {"loss_reduction": f"{HERE}:own_reduction"},
+    {"sequence_layout": "step", "policy_loss_type": "gspo", "reduction": "prompt_mean"},
+    {"sequence_layout": "step", "reduction": "trajectory_mean"},
+    {"reduction": f"{HERE}:own_reduction"},
     {"policy_loss_type": f"{HERE}:own_loss", "sequence_layout": "step"},
     {"policy_loss_type": "kl_cov", "kl_cov_frac": 0.2, "learning_rate": 0.1},
     {"policy_loss_type": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": -9.0},
@@ -198,7 +199,7 @@ def test_steps_without_targets_leave_with_their_row(
     rows = group_rows(4, (1.0, 0.0, 0.5))
     for row in rows[1::4]:
         row["loss_mask"] = [False] * len(row["loss_mask"])
-    run = make_run(tmp_path, rows, sequence_layout=layout, loss_reduction=reduction)
+    run = make_run(tmp_path, rows, sequence_layout=layout, reduction=reduction)
     found = check_blame(run, 4, 3)
     assert found.rows["selectors"].list.len().max() == 1
     assert len(found.rows) == (6 if layout == "merge" else 9)
@@ -321,7 +322,7 @@ def check_viewed(run: Path, out: Path) -> None:
     ("arguments", "rule"),
     [
         (["--update", "99"], "replay_update"),
-        (["--update", "1", "--set", "learning_rate=1"], "config_key"),
+        (["--update", "1", "--set", "optimizer.learning_rate=1"], "config_key"),
         (["--update", "1", "--out", "shares.csv"], "output_file"),
     ],
 )

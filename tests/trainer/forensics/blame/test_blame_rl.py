@@ -14,7 +14,7 @@ from trainer import rl
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gspo_by_step": {"policy_loss_type": "gspo", "sequence_layout": "step"},
-    "critic": {"advantage_estimator": "gae", "critic_learning_rate": 1e-3},
+    "critic": {"estimator": "gae", "critic_learning_rate": 1e-3},
     "lora_kl": {"lora_rank": 2, "kl_loss_coef": 0.1, "learning_rate": 1e-2},
 }
 
@@ -44,6 +44,6 @@ def test_updates_of_the_loop_are_attributed_as_replays_without_a_row_are_made(
     generate = {"environment": f"{HERE}:TwoTurns"}
     config = config_of(tmp_path, model, num_iterations=2, train=train, generate=generate)
     rl.run(config)
-    held_out = Path(config.out) / "rollouts" / "iteration_00001"
-    found = check_blame(Path(config.out), 2, 3, held_out=str(held_out))
+    held_out = Path(config.run.out) / "rollouts" / "iteration_00001"
+    found = check_blame(Path(config.run.out), 2, 3, held_out=str(held_out))
     assert len(found.groups) == 2

@@ -75,7 +75,7 @@ def test_a_gradient_without_rows_is_that_of_a_batch_built_without_them(
 ) -> None:
     """With a loss without advantages, a run on fewer rows has the same loss for the others."""
     settings = {
-        "loss_reduction": reduction,
+        "reduction": reduction,
         "sequence_layout": layout,
         "groups_per_mini_batch": 2,
         "policy_loss_type": "cross_entropy",
@@ -93,7 +93,7 @@ def test_a_gradient_without_rows_is_that_of_a_batch_built_without_them(
 
 @pytest.mark.slow
 def test_gradients_of_parts_add_up_where_the_denominator_is_fixed(paths, tmp_path):
-    fixed = {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 32}
+    fixed = {"reduction": "seq_mean_token_sum_norm", "max_seq_len": 32}
     given = fixed | {"sequence_layout": "step", "groups_per_mini_batch": 2}
     run = train(paths, tmp_path / "run", max_updates=1, **given)
     one = Changes(condition="trajectory_id = 'g0_1' AND step_index = 1")
@@ -145,7 +145,13 @@ def test_the_model_without_changes_is_that_of_the_run(run, tmp_path):
 def test_a_changed_learning_rate_scales_the_step(run, tmp_path):
     """Without weight decay, AdamW's step is proportional to the rate."""
     both = [
-        changed(run, 6, "weight_decay=0", f"train.learning_rate={rate}", out=tmp_path / name)
+        changed(
+            run,
+            6,
+            "optimizer.weight_decay=0",
+            f"optimizer.learning_rate={rate}",
+            out=tmp_path / name,
+        )
         for name, rate in (("one", 1e-3), ("half", 5e-4))
     ]
     rates = [found.changed["learning_rate"] for found in both]
@@ -164,13 +170,13 @@ def test_a_changed_learning_rate_scales_the_step(run, tmp_path):
     "other",
     [
         {"kl_reward_coef": 0.2},
-        {"entropy_loss_coef": 0.1, "loss_reduction": "sequence_mean"},
+        {"entropy_loss_coef": 0.1, "reduction": "sequence_mean"},
         *(
             pytest.param(other, marks=pytest.mark.nightly)
             for other in (
                 {"policy_loss_type": "cispo"},
                 {"kl_loss_coef": 0.1},
-                {"advantage_estimator": "rloo", "advantage_batch_normalize": True},
+                {"estimator": "rloo", "batch_normalize": True},
                 {"tis_ratio_type": None, "max_grad_norm": 0.1, "betas": (0.5, 0.9)},
             )
         ),
@@ -201,7 +207,7 @@ def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(pat
     plain = {"policy_loss_type": "cross_entropy", "save_every_updates": 1}
     run = train(paths, tmp_path / "run", **plain)
     assert reconstruct(run, 3).checkpoint == run / "checkpoints/global_step_2"
-    batch = ChangedBatch(settings=["policy_loss_type=regular"])
+    batch = ChangedBatch(settings=["loss.policy_loss_type=regular"])
     found = reconstruct(run, 3, at_batch=batch.prepare)
     assert found.checkpoint is None  # the others are within the batch
     _, step = batch.of(found.run, found.step)
@@ -210,7 +216,7 @@ def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(pat
     then = policy_logprobs(start.run.learner, start.step.prepared.batch, forests)
     at = torch.from_numpy(step.prepared.batch.trains)
     assert torch.equal(step.prepared.known["old_logprobs"][at], then[at])
-    assert changed(run, 3, "policy_loss_type=regular").changed["is_ratio_mean"] > 0
+    assert changed(run, 3, "loss.policy_loss_type=regular").changed["is_ratio_mean"] > 0
 
 
 @pytest.mark.parametrize(
@@ -222,11 +228,15 @@ def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(pat
         (Changes(condition="reward >= 0"), "replay_without", "no row of the update remains"),
         (Changes(condition="rewrad > 0"), "known_column", "no column 'rewrad'"),
         (Changes(condition="reward > 'x'"), "condition", "--without-where"),
-        (Changes(settings=("lora_rank=4",)), "replay_change", "`lora_rank`, which cannot change"),
-        (Changes(settings=("sequence_layout=tree",)), "replay_change", "sequence_layout"),
+        (
+            Changes(settings=("model.lora_rank=4",)),
+            "replay_change",
+            "`model.lora_rank`, which cannot change",
+        ),
+        (Changes(settings=("batch.sequence_layout=tree",)), "replay_change", "sequence_layout"),
         (Changes(settings=("optimiser=adamw",)), "config_key", "unknown key `optimiser`"),
-        (Changes(settings=("learning_rate=fast",)), "config_value", "expected a number"),
-        (Changes(settings=("advantage_estimator=gae",)), "replay_change", "gae needs a critic"),
+        (Changes(settings=("optimizer.learning_rate=fast",)), "config_value", "expected a number"),
+        (Changes(settings=("advantage.estimator=gae",)), "replay_change", "gae needs a critic"),
     ],
 )
 def test_changes_that_mean_nothing_are_refused(changes, rule, message, run):

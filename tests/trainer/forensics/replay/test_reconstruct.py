@@ -64,11 +64,11 @@ def test_the_state_is_that_before_the_update_and_the_run_is_only_read(run):
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 2},
-    "critic": {"advantage_estimator": "gae", "critic_learning_rate": 1e-3},
+    "critic": {"estimator": "gae", "critic_learning_rate": 1e-3},
     "kl_loss": {"kl_loss_coef": 0.1},
     "kl_reward": {"kl_reward_coef": 0.1, "kl_ctrl_type": "adaptive", "kl_horizon": 10},
     "lora_kl_tree": {"lora_rank": 2, "kl_loss_coef": 0.1, "sequence_layout": "tree"},
-    "entropy_normalised": {"entropy_loss_coef": 0.01, "advantage_batch_normalize": True},
+    "entropy_normalised": {"entropy_loss_coef": 0.01, "batch_normalize": True},
     "one_update_per_batch": {"groups_per_mini_batch": 2, "epochs_per_batch": 1, "num_epochs": 6},
 }
 
@@ -201,9 +201,9 @@ def test_a_dataset_that_has_changed_is_refused(change, message, update, run, tmp
     rows[-1] |= change
     other = write_dataset(tmp_path / "ds", rows)
     with pytest.raises(RolloutError, match=message) as error:
-        reconstruct(run, update, places={"dataset": other})
+        reconstruct(run, update, places={"data.dataset": other})
     assert error.value.rule == "resume_dataset"
-    assert "--set dataset=PATH" in str(error.value.hint)
+    assert "--set data.dataset=PATH" in str(error.value.hint)
 
 
 def test_recorded_tokens_tell_a_change_where_no_checkpoint_does(run, tmp_path):
@@ -213,7 +213,7 @@ def test_recorded_tokens_tell_a_change_where_no_checkpoint_does(run, tmp_path):
     rows[0] |= {"response_ids": [7, 7, 7, 7]}
     other = write_dataset(tmp_path / "ds", rows)
     with pytest.raises(RolloutError, match=r"recorded rows? differ, the first in trajectory g0_0"):
-        reconstruct(copy, 1, places={"dataset": other})
+        reconstruct(copy, 1, places={"data.dataset": other})
 
 
 @pytest.mark.parametrize(
@@ -223,9 +223,9 @@ def test_recorded_tokens_tell_a_change_where_no_checkpoint_does(run, tmp_path):
         ({"metrics.jsonl": ""}, 1, "replay_update", "the run has not made an update yet"),
         ({"metrics.jsonl": "{}\n"}, 1, "metrics_file", r"metrics\.jsonl:1: found '{}'"),
         ({"config.json": "["}, 1, "resume_config", "cannot read the configuration"),
-        ({"config.json": "{}"}, 1, "resume_config", "lacks dataset and model"),
+        ({"config.json": "{}"}, 1, "resume_config", "lacks data.dataset and model.path"),
         (
-            {"config.json": '{"dataset": "ds", "model": "m", "optimiser": 1}'},
+            {"config.json": '{"data": {"dataset": "ds"}, "model": {"path": "m"}, "optimiser": 1}'},
             1,
             "config_key",
             "unknown key `optimiser`",
@@ -256,11 +256,11 @@ def test_what_cannot_be_made_again_is_refused(damage, update, rule, message, run
 def test_a_directory_that_is_no_run_and_a_model_that_has_moved_are_refused(run, tmp_path):
     with pytest.raises(RolloutError, match=r"is not a run\. \[replay_run\]"):
         reconstruct(tmp_path, 1)
-    places = {"model": str(tmp_path / "gone")}
-    with pytest.raises(RolloutError, match=r"run's model, .*gone, does not exist") as error:
+    places = {"model.path": str(tmp_path / "gone")}
+    with pytest.raises(RolloutError, match=r"run's model.path, .*gone, does not exist") as error:
         reconstruct(run, 1, places=places)
     assert error.value.rule == "replay_place"
-    assert "--set model=PATH" in str(error.value.hint)
+    assert "--set model.path=PATH" in str(error.value.hint)
 
 
 def test_a_skip_that_the_run_did_not_have_is_refused(run, tmp_path):

@@ -26,7 +26,7 @@ from trainer.forensics.replay.replay import replay
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 2},
-    "critic": {"advantage_estimator": "gae", "critic_learning_rate": 1e-3},
+    "critic": {"estimator": "gae", "critic_learning_rate": 1e-3},
     "kl_loss": {"kl_loss_coef": 0.1, "learning_rate_schedule": "linear"},
     "kl_reward": {"kl_reward_coef": 0.1, "kl_ctrl_type": "adaptive", "kl_horizon": 10},
     "tree_without_variance": {"sequence_layout": "tree", "drop_zero_variance_groups": True},
@@ -62,8 +62,8 @@ def some(num: int = 5) -> list[int]:
 def test_updates_of_the_loop_are_made_again_where_the_run_was_moved_to(tmp_path, model):
     config = config_of(tmp_path, model, save_every_iterations=2, train={"epochs_per_batch": 2})
     rl.run(config)
-    moved = Path(shutil.move(config.out, tmp_path / "moved"))
-    Path(config.tasks).unlink()
+    moved = Path(shutil.move(config.run.out, tmp_path / "moved"))
+    Path(config.loop.tasks).unlink()
     check(moved, some(2))
     assert reconstruct(moved, 4).checkpoint is None
     assert reconstruct(moved, 12).checkpoint == moved / "checkpoints" / "global_step_8"
@@ -71,7 +71,7 @@ def test_updates_of_the_loop_are_made_again_where_the_run_was_moved_to(tmp_path,
     assert f"the weights of {moved}/checkpoints/global_step_12" in last.compared
     assert f"the weights of {moved}/weights/version_3" in last.compared
     assert {"wait_seconds", "staleness_mean"} <= set(replay(moved, 9).not_compared)
-    after = replay(moved, 9, Changes(settings=("train.learning_rate=0.5",))).changed
+    after = replay(moved, 9, Changes(settings=("optimizer.learning_rate=0.5",))).changed
     assert after["learning_rate"] == 0.5
 
 
@@ -79,11 +79,11 @@ def test_updates_of_the_loop_are_made_again_where_the_run_was_moved_to(tmp_path,
 def test_rollouts_that_have_changed_are_refused(tmp_path, model):
     config = config_of(tmp_path, model, num_iterations=2)
     rl.run(config)
-    (shard, *_) = sorted(Path(config.out, "rollouts/iteration_00001").glob("*.parquet"))
+    (shard, *_) = sorted(Path(config.run.out, "rollouts/iteration_00001").glob("*.parquet"))
     names = rows_of(config, 1)["trajectory_id"].unique().to_list()
     shard.unlink()
     with pytest.raises(RolloutError, match=r"iteration_00001: .*recorded rows differ") as error:
-        replay(config.out, 3)
+        replay(config.run.out, 3)
     assert error.value.rule == "resume_dataset"
     assert any(name in str(error.value) for name in names)
 
@@ -103,7 +103,7 @@ def test_five_updates_of_each_kind_are_bit_for_bit_the_same(tmp_path, model, kin
         tmp_path, model, train=train, generate=given, save_every_iterations=2, max_staleness=1
     )
     rl.run(config)
-    check(config.out, [*some(), 12])
+    check(config.run.out, [*some(), 12])
 
 
 @pytest.mark.nightly  # on every change a run of `train` is killed, and its updates replayed
@@ -111,7 +111,7 @@ def test_five_updates_of_each_kind_are_bit_for_bit_the_same(tmp_path, model, kin
 def test_updates_before_and_after_a_kill_are_made_again(tmp_path, model, kind):
     train = {"epochs_per_batch": 2} | KINDS[kind]
     config = config_of(tmp_path, model, train=train, save_every_iterations=1)
-    toml, out = tmp_path / "rl.toml", Path(config.out)
+    toml, out = tmp_path / "rl.toml", Path(config.run.out)
     toml.write_text(as_toml(config))
     line = [sys.executable, "-m", "rollout_io", "rl", str(toml), "--out", str(out)]
     process = subprocess.Popen(line, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)

@@ -23,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = group_rows(3, (1.0, 0.0, 0.5), rollout_logprobs=[-3.0] * 4)
     paths = {"dataset": write_dataset(folder / "ds", rows), "model": save_tiny_model(folder / "m")}
     return train(paths, folder / "run", save_every_updates=1, max_updates=3, lora_rank=2,
-                 advantage_estimator="gae", critic_learning_rate=1e-3)  # fmt: skip
+                 estimator="gae", critic_learning_rate=1e-3)  # fmt: skip
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_screen_says_what_was_compared_and_that_it_is_the_same(run, capsys):
 @pytest.mark.slow
 def test_changes_are_printed_side_by_side(run, tmp_path, capsys):
     out = tmp_path / "model"
-    given = ["--without", "g0_1", "--set", "learning_rate=1e-5", "--out", str(out)]
+    given = ["--without", "g0_1", "--set", "optimizer.learning_rate=1e-5", "--out", str(out)]
     assert command(["replay", str(run), "--update", "3", *given]) == 0
     text = capsys.readouterr().out
     assert "result     bit for bit the same\nchanged    learning_rate=1e-5, without g0_1\n" in text
@@ -189,8 +189,8 @@ def test_an_update_of_the_real_model_is_made_again(smollm2_dir, shop_dataset, tm
     wins = ["--where", "instance_id IN ('shop-7', 'shop-5')", "--out", str(tmp_path / "ds")]
     assert command(["filter", str(shop_dataset), *wins]) == 0
     given = ["--model", str(smollm2_dir), "--out", str(tmp_path / "run"), "--lr", "1e-5"]
-    sets = ("groups_per_batch=1", "groups_per_mini_batch=1", "save_every_updates=1",
-            "sequence_layout=tree", "tokens_per_micro_batch=512")  # fmt: skip
+    sets = ("batch.groups_per_batch=1", "batch.groups_per_mini_batch=1", "run.save_every_updates=1",
+            "batch.sequence_layout=tree", "batch.tokens_per_micro_batch=512")  # fmt: skip
     options = [f"--set={setting}" for setting in sets]
     assert command(["train", str(tmp_path / "ds"), *given, *options]) == 0
     capsys.readouterr()
