@@ -35,6 +35,11 @@ def in_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def dotted(key: str) -> str:
+    """The key with its section, as `--set` takes it."""
+    return ".".join(PLACES[key])
+
+
 def train_config(**values: Any) -> TrainConfig:
     return _built(TrainConfig, {"dataset": "d", "model": "m", "out": "o"} | values)
 

@@ -109,7 +109,7 @@ def is_allowed(settings: Settings) -> bool:
         return False
     if settings["policy_loss_type"] == "cross_entropy":
         charged = settings.get("kl_reward_coef")
-        return not masks and not charged and settings["advantage_estimator"] != "gae"
+        return not masks and not charged and settings["estimator"] != "gae"
     return True
 
 
@@ -244,7 +244,7 @@ def difference(settings: Settings, given: Settings, out: Path) -> float:
 
 
 def named(settings: Settings) -> str:
-    short = ("policy_loss_type", "advantage_estimator", "loss_reduction", "sequence_layout")
+    short = ("policy_loss_type", "estimator", "reduction", "sequence_layout")
     return "-".join(str(settings[key]) for key in short)
 
 

@@ -1,5 +1,6 @@
 """Loops killed by signal 9 and resumed: nothing sampled is lost, and train replays the whole."""
 
+import dataclasses
 import json
 import os
 import random
@@ -26,6 +27,7 @@ import transformers.models.llama.modeling_llama
 
 import trainer.engine.embedded, trainer.run.loop, trainer.rl.loop, trainer.run.same_tokenizer
 from rollout_io.retokenize.tokenizer import load_tokenizer
+from tests.helpers.configs import from_saved
 from tests.helpers.rl_helpers import replay
 from trainer import rl
 
@@ -74,7 +76,7 @@ for line in sys.stdin:
     child = os.fork()
     if not child:
         try:
-            config, answer = rl.RlConfig(**order["config"]), {}
+            config, answer = from_saved(rl.RlConfig, order["config"]), {}
             if "place" in order:
                 kill_at(order["place"], order["number"], order["after"])
             count = kill_at_event(config.run.out, order.get("event", -1))
@@ -112,8 +114,8 @@ class Server:
     def ask(self, config: rl.RlConfig, **order: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        own = {name: getattr(config, name) for name in config.__dataclass_fields__}
-        self.process.stdin.write(json.dumps({"config": own, **order}) + "\n")
+        order["config"] = dataclasses.asdict(config)
+        self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         return dict(json.loads(self.process.stdout.readline()))
 

@@ -110,7 +110,7 @@ def test_a_swap_under_load_serves_no_token_of_another_version(
 def test_the_loop_sends_adapters_which_sample_from_then_on(
     small_server, config_of, small_smollm2, tmp_path, capsys
 ):
-    settings = {"train__lora_rank": 4, "train__learning_rate": 2e-3, "num_iterations": 3}
+    settings = {"lora_rank": 4, "learning_rate": 2e-3, "num_iterations": 3}
     result = rl.run(config_of(small_server.url, **settings))
     assert result.num_iterations == 3
     run = tmp_path / "run"
@@ -130,7 +130,7 @@ def test_the_loop_sends_adapters_which_sample_from_then_on(
 @pytest.mark.nightly
 def test_a_run_after_another_starts_from_its_own_model(small_server, config_of, tmp_path):
     """A server may still have the adapters of the run before it."""
-    settings = {"train__lora_rank": 4, "num_iterations": 1}
+    settings = {"lora_rank": 4, "num_iterations": 1}
     rl.run(config_of(small_server.url, out=tmp_path / "second", **settings))
     (line,) = updates_of(tmp_path / "second")
     assert line["rollout_logprobs_abs_diff_mean"] < 1e-3

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from examples.addition import Addition
 from examples.addition import main as write_tasks
 from pipelines.generation.engines.vllm import VllmEngine
 from tests.conftest import ROOT
-from tests.helpers.configs import train_config
+from tests.helpers.configs import PLACES, dotted
 from tests.vllm.test_generation import differences
 from trainer import rl
 from trainer.run.loop import train
@@ -41,24 +42,27 @@ def overrides_of(small_smollm2, tmp_path):
     """Of loops over one-digit additions into tmp_path/run; a learning rate that shows at once."""
     write_tasks(tmp_path / "tasks")
     usual = {
-        "model": small_smollm2,
-        "tasks": tmp_path / "tasks/train.jsonl",
-        "out": tmp_path / "run",
-        "num_iterations": 2,
+        "model.path": small_smollm2,
+        "loop.tasks": tmp_path / "tasks/train.jsonl",
+        "run.out": tmp_path / "run",
+        "loop.num_iterations": 2,
         "generate.environment": "tests.vllm.test_rl:Wordy",
         "generate.engine": "vllm",
         "generate.group_size": 2,
         "generate.seed": 0,
-        "train.groups_per_batch": 4,
-        "train.groups_per_mini_batch": 4,
-        "train.learning_rate": 1e-4,
+        "batch.groups_per_batch": 4,
+        "batch.groups_per_mini_batch": 4,
+        "optimizer.learning_rate": 1e-4,
         "evaluate.tasks": tmp_path / "tasks/held_out.jsonl",
         "evaluate.group_size": 1,
         "evaluate.every_iterations": 2,
     }
 
     def make(url, **settings):
-        named = {name.replace("__", "."): value for name, value in settings.items()}
+        named = {
+            dotted(name) if name in PLACES else name.replace("__", "."): value
+            for name, value in settings.items()
+        }
         given = usual | {"generate.urls": f'["{url}"]'} | named
         return [f"{key}={value}" for key, value in given.items()]
 
@@ -134,15 +138,9 @@ def trained_rows(run):
 
 def check_replay(config, run, tmp_path):
     """`rollouts train` on what is on disk comes to the same weights."""
-    settings = config.train | {"group_size": config.generation.group_size, "seed": config.run.seed}
-    again = train(
-        train_config(
-            dataset=f"{run}/rollouts/*",
-            model=config.model.path,
-            out=str(tmp_path / "again"),
-            **settings,
-        )
-    )
+    training = config.training
+    own = dataclasses.replace(training.run, out=str(tmp_path / "again"))
+    again = train(dataclasses.replace(training, run=own))
     (ours,) = run.glob(f"checkpoints/global_step_{again.num_updates}/model.safetensors")
     theirs = load_file(f"{again.checkpoint}/model.safetensors")
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in load_file(ours).items())
@@ -158,7 +156,7 @@ WHOLE = ("whole_server", "smollm2_dir")
         pytest.param(*WHOLE, {}, marks=pytest.mark.nightly),
         pytest.param(
             *WHOLE,
-            {"train__lora_rank": 4, "train__learning_rate": 2e-3},
+            {"lora_rank": 4, "learning_rate": 2e-3},
             marks=pytest.mark.nightly,
         ),
     ],
@@ -238,7 +236,7 @@ def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
     seed, overrides_of, server, small_smollm2, tmp_path
 ):
     """Kill trainer or server five times at random, the server at least twice, and restart it."""
-    rng, usual = random.Random(seed), {"num_iterations": 4, "train__record_tokens": "all"}
+    rng, usual = random.Random(seed), {"num_iterations": 4, "record_tokens": "all"}
     command = [sys.executable, "-m", "rollout_io", "rl", EXAMPLE, "--resume"]
 
     def started(run):

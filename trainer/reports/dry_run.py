@@ -17,8 +17,8 @@ from trainer.config.functions import Use
 from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig, uses
 from trainer.reports.memory_estimate import Memory, available_bytes, estimate_memory
+from trainer.run.open_run import TrainingRun, open_run
 from trainer.run.remarks import say
-from trainer.run.setup import TrainingRun, set_up
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"sequence_layout": "step"},
@@ -111,7 +111,7 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
         RolloutError: All errors that `train` raises before its first update.
     """
     began = time.perf_counter()
-    run = set_up(config, resume=resume)
+    run = open_run(config, resume=resume)
     loaded = time.perf_counter()
     counts = {name: _count(run, settings) for name, settings in LAYOUTS.items()}
     layouts = {name: layout for name, (layout, _) in counts.items()}

@@ -6,16 +6,15 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.batches.forest import Forest, RowLimit
+from trainer.batches.forest import Forest
 from trainer.config.train_config import TrainConfig
-from trainer.models.critic import CriticLearner
-from trainer.run.update import Learner
+from trainer.run.open_run import OpenModels
 
 MOMENTS_BYTES = {"adamw": 8, "adamw_8bit": 2}
 """Bytes of optimizer state per parameter."""
@@ -57,26 +56,6 @@ class Memory:
         return self.total - self.weights - self.reference
 
 
-class Loaded(Protocol):
-    """Attributes of a run that the memory estimate uses; a `TrainingRun` has all of them."""
-
-    @property
-    def config(self) -> TrainConfig:
-        """Configuration of training."""
-
-    @property
-    def learner(self) -> Learner:
-        """Policy and optimizer."""
-
-    @property
-    def critic(self) -> CriticLearner | None:
-        """Critic and optimizer."""
-
-    @property
-    def limit(self) -> RowLimit:
-        """Maximum row length."""
-
-
 class State(NamedTuple):
     """The fields of `Memory` that do not depend on the forwarded tokens, in bytes."""
 
@@ -85,7 +64,7 @@ class State(NamedTuple):
     optimizer: int
 
 
-def estimate_memory(run: Loaded, num_tokens: int) -> Memory:
+def estimate_memory(run: OpenModels, num_tokens: int) -> Memory:
     """Estimate the memory of a run whose largest micro-batch has `num_tokens` tokens.
 
     Activations are measured: chains of 32, 64 and 96 tokens are forwarded, and a quadratic fit of
@@ -136,7 +115,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _activations(run: Loaded, num_tokens: int) -> int:
+def _activations(run: OpenModels, num_tokens: int) -> int:
     shortest = max(2, min(PROBE_TOKENS, run.limit.num_tokens // 3))
     lengths = [shortest, 2 * shortest, 3 * shortest]
     kept = [_kept_by_a_forward(run, length) for length in lengths]
@@ -144,7 +123,7 @@ def _activations(run: Loaded, num_tokens: int) -> int:
     return max(0, round(float(parabola(num_tokens))))
 
 
-def _kept_by_a_forward(run: Loaded, num_tokens: int) -> int:
+def _kept_by_a_forward(run: OpenModels, num_tokens: int) -> int:
     """Measure the bytes that autograd saves for a chain of `num_tokens` tokens.
 
     Parameters and logits are not counted: only one chunk of logits is in memory at a time, however
@@ -166,7 +145,7 @@ def _kept_by_a_forward(run: Loaded, num_tokens: int) -> int:
     return sum(size for size, _ in kept.values())
 
 
-def seconds_per_token(run: Loaded) -> float:
+def seconds_per_token(run: OpenModels) -> float:
     """Measure the seconds that a forward pass takes per token, on a chain of 64 tokens."""
     num_tokens = max(2, min(2 * PROBE_TOKENS, run.limit.num_tokens))
     times = []
@@ -178,7 +157,7 @@ def seconds_per_token(run: Loaded) -> float:
     return min(times) / num_tokens
 
 
-def _forward_chain(run: Loaded, num_tokens: int) -> None:
+def _forward_chain(run: OpenModels, num_tokens: int) -> None:
     """Forward a chain of `num_tokens` tokens, all of which except the first are targets."""
     device = run.learner.accelerator.device
     position = torch.arange(num_tokens, device=device)

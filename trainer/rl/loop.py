@@ -133,14 +133,12 @@ def run(
     checkpoint, sampler = agreed(
         accelerator, lambda: _set_up(config, accelerator, open_engine, resume=resume)
     )
-    if accelerator.num_processes > 1:
-        say(f"training with {accelerator.num_processes} processes")
     learning = Learning(
         t, checkpoint, num_iterations=config.num_iterations, accelerator=accelerator
     )
     if checkpoint:
         say(f"resuming from {checkpoint}")
-    check_lengths(config, learning.models.limit, None)
+    check_lengths(config, learning.opened.limit, None)
     for text in (*learning.notes_of_size(config), *notes_of(config)):
         say(text)
     out, orders = Path(config.run.out), Orders(accelerator)
@@ -256,7 +254,7 @@ class Loop:
                     config.training, generator.metadata, notes_match=False
                 ):
                     show(remark)
-                check_lengths(config, learning.models.limit, self.engine.context_tokens)
+                check_lengths(config, learning.opened.limit, self.engine.context_tokens)
                 await self._begin_engine()
                 order = shuffled_tasks(self.tasks, config.run.seed)
                 async with Collector(generator, order, groups, config) as collector:

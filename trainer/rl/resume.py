@@ -13,8 +13,8 @@ from rollout_io.dataset.atomic_files import replace_text
 from schemas.errors import InputError, count
 from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import discard_after, latest_checkpoint
+from trainer.run.open_run import refuse_existing_run
 from trainer.run.resume import check_same, fixed_keys, saved_config
-from trainer.run.setup import refuse_existing_run
 from trainer.run.state import Progress
 from trainer.run.token_records import discard_token_records
 

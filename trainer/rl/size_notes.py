@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from rollout_io.terminal import duration
 from trainer.batches.forest import RowLimit
-from trainer.config.train_config import TrainConfig
 from trainer.distributed.sharding import is_sharded
-from trainer.models.critic import CriticLearner
 from trainer.reports.memory_estimate import available_bytes, estimate_memory, seconds_per_token
 from trainer.rl.config import RlConfig
+from trainer.run.open_run import OpenModels
 from trainer.run.passes import COST, TRAINING
-from trainer.run.update import Learner
 
 GIB = 1 << 30
 SLOW_UPDATE_S = 120.0
 """Minimum duration of an update, in seconds, for which a note is shown."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Models:
-    """The models of a loop, for `estimate_memory`."""
-
-    config: TrainConfig
-    learner: Learner
-    critic: CriticLearner | None
-    limit: RowLimit
 
 
 def longest_row(config: RlConfig, limit: RowLimit) -> int:
@@ -39,7 +26,7 @@ def longest_row(config: RlConfig, limit: RowLimit) -> int:
     return most
 
 
-def notes_of_size(config: RlConfig, models: Models) -> Iterator[str]:
+def notes_of_size(config: RlConfig, models: OpenModels) -> Iterator[str]:
     """Yield notes about the memory and time of an update whose rows have the maximum length.
 
     On a CPU, both are measured on short chains. On a GPU, where the first forward pass may compile

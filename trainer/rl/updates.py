@@ -10,35 +10,26 @@ from typing import Any
 
 import polars as pl
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import Tensor
 
-import rollout_io
 from pipelines.generation.aggregation import ENVIRONMENT
 from rollout_io.dataset.atomic_files import whole
 from schemas.errors import ConfigError, InputError
-from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
-from trainer.batches.plan import Plan, dataset_returns, make_plan
-from trainer.config.resolved import resolved
 from trainer.config.train_config import TrainConfig
-from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.distributed.sharding import whole_weights
 from trainer.models.lora import save_adapter
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
-from trainer.rl.size_notes import Models, notes_of_size
-from trainer.run.checkpoint import Checkpoints, remove_directory, write_model
-from trainer.run.load_models import Models as LoadedModels
-from trainer.run.load_models import check_dataset, load_models, make_learners
+from trainer.rl.size_notes import notes_of_size
+from trainer.run.checkpoint import remove_directory, write_model
 from trainer.run.log import RunLog
 from trainer.run.loop import count_update, save, set_rates, write_in_main
 from trainer.run.mini_batches import mini_batch_updates
+from trainer.run.open_run import TrainingRun, open_models, open_run
 from trainer.run.passes import UNWATCHED
-from trainer.run.remarks import show
-from trainer.run.setup import TrainingRun
-from trainer.run.state import Position, Progress, load_progress, restore
+from trainer.run.remarks import Remark, show
 
 DIGEST = "rollouts rl"
 """Replaces the digest of the dataset, which would change as the run's dataset grows."""
@@ -69,38 +60,16 @@ class Learning:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.training, self.num_iterations = training, num_iterations
-        self._checkpoint = checkpoint
-        accelerator = accelerator or make_accelerator(training)
-        set_seed(self.training.run.seed)
-        self.progress, self.models = agreed(accelerator, self._load)
-        self._learner, self._critic = make_learners(
-            accelerator,
-            self.training,
-            self.models,
-            corrects=self.training.loss.corrects_for_sampler,
-        )
-        if checkpoint:
-            restore(checkpoint / "state", self._learner, self._critic)
-        self._checkpoints = Checkpoints(
-            out=Path(training.run.out),
-            source=Path(training.model.path).absolute(),
-            keep=training.run.keep_checkpoints,
-            digest=DIGEST,
-        )
+        self.opened = open_models(training, checkpoint, digest=DIGEST, accelerator=accelerator)
+        self.progress = self.opened.progress
         self._saved_step = self.progress.global_step
         self._said: set[str] = set()
         self._explained = False
 
-    def _load(self) -> tuple[Progress, LoadedModels]:
-        progress = Progress(position=Position(kl_coef=self.training.loss.kl_reward_coef))
-        if self._checkpoint:
-            progress = load_progress(self._checkpoint / "state", DIGEST)
-        return progress, load_models(self.training, self._checkpoint)
-
     @property
     def accelerator(self) -> Accelerator:
         """The Accelerator of the run."""
-        return self._learner.accelerator
+        return self.opened.learner.accelerator
 
     @property
     def iteration(self) -> int:
@@ -110,7 +79,7 @@ class Learning:
     @property
     def policy(self) -> Policy:
         """The policy in memory, without wrappers."""
-        policy: Policy = self._learner.accelerator.unwrap_model(self._learner.policy)
+        policy: Policy = self.accelerator.unwrap_model(self.opened.learner.policy)
         return policy
 
     @property
@@ -123,19 +92,14 @@ class Learning:
 
     def notes_of_size(self, config: RlConfig) -> Iterator[str]:
         """Yield notes about rows that would take too much memory or time."""
-        models = Models(
-            config=self.training,
-            # Without wrappers, which would exchange values in each forward pass.
-            learner=dataclasses.replace(self._learner, policy=self.policy),
-            critic=self._critic,
-            limit=self.models.limit,
-        )
-        return notes_of_size(config, models)
+        # Without wrappers, which would exchange values in each forward pass.
+        learner = dataclasses.replace(self.opened.learner, policy=self.policy)
+        return notes_of_size(config, dataclasses.replace(self.opened, learner=learner))
 
     def open_log(self) -> RunLog:
         """Return a context manager that opens the run's log."""
         return RunLog(
-            self._learner.accelerator,
+            self.accelerator,
             self.training,
             num_planned=self.num_planned,
             num_made=self.progress.global_step,
@@ -155,7 +119,7 @@ class Learning:
             RolloutError: Rows cannot be used as configured, or every trajectory failed.
         """
         iteration = self.iteration
-        run = agreed(self.accelerator, lambda: self.run_on(dataset))
+        run = self.run_on(dataset)
         set_rates(run, self.progress.global_step)
         lines = []
         explains, passes = not self._explained, log.passes if log else UNWATCHED
@@ -180,7 +144,7 @@ class Learning:
 
     def save(self, log: RunLog | None) -> Path:
         """Save a checkpoint between two iterations."""
-        path = save(self._learner, self._critic, self.progress, self._checkpoints, log)
+        path = save(self.opened, self.progress, log)
         self._saved_step = self.progress.global_step
         return path
 
@@ -218,48 +182,34 @@ class Learning:
             if as_adapter:
                 save_adapter(model, partial, weights or model.state_dict())
             else:
-                write_model(partial, model, self._checkpoints.source, weights)
+                write_model(partial, model, self.opened.source, weights)
         kept = [f"version_{self.iteration - back}" for back in range(keep)]
         for other in folder.glob("version_*"):
             if other.name.removeprefix("version_").isdecimal() and other.name not in kept:
                 remove_directory(other)
 
-    def _of_iteration(self, dataset: Path) -> TrainConfig:
-        data = dataclasses.replace(self.training.data, dataset=str(dataset))
-        return resolved(dataclasses.replace(self.training, data=data))
-
     def run_on(self, dataset: Path) -> TrainingRun:
-        """Plan and check the current iteration as a separate run.
+        """Plan and check the current iteration as a separate run; all processes call it together.
 
         Raises:
             RolloutError: See `update`.
         """
-        rollout_io.require_valid(dataset)
-        config = self._of_iteration(dataset)
-        rollouts = rollout_io.scan(dataset)
-        plan = make_plan(dataset_returns(rollouts, config.data.outcome), config)
-        _check_some_worked(plan, rollouts, dataset)
-        index = index_rows(rollouts)
-        checked = check_dataset(config, self.models, index, plan, must_learn=False)
-        for name, remark in checked.remarks.items():
-            if name not in self._said:
-                self._said.add(name)
-                show(remark)
-        return TrainingRun(
-            config=config,
-            learner=dataclasses.replace(self._learner, corrects=checked.corrects),
-            critic=self._critic,
-            rollouts=rollouts,
-            plan=plan,
+        data = dataclasses.replace(self.training.data, dataset=str(dataset))
+        run = open_run(
+            dataclasses.replace(self.training, data=data),
+            resume=None,
+            opened=dataclasses.replace(self.opened, progress=self.progress),
             num_planned=self.num_planned,
-            num_greedy_rows=checked.num_greedy_rows,
-            limit=self.models.limit,
-            checkpoints=self._checkpoints,
-            progress=self.progress,
-            kept_metrics=b"",
-            checkpoint=self._checkpoint,
             first_batch=self.iteration,
+            tell=self._tell_once,
         )
+        agreed(self.accelerator, lambda: _check_some_worked(run, dataset))
+        return run
+
+    def _tell_once(self, subject: str, remark: Remark) -> None:
+        if subject not in self._said:
+            self._said.add(subject)
+            show(remark)
 
 
 def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None) -> None:
@@ -288,11 +238,12 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
             raise ConfigError("row_too_long", where, got, expected, hint)
 
 
-def _check_some_worked(plan: Plan, rollouts: pl.LazyFrame, dataset: Path) -> None:
+def _check_some_worked(run: TrainingRun, dataset: Path) -> None:
     """Reject an iteration in which every trajectory failed; the next iteration would fail too."""
-    if not plan.trajectories["failed"].all():
+    trajectories = run.plan.trajectories
+    if not trajectories["failed"].all():
         return
-    errors = rollouts.select(pl.col("error").drop_nulls().first()).collect()
-    got = f"every trajectory failed ({len(plan.trajectories)}); first error: {errors.item()}"
+    errors = run.rollouts.select(pl.col("error").drop_nulls().first()).collect()
+    got = f"every trajectory failed ({len(trajectories)}); first error: {errors.item()}"
     hint = f"fix the cause, remove {dataset}, and run the same command with --resume"
     raise InputError("iteration_failed", str(dataset), got, hint=hint)

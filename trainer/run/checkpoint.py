@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -36,23 +35,6 @@ WEIGHTS = frozenset(
 OWN = ("state", "critic", "adapter", "adapter_config.json")
 """Parts of a checkpoint that belong to the run that wrote it."""
 PREFIX, LATEST = "global_step_", "latest"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoints:
-    """Location and shared settings of a run's checkpoints.
-
-    Attributes:
-        out: Directory of the run.
-        source: Model directory the run started from.
-        keep: Number of checkpoints to keep, newest first; None: all.
-        digest: Digest of the dataset: see `trainer.run.state.dataset_digest`.
-    """
-
-    out: Path
-    source: Path
-    keep: int | None
-    digest: str
 
 
 def save_checkpoint(

@@ -16,19 +16,17 @@ from accelerate import Accelerator
 from trainer.config.train_config import TrainConfig, save_config
 from trainer.distributed.processes import lost_processes, on_main
 from trainer.distributed.sharding import whole_weights
-from trainer.models.critic import CriticLearner
 from trainer.models.optimizer import rate_factor, set_learning_rate
-from trainer.run.checkpoint import Checkpoints, checkpoint_path, discard_after, save_checkpoint
+from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.run.directory import stays_in_place
 from trainer.run.log import RunLog
 from trainer.run.mini_batches import MiniBatchUpdate, mini_batch_updates
+from trainer.run.open_run import OpenModels, TrainingRun, open_run
 from trainer.run.passes import UNWATCHED
 from trainer.run.resume import alone_in, stops_when_full
-from trainer.run.setup import TrainingRun, set_up
 from trainer.run.starts import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
 from trainer.run.token_records import discard_token_records, say_size
-from trainer.run.update import Learner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +82,9 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
             run to resume had a different dataset or configuration, or is still running; or the disk
             is full.
     """
-    run = set_up(config, resume=resume)
+    run = open_run(config, resume=resume)
     plan, config = run.plan, run.config
-    write = partial(write_in_main, run.learner.accelerator, run.checkpoints.out)
+    write = partial(write_in_main, run.learner.accelerator, run.out)
     progress, metrics = run.progress, dict[str, Any]()
     every = config.run.save_every_updates
     with ExitStack() as held, stops_when_full(Path(config.run.out)):
@@ -100,13 +98,13 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
                 progress, metrics = count_update(run, progress, update)
                 write(partial(log.write, metrics, update.cause, update.tokens) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
-                    save(run.learner, run.critic, progress, run.checkpoints, log)
+                    save(run, progress, log)
                 if progress.global_step == config.batch.max_updates:
                     break
             if log:
                 log.sync()
-                say_size(run.checkpoints.out)
-        saved = save(run.learner, run.critic, progress, run.checkpoints)
+                say_size(run.out)
+        saved = save(run, progress)
     return TrainResult(
         out=config.run.out,
         checkpoint=str(saved),
@@ -126,7 +124,7 @@ def _open(run: TrainingRun, held: ExitStack) -> None:
 
     Also write the configuration and record the start.
     """
-    out = run.checkpoints.out
+    out = run.out
     out.mkdir(parents=True, exist_ok=True)
     held.enter_context(alone_in(out))
     metrics = out / "metrics.jsonl"
@@ -182,16 +180,10 @@ def set_rates(run: TrainingRun, global_step: int) -> None:
         set_learning_rate(run.critic.optimizer, config.critic_learning_rate * factor)
 
 
-def save(
-    learner: Learner,
-    critic: CriticLearner | None,
-    progress: Progress,
-    checkpoints: Checkpoints,
-    log: RunLog | None = None,
-) -> Path:
+def save(run: OpenModels, progress: Progress, log: RunLog | None = None) -> Path:
     """Save a checkpoint, after syncing the lines of `log` that it relies on."""
-    unwrap, out = learner.accelerator.unwrap_model, checkpoints.out
-    keep = learner.accelerator.is_main_process
+    learner, critic, out = run.learner, run.critic, run.out
+    unwrap, keep = learner.accelerator.unwrap_model, learner.accelerator.is_main_process
     policy, critic_model = unwrap(learner.policy), unwrap(critic.critic) if critic else None
     weights = whole_weights(policy.model, keep=keep)
     critic_weights = whole_weights(critic_model, keep=keep) if critic_model else None
@@ -202,12 +194,12 @@ def save(
             log.sync()
         save_checkpoint(
             policy.model,
-            checkpoints.source,
+            run.source,
             out,
             progress.global_step,
             critic_model,
-            save_state=lambda path: save_state(path, optimizers, checkpoints.digest, progress),
-            keep=checkpoints.keep,
+            save_state=lambda path: save_state(path, optimizers, run.digest, progress),
+            keep=run.config.run.keep_checkpoints,
             weights=weights,
             critic_weights=critic_weights,
         )

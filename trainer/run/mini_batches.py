@@ -31,6 +31,7 @@ from trainer.run.batch_metrics import (
 )
 from trainer.run.kl_reward import charge_kl, next_coef
 from trainer.run.mismatch_causes import likely_cause
+from trainer.run.open_run import TrainingRun
 from trainer.run.passes import (
     CRITIC_TRAINING,
     OLD_LOGPROBS,
@@ -42,7 +43,6 @@ from trainer.run.passes import (
     Passes,
     PlannedUpdate,
 )
-from trainer.run.setup import TrainingRun
 from trainer.run.state import Position
 from trainer.run.token_records import TokenRecorder, recorder_of, token_records
 from trainer.run.update import policy_logprobs, update

@@ -16,9 +16,9 @@ from schemas.errors import InputError, count, first_of
 from trainer.config.train_config import TrainConfig
 
 
-def scan_rows(dataset: str, config: TrainConfig) -> pl.LazyFrame:
-    """Scan a dataset; `config.data.sampling_defaults` fills in the settings that rows do not record."""
-    rows = rollout_io.scan(dataset)
+def scan_rows(config: TrainConfig) -> pl.LazyFrame:
+    """Scan the dataset; `config.data.sampling_defaults` fills in the settings that rows do not record."""
+    rows = rollout_io.scan(config.data.dataset)
     if config.data.sampling_defaults is None:
         return rows
     found = (

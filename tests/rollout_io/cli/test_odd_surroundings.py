@@ -183,21 +183,21 @@ def test_a_column_that_polars_has_no_type_for_is_named(tmp_path, capsys, kind, w
 
 
 HUGE = {
-    "digits": "max_updates=" + "9" * 5000,
-    "an integer": "seed=" + "9" * 30,
-    "a number": "learning_rate=" + "1" * 400,
-    "a list": "max_updates=" + "[" * 100_000,
-    "tables": "loss=" + "{a=" * 5000,
-    "a text": "max_updates=" + "x" * 100_000,
+    "digits": "batch.max_updates=" + "9" * 5000,
+    "an integer": "run.seed=" + "9" * 30,
+    "a number": "optimizer.learning_rate=" + "1" * 400,
+    "a list": "batch.max_updates=" + "[" * 100_000,
+    "tables": "loss.own=" + "{a=" * 5000,
+    "a text": "batch.max_updates=" + "x" * 100_000,
     "a key": "x" * 100_000 + "=1",
-    "a dotted key": "loss." + ".".join("a" * 5000) + "=1",
+    "a dotted key": "loss.own." + ".".join("a" * 5000) + "=1",
 }
 
 
 @pytest.mark.parametrize("name", HUGE)
 def test_a_huge_setting_is_refused_in_a_short_sentence(name):
     with pytest.raises((RolloutError, RecursionError)) as caught:
-        load_record(TrainConfig, None, [HUGE[name]], {"model": "m"}, required={})
+        load_record(TrainConfig, None, [HUGE[name]], {"model.path": "m"}, required={})
     if isinstance(caught.value, RolloutError):
         assert caught.value.rule in {"config_value", "config_key"}
         assert len(str(caught.value)) < 1500

@@ -118,16 +118,21 @@ COMMANDS = [
     ("plot run --metric retrn_mean", 1, "metric", ["retrn_mean", "did you mean `return_mean`?"]),
     ("plot nowhere", 1, "metrics_file", ["nowhere", "--out of `rollouts train`"]),
     # configuration
-    (f"{TRAIN} --set lerning_rate=1", 1, "config_key", ["did you mean `learning_rate`?"]),
+    (f"{TRAIN} --set lerning_rate=1", 1, "config_key", ["did you mean `optimizer.learning_rate`?"]),
     (f"{TRAIN} --set learning_rate", 1, "config_key", ["form key=value"]),
-    (f"{TRAIN} --set learning_rate=fast", 1, "config_value", ['"fast"', "a number"]),
-    (f"{TRAIN} --set betas=0.9", 1, "config_value", ["--set 'betas=[0.9, 0.999]'"]),
+    (f"{TRAIN} --set optimizer.learning_rate=fast", 1, "config_value", ['"fast"', "a number"]),
+    (
+        f"{TRAIN} --set optimizer.betas=0.9",
+        1,
+        "config_value",
+        ["--set 'optimizer.betas=[0.9, 0.999]'"],
+    ),
     (f"{TRAIN} --config bad.toml", 1, "config_file", ["bad.toml", "line 1"]),
     (
         f"{TRAIN} --config keys.toml",
         1,
         "config_key",
-        ["keys.toml", "did you mean `learning_rate`?"],
+        ["keys.toml", "did you mean `optimizer.learning_rate`?"],
     ),
     (f"{TRAIN} --config nowhere.toml", 1, "input_file", ["nowhere.toml", "check the path"]),
     (f"{TRAIN} --algorithm grop", 1, "config_value", ["did you mean `grpo`?"]),
@@ -159,7 +164,7 @@ def folder(tmp_path_factory):
     (folder / "bad.toml").write_text("x = = 1\n")
     (folder / "keys.toml").write_text("lerning_rate = 1\n")
     (folder / "gen.toml").write_text('tasks = "t.jsonl"\nmodel = "m"\nenvironment = "gsm8k"\n')
-    (folder / "rl.toml").write_text('model = "m"\ntasks = "t.jsonl"\n')
+    (folder / "rl.toml").write_text('[model]\npath = "m"\n[loop]\ntasks = "t.jsonl"\n')
     return folder
 
 

@@ -25,7 +25,7 @@ from schemas.metadata import DatasetMetadata
 from tests.helpers.conversion_helpers import SHOP
 from tests.helpers.table_helpers import STEPS
 from tests.helpers.worker_helpers import unchanged
-from trainer.run.setup import refuse_existing_run
+from trainer.run.open_run import refuse_existing_run
 
 
 def steps(instance, **columns):

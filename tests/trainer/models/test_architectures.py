@@ -44,7 +44,7 @@ def test_an_architecture_is_right_in_each_layout_or_refused(kind: str, tmp_path:
     if found.policy:
         assert not without_gradient(found.policy)
         config = train_config(dataset="d", model="m", out="o", lora_rank=2)
-        adapters = refusal(lambda policy: add_adapter(policy, config.model.path), found.policy)
+        adapters = refusal(lambda policy: add_adapter(policy, config.model), found.policy)
         assert adapters in (None, "lora_target_modules")
         assert refusal(Policy.checkpoint_layers, found.policy) in (None, "gradient_checkpointing")
     if found.policy and found.windowed:

@@ -116,7 +116,7 @@ def test_the_critic_steps_at_the_rates_of_the_schedule(
 def test_a_run_that_is_resumed_has_the_rates_and_weights_of_one_that_was_not(
     optimizer: str, paths: dict[str, str], tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"learning_rate_schedule": "cosine", "optimizer": optimizer}
+    settings: dict[str, Any] = {"learning_rate_schedule": "cosine", "algorithm": optimizer}
     run(paths, tmp_path, **settings)
     whole, weights = lines_of(tmp_path), tmp_path / "checkpoints/global_step_4/model.safetensors"
     expected = weights.read_bytes()
@@ -145,7 +145,7 @@ def test_moments_of_8_bits_train_nearly_as_those_of_32(
     start = load_file(f"{paths['model']}/model.safetensors")
     moved = {}
     for optimizer in ("adamw", "adamw_8bit"):
-        run(paths, tmp_path / optimizer, optimizer=optimizer, weight_decay=0.0)
+        run(paths, tmp_path / optimizer, algorithm=optimizer, weight_decay=0.0)
         checkpoint = tmp_path / optimizer / "checkpoints/global_step_4"
         weights = load_file(checkpoint / "model.safetensors")
         moved[optimizer] = torch.cat([(weights[k] - start[k]).flatten() for k in start])

@@ -54,7 +54,7 @@ def test_what_text_does_not_reach_is_frozen_and_gets_no_adapter(loaded: tuple[st
     if kind == "afmoe":  # peft adapts none of its layers
         return
     config = train_config(dataset="d", model=path, out="o", lora_rank=2)
-    add_adapter(policy, config.model.path)
+    add_adapter(policy, config.model)
     adapters = [n for n, p in policy.named_parameters() if p.requires_grad]
     assert adapters
     assert not any("vision" in name for name in adapters)
@@ -68,7 +68,7 @@ def test_adapters_named_by_a_suffix_leave_a_vision_tower_out(tmp_path: Path) -> 
     config = train_config(
         dataset="d", model=str(tmp_path), out="o", lora_rank=2, lora_target_modules=("q_proj",)
     )
-    add_adapter(policy, config.model.path)
+    add_adapter(policy, config.model)
     adapters = [n for n, p in policy.named_parameters() if p.requires_grad]
     assert adapters
     assert not any("vision" in name for name in adapters)

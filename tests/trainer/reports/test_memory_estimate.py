@@ -11,7 +11,7 @@ from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, wr
 from trainer.reports.dry_run import dry_run
 from trainer.reports.dry_run_report import plan_text
 from trainer.reports.memory_estimate import Memory, _kept_by_a_forward, estimate_memory
-from trainer.run.setup import TrainingRun, set_up
+from trainer.run.open_run import TrainingRun, open_run
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def begun(paths: dict[str, str], tmp_path: Path, **settings: Any) -> TrainingRun:
-    return set_up(train_config(**paths, out=str(tmp_path / "run"), **settings), resume=False)
+    return open_run(train_config(**paths, out=str(tmp_path / "run"), **settings), resume=False)
 
 
 def memory_of(paths: dict[str, str], tmp_path: Path, **settings: Any) -> tuple[Memory, int]:

@@ -234,7 +234,9 @@ def test_a_dead_engine_ends_the_run_and_a_resumed_one_loses_and_repeats_nothing(
     (shard,) = (tmp_path / "run" / "unfinished").glob("*.parquet")
     shutil.copy(shard, shard.with_name("part-00001-again.parquet"))  # as a kill leaves it
     other = config_of(tmp_path, model, num_iterations=4, train={"learning_rate": 1e-4})
-    with pytest.raises(RolloutError, match=r"train\.learning_rate: found 0\.0001; expected 0\.001"):
+    with pytest.raises(
+        RolloutError, match=r"optimizer\.learning_rate: found 0\.0001; expected 0\.001"
+    ):
         rl.run(other, resume=True)
     result = rl.run(config, resume=True, open_engine=dying(None))
     sessions = [call[0] for call in engines[1].calls]

@@ -89,15 +89,14 @@ def config_in(folder: Path, model: str, train: dict[str, Any], **settings: Any) 
 
 
 def job_of(config: rl.RlConfig, num_processes: int, **job: Any) -> dict[str, Any]:
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {"rl": values, "num_processes": num_processes, **job}
+    return {"rl": dataclasses.asdict(config), "num_processes": num_processes, **job}
 
 
 def check_same_weights(config: rl.RlConfig, other: rl.RlConfig, file: str) -> None:
     """Each version of the policy that the engine has loaded, to 1e-4."""
     for version in range(1, config.num_iterations + 1):
         found, wanted = (
-            load_file(f"{one.out}/weights/version_{version}/{file}") for one in (config, other)
+            load_file(f"{one.run.out}/weights/version_{version}/{file}") for one in (config, other)
         )
         assert found.keys() == wanted.keys()
         for key, tensor in wanted.items():
@@ -210,9 +209,9 @@ def test_a_killed_run_is_resumed_with_another_number_of_processes(
     again = dataclasses.replace(config, out=str(tmp_path / "b" / "run"))
     for one, num in ((config, 1), (again, 4)):
         run(server, one, num, resume=True)
-        check_same_run(one.out, alone.out)
+        check_same_run(one.run.out, alone.run.out)
         check_same_rows(one, alone)
-        starts = (Path(one.out) / "starts.jsonl").read_text().splitlines()
+        starts = (Path(one.run.out) / "starts.jsonl").read_text().splitlines()
         assert [json.loads(line)["num_processes"] for line in starts] == [2, num]
 
 
@@ -296,7 +295,7 @@ def test_a_run_that_is_killed_up_to_five_times_trains_the_rows_of_an_undisturbed
     (tmp_path / "kills.json").write_text(json.dumps(kills))
     run(server, config, rng.choice([1, 2, 4]), resume=True)
     check_same_rows(config, undisturbed)
-    check_same_run(config.run.out, undisturbed.out)
+    check_same_run(config.run.out, undisturbed.run.out)
     assert trained_rows(config) == trained_rows(undisturbed)
     assert sum(was_killed for *_, was_killed in kills) >= 4
 

@@ -167,7 +167,7 @@ def test_what_was_searched_is_masked_and_the_answer_is_rewarded(model, tokenizer
 def test_the_whole_example_runs_and_both_layouts_make_the_same_updates(
     tmp_path, tokenizer, monkeypatch, capsys
 ):
-    settings = ["num_iterations=1", "generate.group_size=4", "evaluate.every_iterations=9"]
+    settings = ["loop.num_iterations=1", "generate.group_size=4", "evaluate.every_iterations=9"]
     settings += ["batch.groups_per_batch=2", "batch.groups_per_mini_batch=1"]
     model = save_model(tmp_path / "model", tokenizer, max_position_embeddings=2048)
     monkeypatch.setattr("trainer.engine.embedded.TransformersEngine", Scripted)

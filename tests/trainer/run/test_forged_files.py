@@ -82,6 +82,7 @@ def test_a_loop_deletes_only_its_own_versions_of_the_weights(
     (weights / "version_best").mkdir()
     forge(weights / ".version_7", others)
     forge(weights / "version_0", others)
-    rl.run(dataclasses.replace(config, num_iterations=2), resume=True)
+    loop = dataclasses.replace(config.loop, num_iterations=2)
+    rl.run(dataclasses.replace(config, loop=loop), resume=True)
     check_untouched(others)
     assert sorted(path.name for path in weights.iterdir()) == ["version_2", "version_best"]

@@ -26,6 +26,7 @@ import transformers.models.llama.modeling_llama
 
 import trainer
 import trainer.run.loop
+from tests.helpers.configs import train_config
 
 out, num_events, last_event = "", 0, 0
 events = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"}

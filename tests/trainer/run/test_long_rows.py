@@ -92,7 +92,7 @@ def test_tokens_beyond_the_longest_row_are_cut_off_and_counted(
     dataset: str, tmp_path: Path
 ) -> None:
     small = save_tiny_model(tmp_path / "small", max_position_embeddings=13)
-    with pytest.raises(RolloutError, match=r"(?s)\[row_too_long\].* max_row_tokens"):
+    with pytest.raises(RolloutError, match=r"(?s)\[row_too_long\].*batch\.max_row_tokens"):
         trainer.train(config(dataset, small, tmp_path / "refused"))
     metrics = trainer.train(config(dataset, small, tmp_path / "cut", max_row_tokens=13)).metrics
     # Each trajectory: 5 prompt tokens, 4 that train, 3 observed, 4 that train, of which 1 is left.
@@ -169,7 +169,7 @@ def test_rows_whose_prompt_exceeds_the_limit_are_counted_with_a_limit_that_keeps
     said = capsys.readouterr().err
     assert "the longest prompt has 100 tokens" in said
     assert "9 of 10 rows are truncated" in said
-    assert "Hint: max_row_tokens=128 leaves tokens to train on in 10 of 10 rows\n" in said
+    assert "Hint: batch.max_row_tokens=128 leaves tokens to train on in 10 of 10 rows\n" in said
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -15,7 +15,7 @@ import trainer
 from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
-from tests.helpers.configs import train_config
+from tests.helpers.configs import dotted, train_config
 from tests.helpers.losses_helpers import some_trajectories
 from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
 from trainer.rl import load_rl_config
@@ -76,13 +76,13 @@ def test_the_functions_of_the_docs_are_the_built_in_ones_bit_for_bit(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/nowhere", *__import__("sys").path])
     Path("mine.py").write_text(example)
-    common = [f"--set={key}={value}" for key, value in COMMON.items()]
+    common = [f"--set={dotted(key)}={value}" for key, value in COMMON.items()]
     assert main(["train", *given, *common]) == 0
     notes = capfd.readouterr().err
     line = example[: example.index("def my_loss")].count("\n") + 1
     place = f"{tmp_path}/mine.py:{line}"
     keys = "eps_clip_low = 0.2, eps_clip_high = 0.2"
-    assert f"note: policy_loss_type: mine:my_loss ({place}): {keys}\n" in notes
+    assert f"note: loss.policy_loss_type: mine:my_loss ({place}): {keys}\n" in notes
     found = weights(Path("run/checkpoints") / "global_step_4")
     built_in = {"estimator": "rloo", "reduction": "sequence_mean"}
     check_same(found, run(paths, tmp_path / "built_in", **built_in))

@@ -490,7 +490,7 @@ def test_the_plan_is_what_the_run_then_does(model: str, tmp_path: Path, capfd: A
     dataset = write_dataset(tmp_path / "ds", rows)
     settings = (
         "batch.groups_per_batch=2 batch.groups_per_mini_batch=1 batch.epochs_per_batch=2 batch.tokens_per_micro_batch=20"
-        " partial_groups=train"
+        " data.partial_groups=train"
     )
     given = [part for text in settings.split() for part in ("--set", text)]
     command = ["train", dataset, "--model", model, "--out", str(tmp_path / "run"), *given, "--json"]

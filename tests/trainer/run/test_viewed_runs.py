@@ -101,7 +101,7 @@ def test_a_dataset_with_other_tokens_is_shown_without_what_the_run_recorded(
         named = pl.read_parquet(file).with_columns(dataset=pl.lit(str(copy)))
         named.write_parquet(file)
     config = json.loads((moved / "config.json").read_text())
-    (moved / "config.json").write_text(json.dumps(config | {"dataset": str(copy)}))
+    (moved / "config.json").write_text(json.dumps(config | {"data": {"dataset": str(copy)}}))
     found = Asked(moved, tokenizer=str(smollm2_dir))("/api/sources")
     name, step = rows[-1]["trajectory_id"], rows[-1]["step_index"]
     (warning,) = found["warnings"]
@@ -123,7 +123,7 @@ def test_a_run_with_a_damaged_record_opens_and_names_the_file(run, smollm2_dir, 
 
 def test_a_run_whose_dataset_is_damaged_opens_with_a_warning(run, smollm2_dir, tmp_path):
     moved = shutil.copytree(run, tmp_path / "run")
-    dataset = Path(json.loads((moved / "config.json").read_text())["dataset"])
+    dataset = Path(json.loads((moved / "config.json").read_text())["data"]["dataset"])
     damaged = shutil.copytree(dataset, tmp_path / "damaged")
     for record in (moved / "tokens").glob("*.parquet"):
         renamed = pl.read_parquet(record).with_columns(dataset=pl.lit(str(damaged)))
@@ -228,7 +228,7 @@ def test_a_run_without_its_dataset_still_shows_its_metrics(run, tmp_path):
     moved = tmp_path / "moved"
     moved.mkdir()
     (moved / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + '{"global_st')
-    (moved / "config.json").write_text('{"dataset": "/nowhere/ds"}')
+    (moved / "config.json").write_text('{"data": {"dataset": "/nowhere/ds"}}')
     (moved / "tokens").symlink_to(run / "tokens")
     ask = Asked(moved)
     found = ask("/api/sources")

@@ -34,8 +34,8 @@ from trainer.forensics.blame.shares import outlier_scores, shares_table, traits
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.replay import Forwarding, refuse_several_processes
 from trainer.run.mini_batches import PreparedUpdate
+from trainer.run.open_run import TrainingRun
 from trainer.run.passes import ticking
-from trainer.run.setup import TrainingRun
 from trainer.run.update import Learner
 
 Values = npt.NDArray[np.float64]

@@ -20,8 +20,8 @@ from trainer.forensics.blame.gradients import Direction, loss_gradient, trained_
 from trainer.models.critic import critic_values
 from trainer.run.batch_advantages import estimate
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler, plan_of
+from trainer.run.open_run import TrainingRun
 from trainer.run.sampling_checks import check_sampling, scan_rows
-from trainer.run.setup import TrainingRun
 from trainer.run.update import Learner, policy_logprobs
 
 
@@ -63,7 +63,7 @@ def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
         batch=dataclasses.replace(run.config.batch, merge_rule=rule),
     )
     config = resolved(config)
-    rollouts = scan_rows(dataset, config)
+    rollouts = scan_rows(config)
     plan = plan_of(dataset_returns(rollouts, config.data.outcome), config)
     policy = run.learner.accelerator.unwrap_model(run.learner.policy)
     vocab_size = policy.model.get_input_embeddings().weight.shape[0]

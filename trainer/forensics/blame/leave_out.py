@@ -24,7 +24,7 @@ from trainer.forensics.blame.gradients import (
     gradient_of,
 )
 from trainer.run.mini_batches import PreparedUpdate
-from trainer.run.setup import TrainingRun
+from trainer.run.open_run import TrainingRun
 from trainer.run.update import Learner, LossInputs, units_of
 
 SAME = 1e-5

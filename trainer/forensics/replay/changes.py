@@ -15,10 +15,9 @@ from rollout_io.configuration import build, checked_values
 from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, condition_of, refused
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
-from trainer.batches.data import Batch, groups_with_gradient, index_rows
+from trainer.batches.data import Batch, groups_with_gradient
 from trainer.batches.origins import Origins
 from trainer.batches.packing import cut_batch
-from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig, OptimizerConfig
 from trainer.config.train_config import TrainConfig
@@ -27,7 +26,7 @@ from trainer.forensics.replay.recorded import PLACES
 from trainer.models.lora import WithoutAdapter
 from trainer.run.batch_advantages import Estimates
 from trainer.run.batch_metrics import batch_metrics
-from trainer.run.load_models import Models, check_dataset, load_reference
+from trainer.run.load_models import load_reference
 from trainer.run.loop import set_rates
 from trainer.run.mini_batches import (
     LoadedBatch,
@@ -36,7 +35,7 @@ from trainer.run.mini_batches import (
     load_groups,
     prepare_batch,
 )
-from trainer.run.setup import TrainingRun
+from trainer.run.open_run import TrainingRun, open_run
 from trainer.run.update import Learner
 
 MAY_CHANGE = (
@@ -177,30 +176,14 @@ def changed_run(run: TrainingRun, config: TrainConfig) -> TrainingRun:
         got = f"{config.advantage.estimator} needs a critic, which the run has not trained"
         hint = "choose an estimator without a critic"
         raise ConfigError("replay_change", "--set advantage.estimator", got, hint=hint)
-    learner = _with_reference(run.learner, config)
-    policy = learner.accelerator.unwrap_model(learner.policy)
-    plan = make_plan(dataset_returns(run.rollouts, config.data.outcome), config)
-    models = Models(
-        policy=policy,
-        reference=None,
-        critic=None,
-        limit=run.limit,
-        vocab_size=policy.model.get_input_embeddings().weight.shape[0],
-    )
-    index = index_rows(run.rollouts)
-    checked = check_dataset(config, models, index, plan, must_learn=False)
-    return dataclasses.replace(
-        run,
-        config=config,
-        learner=dataclasses.replace(
-            learner,
-            loss=config.loss,
-            corrects=checked.corrects,
-            optimization=config.optimizer,
-        ),
-        critic=run.critic
-        and dataclasses.replace(run.critic, loss=config.loss, optimization=config.optimizer),
-        plan=plan,
+    opened = dataclasses.replace(run, learner=_with_reference(run.learner, config))
+    return open_run(
+        config,
+        resume=None,
+        opened=opened,
+        num_planned=run.num_planned,
+        first_batch=run.first_batch,
+        tell=lambda _subject, _remark: None,
     )
 
 

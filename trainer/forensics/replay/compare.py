@@ -26,7 +26,7 @@ from trainer.models.critic import VALUE_HEAD, Critic
 from trainer.models.lora import WEIGHTS, adapter_weights
 from trainer.run.checkpoint import write_model
 from trainer.run.log import line_of
-from trainer.run.setup import TrainingRun
+from trainer.run.open_run import TrainingRun
 from trainer.run.state import Progress, load_progress, optimizer_tensors
 
 TIMES = frozenset({"seconds", "tokens_per_s", "wait_seconds", "sync_seconds"})
@@ -227,7 +227,7 @@ def weight_differences(
         return [*found, *own]
     with tempfile.TemporaryDirectory() as scratch:  # names change when the model is saved
         saved = Path(scratch) / "model"
-        write_model(saved, model, run.checkpoints.source)
+        write_model(saved, model, run.source)
         written = {n: t for path in saved.glob("*.safetensors") for n, t in _tensors(path)}
         own = [one for p in files for one in _tensor_differences("weights", p, written, update)]
     return [*found, *own]

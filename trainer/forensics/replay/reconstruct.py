@@ -19,8 +19,8 @@ from trainer.rl.updates import Learning
 from trainer.run.checkpoint import checkpoints
 from trainer.run.loop import count_update, set_rates
 from trainer.run.mini_batches import PreparedUpdate, make_update, prepared_updates
+from trainer.run.open_run import TrainingRun, open_run
 from trainer.run.passes import UNWATCHED, Passes
-from trainer.run.setup import TrainingRun, set_up_at
 from trainer.run.starts import set_threads, start_of
 from trainer.run.state import Progress, load_progress
 
@@ -155,10 +155,10 @@ def reconstruct(
 def _opened_run(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
     """Load a run of `rollouts train`, whose plan spans all its updates."""
     try:
-        run = set_up_at(recorded.config, checkpoint)
+        run = open_run(recorded.config, resume=None, checkpoint=checkpoint)
         for other in () if checkpoint else checkpoints(recorded.path).values():
             if (other / "state").is_dir():  # check that the dataset is the run's
-                load_progress(other / "state", run.checkpoints.digest)
+                load_progress(other / "state", run.digest)
                 break
     except InputError as error:
         if error.rule != "resume_dataset":

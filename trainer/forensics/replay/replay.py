@@ -39,8 +39,8 @@ from trainer.forensics.replay.recorded import naming_damaged, read_recorded
 from trainer.run.checkpoint import checkpoint_path, write_model
 from trainer.run.loop import count_update
 from trainer.run.mini_batches import MiniBatchUpdate, PreparedUpdate, make_update
+from trainer.run.open_run import TrainingRun
 from trainer.run.passes import Passes, ticking
-from trainer.run.setup import TrainingRun
 from trainer.run.starts import CHANGING, MACHINE, start_of, starts_of, this_machine
 from trainer.run.state import load_progress
 
@@ -358,6 +358,6 @@ def _write(out: Path, run: TrainingRun) -> None:
     """Write the policy, and the critic in `critic/`, in the layout of a checkpoint."""
     unwrap = run.learner.accelerator.unwrap_model
     with destination(out), writable(str(out)), whole(out) as partial:
-        write_model(partial, unwrap(run.learner.policy).model, run.checkpoints.source)
+        write_model(partial, unwrap(run.learner.policy).model, run.source)
         if run.critic is not None:
             unwrap(run.critic.critic).save(partial / "critic")

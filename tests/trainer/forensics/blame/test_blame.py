@@ -239,7 +239,7 @@ def test_a_loss_that_compares_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="depends on other rows of its micro-batch") as error:
         blame(run, 1)
     assert error.value.rule == "blame_rows"
-    assert error.value.where == f"policy_loss_type {HERE}:coupled_loss"
+    assert error.value.where == f"loss.policy_loss_type {HERE}:coupled_loss"
 
 
 def poisoned_rows(prefix: str = "g") -> list[dict[str, Any]]:
@@ -284,7 +284,7 @@ def test_the_printed_command_replays_the_update_without_the_row(
     places = []
     for name in ("ds", "model"):
         moved = (tmp_path / name).rename(tmp_path / f"moved {name}")
-        key = "dataset" if name == "ds" else name
+        key = "data.dataset" if name == "ds" else "model.path"
         places.append(f"--set={key}={moved}")
     assert command(["blame", str(run), "--update", "1", *places, "--json"]) == 0
     screen = capsys.readouterr()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from schemas.errors import RolloutError
+from tests.helpers.configs import dotted
 from tests.helpers.replay_helpers import gradient_of, train, weights_of
 from tests.helpers.trainer_helpers import (
     group_rows,
@@ -194,7 +195,7 @@ def test_another_loss_is_that_of_a_run_with_it(other, paths, tmp_path):
         for key, value in other.items()
     }
     out = tmp_path / "out"
-    found = changed(run, 1, *(f"{key}={value}" for key, value in values.items()), out=out)
+    found = changed(run, 1, *(f"{dotted(key)}={value}" for key, value in values.items()), out=out)
     recorded = replay(there, 1).recorded
     names = recorded.keys() - {"seconds", "tokens_per_s"}
     assert {n: found.changed[n] for n in names} == {n: recorded[n] for n in names}

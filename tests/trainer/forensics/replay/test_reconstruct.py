@@ -20,6 +20,7 @@ import torch
 from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
+from tests.helpers.configs import dotted
 from tests.helpers.replay_helpers import SETTINGS, line_of, plain, train
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.forensics.replay.reconstruct import reconstruct
@@ -132,7 +133,7 @@ def test_updates_before_and_after_a_kill_are_bit_for_bit_the_same(kinds, paths, 
     settings = SETTINGS | own | {"num_epochs": 8, "save_every_updates": 3}
     out = tmp_path / "run"
     line = ["train", paths["dataset"], "--model", paths["model"], "--out", str(out)]
-    line += [f"--set={key}={value}" for key, value in settings.items()]
+    line += [f"--set={dotted(key)}={value}" for key, value in settings.items()]
     metrics, environment = out / "metrics.jsonl", os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-m", "rollout_io", *line], env=environment)
     end = time.monotonic() + 300

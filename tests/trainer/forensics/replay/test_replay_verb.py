@@ -52,7 +52,10 @@ def test_changes_are_printed_side_by_side(run, tmp_path, capsys):
     given = ["--without", "g0_1", "--set", "optimizer.learning_rate=1e-5", "--out", str(out)]
     assert command(["replay", str(run), "--update", "3", *given]) == 0
     text = capsys.readouterr().out
-    assert "result     bit for bit the same\nchanged    learning_rate=1e-5, without g0_1\n" in text
+    assert (
+        "result     bit for bit the same\nchanged    optimizer.learning_rate=1e-5, without g0_1\n"
+        in text
+    )
     table = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
     assert table["metric"] == ["recorded", "replayed", "changed", "difference"]
     assert table["num_trained_tokens"] == ["24", "24", "16", "-8"]
