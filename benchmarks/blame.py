@@ -35,8 +35,8 @@ from trainer.forensics.blame.shares import outlier_scores, traits
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.models.policy import Policy, load_policy
 from trainer.run.loop import train
-from trainer.run.mini_batches import make_update
-from trainer.run.update import Learner, policy_logprobs, update
+from trainer.run.loss import Learner, policy_logprobs
+from trainer.run.update import make_update, update
 
 MODEL = ".cache/smollm2"
 CALLS = "examples/shop.calls.jsonl"
@@ -373,7 +373,7 @@ def _run(
 
 
 def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
-    learner, batch, forests = found.run.learner, found.step.prepared.batch, found.step.forests
+    learner, batch, forests = found.run.learner, found.step.ready.batch, found.step.forests
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:

@@ -64,7 +64,8 @@ from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.weight_transfer import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION, packed_attention
 from trainer.models.policy import Policy, load_policy
-from trainer.run.update import Learner, update
+from trainer.run.loss import Learner
+from trainer.run.update import update
 
 Figures = dict[str, Any]
 PEAK_TFLOPS = {

@@ -45,7 +45,8 @@ from trainer.batches.forest import Forest, chain_forest, chain_forests, chain_le
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.policy import Policy, load_policy
-from trainer.run.update import Learner, update
+from trainer.run.loss import Learner
+from trainer.run.update import update
 
 LOGS = ("examples/shop.calls.jsonl", "--rewards", "examples/shop.rewards.jsonl")
 LONG_TOKENS = 100_000

@@ -34,7 +34,8 @@ from trainer.batches.data import Batch, to_batch
 from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.policy import Policy, load_policy
-from trainer.run.update import Learner, policy_logprobs, update
+from trainer.run.loss import Learner, policy_logprobs
+from trainer.run.update import update
 
 SIDES: dict[str, dict[str, Any]] = {
     "step": {"sequence_layout": "step"},

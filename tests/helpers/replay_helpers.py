@@ -14,7 +14,7 @@ from tests.helpers.configs import train_config
 from trainer.forensics.replay.compare import TIMES
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.run.loop import count_update
-from trainer.run.mini_batches import make_update
+from trainer.run.update import make_update
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -37,8 +37,8 @@ def train(paths: dict[str, str], out: Path, *, resume: bool = False, **settings:
 
 def line_of(found: Reconstruction) -> dict[str, Any]:
     """Make the step, and return its line of metrics, without times."""
-    made = make_update(found.run, found.step, found.update)
-    _, metrics = count_update(found.run, found.progress, made)
+    made, _ = make_update(found.run, found.step, found.update)
+    _, metrics = count_update(found.run, found.progress, found.step, made)
     return plain(metrics)
 
 

@@ -20,7 +20,8 @@ from tests.helpers.configs import train_config
 from trainer.batches.data import Batch, to_batch
 from trainer.batches.forest import chain_forests
 from trainer.models.policy import Policy
-from trainer.run.update import Learner, update
+from trainer.run.loss import Learner
+from trainer.run.update import update
 
 VOCAB = 61
 

@@ -26,10 +26,10 @@ from trainer.rl.size_notes import notes_of_size
 from trainer.run.checkpoint import remove_directory, write_model
 from trainer.run.log import RunLog
 from trainer.run.loop import count_update, save, set_rates, write_in_main
-from trainer.run.mini_batches import mini_batch_updates
 from trainer.run.open_run import TrainingRun, open_models, open_run
 from trainer.run.passes import UNWATCHED
 from trainer.run.remarks import Remark, show
+from trainer.run.update import updates
 
 DIGEST = "rollouts rl"
 """Replaces the digest of the dataset, which would change as the run's dataset grows."""
@@ -124,14 +124,15 @@ class Learning:
         lines = []
         explains, passes = not self._explained, log.passes if log else UNWATCHED
         position = self.progress.position
-        for update in mini_batch_updates(run, position, explains=explains, passes=passes):
-            self._explained |= update.cause is not None
-            self.progress, metrics = count_update(run, self.progress, update)
+        made = updates(run, position, explains=explains, passes=passes)
+        for step, own, tokens, cause in made:
+            self._explained |= cause is not None
+            self.progress, metrics = count_update(run, self.progress, step, own)
             if any(name.startswith(ENVIRONMENT) for name in numbers):  # metrics of the environments
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
             if log:
-                log.write(metrics, update.cause, update.tokens)
+                log.write(metrics, cause, tokens)
             lines.append(metrics)
             numbers = {}
         return lines

@@ -20,13 +20,13 @@ from trainer.models.optimizer import rate_factor, set_learning_rate
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.run.directory import stays_in_place
 from trainer.run.log import RunLog
-from trainer.run.mini_batches import MiniBatchUpdate, mini_batch_updates
 from trainer.run.open_run import OpenModels, TrainingRun, open_run
 from trainer.run.passes import UNWATCHED
 from trainer.run.resume import alone_in, stops_when_full
 from trainer.run.starts import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
 from trainer.run.token_records import discard_token_records, say_size
+from trainer.run.update import Step, updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +93,10 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
             set_rates(run, progress.global_step)
             is_over = progress.global_step == config.batch.max_updates
             passes = log.passes if log else UNWATCHED
-            updates = mini_batch_updates(run, progress.position, passes=passes)
-            for update in () if is_over else updates:
-                progress, metrics = count_update(run, progress, update)
-                write(partial(log.write, metrics, update.cause, update.tokens) if log else None)
+            made = updates(run, progress.position, passes=passes)
+            for step, metrics, tokens, cause in () if is_over else made:
+                progress, metrics = count_update(run, progress, step, metrics)
+                write(partial(log.write, metrics, cause, tokens) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
                     save(run, progress, log)
                 if progress.global_step == config.batch.max_updates:
@@ -148,18 +148,17 @@ def write_in_main(accelerator: Accelerator, out: Path, work: Callable[[], object
 
 
 def count_update(
-    run: TrainingRun, progress: Progress, update: MiniBatchUpdate
+    run: TrainingRun, progress: Progress, step: Step, metrics: dict[str, Any]
 ) -> tuple[Progress, dict[str, Any]]:
     """Add an update to the progress, and set the learning rates of the next update.
 
     Returns:
         The progress after the update, and its metrics including these counts.
     """
-    stepped = not update.metrics["skipped"]
-    progress = progress.after(update.position, update.moving, stepped=stepped)
+    progress = progress.after(step.after, step.moving, stepped=not metrics["skipped"])
     set_rates(run, progress.global_step)
-    counts = {"global_step": progress.global_step, "num_trained_groups": len(update.moving)}
-    return progress, counts | update.metrics
+    counts = {"global_step": progress.global_step, "num_trained_groups": len(step.moving)}
+    return progress, counts | metrics
 
 
 def _open_log(run: TrainingRun) -> AbstractContextManager[RunLog | None]:

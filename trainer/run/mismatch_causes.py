@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
-from trainer.run.update import Learner, policy_logprobs
+from trainer.run.loss import Learner, policy_logprobs
 
 EXPLAINED = 1 / 3
 """A cause is reported only if undoing it reduces the difference to at most this fraction."""

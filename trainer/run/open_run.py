@@ -24,12 +24,12 @@ from trainer.distributed.processes import agreed
 from trainer.models.critic import CriticLearner
 from trainer.run.dataset_checks import plan_of
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
+from trainer.run.loss import Learner
 from trainer.run.remarks import Remark, say, say_attention, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.sampling_checks import scan_rows
 from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
-from trainer.run.update import Learner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

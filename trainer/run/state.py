@@ -21,7 +21,7 @@ from schemas.errors import InputError
 from trainer.batches.plan import Plan
 from trainer.distributed.sharding import sharded_like, whole
 from trainer.models.critic import CriticLearner
-from trainer.run.update import Learner
+from trainer.run.loss import Learner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

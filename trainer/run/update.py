@@ -1,116 +1,315 @@
-"""One optimizer step, computed micro-batch by micro-batch."""
+"""Train on a batch, from top to bottom: read, pack, forward, estimate, and step per mini-batch.
+
+    steps          for each batch of the plan:
+      read_share     read the rows of the batch; the next batch is read during this one
+      ready_batch    exchange rows, pack them into micro-batches; old and reference
+                     log-probabilities and values; KL in the reward; advantages
+      -> Step        for each mini-batch, over the epochs of the batch
+    make_update    for each Step:
+      update         weights of the reduction; per micro-batch: forward, loss, backward; clip; step
+      update_critic  the same for the critic
+      -> metrics, and the records of its tokens
+
+`trainer.run.loop` and `trainer.rl.updates` drive it; `rollouts replay` stops at a Step.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import numpy as np
-import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+import polars as pl
+import pyarrow as pa
+from torch import Tensor
 
-from schemas.errors import InputError, RolloutError
-from schemas.ragged import IntArray
-from trainer.algorithms.configured import Targets, Units, policy_loss, reduction_weights, select
-from trainer.algorithms.losses.correction import correct
-from trainer.algorithms.losses.kl import kl_estimates
-from trainer.algorithms.losses.policy import TokenLoss
-from trainer.algorithms.losses.ratios import probability_ratio
-from trainer.batches.data import Batch
-from trainer.batches.forest import Forest
-from trainer.batches.transfer import Arriving, columns_to_device, to_device
-from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, bind
-from trainer.config.loss_config import LossConfig
-from trainer.config.sections import OptimizerConfig
-from trainer.distributed.balance import Watch, own_forests
-from trainer.distributed.processes import agreed, combine, gather_parts
+from schemas.errors import RolloutError
+from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch
+from trainer.batches.forest import Forest, chain_lengths
+from trainer.batches.origins import Origins, StoredRows, find_origins, stored_rows
+from trainer.batches.packing import MiniBatch, cut_batch
+from trainer.batches.plan import split
+from trainer.batches.prefetch import one_ahead
+from trainer.batches.transfer import Arriving, to_device
+from trainer.distributed.balance import own_forests
+from trainer.distributed.processes import agreed, exchange_rows, gather_parts, own_groups
 from trainer.distributed.sharding import clip_and_step, without_reduction
-from trainer.models.policy import Policy
-from trainer.run.agreement import agreement
-from trainer.run.passes import SELECTION, TRAINING, UNWATCHED, Passes
-from trainer.run.token_records import TokenRecorder
+from trainer.models.critic import critic_values, update_critic
+from trainer.run.advice import differs_from_sampler
+from trainer.run.batch_advantages import estimate
+from trainer.run.kl_reward import charge_kl, next_coef
+from trainer.run.loss import Learner, loss_inputs, loss_of, policy_logprobs
+from trainer.run.metrics import (
+    batch_metrics,
+    generated_per,
+    generated_rows,
+    sequence_metrics,
+    update_metrics,
+)
+from trainer.run.mismatch_causes import likely_cause
+from trainer.run.open_run import TrainingRun
+from trainer.run.passes import (
+    CRITIC_TRAINING,
+    OLD_LOGPROBS,
+    REFERENCE,
+    SELECTION,
+    TRAINING,
+    UNWATCHED,
+    VALUES,
+    Passes,
+    PlannedUpdate,
+)
+from trainer.run.state import Position
+from trainer.run.token_records import TokenRecorder, recorder_of, token_records
 
-SPREADS = {
-    "is_ratio": "std max min",
-    "cispo/ratio": "max min",
-}
-"""Statistics reported in addition to the mean."""
-NO_SHARE = ("loss", "policy_loss", "policy_entropy", "clip_ratio")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Learner:
-    """The policy, its optimizer, and the sections that its updates use.
-
-    Attributes:
-        accelerator: Provides the device, the precision and gradient reduction.
-        policy: The policy, prepared by `accelerator`.
-        optimizer: Optimizer of the policy, prepared by `accelerator`.
-        loss: The loss.
-        corrects: Whether importance weights and masks apply.
-        optimization: Peak learning rate and maximum norm of the gradient.
-        reference: The frozen reference of the KL divergence; None if not needed.
-    """
-
-    accelerator: Accelerator
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    loss: LossConfig
-    corrects: bool
-    optimization: OptimizerConfig
-    reference: nn.Module | None = None
+Share = tuple[pl.DataFrame | None, dict[str, float], StoredRows | None]
+"""What one process reads of a batch: the rows of its groups (None without groups) and, in the main
+process, `sequence_metrics` of the batch and, if tokens are recorded, its rows in the dataset."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossInputs:
-    """Inputs of a mini-batch's loss except the policy's outputs, per response token; on the CPU.
+class ReadyBatch:
+    """A batch of T response tokens that is ready for its optimizer steps.
 
     Attributes:
-        old_logprobs: [T] nats under the policy at the start of the batch; None: use the
-            log-probabilities of the current policy.
-        ref_logprobs: [T] nats under the reference policy; None without one.
-        weights: [T] float32 weights that reduce the losses of the mini-batch's targets.
-        selected: [T] bool, targets that clip_cov leaves out or kl_cov penalises; None for other
-            losses.
+        batch: The batch, with its advantages.
+        groups: Groups of the batch, in order.
+        mini_batches: Micro-batches of each optimizer step.
+        known: Model outputs at the start of the batch; see `Position.known`.
+        ref_logprobs: [T] reference log-probabilities for the loss; None if not needed.
+        value_targets: [T] target values for the critic; None without a critic.
+        kl_coef: KL coefficient of the next batch.
+        metrics: Metrics of each mini-batch that are known before its update.
+        generated: Metrics of the batch as generated, for its first update.
+        raw_advantages: [T] advantages before `advantage.batch_normalize`.
+        origins: Origins of the batch's tokens; None if no tokens are recorded.
     """
 
-    old_logprobs: Tensor | None
+    batch: Batch
+    groups: tuple[str, ...]
+    mini_batches: list[MiniBatch]
+    known: dict[str, Tensor]
     ref_logprobs: Tensor | None
-    weights: Tensor
-    selected: Tensor | None
+    value_targets: Tensor | None
+    kl_coef: float
+    metrics: list[dict[str, Any]]
+    generated: dict[str, float]
+    raw_advantages: Tensor
+    origins: Origins | None
 
 
-@torch.no_grad()
-def policy_logprobs(
-    learner: Learner,
-    batch: Batch,
-    forests: Sequence[Forest],
-    policy: nn.Module | None = None,
-    watch: Watch = iter,
-) -> Tensor:
-    """Compute log-probabilities of the targets of `forests`, without gradient.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A mini-batch just before its optimizer step.
 
-    Each process forwards its share of the micro-batches. `policy` is the learner's policy by
-    default; pass another model such as the reference. `watch` wraps the iteration over
-    micro-batches, to show progress.
+    Attributes:
+        ready: Its batch.
+        number: Index of the mini-batch in `ready.mini_batches`.
+        num_left: Mini-batches of the batch that are not trained yet, including this one, over all
+            epochs of the batch.
+        before: Position of the run before the update (see `trainer.run.state`).
+        after: Position of the run after the update.
+        moving: Groups of the mini-batch that have a gradient.
+        metrics: Metrics that are known before the update.
+    """
+
+    ready: ReadyBatch
+    number: int
+    num_left: int
+    before: Position
+    after: Position
+    moving: frozenset[str]
+    metrics: dict[str, Any]
+
+    @property
+    def forests(self) -> list[Forest]:
+        """Micro-batches of the update."""
+        return self.ready.mini_batches[self.number].forests
+
+
+Made = tuple[Step, dict[str, Any], pa.Table | None, str | None]
+"""An update that was made: its step, its metrics, its token records in the main process (None if
+there are none), and the likely cause of a mismatch with the sampler (None if unknown)."""
+
+
+def updates(
+    run: TrainingRun,
+    position: Position,
+    *,
+    explains: bool = True,
+    passes: Passes = UNWATCHED,
+) -> Iterator[Made]:
+    """Train on the mini-batches from a position onwards, and yield what was made of each.
+
+    With `explains`, the first mismatch with the sampler's log-probabilities is analysed to find its
+    cause. `passes` counts the forwarded micro-batches.
+    """
+    global_step, cause = run.progress.global_step, None
+    start = time.perf_counter()
+    for step in steps(run, position, passes):
+        metrics, tokens = make_update(run, step, global_step + 1, passes)
+        global_step += not metrics["skipped"]
+        if explains and cause is None and differs_from_sampler(metrics):
+            cause = likely_cause(run.learner, step.ready.batch, step.forests)
+        seconds = time.perf_counter() - start
+        metrics |= {
+            "seconds": seconds,
+            "tokens_per_s": metrics["num_forwarded_tokens"] / seconds,
+        }
+        passes.end_update(made=not metrics["skipped"])
+        yield step, metrics, tokens, cause
+        start = time.perf_counter()
+
+
+def steps(run: TrainingRun, position: Position, passes: Passes = UNWATCHED) -> Iterator[Step]:
+    """Yield the mini-batches from a position onwards, each just before its optimizer step.
+
+    The caller must make each update before it asks for the next mini-batch, because the passes
+    before a batch evaluate the current models.
+    """
+    sizes = run.config.batch
+    batches = (run.plan.batches * sizes.num_epochs)[position.batch - run.first_batch :]
+    shares = one_ahead(partial(read_share, run), batches)
+    for groups in batches:
+        share = agreed(run.learner.accelerator, lambda: next(shares))
+        ready = ready_batch(run, groups, position, share, passes)
+        moving = groups_with_gradient(ready.batch)
+        groups_of = split(groups, sizes.groups_per_mini_batch)
+        after = Position(batch=position.batch + 1, kl_coef=ready.kl_coef)
+        order = list(range(len(ready.mini_batches))) * sizes.epochs_per_batch
+        for done, number in enumerate(order[position.mini_batch :], position.mini_batch):
+            here = dataclasses.replace(position, mini_batch=done, known=ready.known)
+            between = dataclasses.replace(here, mini_batch=done + 1)
+            yield Step(
+                ready=ready,
+                number=number,
+                num_left=len(order) - done,
+                before=here if done else position,
+                after=after if done + 1 == len(order) else between,
+                moving=moving.intersection(groups_of[number]),
+                metrics=ready.metrics[number] | (ready.generated if done == 0 else {}),
+            )
+        position = after
+
+
+def read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
+    """Read the part of a batch that is assigned to this process."""
+    accelerator, config = run.learner.accelerator, run.config
+    own = own_groups(accelerator, groups)
+    rows = read_rows(run.rollouts, run.plan, own, config.batch) if own else None
+    if not accelerator.is_main_process:
+        return rows, {}, None
+    found = generated_rows(run.rollouts, groups)
+    generated = sequence_metrics(
+        found,
+        config.data.outcome or "last",
+        generated_per(config.data.dataset),
+        merges=config.batch.sequence_layout == "merge",
+    )
+    return rows, generated, stored_rows(found) if config.run.record_tokens != "none" else None
+
+
+def ready_batch(
+    run: TrainingRun,
+    groups: tuple[str, ...],
+    position: Position,
+    share: Share,
+    passes: Passes = UNWATCHED,
+) -> ReadyBatch:
+    """Make a batch ready for its optimizer steps.
+
+    Args:
+        run: The run.
+        groups: Groups of the batch.
+        position: Position of the run; `position.known` has the model outputs if it is within the
+            batch.
+        share: From `read_share`.
+        passes: Counts the forwarded micro-batches.
+    """
+    config, accelerator = run.config, run.learner.accelerator
+    # Rows: every process reads some groups, and gets the rows of all.
+    own, generated, stored = share
+    rows = exchange_rows(accelerator, own)
+    batch = to_batch(rows, config.batch.max_row_tokens)
+    run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
+    generated["generate/batch_num_seq"] = len(batch.names)
+    if config.batch.sequence_layout == "merge":
+        generated["generate/num_seq_after_merge"] = len(batch.names)
+    # Micro-batches.
+    mini_batches = cut_batch(batch, config.batch, accelerator.num_processes)
+    passes.begin_batch(_planned(run, mini_batches, position))
+    # Old and reference log-probabilities, and values, under the models before the first update.
+    known = position.known or _outputs(run, batch, mini_batches, passes)
+    old_logprobs, ref_logprobs = known.get("old_logprobs"), known.get("ref_logprobs")
+    # KL divergence in the reward; then it is not in the loss.
+    kl_metrics, kl_coef = dict[str, float](), position.kl_coef
+    if config.loss.kl_reward_coef and old_logprobs is not None and ref_logprobs is not None:
+        batch, kl_metrics = charge_kl(
+            batch,
+            run.plan,
+            groups,
+            config,
+            coef=kl_coef,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+        )
+        kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, config.loss), None
+    # Advantages.
+    is_supervised = config.loss.is_supervised
+    estimates = estimate(batch, config.advantage, known.get("values"), is_supervised=is_supervised)
+    batch = dataclasses.replace(batch, advantages=estimates.advantages)
+    counts = batch_metrics(run.plan, batch, groups, estimates)
+    return ReadyBatch(
+        batch=batch,
+        groups=groups,
+        mini_batches=mini_batches,
+        known=known,
+        ref_logprobs=ref_logprobs,
+        value_targets=estimates.value_targets,
+        kl_coef=kl_coef,
+        metrics=[
+            mini_batch.metrics | counted | kl_metrics
+            for mini_batch, counted in zip(mini_batches, counts, strict=True)
+        ],
+        generated=generated,
+        raw_advantages=estimates.raw,
+        origins=find_origins(rows, stored) if stored else None,
+    )
+
+
+def make_update(
+    run: TrainingRun, step: Step, global_step: int, passes: Passes = UNWATCHED
+) -> tuple[dict[str, Any], pa.Table | None]:
+    """Update the policy, and the critic if there is one, on a mini-batch.
+
+    Args:
+        run: The run that made the mini-batch ready.
+        step: The mini-batch.
+        global_step: Number of the update.
+        passes: Counts the forwarded micro-batches.
 
     Returns:
-        [T] float32 on the CPU; NaN at response tokens that are not targets.
+        The metrics of the update, and its token records, if the main process has any.
     """
-    accelerator, device = learner.accelerator, learner.accelerator.device
-    logprobs, parts = torch.zeros(len(batch.trains)), []
-    model = learner.policy if policy is None else policy  # a compiled module has no truth value
-    for _, forest in watch(own_forests(accelerator, forests)):
-        temperature = to_device(batch.temperature[forest.target_slot], device)
-        found, _ = model(forest.to(device), temperature)
-        parts.append((forest.target_slot, Arriving({"logprobs": found})))
-    for slot, arriving in parts:
-        logprobs[slot] = arriving.read()["logprobs"]
-    return combine(accelerator, logprobs, forests)
+    ready, config, forests = step.ready, run.config.run, step.forests
+    recorder = recorder_of(
+        ready.batch, forests, config.record_tokens, seed=config.seed, global_step=global_step
+    )
+    old_logprobs, ref_logprobs = ready.known.get("old_logprobs"), ready.ref_logprobs
+    metrics: dict[str, Any] = update(
+        run.learner, ready.batch, forests, old_logprobs, ref_logprobs, recorder, passes
+    )
+    tokens = _records(run, ready, recorder)
+    if run.critic and ready.value_targets is not None:
+        values, watch = ready.known["values"], partial(passes, CRITIC_TRAINING)
+        metrics |= update_critic(run.critic, forests, values, ready.value_targets, watch)
+    rate = {"learning_rate": run.learner.optimizer.param_groups[0]["lr"]}
+    return metrics | step.metrics | rate, None if metrics["skipped"] else tokens
 
 
 def update(
@@ -169,7 +368,7 @@ def update(
         parameters, max_norm = learner.policy.parameters(), learner.optimization.max_grad_norm
         grad_norm = clip_and_step(parameters, learner.optimizer, max_norm)
     arrived = {number: arriving.read() for number, arriving in parts.items()}
-    return _metrics(gather_parts(accelerator, arrived), learner.loss.policy_loss_type) | {
+    return update_metrics(gather_parts(accelerator, arrived), learner.loss.policy_loss_type) | {
         "grad_norm": grad_norm,
         "num_trained_tokens": num_trained,
         "num_forwarded_tokens": sum(forest.num_tokens for forest in forests),
@@ -178,196 +377,71 @@ def update(
     }
 
 
-def loss_inputs(
-    learner: Learner,
-    batch: Batch,
-    forests: Sequence[Forest],
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    passes: Passes = UNWATCHED,
-) -> LossInputs:
-    """Compute the inputs of a mini-batch's loss; see `update` for the arguments.
-
-    clip_cov draws the targets that it leaves out with torch's generator.
-    """
-    slots = torch.cat([torch.zeros(0, dtype=torch.int64), *(f.target_slot for f in forests)])
-    slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
-    weights = torch.zeros(len(batch.trains))
-    units = units_of(batch, forests, slots.numpy())
-    reduction = bind(LOSS_REDUCTION, learner.loss)
-    weights[slots] = torch.from_numpy(reduction_weights(units, reduction)).float()
-    selected = None
-    if learner.loss.selects_targets and len(slots):
-        watch = partial(passes, SELECTION)
-        now = policy_logprobs(learner, batch, forests, watch=watch)
-        old = now if old_logprobs is None else old_logprobs
-        selected = torch.zeros(len(batch.trains), dtype=torch.bool)
-        advantages = batch.advantages[slots]
-        chosen = select(now[slots], old[slots], advantages, learner.loss)
-        assert chosen is not None
-        selected[slots] = chosen
-    return LossInputs(
-        old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, weights=weights, selected=selected
-    )
-
-
-def units_of(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
-    """Find the row, trajectory, group and micro-batch of each target, and their totals."""
-    row = batch.responses.row_of(slots)
-    micro_batch = np.zeros(len(batch.trains), np.int64)
-    for number, forest in enumerate(forests):
-        micro_batch[forest.target_slot.numpy()] = number
-    inside = np.isin(batch.mini_batch, np.unique(batch.mini_batch[row]))
-    return Units(
-        row=row,
-        num_rows=int(inside.sum()),
-        trajectory=batch.trajectory[row],
-        num_trajectories=len(np.unique(batch.trajectory[inside])),
-        group=batch.group[row],
-        num_groups=len(np.unique(batch.group[inside])),
-        micro_batch=micro_batch[slots],
-        num_micro_batches=len(forests),
-    )
-
-
-def loss_of(
-    learner: Learner,
-    batch: Batch,
-    slot: Tensor,
-    outputs: tuple[Tensor, Tensor],
-    inputs: LossInputs,
-    failures: list[RolloutError],
-    recorder: TokenRecorder | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of a micro-batch from the policy's outputs.
-
-    If a user's loss fails in one of several processes, the error is added to `failures` and the
-    loss is 0, because the other processes wait for this process's part of the gradient.
-
-    Args:
-        learner: Provides the section `[loss]`.
-        batch: The batch.
-        slot: [M] int64 targets of complete rows, as indices into the batch's response tokens.
-        outputs: [M] log-probabilities and [M] entropies of these targets.
-        inputs: Inputs of the loss; from `loss_inputs`.
-        failures: Receives the error of a user's loss.
-        recorder: Receives the values that enter the loss.
-
-    Returns:
-        The loss (a scalar with gradient), and metrics ([M] per target, or one value per row;
-        float64, on the policy's device).
-    """
-    config = learner.loss
-    policy = bind(POLICY_LOSS, config)
-    logprobs, entropy = outputs
-    known = _columns(batch, slot, inputs, logprobs.device)
-    targets, weights = _targets(logprobs, known), known["weights"]
-    try:
-        losses, clipped, own_metrics = policy_loss(targets, policy)
-    except RolloutError as error:
-        if learner.accelerator.num_processes == 1:
-            raise
-        failures.append(error)
-        losses, clipped, own_metrics = TokenLoss(0 * logprobs, torch.zeros_like(logprobs))
-    found = {"clip_ratio": clipped, "policy_entropy": entropy}
-    found |= {name: values.detach() for name, values in own_metrics.items()}
-    recorded = {"clipped": clipped, "entropy": entropy}
-    if learner.corrects:
-        both = targets.old_logprobs, targets.rollout_logprobs
-        correction = correct(*both, targets.row, config)
-        losses = losses * correction.weights
-        found |= correction.per_target | correction.per_row
-        recorded |= {
-            "correction_weights": correction.weights,
-            "rejected": correction.weights == 0,
-        }
-    terms = {"policy_loss": weights * losses}
-    total = terms["policy_loss"]
-    if inputs.ref_logprobs is not None:
-        divergence = kl_estimates(logprobs, known["ref_logprobs"], config.kl_estimator_type)
-        terms["policy_kl"] = weights * divergence
-        total = total + config.kl_loss_coef * terms["policy_kl"]
-        losses = losses + config.kl_loss_coef * divergence.detach()
-    if config.entropy_loss_coef:
-        total = total - config.entropy_loss_coef * weights * entropy
-        losses = losses - config.entropy_loss_coef * entropy.detach()
-    if recorder:
-        recorded |= {"losses": losses, "weights": weights}
-        recorder.add(slot, recorded | _known(targets, inputs, config))
-    difference = targets.old_logprobs - targets.rollout_logprobs
-    found |= terms | {"loss": total, "rollout_logprobs_diff": difference}
-    return total.sum(), {name: value.detach().double() for name, value in found.items()}
-
-
-def _known(targets: Targets, inputs: LossInputs, loss: LossConfig) -> dict[str, Tensor]:
-    """Return the values that the trainer computes for the loss, for the token records."""
-    known = {"logprobs": targets.logprobs.detach()}
-    if "advantages" in loss.inputs:
-        known["advantages"] = targets.advantages
-    if loss.needs_old_logprobs or inputs.old_logprobs is not None:
-        known["old_logprobs"] = targets.old_logprobs
-        known["importance_weights"] = probability_ratio(known["logprobs"], targets.old_logprobs)
-    return known
-
-
-def _columns(
-    batch: Batch, slot: Tensor, inputs: LossInputs, device: torch.device
-) -> dict[str, Tensor]:
-    """Gather what the loss needs of a micro-batch's M targets ([M] each), on the device."""
-    _, row = np.unique(batch.responses.row_of(slot.numpy()), return_inverse=True)
-    columns = {
-        "rollout_logprobs": batch.rollout_logprobs,
-        "advantages": batch.advantages,
-        "weights": inputs.weights,
-        "old_logprobs": inputs.old_logprobs,
-        "ref_logprobs": inputs.ref_logprobs,
-        "selected": inputs.selected,
-    }
-    known = {name: values[slot] for name, values in columns.items() if values is not None}
-    return columns_to_device(known | {"row": torch.from_numpy(row.astype(np.int64))}, device)
-
-
-def _targets(logprobs: Tensor, known: Mapping[str, Tensor]) -> Targets:
-    old, selected = known.get("old_logprobs"), known.get("selected")
-    return Targets(
-        logprobs=logprobs,
-        old_logprobs=logprobs.detach() if old is None else old,
-        rollout_logprobs=known["rollout_logprobs"],
-        advantages=known["advantages"],
-        row=known["row"],
-        selected=torch.zeros_like(logprobs, dtype=torch.bool) if selected is None else selected,
-    )
-
-
 def _raise_any(failures: Sequence[RolloutError]) -> None:
     if failures:
         raise failures[0]
 
 
-def _metrics(parts: Sequence[Mapping[str, Tensor]], loss_name: str) -> dict[str, float]:
-    """Combine the metrics of micro-batches: sum the loss terms, and average all other metrics."""
-    names = parts[0] if parts else NO_SHARE
-    for part in parts:
-        if part.keys() != parts[0].keys():
-            different = ", ".join(sorted(part.keys() ^ parts[0].keys()))
-            got = f"it returns the metrics {different} for some micro-batches but not for others"
-            raise InputError(POLICY_LOSS.rule, loss_name, got)
-    found = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
-    metrics: dict[str, float] = {}
-    for name in ("loss", "policy_loss", "policy_kl"):
-        if name in found:
-            metrics[name] = float(found.pop(name).sum())
-    metrics |= agreement(found.pop("rollout_logprobs_diff", torch.zeros(0)))
-    for name, subject in SPREADS.items():
-        values = found.get(name, torch.zeros(0))
-        if len(values) and not values.isnan().any():
-            metrics[f"{name}_mean"] = float(values.mean())
-            spread = {"max": values.max(), "min": values.min(), "std": _deviation(values)}
-            metrics |= {f"{name}_{kind}": float(spread[kind]) for kind in subject.split()}
-        found.pop(name, None)
-    return metrics | {name: float(v.mean()) if len(v) else 0.0 for name, v in found.items()}
+def _needed(run: TrainingRun, num_mini_batches: int) -> list[str]:
+    """List the forward passes that a batch needs before its first update."""
+    learner, loss = run.learner, run.config.loss
+    # With a single update, old log-probabilities are the policy's current ones, which saves a pass.
+    several = num_mini_batches * run.config.batch.epochs_per_batch > 1
+    needs_old = (several and loss.needs_old_logprobs) or loss.kl_reward_coef
+    return [
+        *([VALUES] if run.critic else []),
+        *([OLD_LOGPROBS] if needs_old else []),
+        *([REFERENCE] if learner.reference is not None else []),
+    ]
 
 
-def _deviation(values: Tensor) -> Tensor:
-    """Compute the sample standard deviation; 0 for a single value."""
-    return values.std() if len(values) > 1 else values.new_zeros(())
+def _outputs(
+    run: TrainingRun, batch: Batch, mini_batches: Sequence[MiniBatch], passes: Passes
+) -> dict[str, Tensor]:
+    """Compute the model outputs that the updates of a batch need: see `Position.known`."""
+    learner, known = run.learner, dict[str, Tensor]()
+    forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
+    for name in _needed(run, len(mini_batches)):
+        watch = partial(passes, name)
+        if name == VALUES and run.critic:
+            known["values"] = critic_values(run.critic, batch, forests, watch)
+        elif name == OLD_LOGPROBS:
+            known["old_logprobs"] = policy_logprobs(learner, batch, forests, watch=watch)
+        else:
+            model = learner.reference
+            known["ref_logprobs"] = policy_logprobs(learner, batch, forests, model, watch)
+    return known
+
+
+def _planned(
+    run: TrainingRun, mini_batches: Sequence[MiniBatch], position: Position
+) -> list[PlannedUpdate]:
+    """Count the tokens that each remaining update of a batch will forward, by pass."""
+    num_epochs = run.config.batch.epochs_per_batch
+    several = [SELECTION] if run.config.loss.selects_targets else []
+    each = [*several, TRAINING, *([CRITIC_TRAINING] if run.critic else [])]
+    planned = []
+    for epoch in range(1, num_epochs + 1):
+        for mini_batch in mini_batches:
+            label = f"epoch {epoch} of {num_epochs}" if num_epochs > 1 else ""
+            planned.append(PlannedUpdate(dict.fromkeys(each, mini_batch.num_tokens), label))
+    left = planned[position.mini_batch :]
+    if left and not position.known:
+        total = sum(mini_batch.num_tokens for mini_batch in mini_batches)
+        first = dict.fromkeys(_needed(run, len(mini_batches)), total)
+        left[0].passes = first | dict(left[0].passes)
+    return left
+
+
+def _records(
+    run: TrainingRun, ready: ReadyBatch, recorder: TokenRecorder | None
+) -> pa.Table | None:
+    """Gather the token records of an update in the main process; None if there are none."""
+    if recorder is None:
+        return None
+    values = recorder.gathered(run.learner.accelerator)
+    if ready.origins is None or not values:
+        return None
+    if "ref_logprobs" in ready.known:
+        values["ref_logprobs"] = ready.known["ref_logprobs"][values["slots"]]
+    return token_records(run.config.data.dataset, ready.origins, values)

@@ -19,7 +19,8 @@ from trainer.batches.forest import pack, spread
 from trainer.config.functions import POLICY_LOSS
 from trainer.distributed.balance import FILLER, balance, cost
 from trainer.models.critic import Critic
-from trainer.run.update import policy_logprobs, update
+from trainer.run.loss import policy_logprobs
+from trainer.run.update import update
 
 COSTS = st.lists(st.floats(1, 1e6), max_size=40)
 ROWS = [([1, 2, 3], [4, 5], [True, True]), ([7] * 9, [8, 9, 10], [True, False, True])]

@@ -37,7 +37,7 @@ from trainer.batches.packing import cut_batch
 from trainer.batches.recorded_routes import Routes
 from trainer.models.critic import Critic, critic_values
 from trainer.models.policy import Policy
-from trainer.run.update import policy_logprobs
+from trainer.run.loss import policy_logprobs
 
 PACKING = train_config(dataset="d", model="m", out="o").batch
 EVERY = pytest.mark.parametrize("family", FAMILIES)

@@ -458,7 +458,7 @@ class Shifted(TransformersEngine):
 def test_why_the_sampler_disagrees_is_asked_once_a_run(tmp_path, model, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(
-        "trainer.run.mini_batches.likely_cause", lambda *_: asked.append(1) or "of a test"
+        "trainer.run.update.likely_cause", lambda *_: asked.append(1) or "of a test"
     )
     engine = Shifted.load(model)
     rl.run(config_of(tmp_path, model, num_iterations=3), open_engine=lambda _: engine)

@@ -20,7 +20,7 @@ from tests.helpers.trainer_helpers import (
     plain_logprobs,
     tiny_policy,
 )
-from trainer.run.agreement import agreement
+from trainer.run.metrics import agreement
 from trainer.run.mismatch_causes import likely_cause
 
 ROWS: list[Row] = [

@@ -42,7 +42,8 @@ from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.sections import BatchConfig
 from trainer.models.policy import Policy
 from trainer.run.advice import warnings_about_rows
-from trainer.run.update import policy_logprobs, update
+from trainer.run.loss import policy_logprobs
+from trainer.run.update import update
 
 
 class Case:

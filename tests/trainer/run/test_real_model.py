@@ -22,7 +22,7 @@ from trainer.batches.data import Batch, load_batch
 from trainer.batches.plan import Plan, make_plan
 from trainer.config.sections import BatchConfig
 from trainer.models.policy import Policy, load_policy
-from trainer.run.update import policy_logprobs
+from trainer.run.loss import policy_logprobs
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

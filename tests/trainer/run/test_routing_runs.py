@@ -58,7 +58,7 @@ from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
 from trainer.engine.embedded import TransformersEngine
 from trainer.models.policy import Policy, load_policy
-from trainer.run.update import policy_logprobs
+from trainer.run.loss import policy_logprobs
 
 POLICY = Policy(tiny_moe(), logprob_chunk_tokens=16)
 Update = tuple[dict[str, float], dict[str, torch.Tensor]]

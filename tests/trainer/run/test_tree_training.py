@@ -37,7 +37,7 @@ from trainer.models.critic import critic_values, update_critic
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy
 from trainer.run.batch_advantages import estimate
-from trainer.run.update import policy_logprobs
+from trainer.run.loss import policy_logprobs
 
 Family = tuple[list[Row], TrajectoryIds]
 ESTIMATORS = ("grpo", "rloo", "maxrl", "reinforce++", "gae")

@@ -25,7 +25,8 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
 )
 from trainer.models.policy import Policy
-from trainer.run.update import policy_logprobs, update
+from trainer.run.loss import policy_logprobs
+from trainer.run.update import update
 
 
 def random_values(rows: list[Row], seed: int) -> dict[str, Any]:

@@ -33,10 +33,10 @@ from trainer.forensics.blame.leave_out import (
 from trainer.forensics.blame.shares import outlier_scores, shares_table, traits
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.replay import Forwarding, refuse_several_processes
-from trainer.run.mini_batches import PreparedUpdate
+from trainer.run.loss import Learner
 from trainer.run.open_run import TrainingRun
 from trainer.run.passes import ticking
-from trainer.run.update import Learner
+from trainer.run.update import Step
 
 Values = npt.NDArray[np.float64]
 NUM_UNITS = 3
@@ -160,9 +160,9 @@ def attribute(
         RolloutError: See `blame`.
     """
     step, training, update = found.step, found.run, found.update
-    batch, origins = step.prepared.batch, step.prepared.origins
+    batch, origins = step.ready.batch, step.ready.origins
     assert origins is not None  # `reconstruct` records all tokens
-    old_logprobs, ref_logprobs = step.prepared.known.get("old_logprobs"), step.prepared.ref_logprobs
+    old_logprobs, ref_logprobs = step.ready.known.get("old_logprobs"), step.ready.ref_logprobs
     learner, forests = training.learner, step.forests
     generator = torch.get_rng_state()
     gradients = row_gradients(learner, batch, forests, old_logprobs, ref_logprobs, exact=exact)
@@ -201,14 +201,14 @@ def attribute(
 
 
 def _rows(
-    step: PreparedUpdate,
+    step: Step,
     found: RowGradients,
     leaving: LeavingOut,
     token_shares: Values,
     square: float,
 ) -> pl.DataFrame:
     """Build the table `Blame.rows` without effects on the step, in the order of the batch."""
-    batch = step.prepared.batch
+    batch = step.ready.batch
     slots = np.flatnonzero(found.targets)
     row = batch.responses.row_of(slots)
     num_targets = np.bincount(row, minlength=len(batch.names))[found.rows]
@@ -219,8 +219,8 @@ def _rows(
     names, best = list(scores), np.argmax(list(scores.values()), axis=0)
     left = np.maximum(square - 2 * share * square + found.norms**2, 0.0)
     factors = [leaving.factor(row[None]) for row in found.rows]
-    assert step.prepared.origins is not None
-    labels = _labels(batch, step.prepared.origins, slots, row)
+    assert step.ready.origins is not None
+    labels = _labels(batch, step.ready.origins, slots, row)
     return pl.DataFrame(
         {
             "batch_row": found.rows,
@@ -338,14 +338,14 @@ class Units:
     def __init__(
         self,
         learner: Learner,
-        step: PreparedUpdate,
+        step: Step,
         found: RowGradients,
         leaving: LeavingOut,
         rows: pl.DataFrame,
     ) -> None:
         self._learner, self._found = learner, found
         self._leaving, self._rows = leaving, rows
-        self._batch = batch = step.prepared.batch
+        self._batch = batch = step.ready.batch
         self._members = np.flatnonzero(batch.mini_batch == step.number)
         lengths = np.diff(batch.prompts.offsets) + np.diff(batch.responses.offsets)
         self._num_tokens: IntArray = lengths.astype(np.int64)

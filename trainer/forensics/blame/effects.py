@@ -20,9 +20,9 @@ from trainer.forensics.blame.gradients import Direction, loss_gradient, trained_
 from trainer.models.critic import critic_values
 from trainer.run.batch_advantages import estimate
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler, plan_of
+from trainer.run.loss import Learner, policy_logprobs
 from trainer.run.open_run import TrainingRun
 from trainer.run.sampling_checks import check_sampling, scan_rows
-from trainer.run.update import Learner, policy_logprobs
 
 
 def held_out_gradient(run: TrainingRun, dataset: str) -> dict[str, Tensor]:

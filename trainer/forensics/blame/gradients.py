@@ -35,8 +35,8 @@ from trainer.batches.forest import Chains, Forest, chain_forests
 from trainer.forensics.blame.ghost import GhostNorms, UnsupportedLayerError, check_layers
 from trainer.models.attention import forward_mode_attention
 from trainer.models.policy import Policy
+from trainer.run.loss import Learner, LossInputs, loss_inputs, loss_of
 from trainer.run.remarks import say
-from trainer.run.update import Learner, LossInputs, loss_inputs, loss_of
 
 forward_ad: Any = torch.autograd.forward_ad
 Direction = Mapping[str, Tensor]

@@ -23,9 +23,9 @@ from trainer.forensics.blame.gradients import (
     derivatives,
     gradient_of,
 )
-from trainer.run.mini_batches import PreparedUpdate
+from trainer.run.loss import Learner, LossInputs, units_of
 from trainer.run.open_run import TrainingRun
-from trainer.run.update import Learner, LossInputs, units_of
+from trainer.run.update import Step
 
 SAME = 1e-5
 """Relative difference up to which factors count as equal, because they are computed in float32."""
@@ -66,10 +66,10 @@ class LeavingOut:
     """
 
     def __init__(
-        self, run: TrainingRun, step: PreparedUpdate, found: RowGradients, generator: Tensor
+        self, run: TrainingRun, step: Step, found: RowGradients, generator: Tensor
     ) -> None:
         self._run, self._step, self._found, self._generator = run, step, found, generator
-        self._batch = step.prepared.batch
+        self._batch = step.ready.batch
         self._slots = np.flatnonzero(found.targets)
         self._row = self._batch.responses.row_of(self._slots)
         loss = run.learner.loss
@@ -126,7 +126,7 @@ class LeavingOut:
     def _fewer(self, left: IntArray) -> tuple[Batch, list[Forest]]:
         batch, forests = self._batch, self._step.forests
         mini_batch = batch.mini_batch.copy()
-        mini_batch[left] = len(self._step.prepared.mini_batches)  # a mini-batch that is not trained
+        mini_batch[left] = len(self._step.ready.mini_batches)  # a mini-batch that is not trained
         trains = batch.trains.copy()
         trains[self._slots[~self._kept(left)]] = False
         batch = dataclasses.replace(batch, mini_batch=mini_batch, trains=trains)

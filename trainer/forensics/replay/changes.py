@@ -25,18 +25,17 @@ from trainer.distributed.launch import wrap_frozen
 from trainer.forensics.replay.recorded import PLACES
 from trainer.models.lora import WithoutAdapter
 from trainer.run.batch_advantages import Estimates
-from trainer.run.batch_metrics import batch_metrics
 from trainer.run.load_models import load_reference
 from trainer.run.loop import set_rates
-from trainer.run.mini_batches import (
-    LoadedBatch,
-    PreparedBatch,
-    PreparedUpdate,
-    load_groups,
-    prepare_batch,
-)
+from trainer.run.loss import Learner
+from trainer.run.metrics import batch_metrics
 from trainer.run.open_run import TrainingRun, open_run
-from trainer.run.update import Learner
+from trainer.run.update import (
+    ReadyBatch,
+    Step,
+    read_share,
+    ready_batch,
+)
 
 MAY_CHANGE = (
     {f"loss.{key}" for key in LossConfig.__dataclass_fields__}
@@ -115,40 +114,38 @@ def changed_config(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
 
 @dataclass(kw_only=True)
 class ChangedBatch:
-    """The batch of an update, prepared with different settings.
+    """The batch of an update, made ready with different settings.
 
     `prepare` must be called when the run is at the start of the batch.
 
     Attributes:
         settings: `key=value` strings.
         run: The run with these settings; None before `prepare`.
-        prepared: The batch prepared with these settings; None before `prepare`.
+        ready: The batch made ready with these settings; None before `prepare`.
     """
 
     settings: Sequence[str]
     run: TrainingRun | None = None
-    prepared: PreparedBatch | None = field(default=None, repr=False)
+    ready: ReadyBatch | None = field(default=None, repr=False)
 
-    def prepare(self, run: TrainingRun, step: PreparedUpdate) -> None:
+    def prepare(self, run: TrainingRun, step: Step) -> None:
         """Recompute the batch: advantages, old and reference log-probabilities, and values."""
         changed = changed_run(run, changed_config(run.config, self.settings))
         position = step.before
         if changed.config.loss.kl_reward_coef != run.config.loss.kl_reward_coef:
             position = dataclasses.replace(position, kl_coef=changed.config.loss.kl_reward_coef)
-        loaded: LoadedBatch = load_groups(changed, step.groups)
+        groups = step.ready.groups
         self.run = changed
-        self.prepared = prepare_batch(changed, step.groups, position, loaded)
+        self.ready = ready_batch(changed, groups, position, read_share(changed, groups))
 
-    def of(self, run: TrainingRun, step: PreparedUpdate) -> tuple[TrainingRun, PreparedUpdate]:
+    def of(self, run: TrainingRun, step: Step) -> tuple[TrainingRun, Step]:
         """Return the run and the mini-batch to train with these settings."""
         assert self.run is not None
-        assert self.prepared is not None
-        before, after = step.prepared.metrics[step.number], self.prepared.metrics[step.number]
+        assert self.ready is not None
+        before, after = step.ready.metrics[step.number], self.ready.metrics[step.number]
         kept = {name: value for name, value in step.metrics.items() if name not in before}
-        moving = groups_with_gradient(self.prepared.batch) & _groups_of(run, step)
-        step = dataclasses.replace(
-            step, prepared=self.prepared, moving=moving, metrics=after | kept
-        )
+        moving = groups_with_gradient(self.ready.batch) & _groups_of(run, step)
+        step = dataclasses.replace(step, ready=self.ready, moving=moving, metrics=after | kept)
         return dataclasses.replace(self.run, progress=run.progress), step
 
 
@@ -199,7 +196,7 @@ def _with_reference(learner: Learner, config: TrainConfig) -> Learner:
     return dataclasses.replace(learner, reference=model)
 
 
-def without_rows(run: TrainingRun, step: PreparedUpdate, changes: Changes) -> PreparedUpdate:
+def without_rows(run: TrainingRun, step: Step, changes: Changes) -> Step:
     """Leave rows out of the loss of a mini-batch; see `Changes`.
 
     Raises:
@@ -207,22 +204,22 @@ def without_rows(run: TrainingRun, step: PreparedUpdate, changes: Changes) -> Pr
             remains.
         ConfigError: `condition`, `known_column`: the condition is invalid.
     """
-    prepared, batch = step.prepared, step.prepared.batch
-    assert prepared.origins is not None
+    ready, batch = step.ready, step.ready.batch
+    assert ready.origins is not None
     slots = np.arange(len(batch.trains))
     row = batch.responses.row_of(slots)
     trained = batch.trains & (batch.mini_batch == step.number)[row]
-    stored, _ = prepared.origins.of(slots)
-    used = np.zeros(len(prepared.origins.stored.rows), np.bool_)
+    stored, _ = ready.origins.of(slots)
+    used = np.zeros(len(ready.origins.stored.rows), np.bool_)
     used[stored[trained]] = True
-    chosen = _chosen(run, prepared.origins, changes, used)
+    chosen = _chosen(run, ready.origins, changes, used)
     leaves = trained & chosen[stored]
     if not (trained & ~leaves).any():
         got, hint = "no row of the update remains", "leave fewer rows out"
         raise InputError("replay_without", "--without", got, hint=hint)
-    gone = _rows_gone(batch, prepared.origins, chosen, trained, leaves)
+    gone = _rows_gone(batch, ready.origins, chosen, trained, leaves)
     # The removed rows move to a mini-batch that is never trained, so no denominator counts them.
-    nowhere = len(prepared.mini_batches)
+    nowhere = len(ready.mini_batches)
     batch = dataclasses.replace(
         batch,
         trains=batch.trains & ~leaves,
@@ -232,15 +229,15 @@ def without_rows(run: TrainingRun, step: PreparedUpdate, changes: Changes) -> Pr
     mini_batches = cut_batch(batch, run.config.batch, num_processes)
     counted = _metrics_without(run, step, batch)
     metrics = step.metrics | mini_batches[step.number].metrics | counted
-    replaced = dataclasses.replace(prepared, batch=batch, mini_batches=mini_batches)
+    replaced = dataclasses.replace(ready, batch=batch, mini_batches=mini_batches)
     moving = groups_with_gradient(batch) & _groups_of(run, step)
-    return dataclasses.replace(step, prepared=replaced, metrics=metrics, moving=moving)
+    return dataclasses.replace(step, ready=replaced, metrics=metrics, moving=moving)
 
 
-def _groups_of(run: TrainingRun, step: PreparedUpdate) -> frozenset[str]:
+def _groups_of(run: TrainingRun, step: Step) -> frozenset[str]:
     """Return the groups of a mini-batch."""
     size = run.config.batch.groups_per_mini_batch
-    return frozenset(step.groups[step.number * size : (step.number + 1) * size])
+    return frozenset(step.ready.groups[step.number * size : (step.number + 1) * size])
 
 
 def _chosen(run: TrainingRun, origins: Origins, changes: Changes, used: BoolArray) -> BoolArray:
@@ -318,21 +315,21 @@ def _rows_gone(
     return gone
 
 
-def _metrics_without(run: TrainingRun, step: PreparedUpdate, batch: Batch) -> dict[str, Any]:
+def _metrics_without(run: TrainingRun, step: Step, batch: Batch) -> dict[str, Any]:
     """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
-    before, prepared = step.prepared.batch, step.prepared
+    before, ready = step.ready.batch, step.ready
     inside = before.mini_batch == step.number
     left = set(np.unique(batch.trajectory[batch.mini_batch == step.number]).tolist())
     lost = set(np.unique(before.trajectory[inside]).tolist()) - left
-    trajectories = run.plan.trajectories.filter(pl.col("instance_id").is_in(list(step.groups)))
+    trajectories = run.plan.trajectories.filter(
+        pl.col("instance_id").is_in(list(step.ready.groups))
+    )
     ids = trajectories["trajectory_id"].sort().to_list()  # as `Batch.trajectory` numbers them
     names = [ids[number] for number in lost]
     kept = run.plan.trajectories.filter(~pl.col("trajectory_id").is_in(names))
-    estimates = Estimates(
-        advantages=batch.advantages, raw=prepared.raw_advantages, value_targets=None
-    )
+    estimates = Estimates(advantages=batch.advantages, raw=ready.raw_advantages, value_targets=None)
     plan = dataclasses.replace(run.plan, trajectories=kept)
-    counted = batch_metrics(plan, batch, step.groups, estimates)
+    counted = batch_metrics(plan, batch, step.ready.groups, estimates)
     return counted[step.number]
 
 

@@ -18,11 +18,11 @@ from trainer.forensics.replay.recorded import (
 from trainer.rl.updates import Learning
 from trainer.run.checkpoint import checkpoints
 from trainer.run.loop import count_update, set_rates
-from trainer.run.mini_batches import PreparedUpdate, make_update, prepared_updates
 from trainer.run.open_run import TrainingRun, open_run
 from trainer.run.passes import UNWATCHED, Passes
 from trainer.run.starts import set_threads, start_of
 from trainer.run.state import Progress, load_progress
+from trainer.run.update import Step, make_update, steps
 
 Follow = Callable[[Progress | None], TrainingRun]
 """Function that returns the run at a given progress; None: at the progress where it was loaded."""
@@ -55,10 +55,10 @@ class Reconstruction:
             before the step, with the learning rates of the update set; `run.config` records the
             tokens of all rows.
         progress: Progress before the update; `progress.global_step` is `update` - 1.
-        step: The mini-batch: `step.prepared.batch` ([T] tokens), `step.forests` (its
-            micro-batches), `step.prepared.known` ([T] `old_logprobs`, `ref_logprobs` and `values`,
-            where the run computes them), `step.prepared.ref_logprobs` (as the loss uses them) and
-            `step.prepared.value_targets`. `make_update` takes the step.
+        step: The mini-batch: `step.ready.batch` ([T] tokens), `step.forests` (its
+            micro-batches), `step.ready.known` ([T] `old_logprobs`, `ref_logprobs` and `values`,
+            where the run computes them), `step.ready.ref_logprobs` (as the loss uses them) and
+            `step.ready.value_targets`. `make_update` takes the step.
     """
 
     recorded: RecordedRun
@@ -68,7 +68,7 @@ class Reconstruction:
     forwarded: tuple[Forwarded, ...]
     run: TrainingRun
     progress: Progress
-    step: PreparedUpdate
+    step: Step
 
 
 def reconstruct(
@@ -76,7 +76,7 @@ def reconstruct(
     update: int,
     *,
     places: Mapping[str, str] | None = None,
-    at_batch: Callable[[TrainingRun, PreparedUpdate], None] | None = None,
+    at_batch: Callable[[TrainingRun, Step], None] | None = None,
     passes: Passes = UNWATCHED,
 ) -> Reconstruction:
     """Restore a run to the state just before one of its optimizer steps.
@@ -103,7 +103,7 @@ def reconstruct(
 
     Example:
         >>> found = reconstruct("run", 12)  # doctest: +SKIP
-        >>> make_update(found.run, found.step, found.update).metrics  # doctest: +SKIP
+        >>> metrics, tokens = make_update(found.run, found.step, found.update)  # doctest: +SKIP
     """
     recorded = read_recorded(Path(run), places).at(update)
     target = recorded.index_of(update)
@@ -119,11 +119,11 @@ def reconstruct(
         part = follow(progress)
         progress, begun = part.progress, None
         set_rates(part, progress.global_step)
-        for step in prepared_updates(part, progress.position, passes):
+        for step in steps(part, progress.position, passes):
             left = target - progress.num_mini_batches
-            if at_batch and begun is not step.prepared and left < step.num_left:
+            if at_batch and begun is not step.ready and left < step.num_left:
                 at_batch(part, step)
-            begun = step.prepared
+            begun = step.ready
             if not left:
                 refuse_changed(recorded, part.config.data.dataset, update)
                 return Reconstruction(
@@ -139,9 +139,9 @@ def reconstruct(
             line = recorded.lines[progress.num_mini_batches]
             if recorded.num_iterations and not line.get("skipped"):
                 refuse_changed(recorded, part.config.data.dataset, line["global_step"])
-            made = make_update(part, step, progress.global_step + 1, passes)
-            passes.end_update(made=not made.metrics["skipped"])
-            progress, metrics = count_update(part, progress, made)
+            metrics, _ = make_update(part, step, progress.global_step + 1, passes)
+            passes.end_update(made=not metrics["skipped"])
+            progress, metrics = count_update(part, progress, step, metrics)
             set_threads(start_of(recorded.path, progress.global_step + 1))
             own = {"iteration": part.first_batch} if recorded.num_iterations else {}
             forwarded.append(Forwarded(recorded=line, metrics=own | metrics))

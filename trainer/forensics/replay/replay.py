@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import pyarrow as pa
 import torch
 
 from rollout_io.dataset.atomic_files import whole, writable
@@ -38,11 +39,11 @@ from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.recorded import naming_damaged, read_recorded
 from trainer.run.checkpoint import checkpoint_path, write_model
 from trainer.run.loop import count_update
-from trainer.run.mini_batches import MiniBatchUpdate, PreparedUpdate, make_update
 from trainer.run.open_run import TrainingRun
 from trainer.run.passes import Passes, ticking
 from trainer.run.starts import CHANGING, MACHINE, start_of, starts_of, this_machine
-from trainer.run.state import load_progress
+from trainer.run.state import Progress, load_progress
+from trainer.run.update import Step, make_update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,35 +164,35 @@ def replay(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
-    """Result of an update: its metrics, including counts, and the run's progress after it."""
+    """Result of an update: its metrics, including counts, token records, and progress after it."""
 
-    update: MiniBatchUpdate
     metrics: dict[str, Any]
-    progress: Any
+    tokens: pa.Table | None
+    progress: Progress
 
 
 def _made(run: TrainingRun, found: Reconstruction, passes: Passes) -> _Made:
-    made = make_update(run, found.step, found.update, passes)
-    passes.end_update(made=not made.metrics["skipped"])
-    progress, metrics = count_update(run, found.progress, made)
-    return _Made(update=made, metrics=metrics, progress=progress)
+    metrics, tokens = make_update(run, found.step, found.update, passes)
+    passes.end_update(made=not metrics["skipped"])
+    progress, metrics = count_update(run, found.progress, found.step, metrics)
+    return _Made(metrics=metrics, tokens=tokens, progress=progress)
 
 
 def _changed(
     found: Reconstruction, batch: ChangedBatch | None, changes: Changes
-) -> tuple[TrainingRun, PreparedUpdate]:
+) -> tuple[TrainingRun, Step]:
     """Apply the changes to a run and its mini-batch, without taking the step."""
     run, step = batch.of(found.run, found.step) if batch else (found.run, found.step)
     return run, without_rows(run, step, changes) if changes.leaves_out else step
 
 
 def _made_changed(
-    run: TrainingRun, step: PreparedUpdate, found: Reconstruction, passes: Passes
+    run: TrainingRun, step: Step, found: Reconstruction, passes: Passes
 ) -> dict[str, Any]:
     """Make the update with the changes, and return its metrics."""
     apply_settings(run, found.progress.global_step)
-    made = make_update(run, step, found.update, passes)
-    _, metrics = count_update(run, found.progress, made)
+    metrics, _ = make_update(run, step, found.update, passes)
+    _, metrics = count_update(run, found.progress, step, metrics)
     return as_recorded(metrics)
 
 
@@ -261,7 +262,7 @@ def _compared(found: Reconstruction, made: _Made, *, is_changed: bool) -> Replay
         on_the_way = count(len(found.forwarded), "update")
         compared.append(f"the metrics of {on_the_way} before it")
     if token_record_path(recorded.path, update).is_file():
-        differences += token_differences(recorded.path, update, made.update.tokens)
+        differences += token_differences(recorded.path, update, made.tokens)
         compared.append("the recorded tokens")
     if not is_changed:
         for what, more in _saved_differences(found, made):

@@ -26,7 +26,7 @@ from tests.helpers.trainer_helpers import (
 from trainer.batches.data import Batch
 from trainer.forensics.blame import gradients as found
 from trainer.models.policy import Policy
-from trainer.run.update import Learner
+from trainer.run.loss import Learner
 
 
 def some_rows(seed: int = 0, num: int = 6) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Metrics of a batch and its mini-batches that are known before training on them."""
+"""Metrics of a batch that are known before training on it, and metrics of an update."""
 
 from __future__ import annotations
 
@@ -8,16 +8,27 @@ from typing import Any, Literal
 
 import numpy as np
 import polars as pl
+import torch
+from torch import Tensor
 
 from pipelines.statistics.metrics import USED, rollout_metrics, trajectories
 from rollout_io.dataset.reader import read_metadata
 from rollout_io.formats.skyrl_rollout_metrics import ROLLOUT_METRICS, aggregated
+from schemas.errors import InputError
 from schemas.metadata import Outcome
 from schemas.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
+from trainer.algorithms.losses.ratios import bounded_exp
 from trainer.batches.data import Batch
 from trainer.batches.plan import Plan
+from trainer.config.functions import POLICY_LOSS
 from trainer.run.batch_advantages import Estimates
 
+SPREADS = {
+    "is_ratio": "std max min",
+    "cispo/ratio": "max min",
+}
+"""Statistics reported in addition to the mean."""
+NO_SHARE = ("loss", "policy_loss", "policy_entropy", "clip_ratio")
 TAKEN = (OWN_LOSS, "eval/", "evaluation/")
 """Prefixes of further metrics of the trainer."""
 
@@ -133,3 +144,67 @@ def _free_name(name: str) -> str:
     """Return the name under which a generator's metric is logged: not one of the trainer's."""
     is_taken = name in METRICS or name in LOOP_METRICS or name.startswith(TAKEN)
     return f"{GENERATED[0]}{name}" if is_taken else name
+
+
+def update_metrics(parts: Sequence[Mapping[str, Tensor]], loss_name: str) -> dict[str, float]:
+    """Combine the metrics of micro-batches: sum the loss terms, and average all other metrics."""
+    names = parts[0] if parts else NO_SHARE
+    for part in parts:
+        if part.keys() != parts[0].keys():
+            different = ", ".join(sorted(part.keys() ^ parts[0].keys()))
+            got = f"it returns the metrics {different} for some micro-batches but not for others"
+            raise InputError(POLICY_LOSS.rule, loss_name, got)
+    found = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
+    metrics: dict[str, float] = {}
+    for name in ("loss", "policy_loss", "policy_kl"):
+        if name in found:
+            metrics[name] = float(found.pop(name).sum())
+    metrics |= agreement(found.pop("rollout_logprobs_diff", torch.zeros(0)))
+    for name, subject in SPREADS.items():
+        values = found.get(name, torch.zeros(0))
+        if len(values) and not values.isnan().any():
+            metrics[f"{name}_mean"] = float(values.mean())
+            spread = {"max": values.max(), "min": values.min(), "std": _deviation(values)}
+            metrics |= {f"{name}_{kind}": float(spread[kind]) for kind in subject.split()}
+        found.pop(name, None)
+    return metrics | {name: float(v.mean()) if len(v) else 0.0 for name, v in found.items()}
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """Compute the sample standard deviation; 0 for a single value."""
+    return values.std() if len(values) > 1 else values.new_zeros(())
+
+
+def agreement(difference: Tensor) -> dict[str, float]:
+    """Compute metrics of a mini-batch's log-probability differences; see `schemas.run_metrics`.
+
+    The effective share of the tokens is Kish's effective sample size divided by the number of
+    tokens. With the ratios r = exp(difference), it equals (sum of r)^2 / (M x sum of r^2). It is 1
+    if all ratios are equal and 1/M if one token has all the weight. Source: Kish, "Survey sampling"
+    (1965), section 11.2.
+
+    Args:
+        difference: [M] float64 nats, the trainer's minus the sampler's log-probability of each
+            trained token.
+
+    Returns:
+        Metrics by name; empty without tokens, or if any log-probability is NaN.
+
+    Example:
+        >>> found = agreement(torch.tensor([0.0, 0.0, -0.5, 0.1], dtype=torch.float64))
+        >>> found["rollout_logprobs_diff_mean"], found["rollout_logprobs_abs_diff_mean"]
+        (-0.1, 0.15)
+    """
+    if not len(difference) or difference.isnan().any():
+        return {}
+    distance, ratio = difference.abs(), bounded_exp(difference)
+    percentiles = (50, 90, 99)
+    found = np.percentile(distance.numpy(), percentiles)
+    named = {f"p{p}": value for p, value in zip(percentiles, found, strict=True)}
+    spread = distance.std() if len(distance) > 1 else 0.0
+    named |= {"mean": distance.mean(), "std": spread, "max": distance.max(), "min": distance.min()}
+    return {
+        **{f"rollout_logprobs_abs_diff_{name}": float(value) for name, value in named.items()},
+        "rollout_logprobs_diff_mean": float(difference.mean()),
+        "is_effective_share": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+    }
