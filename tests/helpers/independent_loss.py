@@ -62,7 +62,7 @@ def policy_loss(policy: Any, rows: list[Row], c: Settings) -> Tensor:
 
 
 def weight_of(token: Token, rows: list[Row], tokens: list[Token], c: Settings) -> float:
-    kind = c["loss_reduction"]
+    kind = c["reduction"]
     if kind == "token_mean":
         return 1 / len(tokens)
     if kind == "sequence_mean":

@@ -61,7 +61,7 @@ def masks_and_returns(
     sizes: dict[str, int] = {}
     for group in group_of.values():
         sizes[group] = sizes.get(group, 0) + 1
-    compares = c["advantage_estimator"] in ("grpo", "rloo", "maxrl")
+    compares = c["estimator"] in ("grpo", "rloo", "maxrl")
     if c["partial_groups"] == "mask" and compares and c["policy_loss_type"] != "cross_entropy":
         masked |= {t for t in trajectories if sizes[group_of[t]] != max(sizes.values())}
     returns = {}

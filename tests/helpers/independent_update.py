@@ -117,7 +117,7 @@ def run(
                     continue
                 policy_loss(policy, own, c).backward()
                 adam.step()
-                if c["advantage_estimator"] == "gae":
+                if c["estimator"] == "gae":
                     critic_loss(critic, head, own, c).backward()
                     critic_adam.step()
     return {name: weight.detach() for name, weight in policy.named_parameters()}, adam.faint
@@ -175,11 +175,11 @@ def estimate(
             error = sum(divergences) / len(divergences) / c["kl_target"] - 1
             error = min(max(error, -0.2), 0.2)
             after = coef * (1 + error * len(trajectories) / c["kl_horizon"])
-    if c["advantage_estimator"] in ("reinforce++", "gae"):
+    if c["estimator"] in ("reinforce++", "gae"):
         along_chains(trajectories, tokens, charges, c)
     else:
         from_returns(trajectories, masked, returns, tokens, charges, c)
-    if c["advantage_batch_normalize"]:
+    if c["batch_normalize"]:
         mean, variance = moments([t.advantage for t in tokens], bessel=False)
         for t in tokens:
             t.advantage = (t.advantage - mean) / math.sqrt(max(variance, 1e-8))
@@ -205,9 +205,9 @@ def from_returns(
         mean = sum(group) / n
         if n == 1 or max(group) == min(group):
             token.advantage = 0.0
-        elif c["advantage_estimator"] == "rloo":
+        elif c["estimator"] == "rloo":
             token.advantage = value - (sum(group) - value) / (n - 1)
-        elif c["advantage_estimator"] == "maxrl":
+        elif c["estimator"] == "maxrl":
             token.advantage = (value - mean) / (sum(map(abs, group)) / n + 1e-6)
         elif c["normalize_by_std"]:
             deviation = math.sqrt(sum((r - mean) ** 2 for r in group) / (n - 1))
@@ -237,9 +237,9 @@ def along_chains(
                 if until:
                     until[-1].reward += reward
         following, gain = 0.0, 0.0
-        factor = c["gamma"] * (c["gae_lambda"] if c["advantage_estimator"] == "gae" else 1.0)
+        factor = c["gamma"] * (c["gae_lambda"] if c["estimator"] == "gae" else 1.0)
         for t in reversed(chain):
-            if c["advantage_estimator"] == "gae":
+            if c["estimator"] == "gae":
                 gain = t.reward + c["gamma"] * following - t.value + factor * gain
                 t.target = gain + t.value
             else:

@@ -176,7 +176,7 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         if "rl" in job:
-            load_tokenizer_once(job["rl"]["model"])
+            load_tokenizer_once(job["rl"]["model"]["path"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

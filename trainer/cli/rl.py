@@ -12,8 +12,7 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
 from schemas.errors import count
-from trainer.cli.next_steps import suggest_next_steps
-from trainer.cli.options import algorithm_option
+from trainer.cli.options import algorithm_option, suggest_next_steps
 from trainer.cli.processes import errors_printed_once, in_processes, num_processes_option
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import click
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
 from rollout_io.cli.workers import workers_of
 from schemas.errors import count
-from trainer.cli.next_steps import suggest_next_steps
-from trainer.cli.options import algorithm_option
+from trainer.cli.options import algorithm_option, suggest_next_steps
 from trainer.cli.processes import errors_printed_once, in_processes, num_processes_option
 from trainer.reports.dry_run_report import plan_numbers, plan_text
 
@@ -232,7 +231,7 @@ def how_to_resume(out: str) -> str:
 
 def _show(settings: TrainConfig, *, as_json: bool) -> int:
     from rollout_io.configuration import to_toml
-    from trainer.config.resolved import resolved
+    from trainer.config.train_config import resolved
     from trainer.distributed.processes import is_main
 
     values = dataclasses.asdict(resolved(settings))

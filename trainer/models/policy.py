@@ -29,8 +29,7 @@ from trainer.models.directory import check_model_directory
 from trainer.models.logprob_head import target_logprobs
 from trainer.models.rotary import fix_frequencies
 from trainer.models.router_replay import make_replayable, replayed, same_routes
-from trainer.models.self_check import check_policy
-from trainer.models.trained_parameters import freeze_unused
+from trainer.models.self_check import check_policy, probe
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 SCALING = {"yarn", "longrope"}
@@ -329,3 +328,47 @@ def _scaled_context(config: Any) -> int:
     if not isinstance(original, int) or not isinstance(factor, int | float):
         return 0
     return int(original * factor)
+
+
+def freeze_unused(policy: nn.Module) -> None:
+    """Freeze the parameters that get no gradient from text.
+
+    Examples are the encoders of images and audio, and correction biases of routers. Several
+    processes wait for each trained parameter's gradient, and adapters there would learn nothing.
+    Experts that are modules of their own are not frozen: they depend on the tokens.
+    """
+    model: Any = policy.model
+    with torch.enable_grad():
+        forest = probe(model)
+        found, _ = policy(forest, torch.ones(forest.num_targets, device=forest.token_ids.device))
+        used = _leaves(found)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in used and not _is_expert(name):
+            parameter.requires_grad_(requires_grad=False)
+
+
+def _leaves(output: Tensor) -> set[int]:
+    """Return the ids of the parameters in the graph of a tensor."""
+    found, seen = set[int](), set[Any]()
+    waiting = [output.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def _is_expert(name: str) -> bool:
+    """True for a parameter of one of several expert modules.
+
+    Example:
+        >>> _is_expert("layers.0.mlp.experts.3.up.weight"), _is_expert("layers.0.mlp.experts.up")
+        (True, False)
+    """
+    parts = name.split(".")
+    places = [at for at, part in enumerate(parts[:-1]) if "experts" in part]
+    return any(parts[at + 1].isdecimal() for at in places)

@@ -14,11 +14,10 @@ from trainer.batches.forest import chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.prefetch import one_ahead
 from trainer.config.functions import Use
-from trainer.config.resolved import resolved
-from trainer.config.train_config import TrainConfig, uses
+from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.reports.memory_estimate import Memory, available_bytes, estimate_memory
+from trainer.run.messages import say
 from trainer.run.open_run import TrainingRun, open_run
-from trainer.run.remarks import say
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"sequence_layout": "step"},

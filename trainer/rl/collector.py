@@ -21,8 +21,7 @@ from schemas.errors import InputError
 from trainer.batches.data import UNUSED_COLUMNS
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.rl.config import DROPPED, RlConfig
-from trainer.rl.groups import Groups
-from trainer.rl.schedule import num_allowed
+from trainer.rl.groups import Groups, num_allowed
 
 DROPPED_IN_A_ROW = 30
 """A run ends when its last groups, enough for this number of iterations, all lack variance."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import polars as pl
@@ -15,7 +17,6 @@ from rollout_io.dataset.writer import RolloutWriter
 from schemas.errors import InputError, count
 from schemas.metadata import DatasetMetadata
 from trainer.rl.config import DROPPED, ROLLOUTS, UNFINISHED, RlConfig
-from trainer.rl.schedule import place
 
 Tables = Mapping[int, pa.Table]
 """Rows of a group's trajectories, by repetition."""
@@ -146,3 +147,49 @@ def _write(path: Path, groups: Iterable[Tables], metadata: DatasetMetadata) -> N
         for tables in groups:
             for number in sorted(tables):
                 writer.write(tables[number])
+
+
+def num_allowed(*, iteration: int, max_staleness: int, num_iterations: int, size: int) -> int:
+    """Compute how many groups, finished or not, may have been started by a given iteration.
+
+        min(max_staleness + iteration + 1, num_iterations) * size
+
+    `iteration` counts from 0; `size` is the number of groups per iteration.
+
+    Example:
+        >>> num_allowed(iteration=0, max_staleness=0, num_iterations=9, size=4)
+        4
+        >>> num_allowed(iteration=3, max_staleness=2, num_iterations=9, size=4)
+        24
+    """
+    return min(max_staleness + iteration + 1, num_iterations) * size
+
+
+def place(room: Sequence[int], deadlines: Sequence[int]) -> int:
+    """Choose the iteration that trains on a finished group.
+
+    This is the first iteration with a free slot that no running group needs: every running group
+    still gets a slot in its last allowed iteration or earlier. The trainer thus waits for a slow
+    group instead of training on it too late. `num_allowed` guarantees that there is an
+    iteration with such a slot, and that it is not too late for the finished group itself.
+
+    Args:
+        room: Number of free slots of each iteration.
+        deadlines: Last allowed iteration of each running group.
+
+    Example:
+        >>> place([1, 2], [])
+        0
+        >>> place([1, 2], [0])
+        1
+    """
+    latest = sorted(deadlines)
+    spare = [
+        free - bisect_right(latest, number) for number, free in enumerate(accumulate(room))
+    ]  # spare[j]: free slots up to j, minus the running groups that need one of them
+    needed = len(room)
+    while needed and spare[needed - 1] > 0:
+        needed -= 1
+    found = [number for number, free in enumerate(room) if free and number >= needed]
+    assert found, "more groups than slots"
+    return found[0]

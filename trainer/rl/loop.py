@@ -51,11 +51,11 @@ from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run.checkpoint import checkpoint_path
 from trainer.run.directory import stays_in_place
-from trainer.run.log import RunLog
-from trainer.run.remarks import say, say_attention, show, warn
+from trainer.run.messages import say, say_attention, show, warn
 from trainer.run.resume import alone_in, say_if_new, stops_when_full
+from trainer.run.run_log import RunLog
 from trainer.run.same_tokenizer import check_tokenizers
-from trainer.run.starts import record_start
+from trainer.run.start_records import record_start
 from trainer.run.token_records import say_size
 
 if TYPE_CHECKING:

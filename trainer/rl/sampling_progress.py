@@ -6,7 +6,7 @@ import time
 from typing import Self
 
 from rollout_io.terminal import Bar, Pace, Part, duration
-from trainer.run.remarks import say
+from trainer.run.messages import say
 
 
 class SamplingProgress:

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 from schemas.errors import RolloutError, decode, encode
 from trainer.distributed.orders import Orders
 from trainer.rl.updates import Learning
-from trainer.run.log import RunLog
+from trainer.run.run_log import RunLog
 from trainer.run.state import generators, restore_generators
 
 T = TypeVar("T")

@@ -1,18 +1,25 @@
-"""Compute a batch's advantages, once its values are known."""
+"""Advantages of a batch: KL divergence in the reward, and estimation once values are known."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 import torch
 from torch import Tensor
 
 from trainer.algorithms.advantages.token import FloatArray, batch_normalize
 from trainer.algorithms.configured import advantages_of_rewards
+from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
 from trainer.batches.data import Batch
-from trainer.config.functions import ADVANTAGE_ESTIMATOR, bind
+from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, BoundFunction, bind
+from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig
+from trainer.config.train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,3 +87,75 @@ def _along_chains(
     rewards, trajectory = batch.chains.rewards, batch.chains.trajectory
     estimator = bind(ADVANTAGE_ESTIMATOR, advantage)
     return advantages_of_rewards(rewards, trajectory, group, values, estimator)
+
+
+def charge_kl(
+    batch: Batch,
+    plan: Plan,
+    groups: Sequence[str],
+    config: TrainConfig,
+    *,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    coef: float,
+) -> tuple[Batch, dict[str, float]]:
+    """Subtract coef times the estimated divergence from every trained token's reward.
+
+    A trajectory's return decreases by the sum over its trained tokens, and advantages are estimated
+    again within its group. For token-level estimators, each token's reward decreases by coef
+    times the token's estimate.
+
+    Args:
+        batch: A complete batch of T response tokens.
+        plan: Plan of the run.
+        groups: Groups of the batch.
+        config: Configuration of the run.
+        old_logprobs: [T] nats under the policy at the start of the batch, at the trained tokens.
+        ref_logprobs: [T] nats under the reference.
+        coef: Weight of the divergence.
+
+    Returns:
+        The batch, and metrics of the divergence.
+    """
+    slots = batch.chains.slots
+    at = torch.from_numpy(slots)
+    kl = kl_estimates(
+        old_logprobs[at].double(), ref_logprobs[at].double(), config.loss.kl_estimator_type
+    )
+    rewards = rewards_less_kl(torch.from_numpy(batch.chains.rewards), kl, coef).numpy()
+    batch = dataclasses.replace(batch, chains=dataclasses.replace(batch.chains, rewards=rewards))
+    if estimator := trajectory_estimator(config):
+        trajectory = batch.trajectory[batch.responses.row_of(slots)]
+        num = int(batch.trajectory.max(initial=-1)) + 1
+        charges = rewards_less_kl(torch.zeros(len(kl)), kl, coef).numpy()
+        sums = np.bincount(trajectory, charges, num).astype(np.float64)
+        found = _advantages_of_returns(plan, groups, estimator, sums)
+        per_row = np.repeat(found[batch.trajectory], batch.responses.lengths)
+        advantages = torch.from_numpy(per_row).float()
+        batch = dataclasses.replace(batch, advantages=advantages)
+    size = {"loss/avg_kl": kl.mean(), "loss/avg_kl_max": kl.max()} if len(kl) else {}
+    return batch, {"loss/kl_reward_coef": coef} | {name: float(v) for name, v in size.items()}
+
+
+def _advantages_of_returns(
+    plan: Plan, groups: Sequence[str], estimator: BoundFunction, change: FloatArray
+) -> FloatArray:
+    """Compute advantages of a batch's trajectories, ordered by id, from changed returns."""
+    trajectories = plan.trajectories.filter(pl.col("instance_id").is_in(list(groups)))
+    trajectories = trajectories.sort("trajectory_id")
+    assert len(trajectories) == len(change)
+    trajectories = trajectories.with_columns(pl.col("return") + pl.Series(change))
+    return np.asarray(trajectory_advantages(trajectories, estimator), dtype=np.float64)
+
+
+def next_coef(coef: float, metrics: dict[str, float], batch: Batch, loss: LossConfig) -> float:
+    """Return the coefficient of the next batch: constant, or set by the adaptive controller."""
+    if loss.kl_ctrl_type == "fixed" or "loss/avg_kl" not in metrics:
+        return coef
+    return adapted_kl_coef(
+        coef,
+        kl=metrics["loss/avg_kl"],
+        target=loss.kl_target,
+        num_sequences=len(np.unique(batch.trajectory)),
+        horizon=loss.kl_horizon,
+    )

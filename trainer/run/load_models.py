@@ -31,10 +31,16 @@ from trainer.models.policy import (
 )
 from trainer.run.advice import warnings_before
 from trainer.run.checkpoint import other_files
-from trainer.run.cut_rows import larger_limits, truncated, without_tokens
-from trainer.run.dataset_checks import check_rows, corrects_for_sampler, num_greedy_rows
+from trainer.run.dataset_checks import (
+    check_rows,
+    corrects_for_sampler,
+    larger_limits,
+    num_greedy_rows,
+    truncated,
+    without_tokens,
+)
 from trainer.run.loss import Learner
-from trainer.run.remarks import Remark, say, warn
+from trainer.run.messages import Remark, say, warn
 from trainer.run.routing_checks import check_replay
 from trainer.run.sampling_checks import check_sampling
 

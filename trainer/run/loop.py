@@ -19,11 +19,11 @@ from trainer.distributed.sharding import whole_weights
 from trainer.models.optimizer import rate_factor, set_learning_rate
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.run.directory import stays_in_place
-from trainer.run.log import RunLog
 from trainer.run.open_run import OpenModels, TrainingRun, open_run
-from trainer.run.passes import UNWATCHED
+from trainer.run.pass_progress import UNWATCHED
 from trainer.run.resume import alone_in, stops_when_full
-from trainer.run.starts import record_start
+from trainer.run.run_log import RunLog
+from trainer.run.start_records import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
 from trainer.run.token_records import discard_token_records, say_size
 from trainer.run.update import Step, updates

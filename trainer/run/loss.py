@@ -27,7 +27,7 @@ from trainer.config.sections import OptimizerConfig
 from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import combine
 from trainer.models.policy import Policy
-from trainer.run.passes import SELECTION, UNWATCHED, Passes
+from trainer.run.pass_progress import SELECTION, UNWATCHED, Passes
 from trainer.run.token_records import TokenRecorder
 
 

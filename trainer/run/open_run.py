@@ -17,15 +17,14 @@ from schemas.errors import InputError, count
 from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan, dataset_returns, num_planned_updates
-from trainer.config.resolved import resolved
-from trainer.config.train_config import TrainConfig, uses
+from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.models.critic import CriticLearner
 from trainer.run.dataset_checks import plan_of
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
 from trainer.run.loss import Learner
-from trainer.run.remarks import Remark, say, say_attention, show
+from trainer.run.messages import Remark, say, say_attention, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.sampling_checks import scan_rows

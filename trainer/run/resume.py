@@ -18,7 +18,7 @@ from rollout_io.dataset.locking import destination
 from schemas.errors import ConfigError, InputError, count
 from trainer.config.train_config import TrainConfig
 from trainer.run.checkpoint import latest_checkpoint
-from trainer.run.remarks import say, warn
+from trainer.run.messages import say, warn
 
 MAY_CHANGE = {
     "run.out",

@@ -12,7 +12,7 @@ from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
 from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
 from trainer.config.train_config import TrainConfig
-from trainer.run.remarks import Remark
+from trainer.run.messages import Remark
 
 
 def check_tokenizers(

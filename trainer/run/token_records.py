@@ -27,10 +27,10 @@ from schemas.token_records import (
 )
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
-from trainer.batches.origins import Origins
+from trainer.batches.stored_rows import Origins
 from trainer.batches.transfer import Arriving, to_device
 from trainer.distributed.processes import gather_bytes
-from trainer.run.remarks import say
+from trainer.run.messages import say
 
 RecordTokens = Literal["none", "sampled", "all"]
 SAMPLED_GROUPS = 4

@@ -31,18 +31,17 @@ from torch import Tensor
 from schemas.errors import RolloutError
 from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch
 from trainer.batches.forest import Forest, chain_lengths
-from trainer.batches.origins import Origins, StoredRows, find_origins, stored_rows
 from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.batches.plan import split
 from trainer.batches.prefetch import one_ahead
+from trainer.batches.stored_rows import Origins, StoredRows, find_origins, stored_rows
 from trainer.batches.transfer import Arriving, to_device
 from trainer.distributed.balance import own_forests
 from trainer.distributed.processes import agreed, exchange_rows, gather_parts, own_groups
 from trainer.distributed.sharding import clip_and_step, without_reduction
 from trainer.models.critic import critic_values, update_critic
-from trainer.run.advice import differs_from_sampler
-from trainer.run.batch_advantages import estimate
-from trainer.run.kl_reward import charge_kl, next_coef
+from trainer.run.advice import differs_from_sampler, likely_cause
+from trainer.run.batch_advantages import charge_kl, estimate, next_coef
 from trainer.run.loss import Learner, loss_inputs, loss_of, policy_logprobs
 from trainer.run.metrics import (
     batch_metrics,
@@ -51,9 +50,8 @@ from trainer.run.metrics import (
     sequence_metrics,
     update_metrics,
 )
-from trainer.run.mismatch_causes import likely_cause
 from trainer.run.open_run import TrainingRun
-from trainer.run.passes import (
+from trainer.run.pass_progress import (
     CRITIC_TRAINING,
     OLD_LOGPROBS,
     REFERENCE,

@@ -249,7 +249,7 @@ def test_the_loop_trains_what_an_agent_sampled_and_nothing_else(
 
     result = rl.run(config, open_engine=opened)
     assert result.num_updates == 1
-    (line,) = rl_helpers.lines_of(config.out)
+    (line,) = rl_helpers.lines_of(config.run.out)
     num_sampled = sum(len(answer.response_ids) for *_, answer in engines[0].calls)
     assert line["num_trained_tokens"] == num_sampled
     lineages = AGENTS[agent]

@@ -441,9 +441,11 @@ def test_our_generator_in_this_place_trains_as_its_environment_does(tmp_path, mo
         settings = {"generate": sampling, "train": {"groups_per_mini_batch": 2}}
         config = config_of(tmp_path / folder, model_dir, num_iterations=1, **settings)
         rl.run(config)
-        rows = merge(rollout_io.scan(f"{config.out}/rollouts/*")).collect().sort("trajectory_id")
+        rows = (
+            merge(rollout_io.scan(f"{config.run.out}/rollouts/*")).collect().sort("trajectory_id")
+        )
         sampled.append(rows.select("trajectory_id", "reward", "response_ids", "loss_mask"))
-        lines.append(lines_of(config.out))
+        lines.append(lines_of(config.run.out))
     assert_frame_equal(*sampled)
     for plain, own in zip(*lines, strict=True):
         for key in ("loss", "return_mean", "grad_norm"):
@@ -458,6 +460,6 @@ def test_an_iteration_whose_every_output_is_bad_ends_the_run_with_the_reason(tmp
         RolloutError, match=r"first error: trajectories: generator.*\[iteration_failed\]"
     ):
         rl.run(config)
-    held = rollout_io.scan(f"{config.out}/rollouts/*").collect()
+    held = rollout_io.scan(f"{config.run.out}/rollouts/*").collect()
     assert len(held) == 6
     assert json.loads((tmp_path / "run" / "config.json").read_text())["generate"]["generator"]

@@ -164,7 +164,7 @@ def test_the_command_makes_a_dataset_that_validates_and_trains(tmp_path, model_d
     assert run(["validate", ds]) == 0
     assert run(["merge", ds, "--out", str(tmp_path / "merged")]) == 0
     assert rollout_io.read(tmp_path / "merged").num_rows == 4
-    settings = ["--set", "advantage_estimator=reinforce++", "--set", "outcome=sum"]
+    settings = ["--set", "advantage.estimator=reinforce++", "--set", "data.outcome=sum"]
     train = ["train", ds, "--model", model_dir, "--out", str(tmp_path / "run"), *settings]
     assert run(train) == 0
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])

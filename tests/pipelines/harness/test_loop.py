@@ -55,7 +55,7 @@ def harness_config(folder, model, harness, **settings):
 
 
 def rows_in(config):
-    return pl.from_arrow(rollout_io.read(f"{config.out}/rollouts/*"))
+    return pl.from_arrow(rollout_io.read(f"{config.run.out}/rollouts/*"))
 
 
 def check_replay(config, result, tmp_path):
@@ -78,13 +78,13 @@ def test_an_openai_client_trains_online_each_iteration_on_its_own_weights(tmp_pa
         assert rows["response_ids"].list.len().max() == 6
         assert "error" not in rows.columns
         assert rows.filter(~pl.col("is_last_step"))["reward"].to_list() == [0.0] * 3
-    assert {line["rollout_logprobs_abs_diff_mean"] < 1e-4 for line in lines_of(config.out)} == {
+    assert {line["rollout_logprobs_abs_diff_mean"] < 1e-4 for line in lines_of(config.run.out)} == {
         True
     }
-    greedy = pl.from_arrow(rollout_io.read(f"{config.out}/evaluations/iteration_00003"))
+    greedy = pl.from_arrow(rollout_io.read(f"{config.run.out}/evaluations/iteration_00003"))
     assert greedy["temperature"].unique().to_list() == [0.0]
     assert greedy["policy_version"].unique().to_list() == [3]
-    assert command(["validate", f"{config.out}/rollouts/*"]) == 0
+    assert command(["validate", f"{config.run.out}/rollouts/*"]) == 0
     check_replay(config, result, tmp_path)
 
 

@@ -139,7 +139,7 @@ def test_the_screen_counts_the_groups_that_a_failed_trajectory_takes_out_of_trai
     assert "21 rows of 12 trajectories in 3 groups, 3 failed" in lines
     assert (
         "2 groups with failed trajectories, left out of training by default "
-        "(--set failed=trajectory leaves out only the trajectories)" in " ".join(lines)
+        "(--set data.failed=trajectory leaves out only the trajectories)" in " ".join(lines)
     )
 
 

@@ -14,7 +14,7 @@ from schemas.ragged import Ragged
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
 from tests.helpers.examples import examples
-from trainer.batches.origins import find_origins, stored_rows
+from trainer.batches.stored_rows import find_origins, stored_rows
 
 FORMS: dict[str, Any] = {
     "as it is": lambda table: table,

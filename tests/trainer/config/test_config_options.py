@@ -7,8 +7,7 @@ import pytest
 
 from rollout_io.cli.main import run
 from rollout_io.configuration import to_toml
-from trainer.config.resolved import resolved
-from trainer.config.train_config import load_config
+from trainer.config.train_config import load_config, resolved
 
 OPTIONS = ["--lr", "2e-5", "--max-updates", "3", "--algorithm", "rloo"]
 

@@ -13,9 +13,8 @@ from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import tiny_policy
 from trainer.models.critic import Critic
 from trainer.models.lora import add_adapter
-from trainer.models.policy import Policy, load_policy
+from trainer.models.policy import Policy, freeze_unused, load_policy
 from trainer.models.self_check import probe
-from trainer.models.trained_parameters import freeze_unused
 
 UNUSED = {
     "gemma3": "vision_tower",

@@ -17,7 +17,7 @@ from tests.helpers.configs import rl_config
 from tests.helpers.rl_helpers import config_of
 from trainer.batches.forest import RowLimit
 from trainer.rl import load_rl_config
-from trainer.rl.schedule import num_allowed, place
+from trainer.rl.groups import num_allowed, place
 from trainer.rl.task_order import check_names, shuffled_tasks
 from trainer.rl.updates import check_lengths
 

@@ -18,7 +18,7 @@ from trainer.algorithms.losses.kl import adapted_kl_coef
 from trainer.batches.data import load_batch
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
-from trainer.run.kl_reward import charge_kl, next_coef
+from trainer.run.batch_advantages import charge_kl, next_coef
 
 REWARDS = (1.0, 0.0, 0.5)
 

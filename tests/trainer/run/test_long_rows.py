@@ -30,7 +30,7 @@ from trainer.reports.dry_run import dry_run
 from trainer.reports.dry_run_report import plan_text
 from trainer.rl.updates import Learning
 from trainer.run.checkpoint import latest_checkpoint
-from trainer.run.cut_rows import larger_limits
+from trainer.run.dataset_checks import larger_limits
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def check_layouts_agree(
         ref = policy_logprobs(learner, batch, forests, REFERENCE)
         ref_given = ref if config.get("kl_loss_coef") else None
         found.append(updated(POLICY, given, forests, old, ref_given, corrects=True, **config))
-    whitens = config.get("advantage_estimator") == "gae"
+    whitens = config.get("estimator") == "gae"
     check_same(found[1], found[0], tolerance=1e-4 if whitens else 1e-5)
 
 

@@ -24,7 +24,7 @@ from trainer.forensics.audit.rows import read_steps, to_audit_rows
 from trainer.models.lora import CONFIG
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
-from trainer.run.remarks import warn
+from trainer.run.messages import warn
 
 MOST_KNOWN_TOKENS = 20_000
 """Maximum number of tokens of earlier iterations used to estimate the engine's noise."""

@@ -15,7 +15,7 @@ import torch
 from rollout_io.terminal import Bar
 from schemas.ragged import IntArray
 from trainer.batches.data import Batch
-from trainer.batches.origins import Origins
+from trainer.batches.stored_rows import Origins
 from trainer.forensics.blame.effects import TrialSteps, held_out_gradient
 from trainer.forensics.blame.gradients import (
     RowGradients,
@@ -35,7 +35,7 @@ from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.replay import Forwarding, refuse_several_processes
 from trainer.run.loss import Learner
 from trainer.run.open_run import TrainingRun
-from trainer.run.passes import ticking
+from trainer.run.pass_progress import ticking
 from trainer.run.update import Step
 
 Values = npt.NDArray[np.float64]

@@ -14,7 +14,7 @@ from trainer.batches.data import Batch, index_rows, read_rows, to_batch
 from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import dataset_returns
-from trainer.config.resolved import resolved
+from trainer.config.train_config import resolved
 from trainer.distributed.sharding import clip_and_step
 from trainer.forensics.blame.gradients import Direction, loss_gradient, trained_parameters
 from trainer.models.critic import critic_values

@@ -36,7 +36,7 @@ from trainer.forensics.blame.ghost import GhostNorms, UnsupportedLayerError, che
 from trainer.models.attention import forward_mode_attention
 from trainer.models.policy import Policy
 from trainer.run.loss import Learner, LossInputs, loss_inputs, loss_of
-from trainer.run.remarks import say
+from trainer.run.messages import say
 
 forward_ad: Any = torch.autograd.forward_ad
 Direction = Mapping[str, Tensor]

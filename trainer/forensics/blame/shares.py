@@ -14,7 +14,7 @@ from schemas.numpy_arrays import to_arrow
 from schemas.ragged import BoolArray, offsets_of
 from schemas.update_shares import UPDATE_SHARE_COLUMNS
 from trainer.batches.data import Batch
-from trainer.batches.origins import Origins
+from trainer.batches.stored_rows import Origins
 from trainer.forensics.blame.gradients import RowGradients
 
 OF_SEQUENCE = (

@@ -16,8 +16,8 @@ from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, conditio
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
 from trainer.batches.data import Batch, groups_with_gradient
-from trainer.batches.origins import Origins
 from trainer.batches.packing import cut_batch
+from trainer.batches.stored_rows import Origins
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig, OptimizerConfig
 from trainer.config.train_config import TrainConfig

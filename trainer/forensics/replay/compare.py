@@ -25,8 +25,8 @@ from schemas.run_metrics import LOOP_METRICS
 from trainer.models.critic import VALUE_HEAD, Critic
 from trainer.models.lora import WEIGHTS, adapter_weights
 from trainer.run.checkpoint import write_model
-from trainer.run.log import line_of
 from trainer.run.open_run import TrainingRun
+from trainer.run.run_log import line_of
 from trainer.run.state import Progress, load_progress, optimizer_tensors
 
 TIMES = frozenset({"seconds", "tokens_per_s", "wait_seconds", "sync_seconds"})

@@ -19,8 +19,8 @@ from trainer.rl.updates import Learning
 from trainer.run.checkpoint import checkpoints
 from trainer.run.loop import count_update, set_rates
 from trainer.run.open_run import TrainingRun, open_run
-from trainer.run.passes import UNWATCHED, Passes
-from trainer.run.starts import set_threads, start_of
+from trainer.run.pass_progress import UNWATCHED, Passes
+from trainer.run.start_records import set_threads, start_of
 from trainer.run.state import Progress, load_progress
 from trainer.run.update import Step, make_update, steps
 

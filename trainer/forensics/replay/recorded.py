@@ -18,7 +18,7 @@ from trainer.config.train_config import TrainConfig
 from trainer.rl.config import TABLES
 from trainer.run.checkpoint import checkpoints
 from trainer.run.resume import saved_config
-from trainer.run.starts import CHANGING, FILE, start_of
+from trainer.run.start_records import CHANGING, FILE, start_of
 from trainer.run.state import load_progress
 
 PLACES = ("data.dataset", "model.path", "loss.reference_model", "model.critic_model")

@@ -40,8 +40,8 @@ from trainer.forensics.replay.recorded import naming_damaged, read_recorded
 from trainer.run.checkpoint import checkpoint_path, write_model
 from trainer.run.loop import count_update
 from trainer.run.open_run import TrainingRun
-from trainer.run.passes import Passes, ticking
-from trainer.run.starts import CHANGING, MACHINE, start_of, starts_of, this_machine
+from trainer.run.pass_progress import Passes, ticking
+from trainer.run.start_records import CHANGING, MACHINE, start_of, starts_of, this_machine
 from trainer.run.state import Progress, load_progress
 from trainer.run.update import Step, make_update
 

@@ -20,8 +20,8 @@ from tests.helpers.trainer_helpers import (
     plain_logprobs,
     tiny_policy,
 )
+from trainer.run.advice import likely_cause
 from trainer.run.metrics import agreement
-from trainer.run.mismatch_causes import likely_cause
 
 ROWS: list[Row] = [
     ([i, i + 1], [(7 * i + 3 * j) % VOCAB for j in range(12)], [True] * 12) for i in range(4)

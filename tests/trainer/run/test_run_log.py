@@ -26,8 +26,8 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from trainer.run.advice import warnings_about
-from trainer.run.log import RunLog, progress_line
 from trainer.run.metrics import generated_per
+from trainer.run.run_log import RunLog, progress_line
 
 NOTE = "note: importance correction (tis_ratio_type) is off, because the dataset has no rollout_logprobs\n"
 HINT = "Hint: pass --set data.drop_zero_variance_groups=true"

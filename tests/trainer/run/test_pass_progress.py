@@ -15,8 +15,8 @@ from rollout_io.terminal import Bar
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
 from trainer.batches.forest import Forest
-from trainer.run import passes as progress
-from trainer.run.passes import (
+from trainer.run import pass_progress as progress
+from trainer.run.pass_progress import (
     OLD_LOGPROBS,
     REFERENCE,
     TRAINING,

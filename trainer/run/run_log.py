@@ -18,8 +18,8 @@ from rollout_io.configuration import flat
 from rollout_io.terminal import Bar
 from trainer.config.train_config import TrainConfig
 from trainer.run.advice import warnings_about
-from trainer.run.passes import Passes, ticking
-from trainer.run.remarks import say, warn
+from trainer.run.messages import say, warn
+from trainer.run.pass_progress import Passes, ticking
 from trainer.run.token_records import write_token_records
 
 ZERO_LOSS = 1e-6

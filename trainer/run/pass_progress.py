@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from rollout_io.terminal import Bar, Pace, Part, duration
 from trainer.batches.forest import Forest
-from trainer.run.remarks import say
+from trainer.run.messages import say
 
 VALUES = "critic values"
 OLD_LOGPROBS = "old log-probabilities"
