@@ -52,7 +52,7 @@ def load_record(
     overrides: Sequence[str],
     options: Mapping[str, Any] | None = None,
     *,
-    required: Mapping[str, str],
+    required: Mapping[str, str] | None = None,
     list_examples: Mapping[str, str] | None = None,
     moved: Mapping[str, str] | None = None,
     more: Sequence[str] = (),
@@ -67,7 +67,8 @@ def load_record(
             `none` means None, as does `"none"` in a file. `key.name=value` sets one entry of a key
             that is a table.
         options: Typed values, by key; a value that is not None takes precedence over the file.
-        required: Required keys, each with a short description of its value.
+        required: Required keys, each with a short description of its value; for records that do not
+            check this themselves.
         list_examples: Example value of each list-valued key, for hints.
         moved: New places of keys that earlier versions had elsewhere, for hints.
         more: Further valid keys, such as entries of a key that is a table, for hints.
@@ -76,21 +77,11 @@ def load_record(
         ConfigError: `config_file`: the file is not TOML; `config_key`: a key is unknown (the hint
             suggests the closest key) or missing; `config_value`: a value has the wrong type or is
             out of bounds.
-
-    Example:
-        >>> @dataclasses.dataclass
-        ... class Loss:
-        ...     eps: float = 0.2
-        >>> @dataclasses.dataclass
-        ... class Config:
-        ...     loss: Loss
-        >>> load_record(Config, None, ["loss.eps=0.3"], required={})
-        Config(loss=Loss(eps=0.3))
     """
     given = with_options(read_toml(toml_path), options)
     keys = Keys(kind, list_examples or {}, moved or {}, more)
     values = checked_values(kind, given, overrides, str(toml_path), keys=keys)
-    check_required(values, required)
+    check_required(values, required or {})
     return build(kind, values)
 
 
@@ -235,8 +226,10 @@ def with_options(values: Mapping[str, Any], options: Mapping[str, Any] | None) -
     """
     found = dict(values)
     for dotted, value in (options or {}).items():
-        if value is not None:
-            found = _with_entry(found, dotted.split("."), value)
+        section, *names = dotted.split(".")
+        # What the file has in place of a section stays, so that it is refused.
+        if value is not None and (not names or isinstance(found.get(section, {}), Mapping)):
+            found = _with_entry(found, [section, *names], value)
     return found
 
 
@@ -269,49 +262,6 @@ def _with_entry(table: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
     first, *rest = names
     table = table if isinstance(table, dict) else {}
     return {**table, first: _with_entry(table.get(first), rest, value) if rest else value}
-
-
-def to_toml(values: Mapping[str, Any]) -> str:
-    """Write a configuration as TOML that `load_record` reads back; None is written as "none".
-
-    Example:
-        >>> print(to_toml({"rate": 0.5, "limit": None, "loss": {"eps": 1, "names": ("a",)}}))
-        rate = 0.5
-        limit = "none"
-        <BLANKLINE>
-        [loss]
-        eps = 1
-        names = ["a"]
-    """
-    tables = {key: value for key, value in values.items() if isinstance(value, Mapping)}
-    plain = {key: value for key, value in values.items() if key not in tables}
-    parts = ["\n".join(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in plain.items())]
-    for name, table in tables.items():
-        lines = (f"{_toml_key(key)} = {_toml_value(value)}" for key, value in table.items())
-        parts.append("\n".join([f"[{_toml_key(name)}]", *lines]))
-    return "\n\n".join(part for part in parts if part)
-
-
-def _toml_key(key: str) -> str:
-    is_bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
-    return key if is_bare else _toml_text(key)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_toml_key(k)} = {_toml_value(v)}' for k, v in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, str | None):
-        return _toml_text("none" if value is None else value)
-    return json.dumps(value)
-
-
-def _toml_text(text: str) -> str:
-    """Quote text for TOML, which has no surrogate pairs and, unlike JSON, escapes DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:

@@ -17,8 +17,8 @@ import polars as pl
 
 import rollout_io
 import trainer
-from rollout_io.configuration import to_toml
 from rollout_io.retokenize.tokenizer import ChatTokenizer
+from rollout_io.toml_text import to_toml
 from tests.helpers.configs import rl_config
 from tests.helpers.trainer_helpers import tiny_llama
 from trainer import rl

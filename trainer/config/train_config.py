@@ -129,7 +129,6 @@ def load_config(
         toml_path,
         overrides,
         options,
-        required=REQUIRED,
         list_examples=LIST_EXAMPLES,
         moved=MOVED,
         more=own_parameters(read_toml(toml_path), overrides),

@@ -311,7 +311,6 @@ def load_rl_config(
             values[name] = _evaluate_values(table, over, where)
         else:
             values[name] = _table_values(name, table, over, where)
-    check_required(values, REQUIRED)
     return build(RlConfig, values)
 
 

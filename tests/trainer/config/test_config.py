@@ -101,6 +101,14 @@ def test_a_section_that_is_set_like_a_key_names_a_key(tmp_path: Path, key: str, 
         assert (error.value.hint or "").startswith(f"[{key}] is a section: set `{place}")
 
 
+def test_an_option_does_not_hide_a_key_of_the_file_outside_its_section(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('model = "m"\n')
+    paths = {"data.dataset": "ds", "model.path": "m", "run.out": "o"}
+    with pytest.raises(RolloutError, match='key model: found "m"; expected a table'):
+        load_config(file, [], paths)
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [
