@@ -153,10 +153,10 @@ def test_runs_of_several_processes_are_that_of_one(
         assert said[1:] == [""] * (num - 1)
         assert (f"training with {num} processes" in said[0]) == (num > 1)
     for num in nums:
-        check_same_run(configs[num].out, configs[1].out)
+        check_same_run(configs[num].run.out, configs[1].run.out)
         check_same_rows(configs[num], configs[1])
         check_same_weights(configs[num], configs[1], ADAPTER if name == "lora" else MODEL)
-        starts = (Path(configs[num].out) / "starts.jsonl").read_text()
+        starts = (Path(configs[num].run.out) / "starts.jsonl").read_text()
         assert json.loads(starts)["num_processes"] == num
     if name == "routing":
         assert rows_of(configs[nums[-1]], 0)["rollout_expert_indices"].list.len().min() > 0
@@ -180,14 +180,14 @@ def test_a_run_with_sharded_parameters_is_that_of_one_process(
         configs[num] = config_in(folder / "a", models["dense"], VARIANTS[name], **own)
         how = {"sharded": "directly" if num > 1 else None, "takes_adapters": name == "lora"}
         run(server, configs[num], num, **how)
-    check_same_run(configs[2].out, configs[1].out)
+    check_same_run(configs[2].run.out, configs[1].run.out)
     check_same_rows(configs[2], configs[1])
     check_same_weights(configs[2], configs[1], file)
-    verdicts = pl.read_parquet(f"{configs[2].out}/audit/*.parquet")
+    verdicts = pl.read_parquet(f"{configs[2].run.out}/audit/*.parquet")
     assert "not_checked" not in verdicts["kind"]
-    audited = [line.get("num_audited_rows") for line in lines_of(configs[2].out)]
+    audited = [line.get("num_audited_rows") for line in lines_of(configs[2].run.out)]
     assert audited == [4, None, None, None] * 3
-    lines = (Path(configs[2].out) / "metrics.jsonl").read_text().splitlines()
+    lines = (Path(configs[2].run.out) / "metrics.jsonl").read_text().splitlines()
     evaluations = [line for line in map(json.loads, lines) if "evaluation/return_mean" in line]
     assert [line["iteration"] for line in evaluations] == [0, 1, 2, 3]
 
@@ -206,7 +206,9 @@ def test_a_killed_run_is_resumed_with_another_number_of_processes(
         os.kill(rank, signal.SIGKILL)
     assert server.answer() == [-signal.SIGKILL] * 2
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    again = dataclasses.replace(config, out=str(tmp_path / "b" / "run"))
+    again = dataclasses.replace(
+        config, run=dataclasses.replace(config.run, out=str(tmp_path / "b" / "run"))
+    )
     for one, num in ((config, 1), (again, 4)):
         run(server, one, num, resume=True)
         check_same_run(one.run.out, alone.run.out)
