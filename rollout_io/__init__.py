@@ -9,20 +9,19 @@ require_ours("schemas")
 from schemas.lazy import exports  # noqa: E402
 
 if TYPE_CHECKING:
-    from rollout_io.conversion.choices import Choices
-    from rollout_io.conversion.driver import convert
-    from rollout_io.conversion.reading import read_log
+    from rollout_io.conversion.driver import convert, read_log
+    from rollout_io.conversion.settings import Choices
     from rollout_io.dataset.checking import check_dataset, checked_tables, require_valid
     from rollout_io.dataset.reader import iter_tables, read, read_metadata, scan, to_hf
     from rollout_io.dataset.writer import RolloutWriter
     from rollout_io.formats.base import Options
+    from rollout_io.formats.skyrl_fields import GeneratorOutput, TrajectoryID
     from rollout_io.formats.skyrl_generator_output import (
         from_generator_output,
         read_generator_output,
         to_generator_output,
         write_generator_output,
     )
-    from rollout_io.formats.skyrl_generator_types import GeneratorOutput, TrajectoryID
     from schemas.errors import (
         ConfigError,
         EngineError,
@@ -64,16 +63,15 @@ __all__ = [
 
 _MODULES = {
     "rollout_io.formats.base": ("Options",),
-    "rollout_io.conversion.choices": ("Choices",),
-    "rollout_io.conversion.driver": ("convert",),
-    "rollout_io.conversion.reading": ("read_log",),
+    "rollout_io.conversion.settings": ("Choices",),
+    "rollout_io.conversion.driver": ("convert", "read_log"),
     "rollout_io.formats.skyrl_generator_output": (
         "from_generator_output",
         "read_generator_output",
         "to_generator_output",
         "write_generator_output",
     ),
-    "rollout_io.formats.skyrl_generator_types": ("GeneratorOutput", "TrajectoryID"),
+    "rollout_io.formats.skyrl_fields": ("GeneratorOutput", "TrajectoryID"),
     "rollout_io.dataset.checking": ("check_dataset", "checked_tables", "require_valid"),
     "rollout_io.dataset.reader": ("iter_tables", "read", "read_metadata", "scan", "to_hf"),
     "rollout_io.dataset.writer": ("RolloutWriter",),

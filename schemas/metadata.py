@@ -29,7 +29,7 @@ DIGEST, PLACE = b"rollout_io.digest", b"rollout_io.place"
 ID_FILTERS = b"rollout_io.id_filters"
 """Key for each row group's filters of ids (see `rollout_io.dataset.id_filters`)."""
 CONVERSION = b"rollout_io.conversion"
-"""Key for the record that identifies a conversion (see `rollout_io.conversion.finished`)."""
+"""Key for the record that identifies a conversion (see `rollout_io.conversion.summary`)."""
 _OF_ROWS = (
     "tokenizer_fingerprint",
     "logprobs_mode",

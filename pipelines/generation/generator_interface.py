@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
 
-from rollout_io.formats.skyrl_generator_types import GeneratorOutput, TrajectoryID
+from rollout_io.formats.skyrl_fields import GeneratorOutput, TrajectoryID
 
 __all__ = [
     "BatchMetadata",

@@ -21,8 +21,8 @@ from pipelines.generation.tasks import Task, conversation
 from pipelines.merging.merge import merge_table
 from pipelines.rewards import place_rewards_table
 from pipelines.statistics.metrics import rollout_metrics
+from rollout_io.formats.skyrl_fields import GeneratorOutput, TrajectoryID
 from rollout_io.formats.skyrl_generator_output import Failed, to_generator_output
-from rollout_io.formats.skyrl_generator_types import GeneratorOutput, TrajectoryID
 from rollout_io.formats.skyrl_output_columns import trajectory_identity
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import InputError

@@ -26,9 +26,8 @@ from pipelines.generation.generator_interface import (
 from pipelines.generation.tasks import Task
 from pipelines.generation.user_code import in_time, without_exit
 from rollout_io.formats.parsing.sampling import sampling_extra
-from rollout_io.formats.skyrl_generator_types import TrajectoryID
+from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, TrajectoryID, to_json
 from rollout_io.formats.skyrl_output_columns import table_of
-from rollout_io.formats.skyrl_rollout_metrics import ROLLOUT_METRICS, to_json
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.checker import validate
 from schemas.columns import COLUMN_BY_NAME

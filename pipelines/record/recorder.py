@@ -26,8 +26,7 @@ from rollout_io.conversion.rewards import Outcome, parse_outcome
 from rollout_io.dataset.atomic_files import replace_text
 from rollout_io.formats.parsing.bodies import Answer as LoggedAnswer
 from rollout_io.formats.parsing.bodies import Request, Response
-from rollout_io.formats.parsing.completions import read_choices
-from rollout_io.formats.parsing.streams import whole_response
+from rollout_io.formats.parsing.completions import read_choices, whole_response
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.errors import InputError, RolloutError, count
 from schemas.metadata import DatasetMetadata

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipelines.record.sessions import Session, trajectory_id
 from rollout_io.conversion import rejections
-from rollout_io.conversion.batch import Reader, Settings, sound, tabulated
+from rollout_io.conversion.chunk import Reader, Settings, sound, tabulated
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
 from rollout_io.conversion.staging import rejected_path
@@ -24,9 +24,9 @@ from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Options, Rejected, Run
 from rollout_io.formats.calls import ADAPTER
-from rollout_io.formats.parsing.model_names import ModelNames
+from rollout_io.formats.parsing.lines import INCOMPLETE, close_files, read_record
 from rollout_io.formats.parsing.naming import split_session
-from rollout_io.formats.parsing.records import INCOMPLETE, close_files, read_record
+from rollout_io.formats.parsing.sampling import ModelNames
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata

@@ -151,7 +151,7 @@ def convert(
         tokenizer_directory(tokenizer)  # before slow imports
     keep_pandas_out_of_arrow()
     from rollout_io.conversion import driver
-    from rollout_io.conversion.choices import Choices
+    from rollout_io.conversion.settings import Choices
     from rollout_io.dataset.parallel import Workers
     from rollout_io.formats.base import Options
 
@@ -208,7 +208,7 @@ def convert(
 
 
 def _note_formats(format_name: str) -> None:
-    from rollout_io.conversion.log import AUTO
+    from rollout_io.conversion.opened_logs import AUTO
     from rollout_io.formats.detect import load_formats
 
     if format_name == AUTO:
@@ -219,7 +219,7 @@ def _report(
     done: Conversion, out: str, elapsed_s: float, num_bytes: int, tokenizer: str | None
 ) -> None:
     from rollout_io.conversion.staging import rejected_path
-    from rollout_io.formats.parsing.model_names import MODELS
+    from rollout_io.formats.parsing.sampling import MODELS
 
     note(_found(done))
     if done.was_done:
@@ -255,7 +255,7 @@ def _num_bytes(inputs: tuple[str, ...]) -> int:
     from pathlib import Path
 
     from rollout_io.conversion.inputs import expanded
-    from rollout_io.conversion.urls import is_url
+    from rollout_io.conversion.remote import is_url
 
     local = (path for path in inputs if path != "-" and not is_url(path))
     paths = [Path(path) for given in local for path in expanded(given)]

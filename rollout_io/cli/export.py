@@ -24,6 +24,9 @@ FORMATS = {
 }
 """Export formats by name, with a description of the output."""
 
+_MODULES = {"slime": "slime_export"}
+"""Modules of writers that are not in the module of their format."""
+
 
 @click.command(epilog=example("rollouts export shop/ --format skyrl --out shop.json"))
 @click.argument("dataset", metavar="DS", type=click.Path())
@@ -49,7 +52,8 @@ def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json:
     """Export a dataset in another project's format."""
     keep_pandas_out_of_arrow()
     open_valid(dataset)
-    write = import_module(f"rollout_io.formats.{format_name}_export").write
+    module = _MODULES.get(format_name, format_name)
+    write = import_module(f"rollout_io.formats.{module}").write
     done: Exported = write(dataset, out, failed)
     if as_json:
         counts = {"num_rows_read": done.num_rows_read, "num_rows_written": done.num_rows_written}

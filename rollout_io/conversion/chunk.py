@@ -1,27 +1,44 @@
-"""Conversion of one chunk of runs to shards; runs that break a rule are rejected."""
+"""Conversion of one chunk of runs to checked tables and shards.
+
+A run with an invalid record, or with rows that break a rule, is rejected entirely.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
+import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollout_io.conversion import rejections
-from rollout_io.conversion.batch import Reader, Settings, of_run, sound
-from rollout_io.conversion.finished import Record, footer_of
-from rollout_io.conversion.remote import named_rejection
-from rollout_io.conversion.rewards import Key, Outcome
+from rollout_io.conversion.rejections import pointed
+from rollout_io.conversion.remote import named_rejection, named_table
+from rollout_io.conversion.rewards import Key, Outcome, settle
+from rollout_io.conversion.rows import Settled, table_of
 from rollout_io.conversion.staging import emptied
-from rollout_io.conversion.summary import Summary
+from rollout_io.conversion.summary import Record, Summary, footer_of
+from rollout_io.conversion.text import Retokenizer, check_decoded, is_of_tokenizer, with_tokens
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
-from rollout_io.formats.base import Rejected, Run
-from rollout_io.formats.parsing.records import close_files
-from schemas.errors import InvariantError, RolloutError
+from rollout_io.formats.base import Adapter, Input, Options, Place, Rejected, Run, Trajectory
+from rollout_io.formats.parsing.jsonl import contained
+from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
+from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.parsing.notes import noted
+from rollout_io.formats.parsing.tokens import strict_ids
+from schemas.checker import Checker
+from schemas.errors import InputError, InvariantError, RolloutError
+from schemas.metadata import DatasetMetadata
+from schemas.rules import RULES
 
 BATCH_BYTES = 32 << 20  # size of the log records of one table
 
@@ -187,3 +204,223 @@ def without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Settings that all chunks of a conversion share; see also `Choices`.
+
+    Attributes:
+        format: Name of the format, for hints.
+        tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
+        spool: Directory with copies of remote directories; None if there are none.
+    """
+
+    adapter: Adapter
+    options: Options
+    retokenizer: Retokenizer | None
+    format: str = ""
+    tokenizer: str | None = None
+    layout: Literal["prefix", "full"]
+    metadata: DatasetMetadata
+    spool: Path | None = None
+
+
+class RunRows(NamedTuple):
+    """Runs and a table with their rows."""
+
+    runs: Sequence[Run]
+    table: pa.Table
+
+
+@dataclass(slots=True)
+class Reader:
+    """Read runs from a log and convert them to tables.
+
+    Attributes:
+        settings: Settings of the conversion.
+        outcomes: Outcomes from the rewards file.
+        rejected: Records of runs that could not be read.
+        routing: (layers, experts per token) of the log, from the first run with routing.
+        compared: Ids of the trajectories whose token ids were compared with the text in the log.
+        notes: Notes about each trajectory (`rollout_io.formats.parsing.notes`), by its id.
+    """
+
+    settings: Settings
+    outcomes: Mapping[Key, Outcome]
+    rejected: list[Rejected] = field(default_factory=list)
+    routing: tuple[int, int] | None = None
+    compared: set[str] = field(default_factory=set)
+    notes: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def parts(self, runs: Sequence[Run]) -> Iterator[RunRows]:
+        """Yield the runs and their rows in order; the rows are checked later, by `sound`."""
+        is_table, batch = self.settings.adapter.is_table, []
+        if not is_table:
+            batch = self.settle(runs)
+        for part in self._tables(runs) if is_table else tabulated(batch, self.rejected):
+            spool = self.settings.spool
+            yield part._replace(table=named_table(part.table, spool)) if spool else part
+
+    def _tables(self, runs: Sequence[Run]) -> Iterator[RunRows]:
+        for run in runs:
+            try:
+                with contained(run.places[0].where):
+                    table = self.settings.adapter.read(run, self.settings.options)
+                self._take_routing([_routing_of(table)], run)
+            except RolloutError as error:
+                self.rejected += of_run(run, pointed(error, self.settings.format))
+            else:
+                yield RunRows([run], table)
+
+    def settle(self, runs: Sequence[Run]) -> list[tuple[Run, Settled]]:
+        """Read the runs; return each readable run with its trajectory."""
+        batch: list[tuple[Run, Settled]] = []
+        options = self.settings.options
+        with np.errstate(over="ignore"):  # the checks reject infinity
+            for run in runs:
+                try:
+                    with contained(run.places[0].where if run.places else run.instance_id):
+                        assert run.repetition_id is not None
+                        logged = Trajectory(steps=[])
+                        with noted() as notes:
+                            if run.places:
+                                logged = self.settings.adapter.read(run, options)
+                            steps = with_tokens(logged, self.settings.retokenizer)
+                        given = self.outcomes.get((run.instance_id, run.repetition_id))
+                        settled = settle(run, logged, steps, given, options.reward)
+                    tokenizer = self.settings.tokenizer
+                    if tokenizer is not None and check_decoded(settled.steps, tokenizer):
+                        self.compared.add(settled.trajectory_id)
+                    routes = [step.rollout_expert_indices for step in settled.steps]
+                    self._take_routing([r.shape[1:] for r in routes if r is not None], run)
+                    if notes:
+                        self.notes[settled.trajectory_id] = notes
+                    batch.append((run, settled))
+                except RolloutError as error:
+                    if is_of_tokenizer(error, self.settings.retokenizer):
+                        raise
+                    self.rejected += of_run(run, pointed(error, self.settings.format))
+        return batch
+
+    def _take_routing(self, shapes: Iterable[tuple[int, ...] | None], run: Run) -> None:
+        for shape in shapes:
+            if shape is not None and self.routing not in {None, shape}:
+                raise other_routing(run.places[0].where, shape, self.routing)
+            if shape is not None:
+                self.routing = (shape[0], shape[1])
+
+
+def other_routing(
+    where: str, shape: tuple[int, ...], known: tuple[int, ...] | None
+) -> InvariantError:
+    """Return the error for routing that has a different shape than in earlier calls."""
+    got, before = (f"{layers} layers, top {topk}" for layers, topk in (shape, known or shape))
+    message = f"{where}: the routing has {got}, but earlier calls have {before}"
+    hint = "convert the logs of each model to a separate dataset"
+    return InvariantError("routing_shape", where, got, before, hint, message=message)
+
+
+def _routing_of(table: pa.Table) -> tuple[int, ...] | None:
+    if "rollout_expert_indices" not in table.column_names:
+        return None
+    kind = table.schema.field("rollout_expert_indices").type.value_type
+    return (kind.list_size, kind.value_type.list_size)
+
+
+def tabulated(batch: Sequence[tuple[Run, Settled]], rejected: list[Rejected]) -> Iterator[RunRows]:
+    """Yield the batch as one table; if that fails, split it in half to find the faulty run."""
+    try:
+        yield RunRows([run for run, _ in batch], table_of([settled for _, settled in batch]))
+    except (ArithmeticError, ValueError) as error:
+        if len(batch) == 1:
+            rejected += of_run(batch[0][0], _fault(*batch[0], error))
+            return
+        middle = len(batch) // 2
+        yield from tabulated(batch[:middle], rejected)
+        yield from tabulated(batch[middle:], rejected)
+
+
+def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
+    """Return the error for a run that cannot be converted because of invalid ids or values."""
+    if isinstance(error, RolloutError):
+        return error
+    try:
+        for step in settled.steps:
+            for what, ids in (("prompt", step.prompt_token_ids), ("response", step.response_ids)):
+                if isinstance(ids, bytes):
+                    strict_ids(ids, what, step.source)
+    except RolloutError as found:
+        return found
+    where, got = run.places[0].where, " ".join(str(error).split())
+    hint = "check the run for a number that is too large, or a value of the wrong type"
+    return InvariantError("columns_and_types", where, got, "", hint)
+
+
+def sound(part: RunRows, rejected: list[Rejected], vocab_size: int | None) -> pa.Table:
+    """Remove the trajectories that break a named invariant, and return the remaining rows.
+
+    Args:
+        part: Runs and their rows.
+        rejected: Receives the records of the runs that are removed.
+        vocab_size: Exclusive upper bound of token ids; None if unknown.
+    """
+    runs, table = part
+    found = Checker(vocab_size).check(table)
+    breaches = found.filter(pl.col("severity") == "error") if len(found) else found
+    if not len(breaches):
+        return table
+    names = table.column("trajectory_id")
+    by_name = {f"{run.instance_id}_{run.repetition_id}": run for run in runs}
+    faults: dict[str, RolloutError] = {}
+    for breach in breaches.iter_rows(named=True):
+        row = breach["row"]
+        # A breach of the entire table, or of an unknown trajectory, rejects all runs of the part.
+        if row is None or names[row].as_py() not in by_name:
+            error = _breach(breach, runs[0].places[0].where)
+            rejected += [r for run in runs for r in of_run(run, error)]
+            return table.slice(0, 0)
+        where = table.column("source")[row].as_py()
+        faults.setdefault(names[row].as_py(), _breach(breach, where))
+    rejected += [r for name, error in faults.items() for r in of_run(by_name[name], error)]
+    return table.filter(pc.invert(pc.is_in(names, pa.array(list(faults), names.type))))
+
+
+def in_order(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Rejected]:
+    """Sort records by log, in the order of the command line, then by position in the log."""
+    ranks = {given.path: rank for rank, given in enumerate(inputs)}
+
+    @lru_cache
+    def key(path: Path) -> tuple[Any, ...]:
+        given = next((p for p in (path, *path.parents) if p in ranks), None)
+        return ranks[given] if given else len(ranks), natural_key(str(path))
+
+    return sorted(rejected, key=lambda r: (key(r.place.path), r.place.offset or 0))
+
+
+def errors_of(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[RolloutError]:
+    """Return the errors in the order of the logs; errors caused by other errors come last."""
+    errors = [r.error for r in in_order(rejected, inputs)]
+    return sorted(errors, key=lambda error: error.rule == INCOMPLETE)
+
+
+def _breach(breach: dict[str, Any], where: str) -> RolloutError:
+    rule, column = breach["rule"], breach["column"]
+    got = f"{column}: {breach['got']}" if column else breach["got"]
+    message = f"{where}: {breach['message']}"
+    return InvariantError(rule, where, got, breach["expected"], RULES[rule].hint, message=message)
+
+
+def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
+    """Reject all records of a run: the faulty record with `error`, the others as incomplete."""
+    guilty = {place for place in run.places if _is_at(error.where, place)}
+    for place in run.places:
+        if guilty and place not in guilty:
+            got = f"a different record of this run was rejected ({error.rule}: {error.where})"
+            yield Rejected(place, InputError(INCOMPLETE, place.where, got, "", error.hint))
+        else:
+            yield Rejected(place, error)
+
+
+def _is_at(where: str, place: Place) -> bool:
+    return where == place.where or where.startswith(f"{place.where},")

@@ -1,4 +1,4 @@
-"""Conversion of logs to a dataset, in chunks that survive an interruption."""
+"""Conversion of logs: to a dataset, in chunks that survive an interruption, or to one table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pyarrow as pa
 from msgspec import structs
 
 from rollout_io.conversion import rejections
-from rollout_io.conversion.batch import errors_of, in_order, other_routing
-from rollout_io.conversion.choices import Choices, refuse_misfits, settings_of, tool_name
-from rollout_io.conversion.chunk import Chunk, Report, convert_chunk, repeated, without_collector
-from rollout_io.conversion.finished import finished, record_of
+from rollout_io.conversion.chunk import (
+    Chunk,
+    Reader,
+    Report,
+    convert_chunk,
+    errors_of,
+    in_order,
+    other_routing,
+    repeated,
+    sound,
+    without_collector,
+)
 from rollout_io.conversion.inputs import (
     PathLike,
     digests_of,
@@ -28,20 +37,20 @@ from rollout_io.conversion.inputs import (
     refuse_changed,
     versions_of,
 )
-from rollout_io.conversion.log import Log, Opened, open_log
+from rollout_io.conversion.opened_logs import Log, Opened, open_log
 from rollout_io.conversion.plan import Plan, chunk_size, chunks, plan_logs, refuse_nothing, size_of
-from rollout_io.conversion.remote import naming_errors
+from rollout_io.conversion.remote import naming_errors, shown
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
+from rollout_io.conversion.settings import Choices, refuse_misfits, settings_of, tool_name
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
-from rollout_io.conversion.summary import Summary
-from rollout_io.conversion.urls import shown
+from rollout_io.conversion.summary import Summary, finished, record_of
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.opening import digest_of
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import read_metadata, refuse_mixed_types
 from rollout_io.dataset.storage import occupied
 from rollout_io.formats.base import Input, Rejected, Run
-from rollout_io.formats.parsing.model_names import MODELS
+from rollout_io.formats.parsing.sampling import MODELS
 from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
@@ -367,3 +376,48 @@ def _nothing_usable(where: str, errors: Sequence[RolloutError], summary: Summary
     error = NothingUsable("no_calls", where, got, "", hint)
     error.summary = summary
     return error
+
+
+def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
+    """Convert logs to one rollout table, following the same rules as `convert`.
+
+    Args:
+        inputs: As for `convert`.
+        choices: See `Choices`; an invalid record raises an error even if `on_error` is "skip".
+
+    Raises:
+        RolloutError: A record is invalid (the error describes the first one), or an argument is.
+
+    Example:
+        >>> read_log(["shop.calls.jsonl"], Choices(rewards="shop.rewards.jsonl")).num_rows
+        205
+    """
+    choices = choices or Choices()
+    if choices.tokenizer is not None:
+        tokenizer_directory(choices.tokenizer)  # fails before any log is read
+    with tempfile.TemporaryDirectory() as folder, naming_errors(Path(folder)):
+        spool = Path(folder)
+        ignored = [choices.rewards] if choices.rewards else []
+        opened = open_log(paths_of(inputs), choices.format, spool, ignored, strict=choices.strict)
+        logs = opened.logs
+        refuse_misfits(choices, logs)
+        rewards = open_file(choices.rewards, spool) if choices.rewards else None
+        versions = versions_of([*opened.inputs, *([rewards] if rewards else [])])
+        named = {} if rewards is None else read_rewards(*rewards)
+        found = (log.find(lambda _num_bytes: None, spool) for log in logs)
+        plans, outcomes = plan_logs(found, named, choices.group_by)
+        refuse_nothing(plans, opened.inputs)
+        rejected = [*opened.unused, *(r for planned in plans for r in planned.rejected)]
+        tables = []
+        each = settings_of(choices, logs, [planned.about for planned in plans], spool)
+        for settings, planned in zip(each, plans, strict=True):
+            reader = Reader(settings, outcomes, rejected)
+            vocab_size = settings.metadata.vocab_size
+            tables += [sound(part, rejected, vocab_size) for part in reader.parts(planned.runs)]
+        refuse_changed(versions)
+        if rejected:
+            num_runs = sum(planned.num_runs for planned in plans)
+            found_errors = errors_of(rejected, opened.inputs)
+            rejections.fail(found_errors, num_runs, opened.noun, rewards and rewards.name)
+    table = pa.concat_tables(tables, promote_options="permissive")
+    return table.replace_schema_metadata(each[0].metadata.encode("full"))

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_io.conversion.inputs import files_of
-from rollout_io.conversion.outcomes import by_run
-from rollout_io.conversion.rewards import Key, Outcome
+from rollout_io.conversion.rewards import Key, Outcome, by_run
 from rollout_io.formats.base import About, Found, Input, Rejected, Run
-from rollout_io.formats.clues import empty_file
+from rollout_io.formats.detect import empty_file
 from schemas.errors import ConfigError, InputError, InvariantError
 
 # Size of the log records of one chunk. An interruption loses at most one chunk per worker.

@@ -14,8 +14,8 @@ from rollout_io.conversion.text import NO_TOKENS, is_text_alone
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import Place, Rejected
 from rollout_io.formats.parsing.jsonl import FIELDS_HINT
+from rollout_io.formats.parsing.lines import DUPLICATE, INCOMPLETE
 from rollout_io.formats.parsing.naming import natural_key
-from rollout_io.formats.parsing.records import DUPLICATE, INCOMPLETE
 from schemas import errors
 from schemas.errors import InputError, RolloutError
 

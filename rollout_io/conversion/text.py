@@ -1,9 +1,15 @@
-"""Conversion of logged text to steps with tokens, by re-tokenization."""
+"""Conversion of logged text to steps with tokens, by re-tokenization.
+
+Each answer of a conversation is trained on exactly once. Where a log has ids and text, the decoded
+ids are compared with the text, to check that the tokenizer is the right one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from rollout_io.conversion.answers import with_answers
 from rollout_io.dataset.opening import Version
-from rollout_io.formats.base import Completion, Conversation, Step, Trajectory
+from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.tokens import token_ids
+from rollout_io.formats.parsing.tokens import parse_ids, token_ids
+from rollout_io.formats.parsing.witnesses import holds, missing_word, shortened
 from rollout_io.retokenize.local import tokenizer_directory
-from schemas.errors import ConfigError, InputError, RolloutError
-from schemas.messages import RETOKENIZED, is_answer
+from schemas.errors import ConfigError, InputError, InvariantError, RolloutError
+from schemas.messages import RETOKENIZED, SAID, is_answer
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
@@ -240,3 +246,159 @@ def _readable(messages: Sequence[dict[str, Any]]) -> str:
 def _text(message: dict[str, Any]) -> str:
     text = text_of(message) or ""
     return text if message["role"] == "assistant" else f"[{message['role']}] {text}"
+
+
+MIN_CHARS = 64
+"""Shorter answers without tool calls may equal an example in the prompt by chance."""
+
+
+def with_answers(trajectory: Trajectory) -> list[Logged]:
+    """Return the steps of a trajectory, with each conversation cut after its last answer.
+
+    Messages after the last answer are omitted because they were not sent to the model.
+    Conversations without an answer are omitted too. Everything before the first answer becomes the
+    prompt (`num_given`).
+
+    Raises:
+        InputError: `no_calls`: a run that did not fail has no answer.
+        InvariantError: `response_in_prompt`: see `_refuse_repeated`.
+    """
+    if not any(isinstance(step, Conversation) for step in trajectory.steps):
+        return list(trajectory.steps)
+    steps = [cut for step in trajectory.steps if (cut := _cut(step)) is not None]
+    if trajectory.steps and not steps and trajectory.error is None:
+        got = "no answer in the run has text, reasoning or tool calls"
+        hint = "give the run an `error` in --rewards if every model call failed"
+        raise InputError("no_calls", trajectory.steps[0].source, got, "", hint)
+    _refuse_repeated(step for step in steps if isinstance(step, Conversation))
+    return steps
+
+
+def _cut(step: Logged) -> Logged | None:
+    if not isinstance(step, Conversation):
+        return step
+    numbered = enumerate(step.messages)
+    answers = [i for i, m in numbered if i >= step.num_given and is_answer(m)]
+    if not answers:
+        return None
+    return replace(step, messages=step.messages[: answers[-1] + 1], num_given=answers[0])
+
+
+def _refuse_repeated(conversations: Iterable[Conversation]) -> None:
+    """Reject a conversation whose prompt ends with the conversation's first answer.
+
+    The prompt was logged after the call if it contains the answer more often than earlier
+    conversations of the trajectory produced the answer. Short answers are exempt, see `MIN_CHARS`.
+    """
+    answered: Counter[bytes] = Counter()
+    for conversation in conversations:
+        spoken = [
+            (i, msgspec.json.encode(message))
+            for i, message in enumerate(conversation.messages)
+            if message["role"] == "assistant"
+        ]
+        given = [text for i, text in spoken if i < conversation.num_given]
+        own = [text for i, text in spoken if i >= conversation.num_given]
+        answer = conversation.messages[conversation.num_given]
+        texts = (str(answer.get(name) or "") for name in SAID)
+        is_long = answer.get("tool_calls") or sum(map(len, texts)) >= MIN_CHARS
+        if is_long and given[-1:] == own[:1] and given.count(own[0]) > answered[own[0]]:
+            got = "the last assistant message of the prompt is the answer itself"
+            hint = "log the messages before the answer is appended to them, not after the call"
+            raise InvariantError("response_in_prompt", conversation.source, got, "", hint)
+        answered.update(own)
+
+
+_WORD = re.compile(r"[A-Za-z]{4,}")
+_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|.)", re.DOTALL)
+_MIN_WORDS = 6
+
+
+def check_decoded(steps: Iterable[Step], directory: str) -> bool:
+    """Decode the sampled ids and compare them with the text in the log.
+
+    If the log has the text of each token next to its log-probability, all tokens are compared;
+    otherwise only the text of one response per run, and the words of all tool calls. If the harness stored that text in a modified
+    form (parsed, or joined with tool calls), only its words are compared (`has_words_of`).
+
+    Args:
+        steps: Steps of one run.
+        directory: Directory of the tokenizer.
+
+    Returns:
+        True if there was text to compare with the ids of at least one step.
+
+    Raises:
+        InputError: `other_tokenizer`: the decoded ids differ from the text.
+    """
+    is_sampled = is_compared = False
+    for step in steps:
+        told = () if step.token_text is None else (step.token_text,)
+        texts = told or (() if is_sampled else step.texts)
+        edited = None if texts or is_sampled else _long_enough(step.response_text)
+        if step.token_source == RETOKENIZED or not (texts or edited or step.called):
+            continue
+        tokenizer = cached_tokenizer(directory, None)
+        ids = _ids(step)
+        if not ids or max(ids) >= tokenizer.vocab_size or min(ids) < 0:
+            continue  # reported by token_range
+        decoded = tokenizer.decode_each(ids) if told else tokenizer.decode(ids)
+        is_sampled, is_compared = is_sampled or bool(not told and (texts or edited)), True
+        for text in texts:
+            if not holds(decoded, text):
+                raise _other(step, directory, decoded, text)
+        if (word := missing_word(decoded, step.called)) is not None:
+            raise _other(step, directory, decoded, f"a tool call with {word}")
+        if edited and not has_words_of(decoded, edited):
+            raise _other(step, directory, decoded, edited)
+    return is_compared
+
+
+def has_words_of(decoded: str, text: str) -> bool:
+    """True if at least a third of the English words of a text occur in decoded tokens.
+
+    Harnesses may store a response parsed, without markup, or escaped differently, so the texts need
+    not be equal. With the tokenizer of a different model, nearly all words differ. Only words of at
+    least four letters count.
+
+    Example:
+        >>> text = "Analysis: the terminal is ready. Plan: create a directory"
+        >>> has_words_of('{"analysis": "the terminal is ready", "plan": "create', text)
+        True
+        >>> has_words_of("ized distled progironient tuvwxyz{|}~", text)
+        False
+    """
+    words = _words(text)
+    return 3 * sum(word in decoded for word in words) >= len(words)
+
+
+def _words(text: str) -> set[str]:
+    # Remove escapes such as \n, whose letter would otherwise join the next word. If the backslash
+    # is literal, the rest of the word remains and still occurs in the decoded tokens.
+    return set(_WORD.findall(_ESCAPE.sub(" ", text)))
+
+
+def _long_enough(text: str | None) -> str | None:
+    """Return the text if it has enough words to tell tokenizers apart, else None."""
+    return text if text is not None and len(_words(text)) >= _MIN_WORDS else None
+
+
+def _ids(step: Step) -> list[int]:
+    ids = step.response_ids
+    if not isinstance(ids, bytes):
+        return [int(token) for token in ids]
+    try:
+        found: list[int] = parse_ids([ids])[0].tolist()
+    except ValueError:  # reported when the table is built
+        return []
+    return found
+
+
+def _other(step: Step, directory: str, decoded: str, text: str) -> InputError:
+    got = f"{directory} decodes the response ids to {shortened(decoded)}"
+    got += f", but the logged text is {shortened(text)}"
+    hint = (
+        "pass the tokenizer of the model that sampled the ids, or check that ids and text belong "
+    )
+    hint += "to the same call"
+    return InputError("other_tokenizer", step.source, got, "", hint)

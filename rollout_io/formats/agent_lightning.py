@@ -43,15 +43,13 @@ from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.documents import is_document
-from rollout_io.formats.parsing.fields import label
 from rollout_io.formats.parsing.jsonl import (
     decode_document,
     decode_line,
     refuse_lfs_pointer,
     refuse_not_utf8,
 )
-from rollout_io.formats.parsing.model_names import ModelNames
-from rollout_io.formats.parsing.records import (
+from rollout_io.formats.parsing.lines import (
     DUPLICATE,
     Record,
     incomplete,
@@ -60,6 +58,8 @@ from rollout_io.formats.parsing.records import (
     read_record,
     refuse_repeated,
 )
+from rollout_io.formats.parsing.naming import label
+from rollout_io.formats.parsing.sampling import ModelNames
 from rollout_io.formats.parsing.tokens import (
     logprob_array,
     num_ids,

@@ -18,13 +18,14 @@ import msgspec
 
 from rollout_io.formats.atif_document import (
     VERSIONS,
+    Chat,
     Document,
     Metrics,
     Ref,
     StepRecord,
     read_trajectory,
+    temperature_of,
 )
-from rollout_io.formats.atif_text import Chat, temperature_of
 from rollout_io.formats.base import Conversation, Step
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids

@@ -1,14 +1,36 @@
-"""Fields of ATIF documents as logged, and checks of versions and step numbers."""
+"""ATIF documents as logged, and their chat, for runs without token ids.
+
+ATIF logs the agent's view of the exchange, not the messages that were sent to the model. The chat
+is reconstructed from the steps:
+
+    source system      a system message if it precedes all other steps; otherwise a note of the
+                       harness, which was not sent to the model
+    source agent       an answer of the model; a step that is copied or made no call
+                       (llm_call_count 0) is part of the prompt
+    observation        tool results; a user message if the result has no tool call id
+    context_management a change of the context, by its `boundary`:
+        replace        the observation of the step replaces all earlier messages
+        append         the observation is added to the messages
+        any other      what remains is not in the log: the calls after it are left out, until the
+                       next `replace`
+    compaction         without a boundary, or with sub-agents instead of a text: keeps the messages
+                       before the first answer and drops all others
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from rollout_io.formats.parsing.jsonl import read_document
+from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.jsonl import decode_line, read_document
+from rollout_io.formats.parsing.messages import openai_tools, read_message
+from rollout_io.formats.parsing.model_calls import Call
+from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 
 VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
@@ -129,3 +151,146 @@ def _check(document: Document, path: Path, json: str) -> None:
         raise InputError("atif_duplicate_id", where, got, hint=hint)
     for index, child in enumerate(children):
         _check(child, path, f"{json}.subagent_trajectories[{index}]")
+
+
+_COMPACTION, _REPLACE, _APPEND = "compaction", "replace", "append"
+SYSTEM_NOTES = "system steps after the first message, taken as notes of the harness: left out"
+UNKNOWN_CONTEXTS = "calls after a change of the context that the log does not contain: left out"
+
+
+class _ToolCall(msgspec.Struct, gc=False):
+    function_name: str
+    tool_call_id: str | None = None
+    arguments: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Management(msgspec.Struct, gc=False):
+    type: str | None = None
+    boundary: str | None = None
+
+
+class _Extra(msgspec.Struct, gc=False):
+    context_management: _Management | None = None
+
+
+_CALLS_DECODER = msgspec.json.Decoder(list[_ToolCall] | None)
+_EXTRA_DECODER = msgspec.json.Decoder(_Extra | None)
+
+
+class Chat:
+    """Messages of one document, up to the last step read."""
+
+    def __init__(self, logged: Agent, agent: str) -> None:
+        """Start an empty chat.
+
+        Args:
+            logged: Agent of the document.
+            agent: Name of the agent in the `agent` column.
+        """
+        self._agent = agent
+        self._tools = openai_tools(logged.tool_definitions)
+        self._temperature = temperature_of(logged.extra)
+        self._history: list[Message] = []
+        self._is_known, self._is_replaced = True, False
+
+    def calls(self, step: StepRecord, where: str) -> Iterator[Call]:
+        """Add a step to the chat; yield its call if the step is a model call.
+
+        Args:
+            step: The next step of the document.
+            where: Location of the step, for error messages.
+
+        Raises:
+            InputError: `record_type`, `message`: a field has an unsupported type.
+        """
+        managed = _management(step, where)
+        message = _message(step, where)
+        if step.source == "system":
+            if not self._manage(managed.boundary, step, where):
+                self._take_note(step, message, managed)
+            return
+        if step.is_call and not (self._is_known and (self._history or not self._is_replaced)):
+            note(UNKNOWN_CONTEXTS)
+        elif step.is_call:
+            yield Call(
+                where=where,
+                prompt=list(self._history),
+                reply=message,
+                agent=self._agent,
+                tools=self._tools,
+                temperature=self._temperature,
+            )
+        if not self._manage(managed.boundary, step, where):
+            self._history.append(message)
+            self._history += _results(step, where)
+
+    def _manage(self, boundary: str | None, step: StepRecord, where: str) -> bool:
+        """Change the context at a boundary; return False if the step is like any other."""
+        texts = [m for m in _results(step, where) if m["content"]]
+        is_replaced = boundary == _REPLACE and (texts or not step.refs)
+        if boundary is None or (boundary == _REPLACE and not is_replaced):
+            return False
+        if boundary == _APPEND and step.source != "system":
+            return False
+        if is_replaced:
+            self._history, self._is_known, self._is_replaced = [], True, True
+        elif boundary != _APPEND:
+            self._is_known = False
+        self._history += [{"role": "user", "content": m["content"]} for m in texts]
+        return True
+
+    def _take_note(self, step: StepRecord, message: Message, managed: _Management) -> None:
+        if all(message["role"] == "system" for message in self._history):
+            self._history.append(message)
+        elif step.refs or managed.type == _COMPACTION:
+            answers = (i for i, m in enumerate(self._history) if m["role"] == "assistant")
+            del self._history[next(answers, len(self._history)) :]
+        else:
+            note(SYSTEM_NOTES)
+
+
+def temperature_of(settings: dict[str, Any] | None) -> float | None:
+    """Return the sampling temperature in an agent's settings, if it is a valid number."""
+    value = (settings or {}).get("temperature")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value <= 1e38 else None
+
+
+def _management(step: StepRecord, where: str) -> _Management:
+    extra = decode_line(_EXTRA_DECODER, bytes(step.extra), f"{where}.extra")
+    return (extra and extra.context_management) or _Management()
+
+
+def _is_ref(result: Result) -> bool:
+    return bool(result.subagent_trajectory_ref) and bytes(result.content) == b"null"
+
+
+def _message(step: StepRecord, where: str) -> Message:
+    calls = decode_line(_CALLS_DECODER, bytes(step.tool_calls), f"{where}.tool_calls")
+    fields = {
+        "role": "assistant" if step.source == "agent" else step.source,
+        "content": step.message,
+        "reasoning_content": step.reasoning_content,
+        "tool_calls": [
+            {"id": call.tool_call_id, "name": call.function_name, "arguments": call.arguments}
+            for call in calls or ()
+        ]
+        or None,
+    }
+    return read_message(msgspec.Raw(msgspec.json.encode(fields)), where)
+
+
+def _results(step: StepRecord, where: str) -> list[Message]:
+    results = step.observation.results if step.observation else None
+    return [_result(result, where) for result in results or () if not _is_ref(result)]
+
+
+def _result(result: Result, where: str) -> Message:
+    called = result.source_call_id
+    fields = {
+        "role": "user" if called is None else "tool",
+        "content": result.content,
+        "tool_call_id": called,
+    }
+    return read_message(msgspec.Raw(msgspec.json.encode(fields)), f"{where}.observation")

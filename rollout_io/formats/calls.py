@@ -38,9 +38,9 @@ from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.bodies import Answer, Int32, Request
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
-from rollout_io.formats.parsing.model_names import ModelNames
+from rollout_io.formats.parsing.lines import lines_of, named_in, read_record, without_copies
 from rollout_io.formats.parsing.naming import natural_key, split_session
-from rollout_io.formats.parsing.records import lines_of, named_in, read_record, without_copies
+from rollout_io.formats.parsing.sampling import ModelNames
 from rollout_io.formats.parsing.tokens import num_ids
 from schemas.errors import InputError, InvariantError, RolloutError
 

@@ -37,16 +37,16 @@ from rollout_io.formats.claude_code_conversations import convert, refused
 from rollout_io.formats.claude_code_lines import SPOKEN, Compaction, Line, read_line
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.content import NO_JSON, canonical_json
-from rollout_io.formats.parsing.copies import copied_answers, digest, run_of
 from rollout_io.formats.parsing.documents import find_documents, is_document
+from rollout_io.formats.parsing.forks import copied_answers, digest, run_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
-from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.records import (
+from rollout_io.formats.parsing.lines import (
     incomplete,
     lines_of,
     named_in,
     read_record,
 )
+from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError, RolloutError
 
 _EXPORT = "export"

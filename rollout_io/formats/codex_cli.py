@@ -4,17 +4,25 @@
     {"timestamp": "...", "type": "response_item", "payload": {"type": "message", ...}}
 
 A file is a run; its `response_item` lines are the conversation, and `compacted` begins a new
-context (see `codex_cli_items`). `event_msg` lines repeat the conversation for display; only
+context. `event_msg` lines repeat the conversation for display; only
 rollbacks are read from them. A fork (`forked_from_id`) begins with the lines of another session. The log has no reward, no token ids and no tool definitions; encrypted
 reasoning is not readable.
+
+Consecutive items of the model (reasoning, text, tool calls) form one message; a tool result or a
+message with another role ends it. A `developer` message becomes a `system` message before the first
+answer, and a `user` message after it, as chat templates require.
+
+If an item cannot be read (its type is unknown, or it is encrypted, such as the summary of a
+compaction), the answers that depend on it are left out and noted: all that follow it in its
+context, and the answer that it belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,15 +39,14 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.codex_cli_items import Thread
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.parsing.content import NO_JSON, canonical_json
-from rollout_io.formats.parsing.copies import COPIED, copied_answers, digest, run_of
-from rollout_io.formats.parsing.items import Item
+from rollout_io.formats.parsing.content import NO_JSON, Message, bad_message, canonical_json, extend
+from rollout_io.formats.parsing.documents import decode_record
+from rollout_io.formats.parsing.forks import COPIED, copied_answers, digest, run_of
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.lines import incomplete, lines_of
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.parts import decode_record
-from rollout_io.formats.parsing.records import incomplete, lines_of
+from rollout_io.formats.parsing.responses import Item, read_item
 from schemas.errors import InputError, RolloutError
 
 _Kind = Literal["session_meta", "turn_context", "response_item", "event_msg", "compacted"]
@@ -260,3 +267,153 @@ ADAPTER = Adapter(
     noun="session",
     line=_Shape,
 )
+
+
+_KEPT_BYTES = 80_000
+"""Codex keeps 20,000 tokens, which it estimates at four bytes each."""
+
+
+@dataclass(slots=True)
+class Context:
+    """One context of the session.
+
+    Attributes:
+        messages: Messages in order.
+        where: Location of the last message.
+        num_given: Number of leading messages that a compaction or rollback kept.
+        end: Number of leading messages before the first item that cannot be read; None if all can.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    where: str = ""
+    num_given: int = 0
+    end: int | None = None
+
+    @property
+    def known(self) -> list[Message]:
+        """Messages before the first item that cannot be read."""
+        return self.messages[: self.end]
+
+    def is_answered_after(self, start: int) -> bool:
+        """True if the model wrote a known message of this context at or after index `start`."""
+        return _has_answer(self.known[max(start, self.num_given) :])
+
+
+@dataclass(slots=True)
+class Thread:
+    """The contexts of a session, in order.
+
+    Attributes:
+        contexts: The contexts; the last one is current.
+        is_open: True if the last message is a reply that further items may extend.
+        unread: Error of the first item that cannot be read; None if all can.
+        num_lost: Number of answers that depend on such items.
+    """
+
+    contexts: list[Context] = field(default_factory=lambda: [Context()])
+    is_open: bool = False
+    unread: InputError | None = None
+    num_lost: int = 0
+    _summary: Message | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """Messages of the current context."""
+        return self.contexts[-1].messages
+
+    def answered(self) -> list[Context]:
+        """Return the contexts in which the model wrote something."""
+        return [context for context in self.contexts if context.is_answered_after(0)]
+
+    def instruct(self, text: str | None) -> None:
+        """Add a system prompt if the context is still empty."""
+        if text and not self.messages:
+            self.messages.append({"role": "system", "content": text})
+
+    def add(self, item: Item, where: str) -> None:
+        """Add an item to the current context."""
+        context = self.contexts[-1]
+        try:
+            piece = read_item(item, where)
+        except InputError as error:
+            self.is_open = self.is_open and not item.is_of_environment
+            self._lose(error, is_of_reply=self.is_open)
+            return
+        if context.end is None:
+            context.where = where
+        if piece is None:
+            return
+        if piece["role"] == "assistant":
+            extend(self._reply(), piece)
+            return
+        self.is_open = False
+        if piece["role"] in {"developer", "system"}:
+            piece["role"] = "user" if _has_answer(self.messages) else "system"
+        self.messages.append(piece)
+
+    def compact(self, summary: str | None, history: Sequence[Item] | None, where: str) -> None:
+        """Begin a new context with the compacted history, or with a summary.
+
+        Without a history, Codex keeps the user's messages, up to `_KEPT_BYTES`, and the summary.
+        """
+        before = [m for m in self.messages if m is not self._summary]
+        system = [m for m in before[:1] if m["role"] == "system"]
+        self.is_open = False
+        self.contexts.append(Context(list(system), where))
+        for item in history or ():
+            self.add(item, where)
+        self.is_open = False
+        if not history and summary:
+            kept = [m for m in before[len(system) :] if m["role"] in {"system", "user"}]
+            if sum(len(str(m["content"]).encode()) for m in kept) > _KEPT_BYTES:
+                got = "a compaction that kept an unknown part of the user's messages"
+                self._lose(bad_message(where, got), is_of_reply=False)
+            self._summary = {"role": "user", "content": summary}
+            self.messages.extend([*kept, self._summary])
+        self.contexts[-1].num_given = len(self.messages)
+
+    def _lose(self, error: InputError, *, is_of_reply: bool) -> None:
+        """End the known part of the context before an item that cannot be read."""
+        context = self.contexts[-1]
+        self.unread = self.unread or error
+        if context.end is None:
+            context.end = len(context.messages) - is_of_reply
+            self.num_lost += is_of_reply
+
+    def roll_back(self, num_turns: int) -> None:
+        """Remove the last `num_turns` user messages and everything after them.
+
+        If the model answered in the removed part, keep the context and begin a new one.
+        """
+        context = self.contexts[-1]
+        turns = [i for i, message in enumerate(context.messages) if message["role"] == "user"]
+        if num_turns <= 0 or not turns:
+            return
+        start = turns[-min(num_turns, len(turns))]
+        self.is_open = False
+        end = context.end if context.end is not None and context.end < start else None
+        if context.is_answered_after(start):
+            self.contexts.append(Context(context.messages[:start], context.where, start, end))
+        else:
+            del context.messages[start:]
+            context.num_given, context.end = min(context.num_given, start), end
+
+    def give(self) -> int:
+        """Make all messages so far part of the prompt; return the number of answers in them."""
+        self.is_open = False
+        answers = [m for c in self.contexts for m in c.messages[c.num_given :]]
+        for context in self.contexts:
+            context.num_given = len(context.messages)
+        return sum(message["role"] == "assistant" for message in answers)
+
+    def _reply(self) -> Message:
+        """Return the assistant message that is being extended; begin one if there is none."""
+        if not self.is_open:
+            self.messages.append({"role": "assistant", "content": ""})
+            self.is_open = True
+            self.num_lost += self.contexts[-1].end is not None
+        return self.messages[-1]
+
+
+def _has_answer(messages: Iterable[dict[str, Any]]) -> bool:
+    return any(message["role"] == "assistant" for message in messages)

@@ -33,7 +33,7 @@ from rollout_io.formats.base import (
 from rollout_io.formats.parsing.content import NO_JSON, Message, joined, json_text, tool_call
 from rollout_io.formats.parsing.documents import find_documents, is_document
 from rollout_io.formats.parsing.jsonl import decode_document
-from rollout_io.formats.parsing.records import read_record
+from rollout_io.formats.parsing.lines import read_record
 from schemas.errors import InputError
 
 _GROUPS = "inferred: each session is a separate instance"

@@ -47,7 +47,7 @@ from rollout_io.formats.harbor_trial import (
     read_steps,
 )
 from rollout_io.formats.parsing.jsonl import NESTED, read_document
-from rollout_io.formats.parsing.records import INCOMPLETE
+from rollout_io.formats.parsing.lines import INCOMPLETE
 from schemas.errors import InputError, RolloutError
 
 _GROUPS = "inferred: the trials of one task (name and checksum) in one job, by trial name"

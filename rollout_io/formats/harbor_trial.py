@@ -25,8 +25,7 @@ from rollout_io.formats.atif import (
     read_run,
     tokenless,
 )
-from rollout_io.formats.atif_document import read_trajectory
-from rollout_io.formats.atif_text import temperature_of
+from rollout_io.formats.atif_document import read_trajectory, temperature_of
 from rollout_io.formats.base import Conversation, Options, Step, Trajectory
 from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
 from schemas.errors import InputError, RolloutError, count

@@ -9,18 +9,28 @@
 A sample is a run: its id is the instance, its epoch the repetition. The calls are the `model`
 events, except calls of scorers; their raw responses may have the engine's tokens. Without events,
 the messages of the sample are one context.
+
+Members of archives are read into memory, with a size limit. pyarrow decompresses Zstandard members (method 93), because `zipfile` only supports them since
+Python 3.14.
 """
 
 from __future__ import annotations
 
+import lzma
+import os
 import re
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import pyarrow as pa
 
-from rollout_io.dataset.opening import open_input, read_input
+from rollout_io.dataset.opening import Version, open_input, read_input
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -34,12 +44,11 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.inspect_ai_samples import Sample, calls_of, outcome_of, plain_json
-from rollout_io.formats.parsing.archives import is_zip, members_of, num_replaced, read_member
+from rollout_io.formats.parsing.documents import parts_of
 from rollout_io.formats.parsing.jsonl import decode_document, refuse_lfs_pointer
+from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.model_calls import steps_of
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.parts import parts_of
-from rollout_io.formats.parsing.records import read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError, RolloutError
 
@@ -212,3 +221,120 @@ ADAPTER = Adapter(
     read=read_sample,
     is_text=True,
 )
+
+
+MAX_MEMBER_BYTES = 1 << 30
+"""Limit on the uncompressed size of a member."""
+
+_ZIP_START = b"PK\x03\x04"
+_ZSTANDARD = 93  # compression method in the zip specification
+_ENCRYPTED = 1  # bit 0 of the flags
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    OSError,
+    OverflowError,
+    ValueError,
+)
+
+
+def is_zip(path: Path) -> bool:
+    """True if a file starts with the signature of a zip archive."""
+    try:
+        if not path.is_file():
+            return False
+        with open_input(path) as file:
+            return file.read(len(_ZIP_START)) == _ZIP_START
+    except (OSError, RolloutError):
+        return False
+
+
+def members_of(path: Path, where: str) -> dict[str, zipfile.ZipInfo]:
+    """Return the members of an archive by name, in order; if a name repeats, the last one wins.
+
+    Raises:
+        InputError: `zip_archive`: the archive is damaged.
+    """
+    return {member.filename: member for member in _opened(path, where).infolist()}
+
+
+def num_replaced(path: Path, name: str, where: str) -> int:
+    """Count the earlier members of the same name, which the last one replaces."""
+    archive = _opened(path, where)
+    members = archive.infolist()
+    if len(members) == len(archive.NameToInfo):
+        return 0
+    return sum(member.filename == name for member in members) - 1
+
+
+def read_member(path: Path, name: str, where: str) -> bytes:
+    """Read the bytes of a member.
+
+    Raises:
+        InputError: `zip_archive`: the member is missing, damaged, encrypted, compressed with an
+            unknown method, or larger than `MAX_MEMBER_BYTES`.
+    """
+    archive = _opened(path, where)
+    try:
+        member = archive.getinfo(name)
+        if member.file_size > MAX_MEMBER_BYTES:
+            got = f"{member.file_size} bytes unpacked"
+            expected = f"at most {MAX_MEMBER_BYTES} bytes"
+            hint = "read the archive with the program that wrote it"
+            raise InputError("zip_archive", where, got, expected, hint)
+        if member.compress_type == _ZSTANDARD and not member.flag_bits & _ENCRYPTED:
+            return _unpacked(path, member)
+        with archive.open(member) as file:
+            return file.read(MAX_MEMBER_BYTES)
+    except KeyError:
+        got = "the archive no longer contains this member"
+        hint = "convert the log after its writer has finished"
+        raise InputError("zip_archive", where, got, hint=hint) from None
+    except NotImplementedError:
+        got = "an unknown compression method"
+        hint = "unpack the archive, and pack it again with a zip program"
+        raise InputError("zip_archive", where, got, "deflate, Zstandard or none", hint) from None
+    except RuntimeError as error:
+        got = " ".join(f"cannot unpack the member: {error}".split())
+        hint = "pack the archive again without a password"
+        raise InputError("zip_archive", where, got, hint=hint) from None
+    except _DAMAGE as error:
+        raise _damaged(where, error) from None
+
+
+def _unpacked(path: Path, member: zipfile.ZipInfo) -> bytes:
+    """Decompress a Zstandard member; its size and checksum must match the directory entry."""
+    with open_input(path) as file:
+        file.seek(member.header_offset)
+        start, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+        file.seek(name_bytes + extra_bytes, os.SEEK_CUR)
+        packed = file.read(member.compress_size)
+    with pa.CompressedInputStream(pa.BufferReader(packed), "zstd") as stream:
+        content: bytes = stream.read(member.file_size + 1)
+    is_whole = start == _ZIP_START and len(content) == member.file_size
+    if not is_whole or zlib.crc32(content) != member.CRC:
+        raise zipfile.BadZipFile(f"wrong size or checksum of {member.filename!r}")
+    return content
+
+
+def _opened(path: Path, where: str) -> zipfile.ZipFile:
+    try:
+        return _archive(path, Version.of(path))
+    except (*_DAMAGE, NotImplementedError) as error:
+        raise _damaged(where, error) from None
+
+
+@lru_cache(maxsize=1)
+def _archive(path: Path, _: Version) -> zipfile.ZipFile:
+    """Open an archive; its directory is cached until the file changes."""
+    return zipfile.ZipFile(path)
+
+
+def _damaged(where: str, error: Exception) -> InputError:
+    got = f"cannot unpack the archive: {' '.join(str(error).split()) or type(error).__name__}"
+    hint = "copy the file again: it is damaged or cut off"
+    return InputError("zip_archive", where, got, hint=hint)

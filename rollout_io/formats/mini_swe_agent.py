@@ -36,9 +36,9 @@ from rollout_io.formats.parsing.documents import (
     with_group_rule,
 )
 from rollout_io.formats.parsing.jsonl import decode_document
+from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
-from rollout_io.formats.parsing.records import read_record
 from rollout_io.formats.parsing.sampling import sampling_extra
 
 _SUFFIXES = (".traj.json", ".json", ".traj")

@@ -39,13 +39,11 @@ from rollout_io.formats.base import (
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.nemo_gym_text import Request, read_conversation
 from rollout_io.formats.parsing.bodies import NO_JSON
-from rollout_io.formats.parsing.fields import numbers
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
-from rollout_io.formats.parsing.model_names import ModelNames
-from rollout_io.formats.parsing.naming import natural_key
-from rollout_io.formats.parsing.records import Record, find_lines, read_record
+from rollout_io.formats.parsing.lines import Record, find_lines, read_record
+from rollout_io.formats.parsing.naming import natural_key, numbers
 from rollout_io.formats.parsing.responses import NO_TOKENS, Response, holds_tokens, read_steps
-from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.sampling import ModelNames, sampling_extra
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError, RolloutError
 

@@ -33,9 +33,13 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.parsing.content import NO_JSON
-from rollout_io.formats.parsing.documents import find_documents, is_document
+from rollout_io.formats.parsing.documents import (
+    decode_record,
+    find_documents,
+    is_document,
+    parts_of,
+)
 from rollout_io.formats.parsing.jsonl import decode_document
-from rollout_io.formats.parsing.parts import decode_record, parts_of
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids
 from schemas.errors import InputError
 

@@ -34,11 +34,11 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_in, shown
-from rollout_io.formats.parsing.fields import label, numbers
 from rollout_io.formats.parsing.jsonl import decode_line, decoded, first_lines
+from rollout_io.formats.parsing.lines import Record, find_lines, read_record
 from rollout_io.formats.parsing.messages import openai_tools, prompt_key, read_messages
+from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.records import Record, find_lines, read_record
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError
 

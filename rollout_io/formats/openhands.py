@@ -38,10 +38,10 @@ from rollout_io.formats.parsing.documents import (
     run_of_file,
     with_group_rule,
 )
-from rollout_io.formats.parsing.fields import numbers
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
+from rollout_io.formats.parsing.lines import Record, find_lines, read_record, refuse_repeated
 from rollout_io.formats.parsing.model_calls import steps_of
-from rollout_io.formats.parsing.records import Record, find_lines, read_record, refuse_repeated
+from rollout_io.formats.parsing.naming import numbers
 from schemas.errors import InputError
 
 _SUFFIXES = (".events.json", ".json")

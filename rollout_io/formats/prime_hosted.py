@@ -38,13 +38,11 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.parsing.directories import logs_below
-from rollout_io.formats.parsing.documents import is_document
-from rollout_io.formats.parsing.fields import numbers
+from rollout_io.formats.parsing.documents import decode_record, is_document, logs_below, parts_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, read_document
+from rollout_io.formats.parsing.lines import DUPLICATE, lines_of, read_record
 from rollout_io.formats.parsing.messages import read_messages
-from rollout_io.formats.parsing.parts import decode_record, parts_of
-from rollout_io.formats.parsing.records import DUPLICATE, lines_of, read_record
+from rollout_io.formats.parsing.naming import numbers
 from schemas.errors import InputError, InvariantError, RolloutError
 
 RESULTS, PAGE, METADATA = "results.jsonl", "rollouts_raw.json", "metadata.json"

@@ -10,9 +10,8 @@ from typing import Annotated, Generic, NoReturn, TypeVar
 import msgspec
 
 from rollout_io.formats.base import Adapter, Found, Input, Options, Place, Progress, Rejected, Run
-from rollout_io.formats.parsing.documents import find_documents, is_document
+from rollout_io.formats.parsing.documents import find_documents, is_document, parts_of
 from rollout_io.formats.parsing.jsonl import decode_document, decoded, first_lines
-from rollout_io.formats.parsing.parts import parts_of
 from schemas.errors import InputError, RolloutError
 
 T = TypeVar("T")

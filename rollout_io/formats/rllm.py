@@ -34,13 +34,17 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.parsing.bodies import NO_JSON, Int32
-from rollout_io.formats.parsing.directories import logs_of
-from rollout_io.formats.parsing.documents import find_documents, is_document, with_group_rule
-from rollout_io.formats.parsing.fields import label, numbers
+from rollout_io.formats.parsing.documents import (
+    find_documents,
+    is_document,
+    logs_of,
+    with_group_rule,
+)
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
+from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, contexts_of
-from rollout_io.formats.parsing.records import read_record
+from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.tokens import logprob_array, same_ids, strict_ids
 from schemas.errors import InputError, count
 

@@ -35,12 +35,11 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.content import NO_JSON
-from rollout_io.formats.parsing.directories import logs_below
+from rollout_io.formats.parsing.documents import decode_record, logs_below
 from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.lines import Record, find_lines
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import FilesApart
-from rollout_io.formats.parsing.parts import decode_record
-from rollout_io.formats.parsing.records import Record, find_lines
 from schemas.errors import InputError, RolloutError
 
 AGGREGATED = "aggregated_results.jsonl"

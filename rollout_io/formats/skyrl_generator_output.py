@@ -20,8 +20,14 @@ import pyarrow.compute as pc
 
 from rollout_io.dataset.opening import read_input
 from rollout_io.formats.exporting.export_files import replaced_export
-from rollout_io.formats.skyrl_generator_types import GeneratorOutput, TrajectoryID
-from rollout_io.formats.skyrl_other_fields import SPLITS, SUPPORT, TIMES, OtherFields
+from rollout_io.formats.skyrl_fields import (
+    SPLITS,
+    SUPPORT,
+    TIMES,
+    GeneratorOutput,
+    OtherFields,
+    TrajectoryID,
+)
 from rollout_io.formats.skyrl_output_columns import METRICS_KEY, table_of
 from schemas.checker import validate
 from schemas.columns import JOINED, metrics_dict

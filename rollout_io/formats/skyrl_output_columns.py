@@ -12,19 +12,19 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollout_io.dataset.arrays import ragged_array, routing_array
-from rollout_io.formats.skyrl_empty_rows import without_empty_rows
-from rollout_io.formats.skyrl_generator_types import TrajectoryID
-from rollout_io.formats.skyrl_other_fields import (
+from rollout_io.formats.skyrl_fields import (
     COLUMN_FIELDS,
     OPTIONAL,
     REQUIRED,
     SPLITS,
     OtherFields,
+    TrajectoryID,
     column_fields,
     field_error,
     number,
     unknown_fields,
     user_columns,
+    without_empty_rows,
 )
 from schemas.columns import COLUMN_BY_NAME, COLUMNS
 

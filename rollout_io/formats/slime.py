@@ -37,7 +37,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
-from rollout_io.formats.parsing.records import incomplete
+from rollout_io.formats.parsing.lines import incomplete
 from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
 from rollout_io.formats.verifiers_traces import runs
 from schemas.errors import InputError, RolloutError, count

@@ -37,9 +37,9 @@ from rollout_io.formats.parsing.documents import (
     with_group_rule,
 )
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
+from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import read_message, read_messages
 from rollout_io.formats.parsing.model_calls import Call, steps_of
-from rollout_io.formats.parsing.records import read_record
 from schemas.errors import InputError
 
 _SUFFIXES = (".traj", ".json")

@@ -33,10 +33,10 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.bodies import NO_JSON, Int32
-from rollout_io.formats.parsing.directories import logs_of
-from rollout_io.formats.parsing.fields import label
+from rollout_io.formats.parsing.documents import logs_of
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
-from rollout_io.formats.parsing.records import lines_of, read_record, refuse_repeated
+from rollout_io.formats.parsing.lines import lines_of, read_record, refuse_repeated
+from rollout_io.formats.parsing.naming import label
 from rollout_io.formats.verifiers_rows import METADATA, metadata_beside, read_row
 from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, metrics_of
 from schemas.errors import InputError, RolloutError, count

@@ -23,9 +23,9 @@ import numpy.typing as npt
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Conversation, Options, Step, Trajectory
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
-from rollout_io.formats.parsing.fields import label, numbers
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
 from rollout_io.formats.parsing.messages import openai_tools, read_messages, text_of
+from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.tokens import broken, logprob_array, same_ids, strict_ids
 from schemas.errors import InputError

@@ -7,6 +7,20 @@ messages are therefore lost, and neither roles nor exact tokens can be recovered
 dataset records that. Lines of one file and step with the same `input` form a group, as the file
 does not record verl's groups. The outcome is `score`; all other numbers (`reward_extra_info`) are
 metrics.
+
+Export to verl: agent-loop outputs, unpadded, in Parquet.
+
+`verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict` (verl 0.9.1) defines these fields,
+and `verl.trainer.ppo.v1.agent_loop_tq` adds `uid`, `session_id` and the index of an output in its
+session:
+
+- `prompts`, `responses`, `response_mask` (1 where the token is trained on), `rollout_log_probs`;
+- `rm_scores`: a reward per response token, the trainer's `token_level_scores`;
+- `routed_experts`: for all tokens of prompt + response; zeros where the engine recorded none;
+- `min_global_steps`: version of the weights that sampled the response.
+
+`verl.utils.tensordict_utils.list_of_dict_to_tensordict` accepts rows once these fields are
+converted to tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +29,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollout_io.formats.base import (
     About,
@@ -28,13 +45,23 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import has_record
+from rollout_io.formats.exporting.export_files import ParquetFile, new_export, renamed
+from rollout_io.formats.exporting.export_rows import (
+    Exported,
+    Failed,
+    Failures,
+    PathLike,
+    Uniform,
+    declared_tables,
+    rewards_of,
+)
 from rollout_io.formats.parsing.content import NO_JSON
-from rollout_io.formats.parsing.fields import label, numbers
+from rollout_io.formats.parsing.documents import decode_record
 from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.lines import Record, find_lines, read_record
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.naming import FilesApart
-from rollout_io.formats.parsing.parts import decode_record
-from rollout_io.formats.parsing.records import Record, find_lines, read_record
+from rollout_io.formats.parsing.naming import FilesApart, label, numbers
+from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 
 _GROUPS = "inferred: lines of one file and step with the same input"
 _TEXT = "decoded without special tokens: the ids are approximate"
@@ -115,3 +142,79 @@ ADAPTER = Adapter(
     is_text=True,
     line=_Sample,
 )
+
+
+NAMES = {
+    "instance_id": "uid",
+    "repetition_id": "session_id",
+    "step_index": "index",
+    "prompt_token_ids": "prompts",
+    "response_ids": "responses",
+    "loss_mask": "response_mask",
+    "rollout_logprobs": "rollout_log_probs",
+    "reward": "reward_score",
+    "policy_version": "min_global_steps",
+}
+ROUTES = "rollout_expert_indices"
+
+
+def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
+    """Stream the dataset, one row group at a time; the output has one row per sequence.
+
+    `rm_scores` (list<float32>) contains the `rewards` or, without these, zeros and the `reward` at
+    the last token; `reward_score` (float64) is the reward. Columns without a verl field keep their
+    names. verl drops the group of a failed session, so masked trajectories are left out.
+
+    Raises:
+        ValidationError: The dataset breaks an invariant.
+        RolloutError: A reward is null; only some rows have log-probabilities or routing; `out`
+            exists; a user column has a name that the export uses.
+
+    Example:
+        A row with response ids [7, 8, 9], reward 0.5 and no `rewards` has rm_scores [0, 0, 0.5].
+    """
+    uniform, done = Uniform(dataset, ["rollout_logprobs", ROUTES]), Exported()
+    with new_export(out, dataset) as path, ParquetFile(path) as file:
+        failures = Failures.of(dataset, failed)
+        for piece in declared_tables(dataset):
+            table = failures.leave_out(piece, done)
+            uniform.check(table)
+            added = {"rm_scores": _scores(table, rewards_of(dataset, table))}
+            if ROUTES in table.column_names:
+                added["routed_experts"] = _routes(table)
+            table = table.drop_columns([n for n in ("rewards", ROUTES) if n in table.column_names])
+            file.write(renamed(table, NAMES, added))
+        done.close(dataset)
+    return done
+
+
+def _scores(table: pa.Table, rewards: list[float]) -> pa.Array:
+    """Return the scores of each row, [tokens]: `rewards`, or zeros and `reward` at the end."""
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    scores = np.zeros(responses.offsets[-1])
+    scores[responses.offsets[1:] - 1] = rewards
+    if "rewards" in table.column_names:
+        known = Ragged.from_arrow(table.column("rewards"))
+        scores[ranges(responses.offsets[:-1], known.lengths)] = known.values
+    return Ragged(scores.astype(np.float32), responses.offsets, responses.valid).to_arrow(
+        pa.float32()
+    )
+
+
+def _routes(table: pa.Table) -> pa.Array:
+    """Return the routing of each row, [prompt + response, layers, topk], padded with zeros."""
+    column = table.column(ROUTES)
+    kind = column.type
+    lengths = list_lengths(column)
+    shape = (kind.value_type.list_size, kind.value_type.value_type.list_size)
+    flat = pc.list_flatten(pc.list_flatten(pc.list_flatten(column)))
+    prompts, responses = (
+        Ragged.from_arrow(table.column(n)) for n in ("prompt_token_ids", "response_ids")
+    )
+    offsets = offsets_of(prompts.lengths + responses.lengths)
+    routes = np.zeros((int(offsets[-1]), *shape), np.int16)
+    routes[ranges(offsets[:-1], lengths)] = np.asarray(flat).reshape(-1, *shape)
+    values = pa.array(routes.reshape(-1))
+    for size in reversed(shape):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=kind)

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from pipelines.generation.config import GenerateConfig
-from rollout_io.formats.skyrl_other_fields import COLUMN_FIELDS, OPTIONAL, REQUIRED, USER_FIELDS
+from rollout_io.formats.skyrl_fields import COLUMN_FIELDS, OPTIONAL, REQUIRED, USER_FIELDS
 from schemas.columns import COLUMN_BY_NAME
 from tests.conftest import ROOT
 from tests.helpers.configs import SECTIONS

@@ -12,11 +12,11 @@ import pyarrow as pa
 import rollout_io
 from rollout_io.conversion.driver import Choices, Conversion, convert
 from rollout_io.conversion.inputs import open_inputs
-from rollout_io.conversion.log import Log, Opened
+from rollout_io.conversion.opened_logs import Log, Opened
 from rollout_io.conversion.plan import Plan, plan
 from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
+from rollout_io.formats.parsing.lines import close_files
 from rollout_io.formats.parsing.notes import noted
-from rollout_io.formats.parsing.records import close_files
 from schemas.errors import RolloutError
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout_io.formats.detect import load_formats, recognize
-from rollout_io.formats.parsing.archives import members_of, read_member
+from rollout_io.formats.inspect_ai import members_of, read_member
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.structural_mutations import encoded
 from tests.rollout_io.formats.test_fuzz import save_inline

@@ -17,7 +17,7 @@ from pipelines.generation.generator import Generator
 from pipelines.generation.tasks import read_tasks
 from pipelines.rewards import trajectory_returns
 from pipelines.statistics.metrics import pass_at_k
-from rollout_io.formats.skyrl_rollout_metrics import ROLLOUT_METRICS, aggregated
+from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, aggregated
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from rollout_io.terminal import Bar
 from schemas.errors import count

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipelines.statistics.metrics import USED, rollout_metrics, trajectories
 from rollout_io.dataset.reader import read_metadata
-from rollout_io.formats.skyrl_rollout_metrics import ROLLOUT_METRICS, aggregated
+from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, aggregated
 from schemas.errors import InputError
 from schemas.metadata import Outcome
 from schemas.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS

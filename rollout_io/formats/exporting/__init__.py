@@ -1,1 +1,1 @@
-"""Code shared by exporters; `formats.NAME_export.write` exports to one project's format."""
+"""Code shared by exporters; `write` in the module of a format exports to it."""

@@ -1,11 +1,12 @@
-"""Logs with one JSON document per file: decoding, detection, and run names from file names."""
+"""Logs with one JSON document per file: detection, names of runs, parts, files of directories."""
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,11 +14,14 @@ from rollout_io.dataset.opening import open_input, read_input
 from rollout_io.formats.base import About, Found, Input, Place, Progress, Rejected, Run
 from rollout_io.formats.parsing.jsonl import (
     contained,
+    decode_line,
     decoded,
     refuse_lfs_pointer,
+    refuse_not_utf8,
     without_lone_surrogates,
 )
-from rollout_io.formats.parsing.records import refuse_repeated
+from rollout_io.formats.parsing.lines import read_record, refuse_repeated
+from rollout_io.formats.parsing.naming import natural_key
 from schemas.errors import RolloutError
 
 _PACKED = (".gz", ".zst")
@@ -108,3 +112,76 @@ def with_group_rule(
         yield item
     if is_inferred:
         yield About("groups", rule)
+
+
+_DEPTH, _MOST_FILES = 5, 20_000  # detection must be fast for any directory that a user passes
+_RECORDS = (".jsonl", ".json", ".gz", ".zst", ".pt", ".eval", ".parquet", ".traj", ".pkl")
+
+
+def logs_of(
+    given: Input, is_log: Callable[[str], bool], is_beside: Callable[[str], bool]
+) -> list[Input]:
+    """Return the logs in a directory, or a file itself; see `logs_below` for the arguments."""
+    if not given.path.is_dir():
+        return [given]
+    return [Input(str(path), path) for path in logs_below(given.path, is_log, is_beside)]
+
+
+def logs_below(
+    directory: Path, is_log: Callable[[str], bool], is_beside: Callable[[str], bool]
+) -> list[Path]:
+    """Return the logs in a directory, in natural order; none if it may have other records.
+
+    Hidden directories and files are ignored. The result is also empty for a directory with more
+    than 20,000 files or five levels, whose logs must be passed individually.
+
+    Args:
+        directory: Directory to search.
+        is_log: Returns true for the file name of a log.
+        is_beside: Returns true for the name of a file that accompanies the logs and has no records.
+    """
+    found: list[Path] = []
+    num_files = 0
+    for folder, folders, names in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        shown = [name for name in names if not name.startswith(".")]
+        logs = [name for name in shown if is_log(name)]
+        others = [name for name in shown if name.endswith(_RECORDS) and name not in logs]
+        depth = len(Path(folder).relative_to(directory).parts)
+        num_files += len(names)
+        if num_files > _MOST_FILES or depth > _DEPTH or not all(map(is_beside, others)):
+            return []
+        found += [Path(folder) / name for name in logs]
+    return sorted(found, key=lambda path: natural_key(str(path)))
+
+
+T = TypeVar("T")
+
+
+def parts_of(
+    place: Place, document: bytes, name: str, parts: Sequence[msgspec.Raw]
+) -> Iterator[Place]:
+    """Yield the location of each element of a list in a document; each element is a record.
+
+    Args:
+        place: Location of the document.
+        document: Content of the document.
+        name: Name of the list.
+        parts: Raw elements of the list, in order.
+    """
+    document, end = without_lone_surrogates(document), 0  # as decoded: offsets are the same
+    for i, part in enumerate(parts):
+        start = document.index(bytes(part), end)
+        end = start + len(bytes(part))
+        yield Place(place.path, f"{place.where}, {name}[{i}]", start, end - start)
+
+
+def decode_record(decoder: msgspec.json.Decoder[T], place: Place) -> T:
+    """Decode a line, or part of a document.
+
+    Raises:
+        InputError: Any error of `read_record` or `decode_line`.
+    """
+    record = read_record(place)
+    refuse_not_utf8(record, place.where)
+    return decode_line(decoder, record, place.where)

@@ -40,8 +40,8 @@ from rollout_io.formats.parsing.content import (
     shown,
     tool_call,
 )
-from rollout_io.formats.parsing.items import OUTPUTS, Item, read_item, reply_of
 from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.responses import OUTPUTS, Item, read_item, reply_of
 
 _SAID = ("reasoning_content", "reasoning", "content", "tool_calls")
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from rollout_io.conversion.answers import with_answers
-from rollout_io.conversion.text import Retokenizer, with_tokens
+from rollout_io.conversion.text import Retokenizer, with_answers, with_tokens
 from rollout_io.formats.base import Conversation, Trajectory
 from schemas.errors import RolloutError
 from schemas.messages import is_answer

@@ -381,7 +381,7 @@ def test_a_log_that_grows_during_its_conversion_keeps_the_records_that_were_foun
 
 
 def test_a_log_that_changes_while_it_is_read_to_a_table_is_refused(tmp_path, monkeypatch):
-    from rollout_io.conversion import plan, reading
+    from rollout_io.conversion import driver, plan
 
     log = write(tmp_path / "log.jsonl", call("a/0", 8), call("a/1", 8))
 
@@ -390,6 +390,6 @@ def test_a_log_that_changes_while_it_is_read_to_a_table_is_refused(tmp_path, mon
         replaced(log)
         return planned
 
-    monkeypatch.setattr(reading, "plan_logs", plan_logs)
+    monkeypatch.setattr(driver, "plan_logs", plan_logs)
     with pytest.raises(InputError, match="replaced during the conversion"):
         rollout_io.read_log(log)

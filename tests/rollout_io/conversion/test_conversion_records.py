@@ -10,10 +10,10 @@ import pytest
 import rollout_io
 from rollout_io import Choices, Options, convert
 from rollout_io.cli.main import run
-from rollout_io.conversion.batch import Reader, Settings
+from rollout_io.conversion.chunk import Reader, Settings
 from rollout_io.formats.base import Input, Place
 from rollout_io.formats.calls import ADAPTER, read_session
-from rollout_io.formats.parsing import records
+from rollout_io.formats.parsing import lines
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from schemas.metadata import DatasetMetadata
@@ -378,8 +378,8 @@ def test_a_record_stays_readable_while_another_thread_clears_the_open_files(tmp_
     pread = os.pread
 
     def cleared_first(*arguments):
-        records._descriptor.cache_clear()
+        lines._descriptor.cache_clear()
         return pread(*arguments)
 
     monkeypatch.setattr(os, "pread", cleared_first)
-    assert records.read_record(Place(log, "log.jsonl:2", 4, 3)) == b"two"
+    assert lines.read_record(Place(log, "log.jsonl:2", 4, 3)) == b"two"

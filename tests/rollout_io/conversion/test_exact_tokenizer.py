@@ -11,7 +11,7 @@ import pytest
 import rollout_io
 from rollout_io import Choices, convert, read_log
 from rollout_io.cli.main import run
-from rollout_io.conversion.decoding import has_words_of
+from rollout_io.conversion.text import has_words_of
 from rollout_io.dataset.checking import check_dataset, checked_tables
 from rollout_io.dataset.parallel import Workers
 from rollout_io.retokenize import load_tokenizer

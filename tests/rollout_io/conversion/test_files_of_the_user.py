@@ -14,7 +14,7 @@ import pytest
 import rollout_io
 from rollout_io import Choices, Options, convert
 from rollout_io.cli.main import run
-from rollout_io.conversion.log import open_log
+from rollout_io.conversion.opened_logs import open_log
 from rollout_io.dataset.storage import Location
 from schemas.errors import RolloutError
 from tests.helpers.conversion_helpers import OUTPUT, call, refusal, rejected_in, write

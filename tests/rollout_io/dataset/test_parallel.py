@@ -14,9 +14,9 @@ import pytest
 from pipelines.merging.merge import merge_table
 from rollout_io import RolloutWriter, check_dataset, iter_tables, read, read_metadata
 from rollout_io.conversion import driver
-from rollout_io.conversion.choices import Choices
 from rollout_io.conversion.chunk import Chunk
 from rollout_io.conversion.plan import chunks, plan, plan_logs
+from rollout_io.conversion.settings import Choices
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.rewriting import rewrite

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from rollout_io import Choices, convert, read, read_log, read_metadata
-from rollout_io.formats.atif_text import UNKNOWN_CONTEXTS
+from rollout_io.formats.atif_document import UNKNOWN_CONTEXTS
 from schemas import check
 from schemas.errors import RolloutError
 from tests.helpers.harbor_helpers import (

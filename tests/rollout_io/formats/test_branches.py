@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_io.conversion.answers import with_answers
-from rollout_io.conversion.text import Retokenizer, with_tokens
+from rollout_io.conversion.text import Retokenizer, with_answers, with_tokens
 from rollout_io.formats import claude_code, codex_cli, rllm, verifiers
 from rollout_io.formats.base import Trajectory
 from rollout_io.formats.parsing.model_calls import Call, contexts_of

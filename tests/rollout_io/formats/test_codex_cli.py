@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from rollout_io.formats.base import Options
 from rollout_io.formats.codex_cli import ADAPTER, LOST
-from rollout_io.formats.parsing.items import ENCRYPTED_THOUGHTS, WEB_SEARCHES
 from rollout_io.formats.parsing.notes import noted
+from rollout_io.formats.parsing.responses import ENCRYPTED_THOUGHTS, WEB_SEARCHES
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_io.conversion.answers import with_answers
+from rollout_io.conversion.text import with_answers
 from rollout_io.formats.base import Conversation
 from rollout_io.formats.detect import load_formats
 from schemas.errors import RolloutError

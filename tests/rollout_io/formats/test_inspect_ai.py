@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_io.formats import inspect_ai as archives
 from rollout_io.formats.base import Options
 from rollout_io.formats.inspect_ai import ADAPTER, REPLACED
 from rollout_io.formats.inspect_ai_samples import Sample, calls_of
-from rollout_io.formats.parsing import archives
 from rollout_io.formats.parsing.notes import noted
 from schemas.errors import RolloutError
 from tests.conftest import ROOT

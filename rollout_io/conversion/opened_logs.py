@@ -9,21 +9,20 @@ from typing import NamedTuple
 
 from rollout_io.conversion.inputs import copies_in, open_inputs
 from rollout_io.conversion.rejections import pointed
-from rollout_io.conversion.remote import named_found
-from rollout_io.conversion.urls import shown
+from rollout_io.conversion.remote import named_found, shown
 from rollout_io.formats.base import Adapter, Found, Input, Place, Progress, Rejected
-from rollout_io.formats.clues import pickle_error
 from rollout_io.formats.detect import (
     HINT,
     RULE,
     explanation,
     find_adapter,
     load_formats,
+    pickle_error,
     recognize,
     sort_by_format,
     unknown_format,
 )
-from rollout_io.formats.parsing.records import close_files
+from rollout_io.formats.parsing.lines import close_files
 from schemas.errors import InputError, RolloutError, count
 
 AUTO = "auto"

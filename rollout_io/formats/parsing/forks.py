@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from rollout_io.formats.base import Found, Place, Rejected, Run
-from rollout_io.formats.parsing.records import DUPLICATE
+from rollout_io.formats.parsing.lines import DUPLICATE
 from schemas.errors import InputError
 
 COPIED = "answers that are part of the prompt here, because another session has them too (forks)"

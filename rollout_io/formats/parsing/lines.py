@@ -1,4 +1,4 @@
-"""Rereading of records in line logs, and detection of copied or damaged records."""
+"""Lines of logs: reading them, reading them again, and detection of copied or damaged ones."""
 
 from __future__ import annotations
 

@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 from rollout_io import __version__
 from rollout_io.configuration import out_of_bounds
-from rollout_io.conversion.batch import Settings
-from rollout_io.conversion.log import AUTO, Log
-from rollout_io.conversion.remote import holds_copies
+from rollout_io.conversion.chunk import Settings
+from rollout_io.conversion.opened_logs import AUTO, Log
+from rollout_io.conversion.remote import holds_copies, shown
 from rollout_io.conversion.text import Retokenizer, about_template, retokenizer_of
-from rollout_io.conversion.urls import shown
 from rollout_io.formats.base import HAS_TEXT, Options
-from rollout_io.formats.parsing.model_names import MODELS
+from rollout_io.formats.parsing.sampling import MODELS
 from rollout_io.retokenize.local import find_tokenizer
 from schemas.errors import ConfigError
 
