@@ -187,7 +187,7 @@ def _key(ended: Ended) -> Key:
 
 def _first(rejected: Sequence[Rejected]) -> RolloutError | None:
     """Return the first error that was not caused by another error."""
-    errors = sorted((error for _, error in rejected), key=lambda error: error.rule == INCOMPLETE)
+    errors = sorted((each.error for each in rejected), key=lambda e: e.rule == INCOMPLETE)
     return errors[0] if errors else None
 
 

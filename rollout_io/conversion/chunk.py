@@ -26,7 +26,13 @@ from rollout_io.conversion.rewards import Key, Outcome, settle
 from rollout_io.conversion.rows import Settled, table_of
 from rollout_io.conversion.staging import emptied
 from rollout_io.conversion.summary import Record, Summary, footer_of
-from rollout_io.conversion.text import Retokenizer, check_decoded, is_of_tokenizer, with_tokens
+from rollout_io.conversion.text import (
+    Retokenizer,
+    TextAlone,
+    check_decoded,
+    is_of_tokenizer,
+    with_tokens,
+)
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Adapter, Input, Options, Place, Rejected, Run, Trajectory
@@ -63,6 +69,11 @@ class Chunk:
     def index(self) -> int:
         """Index of the chunk in the conversion."""
         return self.part.index
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the records of its runs."""
+        return sum([run.num_bytes for run in self.runs])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -398,10 +409,9 @@ def in_order(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Reje
     return sorted(rejected, key=lambda r: (key(r.place.path), r.place.offset or 0))
 
 
-def errors_of(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[RolloutError]:
-    """Return the errors in the order of the logs; errors caused by other errors come last."""
-    errors = [r.error for r in in_order(rejected, inputs)]
-    return sorted(errors, key=lambda error: error.rule == INCOMPLETE)
+def causes_first(rejected: Iterable[Rejected], inputs: Sequence[Input]) -> list[Rejected]:
+    """Sort records in the order of the logs; those with errors caused by other errors come last."""
+    return sorted(in_order(rejected, inputs), key=lambda each: each.error.rule == INCOMPLETE)
 
 
 def _breach(breach: dict[str, Any], where: str) -> RolloutError:
@@ -419,7 +429,7 @@ def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
             got = f"a different record of this run was rejected ({error.rule}: {error.where})"
             yield Rejected(place, InputError(INCOMPLETE, place.where, got, "", error.hint))
         else:
-            yield Rejected(place, error)
+            yield Rejected(place, error, "text" if isinstance(error, TextAlone) else "record")
 
 
 def _is_at(where: str, place: Place) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import pyarrow as pa
 from msgspec import structs
@@ -21,8 +21,9 @@ from rollout_io.conversion.chunk import (
     Chunk,
     Reader,
     Report,
+    Settings,
+    causes_first,
     convert_chunk,
-    errors_of,
     in_order,
     other_routing,
     repeated,
@@ -31,7 +32,6 @@ from rollout_io.conversion.chunk import (
 )
 from rollout_io.conversion.inputs import (
     PathLike,
-    digests_of,
     open_file,
     paths_of,
     refuse_changed,
@@ -39,13 +39,13 @@ from rollout_io.conversion.inputs import (
 )
 from rollout_io.conversion.opened_logs import Log, Opened, open_log
 from rollout_io.conversion.plan import Plan, chunk_size, chunks, plan_logs, refuse_nothing, size_of
-from rollout_io.conversion.remote import naming_errors, shown
+from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
-from rollout_io.conversion.settings import Choices, refuse_misfits, settings_of, tool_name
+from rollout_io.conversion.settings import Choices, identity_of, refuse_misfits, settings_of
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
 from rollout_io.conversion.summary import Summary, finished, record_of
 from rollout_io.dataset.footer import Part
-from rollout_io.dataset.opening import digest_of
+from rollout_io.dataset.opening import Version
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import read_metadata, refuse_mixed_types
 from rollout_io.dataset.storage import occupied
@@ -130,72 +130,160 @@ def convert(
         >>> convert(["shop.calls.jsonl"], "shop/", Choices(rewards="shop.rewards.jsonl"))
     """
     workers = workers if isinstance(workers, Workers) else Workers(workers)
-    choices, staging = choices or Choices(), Staging(out)
-    if choices.tokenizer is not None:
-        tokenizer_directory(choices.tokenizer)  # fails before any log is read
+    choices, staging = _checked(choices), Staging(out)
     report = progress or (lambda _num_bytes, _num_rows: None)
     with staging.resumable(), ExitStack() as stack:
         spool = spool_path(staging)
         if spool is None:
             spool = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(naming_errors(spool))
-        skips = choices.on_error == "skip"
-        ignored = [choices.rewards] if choices.rewards else []
-        written = (staging.out, staging.rejected)
-        ignored += [place.path if place.is_local else place.url for place in written]
         staging.refuse_foreign()
-        opened = open_log(
-            paths_of(inputs), choices.format, spool, ignored, skips=skips, strict=choices.strict
-        )
-        rewards = open_file(choices.rewards, spool) if choices.rewards else None
-        versions = versions_of([*opened.inputs, *([rewards] if rewards else [])])
-        num_bytes = size_of(opened.inputs)
+        sources = _Sources.open(inputs, choices, spool, staging)
+        opened, num_bytes = sources.opened, size_of(sources.opened.inputs)
         chunk_bytes = chunk_size(num_bytes) if chunk_bytes is None else chunk_bytes
         # Hash the logs in a thread: it takes as long as finding their runs, and releases the GIL.
-        identified = _in_background(partial(identity_of, opened, rewards, choices, chunk_bytes))
+        identified = _in_background(
+            partial(identity_of, opened, sources.rewards, choices, chunk_bytes)
+        )
         if staging.out.datasets() and (done := _done_before(staging, opened, identified.result())):
             return done
         refuse_misfits(choices, opened.logs)
         # Worker processes import their modules, which takes half a second, while the runs are found.
         pool = stack.enter_context(workers.started(convert_chunk, 1 + num_bytes // chunk_bytes))
-        named = {} if rewards is None else read_rewards(*rewards)
-        found = (log.find(lambda n: report(n, 0), spool) for log in opened.logs)
-        with without_collector():
-            plans, outcomes = plan_logs(found, named, choices.group_by)
-        plans[-1].rejected += opened.unused
-        refuse_nothing(plans, opened.inputs)
+        plans, outcomes = sources.plan(lambda number: report(number, 0))
         identity = identified.result()
-        refuse_changed(versions)  # or the digests may be of other files than the runs
+        refuse_changed(sources.versions)  # or the digests may be of other files than the runs
         staging.begin(identity)
-        settings = settings_of(choices, opened.logs, [planned.about for planned in plans], spool)
-        parts = [
-            (i, runs) for i, made in enumerate(plans) for runs in chunks(made.runs, chunk_bytes)
-        ]
-        whole = _whole(parts, settings[0].metadata)
+        settings, planned = sources.settings(plans), _planned(opened.logs, plans)
+        whole, every = _chunks(plans, outcomes, chunk_bytes, settings[0].metadata, staging)
+        for chunk in every:
+            chunk.record = record_of(identity, None if chunk.index else planned)
         reports = _reports_before(staging.resume(whole), spool)
+        num_resumed = len(reports)
         for i, known in reports.items():
-            report(sum(run.num_bytes for run in parts[i][1]), known.summary.num_rows)
-        num_resumed, here = len(reports), workers == Workers()
-        planned = _planned(opened.logs, plans)
-        every = _chunks(parts, outcomes, whole, staging)
-        missing = [
-            replace(chunk, record=record_of(identity, None if chunk.index else planned))
-            for chunk in every
-            if chunk.index not in reports
-        ]
-        work = partial(convert_chunk, logs=settings, progress=report if here else None)
+            report(every[i].num_bytes, known.summary.num_rows)
+        missing = [chunk for chunk in every if chunk.index not in reports]
+        in_process = report if workers == Workers() else None
+        work = partial(convert_chunk, logs=settings, progress=in_process)
         for number, made in stack.enter_context(closing(pool.map(work, missing))):
-            chunk = missing[number]
-            if not here:
-                report(sum(run.num_bytes for run in chunk.runs), made.summary.num_rows)
-            staging.finish_chunk(chunk.index, made.encode())
-            reports[chunk.index] = made
-        refuse_changed(versions)
-        results = [reports[i] for i in range(len(parts))]
-        summary = _conclude(staging, opened, plans, planned, results, choices)
+            if in_process is None:
+                report(missing[number].num_bytes, made.summary.num_rows)
+            staging.finish_chunk(missing[number].index, made.encode())
+            reports[missing[number].index] = made
+        refuse_changed(sources.versions)
+        results = [reports[i] for i in range(len(every))]
+        summary = _conclude(staging, sources, plans, planned, results)
         about = _facts(settings[0].metadata)
         staging.publish(whole)
     return Conversion(summary=summary, about=about, left=opened.left, num_resumed=num_resumed)
+
+
+def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
+    """Convert logs to one rollout table, following the same rules as `convert`.
+
+    Args:
+        inputs: As for `convert`.
+        choices: See `Choices`; an invalid record raises an error even if `on_error` is "skip".
+
+    Raises:
+        RolloutError: A record is invalid (the error describes the first one), or an argument is.
+
+    Example:
+        >>> read_log(["shop.calls.jsonl"], Choices(rewards="shop.rewards.jsonl")).num_rows
+        205
+    """
+    choices = _checked(choices)
+    with tempfile.TemporaryDirectory() as folder, naming_errors(Path(folder)):
+        sources = _Sources.open(inputs, choices, Path(folder))
+        refuse_misfits(choices, sources.opened.logs)
+        plans, outcomes = sources.plan(lambda _num_bytes: None)
+        rejected = [rejected for planned in plans for rejected in planned.rejected]
+        tables = []
+        each = sources.settings(plans)
+        for settings, planned in zip(each, plans, strict=True):
+            reader = Reader(settings, outcomes, rejected)
+            vocab_size = settings.metadata.vocab_size
+            tables += [sound(part, rejected, vocab_size) for part in reader.parts(planned.runs)]
+        refuse_changed(sources.versions)
+        if rejected:
+            sources.fail(rejected, plans)
+    table = pa.concat_tables(tables, promote_options="permissive")
+    return table.replace_schema_metadata(each[0].metadata.encode("full"))
+
+
+def _checked(choices: Choices | None) -> Choices:
+    """Return the choices, after checking that the tokenizer exists: before any log is read."""
+    choices = choices or Choices()
+    if choices.tokenizer is not None:
+        tokenizer_directory(choices.tokenizer)
+    return choices
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """The opened inputs of a conversion, from which `convert` and `read_log` read.
+
+    Attributes:
+        rewards: The rewards file; None if there is none.
+        spool: Directory with decompressed files and copies of remote directories.
+        versions: See `versions_of`.
+    """
+
+    choices: Choices
+    opened: Opened
+    rewards: Input | None
+    spool: Path
+    versions: Mapping[Path, tuple[str, Version]]
+
+    @classmethod
+    def open(
+        cls,
+        inputs: PathLike | Sequence[PathLike],
+        choices: Choices,
+        spool: Path,
+        staging: Staging | None = None,
+    ) -> Self:
+        """Open the logs and the rewards file.
+
+        Args:
+            inputs: As for `convert`.
+            choices: Options of the conversion.
+            spool: Directory for decompressed files and copies of remote directories.
+            staging: The output, which is no input; without one, every invalid record is an error.
+        """
+        written = () if staging is None else (staging.out, staging.rejected)
+        ignored = [choices.rewards] if choices.rewards else []
+        ignored += [place.path if place.is_local else place.url for place in written]
+        skips = staging is not None and choices.on_error == "skip"
+        opened = open_log(
+            paths_of(inputs), choices.format, spool, ignored, skips=skips, strict=choices.strict
+        )
+        rewards = open_file(choices.rewards, spool) if choices.rewards else None
+        versions = versions_of([*opened.inputs, *([rewards] if rewards else [])])
+        return cls(choices, opened, rewards, spool, versions)
+
+    def plan(self, progress: Callable[[int], object]) -> tuple[list[Plan], Mapping[Key, Outcome]]:
+        """Find, name and order the runs of all logs; return a plan for each, and the outcomes."""
+        named = {} if self.rewards is None else read_rewards(*self.rewards)
+        found = (log.find(progress, self.spool) for log in self.opened.logs)
+        with without_collector():
+            plans, outcomes = plan_logs(found, named, self.choices.group_by)
+        plans[-1].rejected += self.opened.unused
+        refuse_nothing(plans, self.opened.inputs)
+        return plans, outcomes
+
+    def settings(self, plans: Sequence[Plan]) -> list[Settings]:
+        """Return the settings for reading the runs of each log."""
+        abouts = [planned.about for planned in plans]
+        return settings_of(self.choices, self.opened.logs, abouts, self.spool)
+
+    def fail(
+        self, rejected: Iterable[Rejected], plans: Sequence[Plan], num_usable: int = 0
+    ) -> NoReturn:
+        """Raise the first error of rejected records; see `rejections.fail`."""
+        num_runs = sum(planned.num_runs for planned in plans)
+        found = causes_first(rejected, self.opened.inputs)
+        rejections.fail(found, num_runs, self.opened.noun, num_usable=num_usable)
 
 
 def _facts(metadata: DatasetMetadata) -> dict[str, Any]:
@@ -219,33 +307,6 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def identity_of(
-    opened: Opened, rewards: Input | None, choices: Choices, chunk_bytes: int
-) -> dict[str, Any]:
-    """Return the identity of a conversion as JSON: file contents, choices and version."""
-    files = [*opened.inputs, *([rewards] if rewards else [])]
-    return {
-        "tool": tool_name(),
-        "formats": [log.format for log in opened.logs],
-        "choices": asdict(choices)
-        | {"group_by": list(choices.group_by), "rewards": rewards and rewards.name},
-        "chunk_bytes": chunk_bytes,
-        "inputs": [[file.name, digests_of(file)] for file in files],
-        "tokenizer": [digests_of(file) for file in _tokenizer_files(choices)],
-        "unused": [[r.place.where, digest_of(r.place.path)] for r in opened.unused],
-    }
-
-
-def _tokenizer_files(choices: Choices) -> list[Input]:
-    """Return the tokenizer's files, without model weights, and the chat template's file."""
-    tokenizer = None if choices.tokenizer is None else tokenizer_directory(choices.tokenizer)
-    named = [Path(name) for name in (tokenizer, choices.chat_template) if name]
-    tokenizers = [file for path in named for file in ([path] if path.is_file() else path.glob("*"))]
-    weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
-    found = [file for file in sorted(tokenizers) if file.is_file()]
-    return [Input(file.name, file) for file in found if file.suffix not in weights]
 
 
 def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> Conversion | None:
@@ -280,32 +341,36 @@ def _located(rejected: Rejected, spool: Path) -> Rejected:
     return rejected._replace(place=structs.replace(place, path=copy))
 
 
-def _whole(parts: Sequence[tuple[int, Sequence[Run]]], metadata: DatasetMetadata) -> Part:
-    """Return the part of the dataset that all chunks have in common."""
+def _chunks(
+    plans: Sequence[Plan],
+    outcomes: Mapping[Key, Outcome],
+    chunk_bytes: int,
+    metadata: DatasetMetadata,
+    staging: Staging,
+) -> tuple[Part, list[Chunk]]:
+    """Cut the runs into chunks; also return the part of the dataset that all have in common."""
+    parts = [(i, runs) for i, made in enumerate(plans) for runs in chunks(made.runs, chunk_bytes)]
     every = (run for _, runs in parts for run in runs)
     facts = [[run.instance_id, run.repetition_id, run.num_bytes] for run in every]
-    return Part.of([metadata.made_by, facts], num_parts=len(parts))
-
-
-def _chunks(
-    parts: Sequence[tuple[int, Sequence[Run]]],
-    outcomes: Mapping[Key, Outcome],
-    whole: Part,
-    staging: Staging,
-) -> Iterator[Chunk]:
-    """Yield the chunks of a conversion, with output directories and positions in the dataset."""
-    for i, (log, runs) in enumerate(parts):
-        part, known = replace(whole, index=i), _outcomes_of(runs, outcomes)
-        yield Chunk(part=part, runs=runs, outcomes=known, out=staging.chunk_path(i), log=log)
+    whole = Part.of([metadata.made_by, facts], num_parts=len(parts))
+    return whole, [
+        Chunk(
+            part=replace(whole, index=i),
+            runs=runs,
+            outcomes=_outcomes_of(runs, outcomes),
+            out=staging.chunk_path(i),
+            log=log,
+        )
+        for i, (log, runs) in enumerate(parts)
+    ]
 
 
 def _conclude(
     staging: Staging,
-    opened: Opened,
+    sources: _Sources,
     plans: Sequence[Plan],
     planned: Summary,
     reports: Sequence[Report],
-    choices: Choices,
 ) -> Summary:
     """Write the rejected records, or raise their first error; return the total counts.
 
@@ -313,17 +378,15 @@ def _conclude(
         RolloutError: Chunks contradict each other, a record was rejected and `on_error` is `fail`,
             or no rows remain.
     """
+    opened = sources.opened
     _refuse_mixtures(reports, opened.logs, plans)
-    inputs = ", ".join(given.name for given in opened.inputs)
-    refuse_mixed_types([s for i in range(len(reports)) for s in staging.shards(i)], inputs)
+    names = ", ".join(given.name for given in opened.inputs)
+    refuse_mixed_types([s for i in range(len(reports)) for s in staging.shards(i)], names)
     rejected = [r for planned in plans for r in planned.rejected]
     rejected += [r for report in reports for r in report.rejected]
-    if rejected and choices.on_error == "fail":
-        num_runs = sum(planned.num_runs for planned in plans)
+    if rejected and sources.choices.on_error == "fail":
         num_usable = sum(report.summary.num_trajectories for report in reports)
-        found = errors_of(rejected, opened.inputs)
-        rewards = choices.rewards and shown(choices.rewards)
-        rejections.fail(found, num_runs, opened.noun, rewards, num_usable=num_usable)
+        sources.fail(rejected, plans, num_usable)
     summary = planned
     for report in reports:
         summary.merge(report.summary)
@@ -332,7 +395,8 @@ def _conclude(
     else:
         staging.remove_rejected()
     if not summary.num_rows:
-        raise _nothing_usable(staging.where, errors_of(rejected, opened.inputs), summary)
+        errors = [each.error for each in causes_first(rejected, opened.inputs)]
+        raise _nothing_usable(staging.where, errors, summary)
     return summary
 
 
@@ -376,48 +440,3 @@ def _nothing_usable(where: str, errors: Sequence[RolloutError], summary: Summary
     error = NothingUsable("no_calls", where, got, "", hint)
     error.summary = summary
     return error
-
-
-def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
-    """Convert logs to one rollout table, following the same rules as `convert`.
-
-    Args:
-        inputs: As for `convert`.
-        choices: See `Choices`; an invalid record raises an error even if `on_error` is "skip".
-
-    Raises:
-        RolloutError: A record is invalid (the error describes the first one), or an argument is.
-
-    Example:
-        >>> read_log(["shop.calls.jsonl"], Choices(rewards="shop.rewards.jsonl")).num_rows
-        205
-    """
-    choices = choices or Choices()
-    if choices.tokenizer is not None:
-        tokenizer_directory(choices.tokenizer)  # fails before any log is read
-    with tempfile.TemporaryDirectory() as folder, naming_errors(Path(folder)):
-        spool = Path(folder)
-        ignored = [choices.rewards] if choices.rewards else []
-        opened = open_log(paths_of(inputs), choices.format, spool, ignored, strict=choices.strict)
-        logs = opened.logs
-        refuse_misfits(choices, logs)
-        rewards = open_file(choices.rewards, spool) if choices.rewards else None
-        versions = versions_of([*opened.inputs, *([rewards] if rewards else [])])
-        named = {} if rewards is None else read_rewards(*rewards)
-        found = (log.find(lambda _num_bytes: None, spool) for log in logs)
-        plans, outcomes = plan_logs(found, named, choices.group_by)
-        refuse_nothing(plans, opened.inputs)
-        rejected = [*opened.unused, *(r for planned in plans for r in planned.rejected)]
-        tables = []
-        each = settings_of(choices, logs, [planned.about for planned in plans], spool)
-        for settings, planned in zip(each, plans, strict=True):
-            reader = Reader(settings, outcomes, rejected)
-            vocab_size = settings.metadata.vocab_size
-            tables += [sound(part, rejected, vocab_size) for part in reader.parts(planned.runs)]
-        refuse_changed(versions)
-        if rejected:
-            num_runs = sum(planned.num_runs for planned in plans)
-            found_errors = errors_of(rejected, opened.inputs)
-            rejections.fail(found_errors, num_runs, opened.noun, rewards and rewards.name)
-    table = pa.concat_tables(tables, promote_options="permissive")
-    return table.replace_schema_metadata(each[0].metadata.encode("full"))

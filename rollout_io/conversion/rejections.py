@@ -10,10 +10,10 @@ import msgspec
 
 from rollout_io import formats
 from rollout_io.conversion.inputs import DUPLICATE_INPUT
-from rollout_io.conversion.text import NO_TOKENS, is_text_alone
+from rollout_io.conversion.text import NO_TOKENS
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import Place, Rejected
-from rollout_io.formats.parsing.jsonl import FIELDS_HINT
+from rollout_io.formats.parsing.jsonl import WrongType
 from rollout_io.formats.parsing.lines import DUPLICATE, INCOMPLETE
 from rollout_io.formats.parsing.naming import natural_key
 from schemas import errors
@@ -29,16 +29,16 @@ _TOLD_BYTES = 64 << 20  # longer records are not copied
 
 def encode(rejected: Rejected) -> dict[str, Any]:
     """Return a JSON-serialisable dict; `decode` reads it."""
-    place, error = rejected
+    place, error, kind = rejected
     at = [str(place.path), place.where, place.offset, place.num_bytes]
-    return {"place": at, "error": errors.encode(error)}
+    return {"place": at, "error": errors.encode(error), "kind": kind}
 
 
 def decode(values: dict[str, Any]) -> Rejected:
     """Parse the output of `encode`."""
     path, where, offset, num_bytes = values["place"]
     place = Place(Path(path), where, offset, num_bytes)
-    return Rejected(place, errors.decode(values["error"]))
+    return Rejected(place, errors.decode(values["error"]), values["kind"])
 
 
 def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
@@ -48,7 +48,7 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
     the text of the record, with bytes that are not UTF-8 written as `\xNN`. `record` is null if the
     record is not a range of bytes (a directory, or part of a document) or is longer than 64 MiB.
     """
-    for place, error in rejections:
+    for place, error, _ in rejections:
         is_told = place.offset is not None and place.num_bytes <= _TOLD_BYTES
         record = _bytes_of(place) if is_told else None
         text = None if record is None else record.decode(errors="backslashreplace")
@@ -57,39 +57,38 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
 
 
 def fail(
-    found: Sequence[RolloutError],
+    found: Sequence[Rejected],
     num_runs: int,
     noun: str,
-    rewards: str | None = None,
     *,
     num_usable: int = 0,
 ) -> NoReturn:
     """Raise the first error; if several runs have no token ids, raise one error for all of them.
 
     Args:
-        found: Errors of all rejected records, in order.
+        found: All rejected records, in order.
         num_runs: Number of runs in the logs.
         noun: Noun for a run, such as "session".
-        rewards: Name of the rewards file, whose lines are counted separately.
         num_usable: Number of trajectories that `--on-error skip` would write.
     """
     skip = "or pass --on-error skip to leave such records out and convert "
     skip = f"{skip}{errors.count(num_usable, 'trajectory')}" if num_usable else ""
-    alone = list({error.where: error for error in found if is_text_alone(error)}.values())
+    alone = list({each.error.where: each for each in found if each.kind == "text"}.values())
     if len(alone) < 2:
-        errors.raise_first(found, _counted(found, rewards), skip)
-    others = [e for e in found if not is_text_alone(e) and e.rule != INCOMPLETE]
+        errors.raise_first([each.error for each in found], _counted(found), skip)
+    others = [e for e in found if e.kind != "text" and e.error.rule != INCOMPLETE]
+    first = alone[0].error
     message = f"{len(alone)} of {errors.count(num_runs, noun)} have text but no token ids"
     if others:
-        more = _counted([alone[0], *others], rewards)
-        message += f" (and {more} rejected: {errors.reasons_of(others)})"
-    hint = "; ".join(filter(None, (alone[0].hint, skip)))
-    raise InputError(NO_TOKENS, alone[0].where, alone[0].got, "", hint, message=message)
+        reasons = errors.reasons_of([each.error for each in others])
+        message += f" (and {_counted([alone[0], *others])} rejected: {reasons})"
+    hint = "; ".join(filter(None, (first.hint, skip)))
+    raise InputError(NO_TOKENS, first.where, first.got, "", hint, message=message)
 
 
-def _counted(found: Sequence[RolloutError], rewards: str | None) -> str:
+def _counted(found: Sequence[Rejected]) -> str:
     """Count the rejected records after the first, as text: "2 more records and 48 rewards"."""
-    first, *others = [rewards is not None and e.where.startswith(f"{rewards}:") for e in found]
+    first, *others = [each.kind == "reward" for each in found]
     words = []
     for is_reward, noun in ((False, "record"), (True, "reward")):
         if number := others.count(is_reward):
@@ -98,11 +97,9 @@ def _counted(found: Sequence[RolloutError], rewards: str | None) -> str:
 
 
 def pointed(error: RolloutError, format_name: str) -> RolloutError:
-    """If the hint refers to docs/formats.md, make it refer to the format's section."""
-    if error.hint != FIELDS_HINT or not (_OUR_FORMATS / f"{format_name}.py").exists():
-        return error
-    hint = FIELDS_HINT.replace("formats.md", f"formats.md#{format_name}")
-    return error.at(error.where, hint)
+    """If the hint refers to docs/formats.md, make it refer to the section of a format of ours."""
+    is_ours = (_OUR_FORMATS / f"{format_name}.py").exists()
+    return error.of(format_name) if isinstance(error, WrongType) and is_ours else error
 
 
 def reasons(rejected: Iterable[Rejected]) -> list[Reason]:
@@ -112,7 +109,7 @@ def reasons(rejected: Iterable[Rejected]) -> list[Reason]:
     error at the first file and line.
     """
     found: dict[tuple[str, str | None], list[str]] = {}
-    for _, error in rejected:
+    for _, error, _ in rejected:
         found.setdefault((error.rule, error.hint), []).append(error.sentence)
     ordered = sorted(found.items(), key=lambda item: (item[0][0] == INCOMPLETE, -len(item[1])))
     return [

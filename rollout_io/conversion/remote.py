@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from msgspec import structs
 
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Found, Place, Rejected, Run
@@ -129,11 +130,13 @@ def named_table(table: pa.Table, spool: Path) -> pa.Table:
 
 def named_rejection(rejected: Rejected, spool: Path) -> Rejected:
     """Replace the paths of local copies in a rejection with the original URLs."""
-    return Rejected(_named_place(rejected.place, spool), named_error(rejected.error, spool))
+    return rejected._replace(
+        place=_named_place(rejected.place, spool), error=named_error(rejected.error, spool)
+    )
 
 
 def _named_place(place: Place, spool: Path) -> Place:
-    return Place(place.path, url_of(place.where, spool), place.offset, place.num_bytes)
+    return structs.replace(place, where=url_of(place.where, spool))
 
 
 def named_error(error: RolloutError, spool: Path) -> RolloutError:

@@ -361,7 +361,7 @@ def _rejected(
             )
             hint += f"; the nearest session is {near.pop()!r}" if near else ""
             error = InputError("unknown_session", where, got, "", hint)
-        yield Rejected(Place(Path(where), where), error)
+        yield Rejected(Place(Path(where), where), error, "reward")
 
 
 def _session_name(key: Key) -> str:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rollout_io import __version__
 from rollout_io.configuration import out_of_bounds
 from rollout_io.conversion.chunk import Settings
-from rollout_io.conversion.opened_logs import AUTO, Log
+from rollout_io.conversion.inputs import digests_of
+from rollout_io.conversion.opened_logs import AUTO, Log, Opened
 from rollout_io.conversion.remote import holds_copies, shown
 from rollout_io.conversion.text import Retokenizer, about_template, retokenizer_of
-from rollout_io.formats.base import HAS_TEXT, Options
+from rollout_io.dataset.opening import digest_of
+from rollout_io.formats.base import HAS_TEXT, Input, Options
 from rollout_io.formats.parsing.sampling import MODELS
-from rollout_io.retokenize.local import find_tokenizer
+from rollout_io.retokenize.local import find_tokenizer, tokenizer_directory
 from schemas.errors import ConfigError
 
 
@@ -144,6 +146,33 @@ def refuse_misfits(choices: Choices, logs: Iterable[Log]) -> None:
         if choices.options.group_size is not None and log.format != "skyrl":
             name, got = "--group-size", f"logs in the format {log.format} name their groups"
             raise ConfigError("choices", name, got, "", f"omit {name}")
+
+
+def identity_of(
+    opened: Opened, rewards: Input | None, choices: Choices, chunk_bytes: int
+) -> dict[str, Any]:
+    """Return the identity of a conversion as JSON: file contents, choices and version."""
+    files = [*opened.inputs, *([rewards] if rewards else [])]
+    return {
+        "tool": tool_name(),
+        "formats": [log.format for log in opened.logs],
+        "choices": asdict(choices)
+        | {"group_by": list(choices.group_by), "rewards": rewards and rewards.name},
+        "chunk_bytes": chunk_bytes,
+        "inputs": [[file.name, digests_of(file)] for file in files],
+        "tokenizer": [digests_of(file) for file in _tokenizer_files(choices)],
+        "unused": [[r.place.where, digest_of(r.place.path)] for r in opened.unused],
+    }
+
+
+def _tokenizer_files(choices: Choices) -> list[Input]:
+    """Return the tokenizer's files, without model weights, and the chat template's file."""
+    tokenizer = None if choices.tokenizer is None else tokenizer_directory(choices.tokenizer)
+    named = [Path(name) for name in (tokenizer, choices.chat_template) if name]
+    tokenizers = [file for path in named for file in ([path] if path.is_file() else path.glob("*"))]
+    weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
+    found = [file for file in sorted(tokenizers) if file.is_file()]
+    return [Input(file.name, file) for file in found if file.suffix not in weights]
 
 
 def tool_name() -> str:

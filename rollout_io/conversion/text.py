@@ -209,18 +209,17 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
     return steps
 
 
-def text_alone(step: Conversation | Completion) -> InputError:
+class TextAlone(InputError):
+    """A log has text but no token ids; passing `--tokenizer` fixes it."""
+
+
+def text_alone(step: Conversation | Completion) -> TextAlone:
     """Return the error for a log without token ids, to raise if there is no re-tokenizer."""
     why = step.tokenless if isinstance(step, Conversation) else None
     if why is None:
         got = "the log has text but no token ids"
-        return InputError(NO_TOKENS, step.source, got, "", _NEEDS_TOKENIZER + _COLLECT)
-    return InputError(NO_TOKENS, why.where, why.got, "", f"{_NEEDS_TOKENIZER}{why.hint}")
-
-
-def is_text_alone(error: RolloutError) -> bool:
-    """True if the error is from `text_alone`; passing `--tokenizer` fixes it."""
-    return error.rule == NO_TOKENS and (error.hint or "").startswith(_NEEDS_TOKENIZER)
+        return TextAlone(NO_TOKENS, step.source, got, "", _NEEDS_TOKENIZER + _COLLECT)
+    return TextAlone(NO_TOKENS, why.where, why.got, "", f"{_NEEDS_TOKENIZER}{why.hint}")
 
 
 def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | None) -> bool:

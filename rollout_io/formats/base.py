@@ -41,12 +41,14 @@ class Place(msgspec.Struct, frozen=True, gc=False):
         where: Name of the location in messages: "shop.jsonl:12".
         offset: Offset of the record's first byte; None if the record is not a range of bytes.
         num_bytes: Size of the record.
+        part: Index or name of the record within its document, if it is not a range of bytes.
     """
 
     path: Path
     where: str
     offset: int | None = None
     num_bytes: int = 0
+    part: int | str | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,7 +61,6 @@ class Run:
             order of the log.
         places: Locations of the run's records, in order.
         labels: Other identifiers of the run, for `--group-by`.
-        index: Index of the run within its document.
         failed: True if the rewards file reports a failure; the run may then lack tokens.
         rewarded: True if the rewards file has the run's outcome; the outcome in the log may then be
             ambiguous.
@@ -70,7 +71,6 @@ class Run:
     repetition_id: int | None
     places: Sequence[Place]
     labels: Mapping[str, str] = field(default_factory=dict)
-    index: int = 0
     failed: bool = False
     rewarded: bool = False
     copied: frozenset[int] = frozenset()
@@ -82,10 +82,16 @@ class Run:
 
 
 class Rejected(NamedTuple):
-    """A record that cannot be used, with the reason."""
+    """A record that cannot be used, with the reason.
+
+    Attributes:
+        kind: What was rejected: a record of a log, a record that only lacks token ids (`text`), or
+            a line of the rewards file (`reward`).
+    """
 
     place: Place
     error: RolloutError
+    kind: Literal["record", "text", "reward"] = "record"
 
 
 class About(NamedTuple):

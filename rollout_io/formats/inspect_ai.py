@@ -147,7 +147,13 @@ def _open_archive(given: Input) -> tuple[_Log, list[Place]]:
     log = decode_document(_LOG_DECODER, plain_json(read_member(given.path, header, where)), where)
     samples = [members[name] for name in members if name.startswith(_SAMPLES)]
     return log, [
-        Place(given.path, f"{given.name}, {member.filename}", None, member.file_size)
+        Place(
+            given.path,
+            f"{given.name}, {member.filename}",
+            None,
+            member.file_size,
+            member.filename,
+        )
         for member in samples
         if not member.is_dir()
     ]
@@ -165,11 +171,7 @@ def _content(place: Place) -> bytes:
     """Read a sample: a range of bytes of a document, or a member of an archive."""
     if place.offset is not None:
         return plain_json(read_record(place))
-    return plain_json(read_member(place.path, _member_name(place), place.where))
-
-
-def _member_name(place: Place) -> str:
-    return place.where[place.where.rindex(f", {_SAMPLES}") + 2 :]
+    return plain_json(read_member(place.path, str(place.part), place.where))
 
 
 def read_sample(run: Run, options: Options) -> Trajectory:
@@ -186,7 +188,7 @@ def read_sample(run: Run, options: Options) -> Trajectory:
     """
     (place,) = run.places
     if place.offset is None:
-        note(REPLACED, num_replaced(place.path, _member_name(place), place.where))
+        note(REPLACED, num_replaced(place.path, str(place.part), place.where))
     sample = decode_document(_SAMPLE_DECODER, _content(place), place.where)
     logged = outcome_of(sample, place.where, options)
     failed = run.failed or logged.error is not None

@@ -36,6 +36,7 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
+from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
 from rollout_io.formats.parsing.lines import incomplete
 from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
@@ -126,7 +127,7 @@ def _find(given: Input, file: str, samples: Sequence[Any], num_bytes: int) -> It
     found: dict[str, Run] = {}
     damaged: dict[str, RolloutError] = {}
     for number, sample in enumerate(samples):
-        place = Place(given.path, f"{given.name}, samples[{number}]", None, num_bytes)
+        place = Place(given.path, f"{given.name}, samples[{number}]", None, num_bytes, number)
         try:
             key, run = _run_of(_sample(sample, place.where), file, number, place)
         except RolloutError as error:
@@ -171,7 +172,7 @@ def _run_of(sample: _Sample, file: str, number: int, place: Place) -> tuple[str,
     }
     labels = {name: value for name, value in found.items() if value}
     instance = f"{file}/{key.partition('/')[2]}" if group is None else f"{file}/{group}"
-    run = Run(instance_id=instance, repetition_id=None, places=[place], labels=labels, index=number)
+    run = Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
     return key, run
 
 
@@ -190,7 +191,7 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
     path = run.places[0].path
     samples = _load(path, Version.of(path), str(path))
     siblings = [
-        (_sample(samples[_number_of(place)], place.where), place.where) for place in run.places
+        (_sample(samples[index_of(place)], place.where), place.where) for place in run.places
     ]
     rewards = [_reward(sample, where) for sample, where in siblings]
     outcome, metrics = rewards[-1]
@@ -215,10 +216,6 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
         metrics=metrics,
         user_values={name: text for name, text in texts.items() if text},
     )
-
-
-def _number_of(place: Place) -> int:
-    return int(place.where.rpartition("[")[2].removesuffix("]"))
 
 
 def _sample(value: Any, where: str) -> _Sample:

@@ -59,6 +59,7 @@ from rollout_io.formats.exporting.export_rows import (
     rewards_of,
 )
 from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.messages import prompt_key, read_messages
 from schemas.errors import InputError, RolloutError
 
@@ -83,10 +84,10 @@ def find_rows(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
             yield Rejected(Place(given.path, given.name, 0, num_bytes), _damaged(given.name, error))
             continue
         for i, row in enumerate(rows):
-            place = Place(given.path, f"{given.name}, row {i}", None, num_bytes // len(rows))
+            place = Place(given.path, f"{given.name}, row {i}", None, num_bytes // len(rows), i)
             has_text |= _is_text(row)
             try:
-                yield _run(place, i, row)
+                yield _run(place, row)
             except RolloutError as refused:
                 yield Rejected(place, refused)
     if has_text:
@@ -108,7 +109,7 @@ def _damaged(where: str, error: Exception) -> InputError:
     return InputError("parquet_file", where, got, hint="copy the file again, or log it again")
 
 
-def _run(place: Place, index: int, row: Mapping[str, Any]) -> Run:
+def _run(place: Place, row: Mapping[str, Any]) -> Run:
     prompt = row["prompt"] if _is_text(row) else _messages(row, "prompt", place.where)
     key, step = prompt_key(prompt), str(row["step"])
     return Run(
@@ -116,7 +117,6 @@ def _run(place: Place, index: int, row: Mapping[str, Any]) -> Run:
         repetition_id=None,
         places=[place],
         labels={"step": step, "prompt": key},
-        index=index,
     )
 
 
@@ -130,7 +130,7 @@ def read_row(run: Run, _: Options) -> Trajectory:
     (place,) = run.places
     try:
         table = _table(place.path, Version.of(place.path))
-        row = table.slice(run.index, 1).to_pylist()[0]
+        row = table.slice(index_of(place), 1).to_pylist()[0]
     except _ERRORS as error:
         raise _damaged(place.where, error) from None
     fields = [field for field in table.schema if field.name != "step"]

@@ -274,7 +274,7 @@ def _read_episode(place: Place, options: Options, *, failed: bool) -> Trajectory
     failed = failed or error is not None
     numbered = sorted(enumerate(episode.traces), key=lambda item: item[1].agent.trainable)
     graphs = [(Graph(t, f"{place.where}, traces[{i}]"), t) for i, t in numbered]
-    steps, num_left_out = _steps([graph for graph, _ in graphs], failed=failed)
+    steps, num_left_out = _steps([graph for graph, _ in graphs], _policy(episode), failed=failed)
     main = numbered[-1][1] if numbered else Trace()
     if not steps and error is None and not failed:
         raise InputError("no_calls", place.where, "the episode has no model calls")
@@ -284,7 +284,6 @@ def _read_episode(place: Place, options: Options, *, failed: bool) -> Trajectory
         metrics.setdefault("reward", known[-1])
     if num_left_out:
         metrics["num_calls_without_tokens"] = float(num_left_out)
-    _add_versions(steps, graphs, _policy(episode))
     return Trajectory(
         steps=steps,
         reward=known[-1] if known else None,
@@ -294,8 +293,16 @@ def _read_episode(place: Place, options: Options, *, failed: bool) -> Trajectory
     )
 
 
-def _steps(graphs: Sequence[Graph], *, failed: bool) -> tuple[list[Step | Conversation], int]:
-    """Return the calls of all traces, and the number of calls left out."""
+def _steps(
+    graphs: Sequence[Graph], policy: _Policy, *, failed: bool
+) -> tuple[list[Step | Conversation], int]:
+    """Return the calls of all traces, and the number of calls left out.
+
+    Args:
+        graphs: The traces.
+        policy: Versions of the policy, which sampled the calls of trainable agents.
+        failed: If true, calls may lack tokens.
+    """
     has_tokens = any(len(g.sampled) > len(g.without_tokens) for g in graphs)
     steps: list[Step | Conversation] = []
     num_left_out = 0
@@ -309,17 +316,11 @@ def _steps(graphs: Sequence[Graph], *, failed: bool) -> tuple[list[Step | Conver
                 raise graph.missing()
             num_left_out += len(missing)
             own = list(graph.steps(failed=failed))
+        for step in own:
+            if isinstance(step, Step) and graph.trace.agent.trainable:
+                step.policy_version = policy.start
         steps += own
     return steps, num_left_out
-
-
-def _add_versions(
-    steps: Sequence[Step | Conversation], graphs: Sequence[tuple[Graph, Trace]], policy: _Policy
-) -> None:
-    trained = tuple(f"{graph.where}." for graph, trace in graphs if trace.agent.trainable)
-    for step in steps:
-        if isinstance(step, Step) and step.source.startswith(trained):
-            step.policy_version = policy.start
 
 
 def _policy(episode: _Named) -> _Policy:

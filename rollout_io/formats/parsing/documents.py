@@ -102,6 +102,12 @@ def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Ru
     )
 
 
+def index_of(place: Place) -> int:
+    """Return the index of a record within its document."""
+    assert isinstance(place.part, int)
+    return place.part
+
+
 def with_group_rule(
     found: Iterable[Found], rule: str = _BY_FILE, label: str = "instance_id"
 ) -> Iterator[Found]:

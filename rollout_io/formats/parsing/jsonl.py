@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -34,8 +34,19 @@ _WORDS = {
     "object": "an object",
 }
 _ENDS_LIKE_A_LINE = re.compile(r":[0-9]+$")
-FIELDS_HINT = "see docs/formats.md for the fields of the format"
-"""Hint for a field of the wrong type; `pointed` adds the section of the format to the link."""
+
+
+class WrongType(InputError):
+    """A field is missing or has the wrong type; the documentation lists the fields of the format."""
+
+    def of(self, format_name: str) -> Self:
+        """Return the error with a hint to the section of a format."""
+        return self.at(self.where, _fields_hint(f"#{format_name}"))
+
+
+def _fields_hint(section: str = "") -> str:
+    return f"see docs/formats.md{section} for the fields of the format"
+
 
 SURROGATES = "runs with lone surrogates (halves of a character), each read as U+FFFD"
 
@@ -241,7 +252,7 @@ def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]
     return decode_document(decoder, content, str(path)), len(content)
 
 
-def type_error(error: msgspec.ValidationError, where: str, whole: str | None = None) -> InputError:
+def type_error(error: msgspec.ValidationError, where: str, whole: str | None = None) -> WrongType:
     """Return the error for a field that is missing or has the wrong type.
 
     Args:
@@ -249,17 +260,17 @@ def type_error(error: msgspec.ValidationError, where: str, whole: str | None = N
         where: Location of the decoded text.
         whole: Noun for the decoded text, such as "line"; None if it is part of a record.
     """
-    hint = FIELDS_HINT
+    hint = _fields_hint()
     match = _MISMATCH.fullmatch(str(error))
     if match is None:
         text, _, path = str(error).partition(" - at ")
         got = f"{text[0].lower()}{text[1:]}" + (f" in {path}" if path else "")
-        return InputError("record_type", where, got, hint=hint)
+        return WrongType("record_type", where, got, hint=hint)
     if whole and not match["path"]:
         got, expected = (_WORDS.get(match[n].strip("`"), match[n]) for n in ("got", "expected"))
-        return InputError("record_type", where, f"{got} as the entire {whole}", expected, hint)
+        return WrongType("record_type", where, f"{got} as the entire {whole}", expected, hint)
     place = f"{where}, {match['path'].strip('`')}" if match["path"] else where
-    return InputError("record_type", place, match["got"], match["expected"], hint)
+    return WrongType("record_type", place, match["got"], match["expected"], hint)
 
 
 def _syntax_error(

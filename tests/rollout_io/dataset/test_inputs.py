@@ -16,8 +16,8 @@ import pytest
 
 from rollout_io import Choices, RolloutWriter, convert, read, read_log
 from rollout_io.cli.main import run
-from rollout_io.conversion.driver import identity_of
 from rollout_io.conversion.opened_logs import Log, Opened
+from rollout_io.conversion.settings import identity_of
 from rollout_io.dataset.opening import read_input
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.formats.calls import ADAPTER

@@ -231,7 +231,7 @@ def test_sessions_of_one_file_are_runs_and_titles_belong_to_the_first(tmp_path):
 
 def test_a_file_of_titles_alone_has_no_session(tmp_path):
     path = write_lines(tmp_path / "titles", {"type": "summary", "summary": "x"})
-    found, ((_, error),) = read_all(ADAPTER, path)
+    found, ((_, error, _),) = read_all(ADAPTER, path)
     assert found == []
     assert error.rule == "no_calls"
 
@@ -262,7 +262,7 @@ def test_a_damaged_line_takes_its_session_with_it_and_no_other(damaged, rule, tm
 
 
 def test_a_session_in_which_the_model_wrote_nothing_has_no_calls(tmp_path):
-    _, ((_, error),) = read_all(ADAPTER, write_lines(tmp_path / "s", user("1", "Hi.")))
+    _, ((_, error, _),) = read_all(ADAPTER, write_lines(tmp_path / "s", user("1", "Hi.")))
     assert error.rule == "no_calls"
 
 

@@ -71,13 +71,13 @@ def test_messages_for_people_are_left_out_and_unknown_kinds_refused(tmp_path):
     found = read_one(ADAPTER, save(tmp_path / "a", session(*notes, gemini("Done."))))
     assert [m["role"] for m in found.steps[0].messages] == ["user", "assistant"]
     odd = save(tmp_path / "b", session({"type": "telepathy", "content": "x"}, gemini("Done.")))
-    _, ((_, error),) = read_all(ADAPTER, odd)
+    _, ((_, error, _),) = read_all(ADAPTER, odd)
     assert error.rule == "record_type"
     assert "`$.messages[1].type`" in error.got
 
 
 def test_a_session_in_which_the_model_wrote_nothing_has_no_calls(tmp_path):
-    _, ((_, error),) = read_all(ADAPTER, save(tmp_path / "s", session()))
+    _, ((_, error, _),) = read_all(ADAPTER, save(tmp_path / "s", session()))
     assert error.rule == "no_calls"
 
 

@@ -73,7 +73,7 @@ def test_runs_of_a_list_are_read_and_written_with_their_exact_ids(tmp_path):
 )
 def test_every_reason_for_missing_tokens_has_its_name_and_place(log, rule, got, tmp_path):
     path = save(tmp_path / "a", document(TWO_CALLS, run(*log)))
-    found, ((place, error),) = read_all(ADAPTER, path)
+    found, ((place, error, _),) = read_all(ADAPTER, path)
     assert len(found) == 1
     assert place.where == f"{path}, expected_output[1]"
     assert error.rule == rule
@@ -86,7 +86,7 @@ def test_the_real_pair_of_renderings_is_recognized_and_has_no_run(harness_logs):
     assert ADAPTER.recognizes(path)
     plan = planned(ADAPTER, path)
     assert plan.runs == []
-    ((_, error),) = plan.rejected
+    ((_, error, _),) = plan.rejected
     assert (error.rule, error.got) == (
         "no_calls",
         "the document has two renderings of a prompt, but no response",

@@ -176,7 +176,7 @@ def test_a_document_over_several_lines_is_no_jsonl(tmp_path):
 )
 def test_a_damaged_line_is_refused_by_name_and_no_other_is(record, rule, tmp_path):
     path = lines(tmp_path, {"messages": CHAT}, record, CHAT)
-    found, ((place, error),) = read_all(ADAPTER, path)
+    found, ((place, error, _),) = read_all(ADAPTER, path)
     assert len(found) == 2
     assert (place.where, error.rule) == (f"{path}:2", rule)
 

@@ -161,7 +161,7 @@ def test_strings_of_json_become_messages_metrics_and_a_reward(tmp_path):
 )
 def test_a_field_that_holds_something_else_is_refused_with_its_row(fields, rule, tmp_path):
     path = write_lines(tmp_path / "rows", row(0), row(1) | fields)
-    found, ((place, error),) = read_all(ADAPTER, path)
+    found, ((place, error, _),) = read_all(ADAPTER, path)
     assert len(found) == 1
     assert (error.rule, place.where) == (rule, f"{path}:2")
     assert error.where.startswith(place.where)

@@ -152,7 +152,7 @@ def test_without_a_tokenizer_plain_text_is_refused_with_the_way_to_tokens(tmp_pa
 def test_a_completion_without_an_answer_has_no_calls(tmp_path):
     completions = [answer("y"), [{"role": "user", "content": "z"}]]
     columns = {"prompt": [prompt("x")] * 2, "completion": completions, "correct": [1.0] * 2}
-    found, ((place, error),) = read_all(ADAPTER, save(tmp_path / "c.parquet", **columns))
+    found, ((place, error, _),) = read_all(ADAPTER, save(tmp_path / "c.parquet", **columns))
     assert len(found) == 1
     assert (place.where, error.rule) == (f"{tmp_path / 'c.parquet'}, row 1", "no_calls")
 
@@ -162,7 +162,7 @@ def test_parquet_without_its_columns_is_none_of_trl(tmp_path):
     pq.write_table(pa.table({"step": [1], "prompt": ["x"]}), path)
     assert not ADAPTER.recognizes(path)
     assert not ADAPTER.recognizes(tmp_path)
-    ((_, error),) = planned(ADAPTER, path).rejected
+    ((_, error, _),) = planned(ADAPTER, path).rejected
     assert (error.rule, error.got) == (
         "parquet_file",
         "cannot read the file: the column 'completion' is missing",
