@@ -12,7 +12,7 @@ from rollout_io.cli.output import emit_json, example, note
 from rollout_io.startup import keep_pandas_out_of_arrow
 
 if TYPE_CHECKING:
-    from rollout_io.formats.exporting.export_rows import Exported, Failed
+    from rollout_io.formats.exporting import Exported, Failed
 
 FORMATS = {
     "skyrl": "a GeneratorOutput as JSON",

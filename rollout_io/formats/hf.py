@@ -19,8 +19,15 @@ import pyarrow.compute as pc
 
 from rollout_io.dataset.reader import read_metadata
 from rollout_io.dataset.writer import SHARD_BYTES
-from rollout_io.formats.exporting.export_files import ParquetFile, new_export, without_maps
-from rollout_io.formats.exporting.export_rows import Exported, Failed, PathLike, declared_tables
+from rollout_io.formats.exporting import (
+    Exported,
+    Failed,
+    ParquetFile,
+    PathLike,
+    declared_tables,
+    new_export,
+    without_maps,
+)
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import count
 from schemas.metadata import DatasetMetadata

@@ -14,8 +14,7 @@ import pyarrow as pa
 from rollout_io.dataset.reader import iter_tables, read_metadata, shard_sizes
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.dataset.sources import Sources
-from rollout_io.formats.exporting.export_files import refuse_taken
-from rollout_io.formats.exporting.export_rows import Exported, Failed, PathLike
+from rollout_io.formats.exporting import Exported, Failed, PathLike, refuse_taken
 
 
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:

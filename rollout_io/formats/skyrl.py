@@ -39,14 +39,14 @@ from rollout_io.formats.base import (
     Rejected,
     Run,
 )
-from rollout_io.formats.exporting.export_files import new_export
-from rollout_io.formats.exporting.export_rows import (
+from rollout_io.formats.exporting import (
     FAILED,
     IN_FAILED_GROUP,
     Exported,
     Failed,
     Failures,
     PathLike,
+    new_export,
 )
 from rollout_io.formats.parsing.jsonl import read_document
 from rollout_io.formats.skyrl_fields import OPTIONAL, REQUIRED, SUPPORT, USER_FIELDS

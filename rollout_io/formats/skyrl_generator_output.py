@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.dataset.opening import read_input
-from rollout_io.formats.exporting.export_files import replaced_export
+from rollout_io.formats.exporting import replaced_export
 from rollout_io.formats.skyrl_fields import (
     SPLITS,
     SUPPORT,

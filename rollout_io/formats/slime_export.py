@@ -14,8 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rollout_io.formats.exporting.export_files import new_export
-from rollout_io.formats.exporting.export_rows import (
+from rollout_io.formats.exporting import (
     Exported,
     Failed,
     Failures,
@@ -23,6 +22,7 @@ from rollout_io.formats.exporting.export_rows import (
     PathLike,
     Uniform,
     declared_tables,
+    new_export,
     rewards_of,
 )
 from schemas.columns import metrics_dict

@@ -47,15 +47,17 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.exporting.export_files import ParquetFile, new_export, renamed
-from rollout_io.formats.exporting.export_rows import (
+from rollout_io.formats.exporting import (
     Exported,
     Failed,
     Failures,
     Groups,
+    ParquetFile,
     PathLike,
     Uniform,
     declared_tables,
+    new_export,
+    renamed,
     rewards_of,
 )
 from rollout_io.formats.parsing.content import Message

@@ -45,14 +45,16 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.exporting.export_files import ParquetFile, new_export, renamed
-from rollout_io.formats.exporting.export_rows import (
+from rollout_io.formats.exporting import (
     Exported,
     Failed,
     Failures,
+    ParquetFile,
     PathLike,
     Uniform,
     declared_tables,
+    new_export,
+    renamed,
     rewards_of,
 )
 from rollout_io.formats.parsing.content import NO_JSON

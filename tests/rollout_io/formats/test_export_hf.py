@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 import rollout_io
 from rollout_io.cli.main import run
+from rollout_io.formats import exporting as files
 from rollout_io.formats import hf
-from rollout_io.formats.exporting import export_files as files
 from schemas.columns import COLUMN_BY_NAME, METRICS_TYPE, routing_type
 from schemas.rules import RULES
 from schemas.strategies import OPTIONAL_COLUMNS, rollout_tables
