@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from rollout_io.conversion.rewards import Outcome, parse_outcome
 from rollout_io.dataset.atomic_files import sync
@@ -129,7 +130,9 @@ class Journal:
                 raise found.error
             if isinstance(found, Run):
                 name = f"{found.instance_id}/{found.repetition_id}"
-                sessions[name] = Recovered(folder=number, places=list(found.places))
+                # Named as by `_write_all`: a repeated rejection must be the same line.
+                places = [replace(p, where=f"{path.name}@{p.offset}") for p in found.places]
+                sessions[name] = Recovered(folder=number, places=places)
         for record in self._records(number, "rewards"):
             (instance, repetition), outcome = parse_outcome(record, str(path))
             name = f"{instance}/{repetition}"

@@ -123,6 +123,7 @@ class Recorder:
         self.warn("a request was refused", f"{error}{hint}")
 
     async def _recover(self) -> None:
+        await asyncio.to_thread(self._shards.refuse_foreign)
         found, written = await asyncio.to_thread(
             lambda: (self.journal.recover(), self._shards.trajectory_ids())
         )

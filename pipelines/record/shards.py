@@ -6,9 +6,11 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import msgspec
 import polars as pl
 import pyarrow as pa
 
@@ -19,7 +21,7 @@ from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
 from rollout_io.conversion.staging import rejected_path
 from rollout_io.dataset.atomic_files import writable
-from rollout_io.dataset.reader import scan
+from rollout_io.dataset.reader import footers, scan
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Options, Rejected, Run
@@ -28,10 +30,22 @@ from rollout_io.formats.parsing.lines import INCOMPLETE, close_files, read_recor
 from rollout_io.formats.parsing.naming import split_session
 from rollout_io.formats.parsing.sampling import ModelNames
 from schemas.columns import metrics_dict
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
 VERB = "record"
+OUTCOMES = b"rollout_io.outcomes"
+"""Footer key for outcomes that clients gave and that the rows of their sessions do not hold."""
+_OUTCOME = ("trajectory_id", "is_last_step", "reward", "error", "metrics")
+
+
+class _Said(NamedTuple):
+    reward: float | None
+    error: str | None
+    metrics: dict[str, float]
+
+
+_SAID = msgspec.json.Decoder(dict[str, _Said])
 
 
 class Ended(NamedTuple):
@@ -50,7 +64,8 @@ class Shards:
     """
 
     def __init__(self, out: str | os.PathLike[str], metadata: DatasetMetadata) -> None:
-        self._out = Path(out)
+        self._out, self._rejected = Path(out), Path(rejected_path(out))
+        self._num_published = 0  # bytes of rejected calls whose sessions are in a shard
         close_files()  # an earlier recorder of this process may have had files of the same names
         tokenizer = metadata.tokenizer if metadata.tokenizer_fingerprint else None
         self._settings = _settings(metadata.made(VERB), tokenizer)
@@ -88,22 +103,83 @@ class Shards:
         opened = RolloutWriter(
             self._out, layout="prefix", metadata=metadata, append=True, checked=True
         )
-        with _appended(Path(rejected_path(self._out)), rejected), opened as writer:
+        with self._appended(rejected), opened as writer:
             for table in tables:
                 writer.write(table)
+            if said := _differing(sessions, tables):
+                writer.footer = {OUTCOMES: msgspec.json.encode(said)}
         return writer.num_trajectories
 
     def outcome_of(self, name: str) -> Outcome | None:
         """Return the outcome of a session that is in the dataset; None if it is not."""
-        found = scan(self._out).filter(pl.col("trajectory_id") == trajectory_id(name))
-        columns = ("reward", "error", "metrics")
-        kept = [column for column in columns if column in found.collect_schema()]
-        rows = found.filter("is_last_step").select(kept).collect().to_dicts()
-        if not rows:
-            return None
-        metrics = metrics_dict(rows[0].get("metrics")) or {}
-        reward, error = rows[0].get("reward"), rows[0].get("error")
-        return Outcome(where=name, reward=reward, error=error, metrics=metrics, user_values={})
+        wanted = trajectory_id(name)
+        for pairs in footers(self._out):
+            with contextlib.suppress(msgspec.MsgspecError):
+                if said := _SAID.decode(pairs.get(OUTCOMES, b"{}")).get(wanted):
+                    reward, error, metrics = said
+                    return Outcome(
+                        where=name, reward=reward, error=error, metrics=metrics, user_values={}
+                    )
+        found = scan(self._out).filter(pl.col("trajectory_id") == wanted)
+        kept = [column for column in _OUTCOME if column in found.collect_schema()]
+        return _outcomes(found.select(kept).collect()).get(wanted)
+
+    def refuse_foreign(self) -> None:
+        """Check that rejected calls can be written beside the dataset.
+
+        Raises:
+            InputError: `out_is_free`: the path of the file is a symbolic link, or not a file.
+        """
+        if os.path.lexists(self._rejected):
+            _opened(self._rejected).close()
+
+    @contextlib.contextmanager
+    def _appended(self, rejected: Sequence[Rejected]) -> Iterator[None]:
+        """Append rejected calls to their file, each once; cut them off if the block fails.
+
+        A recorder that was killed before the shard was published may have appended them already,
+        the last line in part.
+
+        Raises:
+            InputError: `out_is_free`: the file contains other data; `output_file`: the lines cannot
+                be written.
+        """
+        if not rejected:
+            yield
+            return
+        with _opened(self._rejected) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                with writable(str(self._rejected)):
+                    size = self._append(file, rejected, size)
+                yield
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    file.truncate(size)
+                raise
+            self._num_published = file.tell()
+
+    def _append(self, file: FileIO, rejected: Sequence[Rejected], size: int) -> int:
+        """Append the calls that are not in the file; return its size without an incomplete line."""
+        lines = dict.fromkeys(rejections.lines(rejected))
+        file.seek(self._num_published if self._num_published <= size else 0)
+        reader = BufferedReader(file)
+        for known in reader:
+            lines.pop(known, None)
+            if known.endswith(b"\n"):
+                continue
+            if not any(line.startswith(known) for line in lines):
+                got = "the last line is incomplete, and is not a rejected call"
+                hint = "choose a different --out, or rename the file"
+                raise InputError("out_is_free", str(self._rejected), got, "", hint)
+            size -= len(known)
+        reader.detach()
+        file.truncate(size)
+        content = b"".join(lines)
+        while content:
+            content = content[file.write(content) :]
+        os.fsync(file.fileno())
+        return size
 
     def _tables(
         self, sessions: Sequence[Ended]
@@ -119,30 +195,54 @@ class Shards:
         return left, tables, reader.rejected + broken
 
 
-@contextlib.contextmanager
-def _appended(path: Path, rejected: Sequence[Rejected]) -> Iterator[None]:
-    """Append rejected calls to a file; cut them off again if the code in the block fails.
+def _opened(path: Path) -> FileIO:
+    """Open the file of rejected calls to read it and append to it, without following a link.
 
     Raises:
-        InputError: `output_file`: the lines cannot be written.
+        InputError: `out_is_free`: the path is a symbolic link, or not a regular file;
+            `output_file`: it cannot be written.
     """
-    if not rejected:
-        yield
-        return
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        kind = "a symbolic link" if path.is_symlink() else "not a file"
+        got = f"the path is needed for rejected calls, but is {kind}"
+        hint = "choose a different --out, or remove it"
+        raise InputError("out_is_free", str(path), got, "", hint)
     with writable(str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            size = file.tell()
-    try:
-        with writable(str(path)), path.open("ab") as file:
-            file.writelines(rejections.lines(rejected))
-            file.flush()
-            os.fsync(file.fileno())
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.truncate(path, size)
-        raise
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        return FileIO(os.open(path, flags, 0o666), "ab+")
+
+
+def _outcomes(frame: pl.DataFrame) -> dict[str, Outcome]:
+    """Return the outcomes of the trajectories in a table, by trajectory id."""
+    return {
+        row["trajectory_id"]: Outcome(
+            where=row["trajectory_id"],
+            reward=row.get("reward"),
+            error=row.get("error"),
+            metrics=metrics_dict(row.get("metrics")) or {},
+            user_values={},
+        )
+        for row in frame.filter("is_last_step").to_dicts()
+    }
+
+
+def _differing(sessions: Sequence[Ended], tables: Sequence[pa.Table]) -> dict[str, _Said]:
+    """Return the outcomes that clients gave and the rows do not hold, by trajectory id.
+
+    The recorder replaces the outcome of a session with missing or unusable calls.
+    """
+    rows: dict[str, Outcome] = {}
+    for table in tables:
+        kept = [name for name in _OUTCOME if name in table.column_names]
+        rows |= _outcomes(cast(pl.DataFrame, pl.from_arrow(table.select(kept))))
+    said = {f"{e.run.instance_id}_{e.run.repetition_id}": e.outcome for e in sessions}
+    return {
+        name: _Said(given.reward, given.error, given.metrics)
+        for name, given in said.items()
+        if replace(given, where=name, user_values={})
+        != replace(rows[name], is_exact=given.is_exact)
+    }
 
 
 def _settings(metadata: DatasetMetadata, tokenizer: str | None) -> Settings:

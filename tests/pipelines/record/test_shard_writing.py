@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pipelines.record import shards
+from schemas.errors import RolloutError
 from tests.helpers.fake_engine import FakeEngine, running
 from tests.helpers.recorder_helpers import TEXT, outcomes, recording
 
@@ -125,3 +126,141 @@ def test_a_repeated_outcome_is_accepted_and_another_one_refused(tmp_path, said, 
 
     with running(FakeEngine()) as url:
         asyncio.run(main(url))
+
+
+def make_unusable(folder):
+    """Damage the first call of a session without changing its length."""
+    (calls,) = folder.glob(".recording/0*/calls.jsonl")
+    calls.write_text(calls.read_text().replace('"token_ids"', '"tokem_ids"', 1))
+
+
+async def flushed(client):
+    await client.recorder.flush()
+
+
+@pytest.mark.parametrize("cut", [0, 7, 100_000], ids=["whole", "torn", "none"])
+def test_a_kill_between_rejected_calls_and_their_shard_leaves_each_line_once(
+    tmp_path, cut, monkeypatch
+):
+    """The files at the moment of the kill are those at the moment when the shard is published."""
+    out, left = tmp_path / "ds", {}
+    rejected = tmp_path / "ds.rejected.jsonl"
+    close = shards.RolloutWriter.close
+
+    def closed(writer):
+        files = [*out.glob(".recording/0*/*"), rejected]
+        left.update({path: path.read_bytes() for path in files if not left.get(path)})
+        close(writer)
+
+    monkeypatch.setattr(shards.RolloutWriter, "close", closed)
+
+    async def main(url):
+        async with recording(out, url, flush_s=60) as client:
+            for i in range(3):
+                await client.post(f"/s/a/{i}/v1/completions", json=TEXT)
+                if i < 2:
+                    await client.post(f"/s/a/{i}/end", json={"reward": 1.0})
+            make_unusable(out)
+            await flushed(client)
+
+    async def again(url):
+        async with recording(out, url, flush_s=60) as client:
+            await flushed(client)
+
+    with running(FakeEngine(num_tokens=6)) as url:
+        asyncio.run(main(url))
+        written = outcomes(out)
+        content = rejected.read_bytes()
+        for path in (*out.glob("part-*"), *out.glob(".recording/0*/written.jsonl")):
+            path.unlink()
+        for path, kept in left.items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(kept)
+        rejected.write_bytes(content[: max(len(content) - cut, 0)])
+        asyncio.run(again(url))
+    assert outcomes(out) == written
+    assert rejected.read_bytes() == content
+    assert content.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["a link", "a directory", "notes"])
+def test_rejected_calls_are_not_written_into_what_is_not_their_file(tmp_path, kind):
+    out, theirs, path = tmp_path / "ds", tmp_path / "theirs", tmp_path / "ds.rejected.jsonl"
+    theirs.write_text("notes without a final newline")
+
+    async def main(url):
+        async with recording(out, url, flush_s=60) as client:
+            await client.post("/s/a/0/v1/completions", json=TEXT)
+            await client.post("/s/a/0/end", json={"reward": 1.0})
+            make_unusable(out)
+            if kind == "a link":
+                path.symlink_to(theirs)
+            elif kind == "a directory":
+                path.mkdir()
+            else:
+                path.write_bytes(theirs.read_bytes())
+            with pytest.raises(RolloutError, match="out_is_free") as raised:
+                await flushed(client)
+            assert str(path) in str(raised.value)
+
+    async def again(url):
+        async with recording(out, url):
+            pass
+
+    with running(FakeEngine(num_tokens=6)) as url:
+        asyncio.run(main(url))
+        if kind != "notes":
+            with pytest.raises(RolloutError, match="out_is_free"):
+                asyncio.run(again(url))
+    assert theirs.read_text() == "notes without a final newline"
+    if kind == "notes":
+        assert path.read_bytes() == theirs.read_bytes()
+    assert not list(out.glob("part-*"))
+    if kind == "a directory":
+        path.rmdir()
+    else:
+        path.unlink()
+    with running(FakeEngine()) as url:
+        asyncio.run(again(url))
+    assert outcomes(out)["a_0"][1] is not None
+
+
+@pytest.mark.parametrize("kind", ["lost", "unusable", "no calls"])
+@pytest.mark.parametrize("again", [False, True], ids=["running", "restarted"])
+def test_the_outcome_of_a_session_with_faults_can_be_repeated(tmp_path, kind, again, monkeypatch):
+    out, said = tmp_path / "ds", {"reward": 1.0, "metrics": {"num_tests": 3.0}}
+
+    async def check(client, first):
+        repeated = await client.post("/s/a/0/end", json=said)
+        assert repeated.status_code == 200, repeated.text
+        names = ("reward", "error", "session", "state")
+        assert [repeated.json()[n] for n in names] == [first[n] for n in names]
+        for other in ({"reward": 0.5}, said | {"error": "another"}, said | {"metrics": {}}):
+            assert (await client.post("/s/a/0/end", json=other)).status_code == 409
+
+    async def main(url):
+        async with recording(out, url, flush_s=60, on_full="serve") as client:
+            if kind == "no calls":
+                await client.post("/sessions", json={"instance_id": "a", "repetition_id": 0})
+            else:
+                await client.post("/s/a/0/v1/completions", json=TEXT)
+            if kind == "lost":
+                with monkeypatch.context() as patch:
+                    patch.setattr(client.recorder.journal, "_write_all", no_room)
+                    await client.post("/s/a/0/v1/completions", json=TEXT)
+            if kind == "unusable":
+                make_unusable(out)
+            ended = await client.post("/s/a/0/end", json=said)
+            assert ended.status_code == 200
+            await flushed(client)
+            if not again:
+                return await check(client, ended.json())
+        async with recording(out, url, flush_s=60) as client:
+            await check(client, ended.json())
+
+    with running(FakeEngine(num_tokens=6)) as url:
+        asyncio.run(main(url))
+    (outcome,) = outcomes(out).values()
+    assert outcome[0] is None
+    assert outcome[1]
+    assert not (tmp_path / "ds" / ".recording" / "00000").exists()
