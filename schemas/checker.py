@@ -99,13 +99,17 @@ class Checker:
     def after(cls, parts: Sequence[Checker]) -> Checker:
         """Combine checkers of consecutive parts into one, as if it had checked all their tables."""
         whole = cls()
-        whole.num_rows = sum(part.num_rows for part in parts)
-        whole.trajectory_ids = set().union(*(part.trajectory_ids for part in parts))
-        whole.open_end = parts[-1].open_end if parts else None
-        whole._open_step = parts[-1]._open_step if parts else None
-        whole._trains = any(part._trains for part in parts)
-        whole._has_healthy_rows = any(part._has_healthy_rows for part in parts)
+        for part in parts:
+            whole.follow(part)
         return whole
+
+    def follow(self, part: Checker) -> None:
+        """Count the tables of the next part, which another checker has checked."""
+        self.num_rows += part.num_rows
+        self.trajectory_ids |= part.trajectory_ids
+        self.open_end, self._open_step = part.open_end, part._open_step
+        self._trains |= part._trains
+        self._has_healthy_rows |= part._has_healthy_rows
 
     def check(self, data: Any) -> pl.DataFrame:
         """Return the breaches of the next table; rows are numbered from the start of the dataset.
@@ -192,6 +196,8 @@ def validate(data: Any, *, vocab_size: int | None = None) -> None:
 
 def raise_errors(breaches: pl.DataFrame, where: str = "table") -> None:
     """Raise a `ValidationError` if any breach is of severity `error`."""
+    if breaches.is_empty():  # a filter costs far more, and most tables are valid
+        return
     errors = breaches.filter(pl.col("severity") == "error")
     if len(errors):
         raise ValidationError.of(errors, where)

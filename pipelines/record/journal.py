@@ -1,6 +1,5 @@
 """Durable logs of calls and outcomes, which `rollouts convert` can read too.
 
-    DS/.recording/lock                  lock held by the running recorder
     DS/.recording/00000/calls.jsonl     one call per line: the `calls` format
     DS/.recording/00000/rewards.jsonl   one ended session per line: the rewards file
     DS/.recording/00000/lost.jsonl      open sessions with calls missing from the log
@@ -38,6 +37,7 @@ FOLDER_BYTES = 256 << 20
 File = Literal["calls", "rewards", "lost", "written"]
 _FILES: tuple[File, ...] = ("calls", "rewards", "lost", "written")
 _RECORD = msgspec.json.Decoder(dict[str, Any])
+_NUMBER = re.compile(r"[0-9]{5}|[1-9][0-9]{5,}")
 _TIME = re.compile(rb'"time":([0-9.]+)')
 
 
@@ -98,7 +98,7 @@ class Journal:
         found: dict[str, Recovered] = {}
         self._refuse_links()
         for gone in self._root.glob("*.done"):
-            if gone.name.removesuffix(".done").isdigit():
+            if _NUMBER.fullmatch(gone.stem):
                 shutil.rmtree(gone, ignore_errors=True)
         for number in self.folders():
             for path in (self._path(number, file) for file in _FILES):
@@ -115,11 +115,10 @@ class Journal:
         Raises:
             InputError: `journal`: a file or directory of the journal is a symbolic link.
         """
-        for number in self.folders():
-            logs = [self._path(number, file) for file in _FILES]
-            for path in (self._root, logs[0].parent, *logs):
-                if path.is_symlink():
-                    raise InputError("journal", str(path), "a symbolic link", "a file", "remove it")
+        logs = [self._path(n, file) for n in self.folders() for file in _FILES]
+        for path in (self._root, *(log.parent for log in logs), *logs):
+            if path.is_symlink():
+                raise InputError("journal", str(path), "a symbolic link", "a file", "remove it")
 
     def _sessions(self, number: int) -> Iterator[tuple[str, Recovered]]:
         sessions: dict[str, Recovered] = {}
@@ -234,7 +233,7 @@ class Journal:
         """List the numbers of the existing folders."""
         if not self._root.is_dir():
             return []
-        return sorted(int(path.name) for path in self._root.iterdir() if path.name.isdigit())
+        return sorted(int(p.name) for p in self._root.iterdir() if _NUMBER.fullmatch(p.name))
 
     def _path(self, folder: int, name: File) -> Path:
         return self._root / f"{folder:05d}/{name}.jsonl"

@@ -17,11 +17,10 @@ import numpy as np
 
 from pipelines.record.engine_requests import Fields
 from pipelines.record.journal import Journal, Recovered
-from pipelines.record.lock import lock_dataset
 from pipelines.record.recorder_metrics import Metrics
 from pipelines.record.sessions import ABANDONED, UNASSIGNED, Seen, Session, Sessions
 from pipelines.record.settings import RecordSettings
-from pipelines.record.shards import Shards, ended_of
+from pipelines.record.shards import Shards, ended_of, lock_dataset
 from rollout_io.conversion.rewards import Outcome, parse_outcome
 from rollout_io.dataset.atomic_files import replace_text
 from rollout_io.formats.parsing.bodies import Answer as LoggedAnswer

@@ -14,6 +14,7 @@ import msgspec
 import polars as pl
 import pyarrow as pa
 
+from pipelines.record.journal import FOLDER
 from pipelines.record.sessions import Session, trajectory_id
 from rollout_io.conversion import rejections
 from rollout_io.conversion.chunk import Reader, Settings, sound, tabulated
@@ -21,6 +22,8 @@ from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
 from rollout_io.conversion.staging import rejected_path
 from rollout_io.dataset.atomic_files import writable
+from rollout_io.dataset.leftovers import remove_leftovers
+from rollout_io.dataset.locking import Destination
 from rollout_io.dataset.reader import footers, scan
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
@@ -36,6 +39,7 @@ from schemas.metadata import DatasetMetadata
 VERB = "record"
 OUTCOMES = b"rollout_io.outcomes"
 """Footer key for outcomes that clients gave and that the rows of their sessions do not hold."""
+_LOCK_WAIT_S = 5.0  # a recorder that is stopping still writes its last shard
 _OUTCOME = ("trajectory_id", "is_last_step", "reward", "error", "metrics")
 
 
@@ -46,6 +50,28 @@ class _Said(NamedTuple):
 
 
 _SAID = msgspec.json.Decoder(dict[str, _Said])
+
+
+def lock_dataset(out: str | os.PathLike[str]) -> Destination:
+    """Lock a dataset and its journal until `release()` is called or the process ends.
+
+    Raises:
+        InputError: `out_is_free`: another process is writing to the dataset; `output_file`: the
+            directory is not local or not writable.
+    """
+    where = os.fspath(out)
+    if not Location.of(where).is_local:
+        hint = "record to a local directory and copy the shards"
+        raise InputError("output_file", where, "the recorder needs a local directory", hint=hint)
+    held = Destination(where, wait_s=_LOCK_WAIT_S)
+    try:
+        with writable(where, "choose a different --out"):
+            Path(out, FOLDER).mkdir(parents=True, exist_ok=True)
+        remove_leftovers(Location.of(where))
+    except BaseException:
+        held.release()
+        raise
+    return held
 
 
 class Ended(NamedTuple):

@@ -107,7 +107,9 @@ def dataset_savings(
     """
     costs = {name: Cost() for name in LAYOUTS}
     groups: dict[str, Group] = {}
-    for part_costs, part_groups in (workers or Workers()).map_in_order(_count, pieces(path)):
+    workers = workers or Workers()
+    parts = [path] if workers == Workers() else pieces(path)  # each piece has a fixed cost
+    for part_costs, part_groups in workers.map_in_order(_count, parts):
         for name, cost in part_costs.items():
             costs[name].include(cost)
         for instance, group in part_groups.items():

@@ -50,8 +50,11 @@ _MODULES = {"slime": "slime_export"}
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json: bool) -> None:
     """Export a dataset in another project's format."""
+    from rollout_io.dataset.sources import refuse_changed
+
     keep_pandas_out_of_arrow()
-    open_valid(dataset)
+    with refuse_changed(dataset):
+        open_valid(dataset)
     module = _MODULES.get(format_name, format_name)
     write = import_module(f"rollout_io.formats.{module}").write
     done: Exported = write(dataset, out, failed)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -74,8 +75,18 @@ class Place:
 
     @classmethod
     def decode(cls, pairs: Mapping[bytes, bytes]) -> Place | None:
-        """Parse the output of `encode`; None if the shard was appended, and so has no recorded place."""
-        return cls(**json.loads(pairs[PLACE])) if PLACE in pairs else None
+        """Parse the output of `encode`; None if the shard was appended, and so has no recorded place.
+
+        Raises:
+            InputError: `file_metadata`: the value is not a place.
+        """
+        if PLACE not in pairs:
+            return None
+        try:
+            return msgspec.json.decode(pairs[PLACE], type=cls)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            hint = "write the file again from its source: its metadata is damaged"
+            raise InputError("file_metadata", "metadata 'place'", str(error), "", hint) from None
 
     def precedes(self, other: Place) -> bool:
         """True if `other` is the next shard of the dataset."""

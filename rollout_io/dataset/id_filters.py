@@ -77,7 +77,10 @@ def row_groups_with(
             ids = required_ids(predicate, name)
             # With more ids, each row group probably contains one.
             if ids is not None and len(ids) <= num_row_groups:
-                kept &= _may_have(pairs, name, ids)
+                try:
+                    kept &= _may_have(pairs, name, ids)
+                except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+                    raise pa.ArrowInvalid(f"the filters of {name} are damaged: {error}") from None
     return np.flatnonzero(kept)
 
 

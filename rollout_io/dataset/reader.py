@@ -25,7 +25,7 @@ from rollout_io.dataset.opening import refuse_irregular, too_many_open_files
 from rollout_io.dataset.partitions import partition_fields, partition_values, with_partition
 from rollout_io.dataset.polars_sources import lazy_frame
 from rollout_io.dataset.prefix_layout import decode_prefixes, trajectory_starts
-from rollout_io.dataset.sources import changed, state_of
+from rollout_io.dataset.sources import State, changed, state_of
 from rollout_io.dataset.storage import Location, find_shards
 from schemas.checker import (
     DECODE_COLUMNS,
@@ -181,6 +181,8 @@ def to_hf(path: PathLike) -> Any:
 
 
 _CACHED_BYTES = 64 << 20
+_TOGETHER_ROWS, _TOGETHER_BYTES = 1024, 8 << 20
+_KEPT_SHARDS, _KEPT_FOOTER_BYTES = 2048, 64 << 10
 _BLOCK_BYTES = 1 << 20  # read-ahead beyond a column chunk; the default of s3fs is 50 MB
 
 
@@ -288,7 +290,7 @@ class _Shard:
         self, location: Location, file: pq.ParquetFile, partition: Mapping[str, pa.Scalar]
     ) -> None:
         self.location, self._footer, self._partition = location, file.metadata, partition
-        self._state = state_of(location) if location.is_local else None
+        self._state = state_of(location.path) if location.is_local else None
         self.num_rows: int = file.metadata.num_rows
         self.pairs = file.metadata.metadata or {}
         self._stored: list[str] = file.schema_arrow.names
@@ -310,11 +312,20 @@ class _Shard:
             location: Path of the file.
             partition: Columns in the names of its directories (`partition_values`).
         """
+        key = location, state_of(location.path) if location.is_local else None
+        if key[1] is not None and not partition and (shard := _kept.get(key)) is not None:
+            return shard
         with _readable(location), _source(location) as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
             _refuse_renamed(file)
             verify(file, source)
-            return cls(location, file, partition)
+            shard = cls(location, file, partition)
+        is_small = file.metadata.serialized_size <= _KEPT_FOOTER_BYTES
+        if is_small and not partition and shard._state is not None and shard._state == key[1]:
+            if len(_kept) >= _KEPT_SHARDS:
+                _kept.clear()
+            _kept[key] = shard
+        return shard
 
     @property
     def group_sizes(self) -> list[int]:
@@ -355,10 +366,8 @@ class _Shard:
     def _opened(self) -> Iterator[pq.ParquetFile]:
         with ExitStack() as stack:
             with _readable(self.location):
-                if self.location.is_local and state_of(self.location) not in (
-                    self._state,
-                    None,
-                ):
+                state = self._state and state_of(self.location.path)
+                if self._state and state and not state.may_be(self._state):
                     raise changed(self.location.path, "replaced or rewritten")
                 source = stack.enter_context(_source(self.location))
                 footer = self._footer
@@ -375,11 +384,13 @@ class _Shard:
     ) -> pa.Table:
         with _readable(self.location, index):
             # Threads that read through a Python file object can outlive the interpreter.
-            stored = [name for name in names if name in self._stored]
-            table = file.read_row_group(index, columns=stored, use_threads=self.location.is_local)
+            columns = [name for name in names if name in self._stored]
+            table = file.read_row_group(index, columns=columns, use_threads=self.location.is_local)
             # A name with dots also selects the fields of a struct, and "a" also selects "a.b".
-            kept = [i for i, name in enumerate(table.column_names) if name in stored]
-            table = plain_table(upgraded(table.select(kept), self.pairs))
+            kept = [i for i, name in enumerate(table.column_names) if name in columns]
+            # Polars aborts on metadata that is not UTF-8, and nothing reads that of the columns.
+            stored = table.select(kept).replace_schema_metadata(None)
+            table = plain_table(upgraded(stored, self.pairs))
             if is_checked:
                 raise_errors(unreadable_text(table), self.location.path)
         values = {name: value for name, value in self._partition.items() if name in names}
@@ -405,6 +416,10 @@ class _Shard:
                 table = table if predicate is None else _trajectories_with(table, predicate)
                 table = decode_prefixes(table) if decode else table
             yield table.select([n for n in wanted if n in table.column_names])
+
+
+# Verbs open a dataset of many small shards several times. A file that changed has another state.
+_kept: dict[tuple[Location, State | None], _Shard] = {}
 
 
 def _open_shards(path: PathLike) -> list[_Shard]:
@@ -497,8 +512,9 @@ def _logical_schema(stored: pa.Schema) -> pa.Schema:
 
 def _schema_of(shards: Sequence[_Shard]) -> pa.Schema:
     """Return the schema with all columns of all shards."""
-    for shard in shards:
-        raise_errors(misnamed_columns(empty_table(shard.schema)), shard.location.path)
+    first_with = {shard.schema: shard for shard in reversed(shards)}
+    for schema, shard in first_with.items():
+        raise_errors(misnamed_columns(empty_table(schema)), shard.location.path)
     return _unified(shards, os.path.dirname(shards[0].location.path))  # noqa: PTH120
 
 
@@ -529,14 +545,47 @@ def _tables(
     aligned = all(shard.aligned for shard in shards)
     whole = (table for shard in shards for table in shard.tables(names, predicate, decode=decode))
     empty, found = empty_table(target), False
-    for table in whole if aligned else _align(shards, names):
+    for encoded, tables in small_together(whole if aligned else _align(shards, names), names):
         found = True
-        encoded = "prompt_token_ids" in names and "prompt_token_ids" not in table.column_names
         kept = _physical(names) if encoded else names
         like = empty.drop_columns(["prompt_token_ids"]) if encoded else empty
-        yield pa.concat_tables([like, table], promote_options="permissive").select(kept)
+        yield pa.concat_tables([like, *tables], promote_options="permissive").select(kept)
     if not found:
         yield empty
+
+
+def small_together(
+    tables: Iterable[pa.Table], names: Sequence[str] = ()
+) -> Iterator[tuple[bool, list[pa.Table]]]:
+    """Group adjacent small tables, because each table has a fixed cost.
+
+    The first groups are smaller, so that a query of the first rows reads little.
+
+    Args:
+        tables: The tables.
+        names: Columns that are wanted of them.
+
+    Yields:
+        True if `prompt_token_ids` is wanted but encoded; and tables with the same column names.
+    """
+    group: list[pa.Table] = []
+    num_rows = num_bytes = 0
+    most_rows = 1
+    for table in tables:
+        is_full = num_rows + table.num_rows > most_rows or num_bytes > _TOGETHER_BYTES
+        if group and (is_full or table.column_names != group[0].column_names):
+            yield _lacks_prompts(group[0], names), group
+            group, num_rows, num_bytes = [], 0, 0
+            most_rows = min(2 * most_rows, _TOGETHER_ROWS)
+        group.append(table)
+        num_rows += table.num_rows
+        num_bytes += table.nbytes
+    if group:
+        yield _lacks_prompts(group[0], names), group
+
+
+def _lacks_prompts(table: pa.Table, names: Sequence[str]) -> bool:
+    return "prompt_token_ids" in names and "prompt_token_ids" not in table.column_names
 
 
 def _align(

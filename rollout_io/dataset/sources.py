@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_io.dataset.local_files import LocalFiles
-from rollout_io.dataset.opening import Version
 from rollout_io.dataset.storage import Location, find_shards
 from schemas.errors import InputError
 
@@ -63,20 +62,45 @@ def changed(path: str, verb: str) -> InputError:
     return InputError("input_file", path, f"the file was {verb} while it was read", "", hint)
 
 
-def state_of(shard: Location) -> Any:
-    """Return a value that differs if a shard was replaced or changed; None if it is gone.
+class State(NamedTuple):
+    """What identifies the content of a local file.
 
-    Some network file systems give a file another inode after a while, so the inode is not compared.
+    Size and modification time can be equal for two files, because programs set them. Only the
+    kernel sets the time of the last status change. Some network file systems give a file another
+    inode after a while, so the inode alone is not compared.
     """
+
+    num_bytes: int
+    modified_ns: int
+    status_changed_ns: int
+    inode: int
+
+    def may_be(self, other: State) -> bool:
+        """True if only the status of the file changed: its mode, or its number of hard links."""
+        same = self.num_bytes, self.modified_ns
+        if same != (other.num_bytes, other.modified_ns):
+            return False
+        return self.status_changed_ns == other.status_changed_ns or self.inode == other.inode
+
+
+def state_of(path: str) -> State | None:
+    """Return the state of a local file; None if it is gone."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - `Path` is slower, and this runs once a row group
+    except OSError:
+        return None
+    return State(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+def _version(shard: Location) -> Any:
+    """Return a value that differs if a shard was replaced or changed; None if it is gone."""
     if isinstance(shard.fs, LocalFiles):
-        try:
-            return Version.of(shard.path)[2:]
-        except OSError:
-            return None
+        state = state_of(shard.path)
+        return state and state[:3]
     info = shard.fs.info(shard.path)
     names = ("etag", "ETag", "size", "mtime", "LastModified", "last_modified", "updated", "created")
     return tuple(str(info.get(name)) for name in names)
 
 
 def _versions(dataset: PathLike) -> dict[str, Any]:
-    return {shard.path: state_of(shard) for shard in find_shards(dataset)}
+    return {shard.path: _version(shard) for shard in find_shards(dataset)}

@@ -119,11 +119,11 @@ def test_long_sessions_are_written_few_at_a_time(tmp_path, monkeypatch):
 
 
 def test_one_recorder_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.record.lock._WAIT_S", 0.1)
+    monkeypatch.setattr("pipelines.record.shards._LOCK_WAIT_S", 0.1)
 
     async def main():
         async with recording(tmp_path / "ds", "http://127.0.0.1:9"):
-            with pytest.raises(RolloutError, match="another recorder is writing"):
+            with pytest.raises(RolloutError, match="another process is writing"):
                 async with recording(tmp_path / "ds", "http://127.0.0.1:9"):
                     pass
 
@@ -463,3 +463,40 @@ def test_a_recorder_that_is_told_to_stop_finishes_calls_and_writes_shards(tmp_pa
         assert process.returncode == 0
         assert "rollouts validate" in process.said
     assert outcomes(out) == {"a_0": (None, None)}
+
+
+@pytest.mark.parametrize("linked", [".", "00000", "00000/calls.jsonl", "00000/written.jsonl"])
+def test_links_in_place_of_a_journal_are_refused_and_nothing_of_others_is_deleted(tmp_path, linked):
+    others, journal = tmp_path / "others", tmp_path / "ds" / ".recording"
+    for name in ("00007.done", "00003"):
+        (others / name).mkdir(parents=True)
+    path = journal / linked
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if linked.endswith("jsonl"):
+        others = others / "notes"
+        others.write_text("notes without a final newline")
+    path.symlink_to(others)
+    before = {p: p.is_file() and p.read_text() for p in (tmp_path / "others").rglob("*")}
+
+    async def main():
+        async with recording(tmp_path / "ds", "http://127.0.0.1:9"):
+            pass
+
+    with pytest.raises(RolloutError, match="symbolic link"):
+        asyncio.run(main())
+    assert {p: p.is_file() and p.read_text() for p in (tmp_path / "others").rglob("*")} == before
+
+
+def test_folders_of_others_in_a_journal_stay(tmp_path):
+    journal = tmp_path / "ds" / ".recording"
+    names = ["notes.done", "7.done", "\u00b2", "\u00b2.done", "7", "notes"]
+    for name in names:
+        (journal / name).mkdir(parents=True)
+        (journal / name / "mine").write_text("mine")
+
+    async def main():
+        async with recording(tmp_path / "ds", "http://127.0.0.1:9"):
+            pass
+
+    asyncio.run(main())
+    assert all((journal / name / "mine").read_text() == "mine" for name in names)

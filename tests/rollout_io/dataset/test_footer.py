@@ -1,5 +1,6 @@
 """What a footer says of its shard: its place among the others, and a digest of itself."""
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -9,10 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.record.shards import OUTCOMES, Shards
 from rollout_io import RolloutWriter, check_dataset, convert, read, read_metadata
 from rollout_io.cli.main import run
+from rollout_io.dataset.footer import seal
 from schemas import DatasetMetadata
 from schemas.errors import RolloutError
+from schemas.metadata import DIGEST, ID_FILTERS, PLACE
 from tests.conftest import EXAMPLES
 from tests.helpers.table_helpers import STEPS, write_example
 
@@ -274,3 +278,40 @@ def test_lists_of_every_variant_are_read_as_plain_ones_by_every_verb(variant, tm
         assert back.column(name).to_pylist() == plain.column(name).to_pylist()
     assert back.column("mine").to_pylist() == [[[1], []], None]
     assert not sum(map(len, check_dataset(dataset)))
+
+
+FORGED = [b"", b"null", b"[]", b"7", b"{}", b"\xff", b'{"writing": 1}', b"[" * 100_000]
+FORGED += [b'{"trajectory_id": {"digest": "x", "num_ids": "a"}}', b'{"a_0": [1.0, null]}']
+
+
+@pytest.mark.parametrize("value", FORGED, ids=range(len(FORGED)))
+@pytest.mark.parametrize("key", [PLACE, ID_FILTERS, OUTCOMES, b"rollout_io.made_by"])
+def test_a_footer_that_was_forged_with_its_digest_is_read_or_refused_by_name(
+    key, value, tmp_path, capsys
+):
+    out = tmp_path / "forged"
+    shard = write_example(tmp_path)
+    out.mkdir()
+    table = pq.read_table(shard)
+    pairs = {k: v for k, v in pq.read_metadata(shard).metadata.items() if k.startswith(b"rollout")}
+    pairs = {k: v for k, v in pairs.items() if k != DIGEST} | {key: value}
+    try:
+        digest = seal(table.schema.remove_metadata(), pairs, [table.num_rows])
+    except UnicodeDecodeError:
+        digest = {}
+    schema = table.schema.with_metadata(pairs | digest)
+    with pq.ParquetWriter(out / shard.name, schema) as writer:
+        writer.write_table(table)
+    before = shard.read_bytes(), (out / shard.name).read_bytes()
+    where = "trajectory_id = 'a_0'"
+    for line in (
+        ["validate", out],
+        ["stats", out],
+        ["filter", out, "--where", where, "--dry-run"],
+        ["merge", out, "--out", tmp_path / "merged"],
+    ):
+        assert run([str(part) for part in line]) in {0, 1}
+    assert "unexpected" not in capsys.readouterr().err
+    with contextlib.suppress(RolloutError):
+        Shards(out, DatasetMetadata()).outcome_of("a/0")
+    assert before == (shard.read_bytes(), (out / shard.name).read_bytes())

@@ -1,7 +1,9 @@
 """Of two writers to one destination the second is refused, and no writer touches what others own."""
 
 import json
+import shutil
 import signal
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,11 +11,13 @@ import pyarrow as pa
 import pytest
 
 import rollout_io
+from pipelines.record.shards import lock_dataset
 from rollout_io import Choices, convert
 from rollout_io.cli.main import run
 from rollout_io.conversion.staging import Staging
 from rollout_io.dataset.atomic_files import whole
 from rollout_io.dataset.locking import Destination
+from rollout_io.dataset.reader import RowReader
 from rollout_io.dataset.sources import Sources
 from rollout_io.dataset.storage import Location, publish
 from schemas.errors import RolloutError
@@ -37,6 +41,11 @@ VERBS = {
 def given(tmp_path):
     log, ds = write(tmp_path / "log", *(call(f"a/{i}", 5) for i in range(3))), tmp_path / "ds"
     convert([log], ds, CHOICES)
+    table = rollout_io.read(ds)
+    shutil.rmtree(ds)
+    with rollout_io.RolloutWriter(ds) as writer:
+        rewarded = table.drop_columns(["reward"])
+        writer.write(rewarded.append_column("reward", pa.array([0.0, 1.0, 0.0])))
     return {"log": log, "ds": ds, "out": tmp_path / "out"}
 
 
@@ -44,31 +53,50 @@ def command(verb, given):
     return VERBS[verb].format(**given).split()
 
 
-@pytest.mark.parametrize("first", ["convert", "filter", "merge"])
-@pytest.mark.parametrize("second", VERBS)
-def test_of_two_writers_of_one_destination_the_second_is_refused(
-    first, second, given, monkeypatch, capsys
-):
-    """The first is held at the moment when it publishes its shard."""
+def run_verb(verb, given):
+    """Run a verb that writes to `out`; return its exit code."""
+    if verb != "record":
+        return run(command(verb, given))
+    try:
+        lock_dataset(given["out"]).release()
+    except RolloutError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+@pytest.mark.parametrize("first", VERBS)
+def test_of_two_writers_of_one_destination_the_second_is_refused(first, given, monkeypatch, capsys):
+    """The first is held at the moment when it publishes, while each other writer tries."""
     from rollout_io.conversion import staging
-    from rollout_io.dataset import writer
+    from rollout_io.dataset import atomic_files, writer
 
-    codes = []
+    monkeypatch.setattr("pipelines.record.shards._LOCK_WAIT_S", 0.0)
+    seconds, codes, out = [*VERBS, "record"], {}, given["out"]
 
-    def held(written, final):
-        if final.path == str(given["out"] / "part-00000.parquet") and not codes:
-            codes.append(None)
-            codes.append(run(command(second, given)))
-        publish(written, final)
+    def held(move):
+        def moved(written, final, *rest):
+            path = Path(getattr(final, "path", final))
+            if not codes and out in {path, path.parent}:
+                codes.update(dict.fromkeys(seconds))
+                codes.update({verb: run_verb(verb, given) for verb in seconds})
+            return move(written, final, *rest)
 
-    monkeypatch.setattr(staging, "publish", held)
-    monkeypatch.setattr(writer, "publish", held)
+        return moved
+
+    for module in (staging, writer):
+        monkeypatch.setattr(module, "publish", held(publish))
+    for name in ("settle", "settle_new"):
+        monkeypatch.setattr(atomic_files, name, held(getattr(atomic_files, name)))
     assert run(command(first, given)) == 0
-    assert codes == [None, 1]
-    assert "[out_is_free]" in capsys.readouterr().err
-    assert rollout_io.read(given["out"]).num_rows == 3
-    assert sorted(path.name for path in given["out"].iterdir()) == ["part-00000.parquet"]
-    names = {path.name for path in given["out"].parent.iterdir()}
+    assert codes == dict.fromkeys(seconds, 1)
+    assert capsys.readouterr().err.count("[out_is_free]") == len(seconds)
+    if first in {"skyrl", "trl", "verl", "hf"}:
+        assert out.exists()
+    else:
+        assert rollout_io.read(out).num_rows == 3
+        assert sorted(path.name for path in out.iterdir()) == ["part-00000.parquet"]
+    names = {path.name for path in out.parent.iterdir()}
     assert names <= {"log", "ds", "out", "log.jsonl"}
 
 
@@ -258,26 +286,50 @@ def test_a_link_in_place_of_the_staging_directory_is_refused(tmp_path, foreign):
     assert Staging(out).out.path == str(out)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_source_that_is_replaced_during_a_read_is_refused(verb, given, monkeypatch, capsys):
-    """It is replaced at the last moment, after everything was read."""
-    if verb == "convert":
-        pytest.skip("a conversion reads logs")
+def other_shard(given):
+    """A shard of another dataset."""
     other = given["ds"].parent / "zs"
     convert([write(given["ds"].parent / "other", call("z/0", 5))], other, CHOICES)
-    check = Sources.refuse_changed
+    return other / "part-00000.parquet"
+
+
+def same_size_and_time(given):
+    """A shard that only inode and status time tell from the source's."""
+    other = given["ds"].parent / "forged"
+    shutil.copy2(given["ds"] / "part-00000.parquet", other)
+    return other
+
+
+@pytest.mark.parametrize("made", [other_shard, same_size_and_time])
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "convert"])
+def test_a_source_that_is_replaced_during_a_read_is_refused(verb, made, given, monkeypatch, capsys):
+    """It is replaced at the last moment, after everything was read."""
+    other, check, num_checks = made(given), Sources.refuse_changed, [0]
 
     def replaced(self):
-        (other / "part-00000.parquet").replace(given["ds"] / "part-00000.parquet")
+        num_checks[0] += 1
+        # An export checks once more before it writes: nothing may change while it validates.
+        if num_checks[0] == (2 if "export" in VERBS[verb] else 1):
+            other.replace(given["ds"] / "part-00000.parquet")
         check(self)
 
     monkeypatch.setattr(Sources, "refuse_changed", replaced)
     code, said = run(command(verb, given)), capsys.readouterr().err
     assert code == 1
-    if "[reward_known]" not in said:
-        assert "the file was replaced or rewritten while it was read. [input_file]" in said
+    assert "the file was replaced or rewritten while it was read. [input_file]" in said
     assert not list(Path(given["out"]).glob("*.parquet"))
     assert not given["out"].is_file()
+
+
+def test_a_reader_goes_on_when_only_the_mode_or_the_links_of_a_file_change(given):
+    shard = given["ds"] / "part-00000.parquet"
+    reader = RowReader(given["ds"])
+    shard.chmod(0o600)
+    (given["ds"].parent / "backup").hardlink_to(shard)
+    assert reader.rows(0, 3, ["trajectory_id"]).num_rows == 3
+    same_size_and_time(given).replace(shard)
+    with pytest.raises(RolloutError, match="input_file"):
+        reader.rows(0, 3, ["step_index"])
 
 
 def test_text_that_is_not_utf_8_is_refused_by_name(given, capsys):

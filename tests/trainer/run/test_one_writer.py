@@ -10,7 +10,8 @@ import pytest
 import trainer
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.run import generate
-from pipelines.record.lock import lock_dataset
+from pipelines.record.shards import lock_dataset
+from rollout_io.cli.main import run
 from rollout_io.dataset.locking import Destination
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
@@ -53,7 +54,7 @@ def test_a_destination_that_another_writer_holds_is_refused_and_stays_as_it_is(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelines.record.lock._WAIT_S", 0.0)
+    monkeypatch.setattr("pipelines.record.shards._LOCK_WAIT_S", 0.0)
     held = Destination(tmp_path / "run")
     with pytest.raises(RolloutError) as raised:
         write_with(verb, model, shop_dataset, tmp_path)
@@ -61,3 +62,37 @@ def test_a_destination_that_another_writer_holds_is_refused_and_stays_as_it_is(
     assert raised.value.rule in {"out_is_free", "run_in_use"}
     written = [p for p in (tmp_path / "run").glob("**/*") if p.is_file() and "lock" not in p.name]
     assert not written
+
+
+SECONDS = [
+    "filter {ds} --where step_index>=0 --out {out}",
+    "merge {ds} --out {out}",
+    "unmerge {ds} --out {out}",
+    "export {ds} --format parquet --out {out}",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["generate", "record", "rl", "train"])
+def test_other_writers_are_refused_until_a_writer_has_ended(
+    verb: str,
+    model: str,
+    shop_dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    release, codes = Destination.release, list[int]()
+
+    def released(self: Destination) -> None:
+        if self._path == tmp_path / ".run.lock" and not codes:
+            codes.append(0)
+            names = {"ds": shop_dataset, "out": tmp_path / "run"}
+            codes.extend(run(line.format(**names).split()) for line in SECONDS)
+        release(self)
+
+    monkeypatch.setattr(Destination, "release", released)
+    write_with(verb, model, shop_dataset, tmp_path)
+    assert codes == [0, *[1] * len(SECONDS)]
+    said = capsys.readouterr().err
+    assert said.count("another process is writing to this directory") == len(SECONDS)
