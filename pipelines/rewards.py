@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 
 from pipelines.merging.segments import has_segment, is_joined, joined, segment_rewards
 from pipelines.tables import Frame, as_lazy, set_column
-from rollout_io.dataset.reader import PathLike, read_metadata
+from rollout_io.dataset.reader import read_metadata
+from rollout_io.dataset.storage import PathLike
 from schemas.errors import InputError, InvariantError
 from schemas.metadata import Outcome as Outcome
 from schemas.numpy_arrays import to_numpy

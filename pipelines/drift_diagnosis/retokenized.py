@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
-from rollout_io.dataset.reader import PathLike, iter_tables, scan
+from rollout_io.dataset.reader import iter_tables, scan
+from rollout_io.dataset.storage import PathLike
 from rollout_io.retokenize import ChatTokenizer, retokenize
 from schemas.errors import InputError, RolloutError
 

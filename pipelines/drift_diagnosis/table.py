@@ -25,7 +25,8 @@ from pipelines.merging.unmerge import unmerge_table
 from pipelines.tables import Frame, as_lazy, over_tables
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import Tokens, decode_prefixes, is_encoded
-from rollout_io.dataset.reader import PathLike, iter_tables, pieces, scan
+from rollout_io.dataset.reader import iter_tables, pieces, scan
+from rollout_io.dataset.storage import PathLike
 from rollout_io.retokenize import ChatTokenizer, load_tokenizer
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import IntArray

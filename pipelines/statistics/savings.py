@@ -28,7 +28,8 @@ from pipelines.merging.unmerge import unmerge_table
 from pipelines.statistics.trie import Group, Node, OpenTries
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import decode_prefixes, encode_prefixes, is_encoded
-from rollout_io.dataset.reader import PathLike, iter_tables, pieces, scan
+from rollout_io.dataset.reader import iter_tables, pieces, scan
+from rollout_io.dataset.storage import PathLike
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged
 

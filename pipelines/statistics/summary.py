@@ -16,7 +16,8 @@ from pipelines.rewards import Outcome, are_equal, dataset_outcome, trajectory_re
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import is_encoded
-from rollout_io.dataset.reader import PathLike, iter_tables, pieces, scan
+from rollout_io.dataset.reader import iter_tables, pieces, scan
+from rollout_io.dataset.storage import PathLike
 from schemas.numpy_arrays import to_arrow, to_frame, to_numpy
 from schemas.ragged import Ragged, list_lengths, offsets_of
 from schemas.types import as_table

@@ -22,7 +22,8 @@ from pipelines.rewards import Outcome, dataset_outcome, trajectory_returns
 from pipelines.statistics.summary import row_lengths
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.conditions import condition_of, types_in
-from rollout_io.dataset.reader import PathLike, scan
+from rollout_io.dataset.reader import scan
+from rollout_io.dataset.storage import PathLike
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError
 from schemas.numpy_arrays import to_frame

@@ -15,13 +15,13 @@ import pyarrow as pa
 
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import (
-    PathLike,
     iter_tables,
     read_metadata,
     shard_paths,
     small_together,
     stored_tables,
 )
+from rollout_io.dataset.storage import PathLike
 from schemas.checker import Checker, raise_errors
 from schemas.structure_checks import STRUCTURE_COLUMNS
 

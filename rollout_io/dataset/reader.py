@@ -2,55 +2,34 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import difflib
 import os
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
 from threading import Lock
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from rollout_io.dataset.footer import Place, refuse_incomplete, verify
-from rollout_io.dataset.id_filters import row_groups_with
-from rollout_io.dataset.opening import refuse_irregular, too_many_open_files
-from rollout_io.dataset.partitions import partition_fields, partition_values, with_partition
 from rollout_io.dataset.polars_sources import lazy_frame
 from rollout_io.dataset.prefix_layout import decode_prefixes, trajectory_starts
-from rollout_io.dataset.sources import State, changed, state_of
-from rollout_io.dataset.storage import Location, find_shards
-from schemas.checker import (
-    DECODE_COLUMNS,
-    check_references,
-    misnamed_columns,
-    raise_errors,
-    unreadable_text,
+from rollout_io.dataset.shard_files import (
+    Shard,
+    common_metadata,
+    open_shards,
+    physical,
+    to_polars,
+    unified,
 )
-from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS
-from schemas.errors import ConfigError, InputError, InvariantError
+from rollout_io.dataset.storage import Location, PathLike, find_shards
+from schemas.checker import DECODE_COLUMNS, check_references, misnamed_columns, raise_errors
+from schemas.errors import ConfigError, InvariantError
 from schemas.extras import requires_extra
-from schemas.metadata import (
-    DatasetMetadata,
-    Layout,
-    common,
-    contradictory,
-    layout_of,
-    upgrade,
-    version_of,
-)
+from schemas.metadata import DatasetMetadata, Layout, layout_of
 from schemas.numpy_arrays import empty_table, to_arrow
 from schemas.ragged import IntArray, offsets_of
-from schemas.types import PREFIX_TYPES, plain_table
-
-PathLike = str | os.PathLike[str]
 
 
 def scan(path: PathLike) -> pl.LazyFrame:
@@ -66,13 +45,13 @@ def scan(path: PathLike) -> pl.LazyFrame:
     Example:
         >>> scan("rollouts/").group_by("instance_id").agg(pl.col("reward").mean()).collect()
     """
-    shards = _open_shards(path)
+    shards = open_shards(path)
     schema = _schema_of(shards)
 
     def frames(names: list[str], predicate: pl.Expr | None) -> Iterator[pl.DataFrame]:
-        return map(_frame, _tables(shards, schema, names, predicate))
+        return map(to_polars, _tables(shards, schema, names, predicate))
 
-    return lazy_frame(frames, _frame(empty_table(schema)).schema)
+    return lazy_frame(frames, to_polars(empty_table(schema)).schema)
 
 
 def iter_tables(
@@ -90,7 +69,7 @@ def iter_tables(
         ConfigError: `known_column`: a column does not exist.
         InputError: `dataset_exists`, `readable_file`, `shards_complete`: the dataset cannot be read.
     """
-    shards = _open_shards(path)
+    shards = open_shards(path)
     schema = _schema_of(shards)
     yield from _tables(shards, schema, list(columns or schema.names), decode=decode)
 
@@ -103,7 +82,7 @@ def pieces(path: PathLike) -> list[str]:
     Example:
         >>> [table for piece in pieces("rollouts/") for table in iter_tables(piece)]
     """
-    shards = _open_shards(path)
+    shards = open_shards(path)
     if not all(shard.aligned for shard in shards):
         return [os.fspath(path)]
     return [shard.location.url for shard in shards]
@@ -111,7 +90,7 @@ def pieces(path: PathLike) -> list[str]:
 
 def shard_paths(path: PathLike) -> list[str]:
     """Return the paths of the shards, in order."""
-    return [shard.location.url for shard in _open_shards(path)]
+    return [shard.location.url for shard in open_shards(path)]
 
 
 def shard_sizes(path: PathLike) -> dict[str, int]:
@@ -119,7 +98,7 @@ def shard_sizes(path: PathLike) -> dict[str, int]:
 
     The keys are paths instead if two shards have the same file name.
     """
-    shards = _open_shards(path)
+    shards = open_shards(path)
     names = [posixpath.basename(shard.location.path) for shard in shards]
     if len(set(names)) < len(names):
         names = [shard.location.path for shard in shards]
@@ -140,13 +119,13 @@ def read_metadata(path: PathLike) -> DatasetMetadata:
     """
     found = find_shards(path)
     if found[0].root is not None:
-        return _common_metadata([_Shard.open(location) for location in found])
-    return DatasetMetadata.decode(_Shard.open(found[0]).pairs)
+        return common_metadata([Shard.open(location) for location in found])
+    return DatasetMetadata.decode(Shard.open(found[0]).pairs)
 
 
 def footers(path: PathLike) -> list[dict[bytes, bytes]]:
     """Return the key-value metadata of each shard, after checking that no shard is missing."""
-    return [shard.pairs for shard in _open_shards(path)]
+    return [shard.pairs for shard in open_shards(path)]
 
 
 def refuse_mixed_types(shards: Sequence[Location], where: str) -> None:
@@ -160,12 +139,12 @@ def refuse_mixed_types(shards: Sequence[Location], where: str) -> None:
         InvariantError: `columns_and_types`: a column has different types in two shards.
     """
     if shards:
-        _unified([_Shard.open(shard) for shard in shards], where)
+        unified([Shard.open(shard) for shard in shards], where)
 
 
 def read_layout(path: PathLike) -> Layout:
     """Return the layout that the first shard declares; `full` if it declares none."""
-    return layout_of(_Shard.open(find_shards(path)[0]).pairs) or "full"
+    return layout_of(Shard.open(find_shards(path)[0]).pairs) or "full"
 
 
 def to_hf(path: PathLike) -> Any:
@@ -182,8 +161,6 @@ def to_hf(path: PathLike) -> Any:
 
 _CACHED_BYTES = 64 << 20
 _TOGETHER_ROWS, _TOGETHER_BYTES = 1024, 8 << 20
-_KEPT_SHARDS, _KEPT_FOOTER_BYTES = 2048, 64 << 10
-_BLOCK_BYTES = 1 << 20  # read-ahead beyond a column chunk; the default of s3fs is 50 MB
 
 
 class RowReader:
@@ -203,7 +180,7 @@ class RowReader:
     """
 
     def __init__(self, path: PathLike) -> None:
-        self._shards = _open_shards(path)
+        self._shards = open_shards(path)
         self.schema = _schema_of(self._shards)
         self._groups = [(s, i) for s in self._shards for i in range(len(s.group_sizes))]
         sizes = [size for shard in self._shards for size in shard.group_sizes]
@@ -274,7 +251,7 @@ def stored_tables(path: PathLike) -> Iterator[pa.Table]:
 
     A `prefix` row group is decoded unless its references are broken.
     """
-    for shard in _open_shards(path):
+    for shard in open_shards(path):
         is_named = len(set(shard.names)) == len(shard.names) and "trajectory_id" in shard.names
         cut = is_named and not shard.aligned
         whole = (table for _, table in shard.row_groups(shard.names, is_checked=False))
@@ -283,252 +260,16 @@ def stored_tables(path: PathLike) -> Iterator[pa.Table]:
             yield decode_prefixes(stored) if decodes else stored
 
 
-class _Shard:
-    """One Parquet file, which is kept open only while it is read."""
-
-    def __init__(
-        self, location: Location, file: pq.ParquetFile, partition: Mapping[str, pa.Scalar]
-    ) -> None:
-        self.location, self._footer, self._partition = location, file.metadata, partition
-        self._state = state_of(location.path) if location.is_local else None
-        self.num_rows: int = file.metadata.num_rows
-        self.pairs = file.metadata.metadata or {}
-        self._stored: list[str] = file.schema_arrow.names
-        added = [f for f in partition_fields(partition) if f.name not in self._stored]
-        self.names = [*self._stored, *(f.name for f in added)]
-        self.encoded = _is_encoded(self.names)
-        self.aligned = self.encoded or layout_of(self.pairs) is not None
-        empty = empty_table(file.schema_arrow.remove_metadata())
-        stored = _logical_schema(plain_table(upgraded(empty, self.pairs)).schema)
-        self.schema = pa.schema([*stored, *added])
-
-    @classmethod
-    def open(
-        cls, location: Location, partition: Mapping[str, pa.Scalar] = MappingProxyType({})
-    ) -> _Shard:
-        """Open a shard, and check its footer.
-
-        Args:
-            location: Path of the file.
-            partition: Columns in the names of its directories (`partition_values`).
-        """
-        key = location, state_of(location.path) if location.is_local else None
-        if key[1] is not None and not partition and (shard := _kept.get(key)) is not None:
-            return shard
-        with _readable(location), _source(location) as source:
-            file = pq.ParquetFile(source, page_checksum_verification=True)
-            _refuse_renamed(file)
-            verify(file, source)
-            shard = cls(location, file, partition)
-        is_small = file.metadata.serialized_size <= _KEPT_FOOTER_BYTES
-        if is_small and not partition and shard._state is not None and shard._state == key[1]:
-            if len(_kept) >= _KEPT_SHARDS:
-                _kept.clear()
-            _kept[key] = shard
-        return shard
-
-    @property
-    def group_sizes(self) -> list[int]:
-        """Number of rows of each row group."""
-        return [self._footer.row_group(i).num_rows for i in range(self._footer.num_row_groups)]
-
-    def row_groups(
-        self,
-        names: Sequence[str],
-        predicate: pl.Expr | None = None,
-        *,
-        is_checked: bool = True,
-    ) -> Iterator[tuple[int, pa.Table]]:
-        """Yield row groups in their stored layout, upgraded to the current schema version.
-
-        Row groups in which no row satisfies `predicate` are skipped. If it limits the ids, most are
-        skipped without being read (`rollout_io.dataset.id_filters`). List and string columns have
-        plain types, even if the file has large or view types.
-
-        Raises:
-            ValidationError: `columns_and_types`: a text is not UTF-8, and `is_checked` is true.
-        """
-        numbers: Sequence[int] = range(self._footer.num_row_groups)
-        if predicate is not None and not self._partition:
-            with _readable(self.location):
-                numbers = row_groups_with(predicate, self.pairs, len(numbers)).tolist()
-        with self._opened() as file:
-            for index in numbers:
-                if predicate is None or self._keeps_some(file, index, predicate):
-                    yield index, self._row_group(file, index, names, is_checked=is_checked)
-
-    def row_group(self, index: int, names: Sequence[str]) -> pa.Table:
-        """Return one row group, in the same form as `row_groups`."""
-        with self._opened() as file:
-            return self._row_group(file, index, names)
-
-    @contextmanager
-    def _opened(self) -> Iterator[pq.ParquetFile]:
-        with ExitStack() as stack:
-            with _readable(self.location):
-                state = self._state and state_of(self.location.path)
-                if self._state and state and not state.may_be(self._state):
-                    raise changed(self.location.path, "replaced or rewritten")
-                source = stack.enter_context(_source(self.location))
-                footer = self._footer
-                file = pq.ParquetFile(source, metadata=footer, page_checksum_verification=True)
-            yield file
-
-    def _row_group(
-        self,
-        file: pq.ParquetFile,
-        index: int,
-        names: Sequence[str],
-        *,
-        is_checked: bool = True,
-    ) -> pa.Table:
-        with _readable(self.location, index):
-            # Threads that read through a Python file object can outlive the interpreter.
-            columns = [name for name in names if name in self._stored]
-            table = file.read_row_group(index, columns=columns, use_threads=self.location.is_local)
-            # A name with dots also selects the fields of a struct, and "a" also selects "a.b".
-            kept = [i for i, name in enumerate(table.column_names) if name in columns]
-            # Polars aborts on metadata that is not UTF-8, and nothing reads that of the columns.
-            stored = table.select(kept).replace_schema_metadata(None)
-            table = plain_table(upgraded(stored, self.pairs))
-            if is_checked:
-                raise_errors(unreadable_text(table), self.location.path)
-        values = {name: value for name, value in self._partition.items() if name in names}
-        where = f"{self.location.path}, row group {index}"
-        return with_partition(table, values, where) if values else table
-
-    def _keeps_some(self, file: pq.ParquetFile, index: int, predicate: pl.Expr) -> bool:
-        names = predicate.meta.root_names()
-        if not names or not set(names) <= set(self.names):
-            return True  # the predicate needs decoded prompts, or a column that this shard lacks
-        return not _frame(self._row_group(file, index, names)).filter(predicate).is_empty()
-
-    def tables(
-        self, names: Sequence[str], predicate: pl.Expr | None = None, *, decode: bool = True
-    ) -> Iterator[pa.Table]:
-        """Yield the logical columns `names`, row group by row group (see `row_groups`)."""
-        has_prompts = self.encoded and "prompt_token_ids" in names
-        stored = list(dict.fromkeys([*names, *(DECODE_COLUMNS if has_prompts else ())]))
-        wanted = names if decode or not has_prompts else _physical(names)
-        for index, table in self.row_groups([n for n in stored if n in self.names], predicate):
-            if has_prompts:
-                raise_errors(check_references(table), f"{self.location.path}, row group {index}")
-                table = table if predicate is None else _trajectories_with(table, predicate)
-                table = decode_prefixes(table) if decode else table
-            yield table.select([n for n in wanted if n in table.column_names])
-
-
-# Verbs open a dataset of many small shards several times. A file that changed has another state.
-_kept: dict[tuple[Location, State | None], _Shard] = {}
-
-
-def _open_shards(path: PathLike) -> list[_Shard]:
-    """Open all shards of a dataset, and check that each directory is complete.
-
-    Raises:
-        InputError: `dataset_exists`: there is no dataset; `readable_file`, `shards_complete`,
-            `file_metadata`: the dataset is damaged or incomplete.
-    """
-    found = find_shards(path)
-    shards = [
-        _Shard.open(location, values)
-        for location, values in zip(found, partition_values(found), strict=True)
-    ]
-    if found[0].root is not None:
-        _common_metadata(shards)
-    if Location.of(path).fs.isdir(Location.of(path).path):
-        for folder, group in groupby(shards, lambda shard: posixpath.dirname(shard.location.path)):
-            inside = list(group)
-            names = [posixpath.basename(shard.location.path) for shard in inside]
-            where = os.fspath(path) if inside[0].location.root is None else folder
-            refuse_incomplete(where, [Place.decode(shard.pairs) for shard in inside], names)
-    return shards
-
-
-def _common_metadata(shards: Sequence[_Shard]) -> DatasetMetadata:
-    """Combine the metadata of partitions, which must not contradict each other."""
-    found = {s.location.path: DatasetMetadata.decode(s.pairs) for s in shards}
-    returns = {path: metadata.outcome or "last" for path, metadata in found.items()}
-    first = next(iter(returns))
-    if differs := [path for path in returns if returns[path] != returns[first]]:
-        raise contradictory(f"{first} and {differs[0]}", "outcome")
-    return common(found, {"tokenizer_fingerprint", "logprobs_mode", "vocab_size"})
-
-
-def upgraded(table: pa.Table, pairs: dict[bytes, bytes]) -> pa.Table:
-    """Upgrade a table to the current schema version."""
-    return upgrade(table, version_of(pairs))
-
-
-@contextmanager
-def _source(location: Location) -> Iterator[Any]:
-    """Open a Parquet file as a stream of bytes."""
-    if location.is_local:
-        refuse_irregular(location.path)
-        source = pa.OSFile(os.fsencode(location.path))  # bytes: a name need not be UTF-8
-    else:
-        source = location.fs.open(location.path, "rb", block_size=_BLOCK_BYTES)
-    with source:
-        yield source
-
-
-@contextmanager
-def _readable(location: Location, row_group: int | None = None) -> Iterator[None]:
-    """Convert the errors that Parquet readers raise for a damaged file to an `InputError`."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, EOFError, UnicodeError, binascii.Error) as error:
-        if isinstance(error, OSError) and (limit := too_many_open_files(error, location.path)):
-            raise limit from None
-        where = location.path + ("" if row_group is None else f", row group {row_group}")
-        hint = "restore the file from a copy, or write it again"
-        if location.path.endswith((".jsonl", ".json")):
-            hint = f"convert the log first: rollouts convert {location.path} --out DS"
-        got = f"the file is damaged or not Parquet: {' '.join(str(error).split())}"
-        raise InputError("readable_file", where, got, "", hint) from None
-
-
-def _refuse_renamed(file: pq.ParquetFile) -> None:
-    """Compare column names with Arrow's copy of them, because the footer has no checksum."""
-    copy = (file.metadata.metadata or {}).get(b"ARROW:schema")
-    if copy is not None:
-        names = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(copy))).names
-        if names != file.schema_arrow.names:
-            raise pa.ArrowInvalid("column names differ from their copy in the footer")
-
-
-def _is_encoded(names: Sequence[str]) -> bool:
-    return PREFIX_TYPES.keys() <= set(names) and "prompt_token_ids" not in names
-
-
-def _logical_schema(stored: pa.Schema) -> pa.Schema:
-    if not _is_encoded(stored.names):
-        return stored.remove_metadata()
-    index = stored.names.index(PREFIX_FIELDS[0].name)
-    fields = [f for f in stored if f.name not in PREFIX_TYPES]
-    prompt = pa.field("prompt_token_ids", COLUMN_BY_NAME["prompt_token_ids"].type, nullable=False)
-    return pa.schema([*fields[:index], prompt, *fields[index:]])
-
-
-def _schema_of(shards: Sequence[_Shard]) -> pa.Schema:
+def _schema_of(shards: Sequence[Shard]) -> pa.Schema:
     """Return the schema with all columns of all shards."""
     first_with = {shard.schema: shard for shard in reversed(shards)}
     for schema, shard in first_with.items():
         raise_errors(misnamed_columns(empty_table(schema)), shard.location.path)
-    return _unified(shards, os.path.dirname(shards[0].location.path))  # noqa: PTH120
-
-
-def _unified(shards: Sequence[_Shard], where: str) -> pa.Schema:
-    try:
-        return pa.unify_schemas([s.schema for s in shards], promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        got = f"the shards have different types for a column: {error}"
-        hint = "give the column the same type in all shards, or split the dataset"
-        raise InvariantError("columns_and_types", where, got, "", hint) from None
+    return unified(shards, os.path.dirname(shards[0].location.path))  # noqa: PTH120
 
 
 def _tables(
-    shards: Sequence[_Shard],
+    shards: Sequence[Shard],
     schema: pa.Schema,
     names: Sequence[str],
     predicate: pl.Expr | None = None,
@@ -547,7 +288,7 @@ def _tables(
     empty, found = empty_table(target), False
     for encoded, tables in small_together(whole if aligned else _align(shards, names), names):
         found = True
-        kept = _physical(names) if encoded else names
+        kept = physical(names) if encoded else names
         like = empty.drop_columns(["prompt_token_ids"]) if encoded else empty
         yield pa.concat_tables([like, *tables], promote_options="permissive").select(kept)
     if not found:
@@ -589,7 +330,7 @@ def _lacks_prompts(table: pa.Table, names: Sequence[str]) -> bool:
 
 
 def _align(
-    shards: Sequence[_Shard], names: Sequence[str], given: Iterable[pa.Table] | None = None
+    shards: Sequence[Shard], names: Sequence[str], given: Iterable[pa.Table] | None = None
 ) -> Iterator[pa.Table]:
     """Regroup the tables of other programs' files so that no trajectory spans two tables."""
     keyed = list(dict.fromkeys([*names, "trajectory_id"]))
@@ -609,29 +350,3 @@ def _align(
         rest = whole.slice(cut)
     if rest is not None and rest.num_rows:
         yield rest.select(names)
-
-
-def _physical(names: Sequence[str]) -> list[str]:
-    """Return the names with the prefix columns instead of `prompt_token_ids`."""
-    prefix = [field.name for field in PREFIX_FIELDS]
-    at = names.index("prompt_token_ids")
-    return [*names[:at], *prefix, *names[at + 1 :]]
-
-
-def _trajectories_with(table: pa.Table, predicate: pl.Expr) -> pa.Table:
-    """Return the rows of the trajectories in which any row satisfies the predicate.
-
-    If the predicate needs decoded prompts, return all rows.
-    """
-    used = set(predicate.meta.root_names())
-    if not used <= set(table.column_names):
-        return table
-    rows = _frame(table.select(list(used | {"trajectory_id"})))
-    ids = rows.filter(predicate)["trajectory_id"].unique()
-    return table.filter(to_arrow(rows["trajectory_id"].is_in(ids.implode()).to_numpy()))
-
-
-def _frame(table: pa.Table) -> pl.DataFrame:
-    frame = pl.from_arrow(table)
-    assert isinstance(frame, pl.DataFrame)
-    return frame

@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from rollout_io.dataset.local_files import LocalFiles
-from rollout_io.dataset.storage import Location, find_shards
+from rollout_io.dataset.storage import Location, PathLike, find_shards
 from schemas.errors import InputError
-
-PathLike = str | os.PathLike[str]
 
 
 class Sources:

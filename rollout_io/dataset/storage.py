@@ -15,6 +15,7 @@ from rollout_io.dataset.opening import similar_path
 from rollout_io.dataset.remote_files import RemoteFiles
 from schemas.errors import InputError, InvariantError, count
 
+PathLike = str | os.PathLike[str]
 SHARD_PREFIX = "part-"
 SHARD_SUFFIX = ".parquet"
 _EXTRAS = {"https": "http", "gs": "gcs"}  # extras of fsspec by protocol
@@ -40,7 +41,7 @@ class Location:
     root: str | None = None
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> Location:
+    def of(cls, path: PathLike) -> Location:
         """Resolve a local path or a URL that fsspec supports ("s3://...", "memory://...").
 
         Raises:
@@ -131,7 +132,7 @@ def _unknown_filesystem(url: str, error: Exception) -> InputError:
     return InputError("filesystem", url, got, "", hint)
 
 
-def find_shards(path: str | os.PathLike[str]) -> list[Location]:
+def find_shards(path: PathLike) -> list[Location]:
     """Return the Parquet files of a dataset, sorted by directory, then by name.
 
     Args:
@@ -197,7 +198,7 @@ def occupied(where: str, num_shards: int) -> InputError:
     return InputError("out_is_free", where, got, "", hint)
 
 
-def refuse_inside(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> None:
+def refuse_inside(out: PathLike, dataset: PathLike) -> None:
     """Check that `out` is not inside `dataset`: its files would be read as shards of `dataset`.
 
     Raises:

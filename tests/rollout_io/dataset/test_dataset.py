@@ -191,7 +191,7 @@ def test_the_writer_refuses_each_broken_invariant_and_leaves_nothing(rule):
 def test_a_scan_decodes_and_reads_only_the_columns_it_is_asked_for(tmp_path, monkeypatch):
     with RolloutWriter(tmp_path / "ds") as writer:
         writer.write(pa.table(STEPS))
-    monkeypatch.setattr("rollout_io.dataset.reader.decode_prefixes", pytest.fail)
+    monkeypatch.setattr("rollout_io.dataset.shard_files.decode_prefixes", pytest.fail)
     frame = scan(tmp_path / "ds").filter(pl.col("step_index") > 0).select("response_ids").collect()
     assert frame.to_dicts() == [{"response_ids": [4]}]
 
@@ -207,7 +207,7 @@ def test_a_scan_decodes_only_row_groups_that_hold_a_row_the_predicate_keeps(tmp_
         decoded.append(table.num_rows)
         return decode_prefixes(table)
 
-    monkeypatch.setattr("rollout_io.dataset.reader.decode_prefixes", count)
+    monkeypatch.setattr("rollout_io.dataset.shard_files.decode_prefixes", count)
     frame = scan(tmp_path / "ds").filter(pl.col("instance_id").is_in(["b"])).collect()
     assert frame["prompt_token_ids"].to_list() == [[1, 2], [1, 2, 3, 9]]
     assert decoded == [2]

@@ -70,7 +70,7 @@ def test_prompts_are_decoded_only_for_trajectories_that_the_predicate_keeps(
         decoded.append(table.num_rows)
         return decode_prefixes(table)
 
-    monkeypatch.setattr("rollout_io.dataset.reader.decode_prefixes", count)
+    monkeypatch.setattr("rollout_io.dataset.shard_files.decode_prefixes", count)
     last = rows.filter(pl.col("step_index") == 2)[7]
     condition = (last["trajectory_id"].item() == TRAJECTORY) & (pl.col("step_index") == 2)
     assert scan(dataset).filter(condition).collect().equals(last)
