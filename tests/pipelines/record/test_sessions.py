@@ -119,7 +119,7 @@ def test_open_sessions_wait_for_the_next_start_or_are_ended_at_the_end(engine, t
     asyncio.run(main(1, end_open=True))
     assert outcomes(tmp_path / "ds") == {"a_0": (None, None)}
     assert len(rows(tmp_path / "ds", "response_ids")) == 3
-    assert [p.name for p in (tmp_path / "ds" / ".recording").iterdir()] == ["lock"]
+    assert [p.name for p in (tmp_path / "ds" / ".recording").iterdir()] == []
 
 
 def test_the_policy_version_is_stamped_on_calls_and_outlives_the_recorder(engine, tmp_path):
@@ -233,7 +233,7 @@ def test_credentials_of_clients_and_engines_are_not_written(engine, tmp_path):
 
     asyncio.run(main())
     written = [path.read_bytes() for path in (tmp_path / "ds").rglob("*") if path.is_file()]
-    assert len(written) > 1
+    assert written
     assert b"secret" not in b"".join(written)
 
 
