@@ -247,7 +247,7 @@ class _Project:
         return ()
 
     def _of_attribute(self, node: ast.Attribute, module: Module) -> set[str]:
-        """`self._rule`: what its class assigns; `error.rule`: no new id; `kind.key`, `unit.error_id`: by keyword."""
+        """`self._rule`: what its class assigns; `error.rule`: no new id; `kind.rule_id`, `unit.error_id`: by keyword."""
         if node.attr == "rule":
             return set()
         for scope in module.scopes(node):

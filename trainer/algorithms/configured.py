@@ -232,9 +232,8 @@ def _call(bound: BoundFunction, arrays: Mapping[str, Any]) -> Any:
         own = [frame for frame in frames if frame.filename == path] or frames
         place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
         text = " ".join(str(error).split())[:300]
-        rule = f"{function.kind.rule}_raised"
         got = f"raised {type(error).__name__}: {text}".strip(": ") + place
-        raise InputError(rule, function.name, got) from error
+        raise InputError(f"{function.kind.rule_id}_raised", function.name, got) from error
 
 
 def _refused(
@@ -242,7 +241,7 @@ def _refused(
 ) -> InputError:
     """Build the error for an invalid result of a user's function, or for `part` of the result."""
     where = f"{function.name}, {part}" if part else function.name
-    return InputError(function.kind.rule, where, got, expected, hint)
+    return InputError(function.kind.rule_id, where, got, expected, hint)
 
 
 def _finite_array(function: Function, found: Any, num: int, what: str) -> FloatArray:

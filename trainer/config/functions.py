@@ -28,7 +28,7 @@ class Kind:
     Attributes:
         section: Section of the configuration with the function's keys.
         key: Key of the section.
-        rule: Id of errors about the function.
+        rule_id: Id of errors about the function.
         inputs: Names of parameters that receive an array or a tensor in user functions.
         needs_one_of: Inputs of which a function must take at least one.
         exactly_one: Whether the function must take exactly one of these inputs.
@@ -39,7 +39,7 @@ class Kind:
 
     section: str
     key: str
-    rule: str
+    rule_id: str
     inputs: tuple[str, ...]
     needs_one_of: tuple[str, ...]
     exactly_one: bool = False
@@ -56,7 +56,7 @@ _RATIO = "logprobs old_logprobs advantages"
 POLICY_LOSS = Kind(
     section="loss",
     key="policy_loss_type",
-    rule="policy_loss_type",
+    rule_id="policy_loss_type",
     inputs=("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "row"),
     needs_one_of=("logprobs",),
     module="trainer.algorithms.losses",
@@ -77,7 +77,7 @@ POLICY_LOSS = Kind(
 ADVANTAGE_ESTIMATOR = Kind(
     section="advantage",
     key="estimator",
-    rule="advantage_estimator",
+    rule_id="advantage_estimator",
     inputs=("returns", "rewards", "group_index", "trajectory", "values"),
     needs_one_of=("returns", "rewards"),
     exactly_one=True,
@@ -93,7 +93,7 @@ ADVANTAGE_ESTIMATOR = Kind(
 LOSS_REDUCTION = Kind(
     section="loss",
     key="reduction",
-    rule="loss_reduction",
+    rule_id="loss_reduction",
     inputs=(
         *("num_targets", "row", "num_rows", "trajectory", "num_trajectories"),
         *("group", "num_groups", "micro_batch", "num_micro_batches"),
@@ -160,9 +160,9 @@ def find(kind: Kind, name: str) -> Function:
     """Import the function that a key names.
 
     Raises:
-        ConfigError: `config_value`: no built-in function has this name; `{kind.rule}`: the function
+        ConfigError: `config_value`: no built-in function has this name; `{kind.rule_id}`: the function
             does not exist, is not callable, or its module cannot be imported.
-        InputError: `{kind.rule}`: the parameters of the function are invalid.
+        InputError: `{kind.rule_id}`: the parameters of the function are invalid.
     """
     is_own = name not in kind.built_in
     if is_own and ":" not in name:
@@ -173,12 +173,12 @@ def find(kind: Kind, name: str) -> Function:
     from pipelines.generation.environments import resolve
 
     path = name if is_own else f"{kind.module}.{kind.built_in[name][0]}"
-    call = resolve(path, kind.rule)
+    call = resolve(path, kind.rule_id)
     try:
         parameters = inspect.signature(call).parameters
     except (ValueError, TypeError) as error:
         got = f"its signature cannot be read: {error}"
-        raise InputError(kind.rule, name, got) from None
+        raise InputError(kind.rule_id, name, got) from None
     inputs = kind.inputs if is_own else kind.built_in[name][1].split()
     function = Function(
         kind=kind,
@@ -201,7 +201,7 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
     for parameter in parameters.values():
         if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
             got = f"parameter `{parameter}` cannot be passed by name"
-            raise InputError(kind.rule, function.name, got)
+            raise InputError(kind.rule_id, function.name, got)
     taken = function.inputs & {*kind.needs_one_of}
     if not taken or (kind.exactly_one and len(taken) > 1):
         found = nearest_inputs(function)
@@ -210,12 +210,12 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
         number = "" if len(kind.needs_one_of) == 1 else f"{several} of "
         expected = f"parameters that include {number}{', '.join(kind.needs_one_of)}"
         hint = found or f"name a parameter after one of the {known_inputs(kind)}"
-        raise InputError(kind.rule, function.name, got, expected, hint)
+        raise InputError(kind.rule_id, function.name, got, expected, hint)
     of_tokens = function.inputs & {"trajectory", "values"}
     if kind is ADVANTAGE_ESTIMATOR and "returns" in function.inputs and of_tokens:
         got = f"returns and {', '.join(sorted(of_tokens))}"
         expected = "rewards instead of returns, because the other inputs have one element per token"
-        raise InputError(kind.rule, function.name, got, expected)
+        raise InputError(kind.rule_id, function.name, got, expected)
 
 
 def nearest_inputs(function: Function) -> str | None:
@@ -340,7 +340,7 @@ def _check_values(function: Function, section: Any) -> None:
             got = f"parameter `{name}` is neither an input nor a key of [{table}]"
             known = f"set {table}.{name}, or rename it to one of the {known_inputs(function.kind)}"
             hint = nearest_inputs(function) or known
-            raise InputError(function.kind.rule, function.name, got, hint=hint)
+            raise InputError(function.kind.rule_id, function.name, got, hint=hint)
         annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
         if name in section.own and annotation in _PLAIN:
             types, expected = _PLAIN[annotation]

@@ -153,7 +153,7 @@ def update_metrics(parts: Sequence[Mapping[str, Tensor]], loss_name: str) -> dic
         if part.keys() != parts[0].keys():
             different = ", ".join(sorted(part.keys() ^ parts[0].keys()))
             got = f"it returns the metrics {different} for some micro-batches but not for others"
-            raise InputError(POLICY_LOSS.rule, loss_name, got)
+            raise InputError(POLICY_LOSS.rule_id, loss_name, got)
     found = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
     metrics: dict[str, float] = {}
     for name in ("loss", "policy_loss", "policy_kl"):
