@@ -1,6 +1,6 @@
 """Token records: the values that training writes for each target (`RUN/tokens/`).
 
-With `[train] record_tokens`, each update (optimizer step) writes one file, `global_step_N.parquet`.
+With `[run] record_tokens`, each update (optimizer step) writes one file, `global_step_N.parquet`.
 N is the `global_step` of the update's line in `metrics.jsonl`: the number of optimizer steps
 including this one. A target is a response token that this update trained on. A file has one record
 for each stored row of the dataset that has a recorded target, in the order of the rows. `dataset`,
