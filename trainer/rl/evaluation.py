@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
@@ -14,7 +14,7 @@ from pipelines.generation.config import GenerateConfig
 from pipelines.generation.dataset import GroupWriter, missing_tasks
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.generator import Generator
-from pipelines.generation.tasks import read_tasks
+from pipelines.generation.tasks import Task, read_tasks
 from pipelines.rewards import trajectory_returns
 from pipelines.statistics.metrics import pass_at_k
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, aggregated
@@ -39,9 +39,36 @@ def notes_of(config: RlConfig) -> Iterator[str]:
             )
 
 
+class EvaluationSet(NamedTuple):
+    """What an evaluation set reads from files: its tasks, once per attempt, and its tokenizer."""
+
+    tasks: list[Task]
+    tokenizer: ChatTokenizer
+
+
+def read_sets(config: RlConfig, tokenizer: ChatTokenizer) -> dict[str, EvaluationSet]:
+    """Read the evaluation sets, by name: at the start, because user code may call `os.chdir` later.
+
+    Args:
+        config: Configuration of the run.
+        tokenizer: The tokenizer that samples rollouts.
+
+    Raises:
+        RolloutError: The tasks or the chat template of a set are not usable.
+    """
+    sets = {}
+    for name, one in config.evaluations(0).items():
+        own = tokenizer
+        if one.chat_template != config.generation.chat_template:
+            own = load_tokenizer(config.model.path, one.chat_template)
+        own = dataclasses.replace(own, template_kwargs=one.chat_template_kwargs)
+        sets[name] = EvaluationSet(read_tasks(one.tasks, one.group_size), own)
+    return sets
+
+
 async def evaluate(
     engine: Engine,
-    tokenizer: ChatTokenizer,
+    sets: Mapping[str, EvaluationSet],
     config: RlConfig,
     version: int,
     calls: Calls | None = None,
@@ -57,25 +84,24 @@ async def evaluate(
     """
     planned = config.evaluations(version)
     for name, one in planned.items():
-        own = _tokenizer_of(one, tokenizer, config)
         values = {k: v for k, v in dataclasses.asdict(one).items() if k != "every_iterations"}
         subject = f"evaluation after {count(version, 'iteration')}{f' ({name})' if name else ''}"
-        await _sample(engine, own, GenerateConfig(**values), calls, subject, bar)
-    return measure(planned, config)
+        await _sample(engine, sets[name], GenerateConfig(**values), calls, subject, bar)
+    return measure(planned, sets, config)
 
 
 async def _sample(
     engine: Engine,
-    tokenizer: ChatTokenizer,
+    evaluated: EvaluationSet,
     sampling: GenerateConfig,
     calls: Calls | None,
     subject: str,
     bar: Bar | None,
 ) -> None:
     """Sample the trajectories that are missing from an evaluation set's dataset."""
-    missing = missing_tasks(read_tasks(sampling.tasks, sampling.group_size), sampling)
+    missing = missing_tasks(evaluated.tasks, sampling)
     if missing:
-        generator = Generator(engine, tokenizer, sampling, calls, "eval")
+        generator = Generator(engine, evaluated.tokenizer, sampling, calls, "eval")
         generator.check(missing)
         with (
             GroupWriter(sampling.out, missing, generator.metadata, sampling) as writer,
@@ -89,16 +115,9 @@ async def _sample(
                     shown.show(done)
 
 
-def _tokenizer_of(
-    planned: EvaluateConfig, tokenizer: ChatTokenizer, config: RlConfig
-) -> ChatTokenizer:
-    """Return the tokenizer with the chat template and template arguments of an evaluation set."""
-    if planned.chat_template != config.generation.chat_template:
-        tokenizer = load_tokenizer(config.model.path, planned.chat_template)
-    return dataclasses.replace(tokenizer, template_kwargs=planned.chat_template_kwargs)
-
-
-def measure(planned: Mapping[str, EvaluateConfig], config: RlConfig) -> dict[str, Any]:
+def measure(
+    planned: Mapping[str, EvaluateConfig], sets: Mapping[str, EvaluationSet], config: RlConfig
+) -> dict[str, Any]:
     """Compute the metrics of evaluation datasets: over all of them, and per set.
 
     A trajectory's return is defined by `data.outcome` if set, else by the set's `outcome`.
@@ -109,7 +128,7 @@ def measure(planned: Mapping[str, EvaluateConfig], config: RlConfig) -> dict[str
         returns = trajectory_returns(rollout_io.scan(one.out), outcome).collect()
         part = returns.select("instance_id", "return", pl.col("error").is_null().alias("is_good"))
         parts.append(part)
-        metrics |= set_metrics(name, part.filter("is_good"), one)
+        metrics |= set_metrics(name, part.filter("is_good"), sets[name].tasks, one.group_size)
         metrics |= _of_generator(f"eval/{name or 'all'}/", one.out)
     rows = pl.concat(parts)
     return {
@@ -129,7 +148,9 @@ def _of_generator(prefix: str, dataset: str) -> dict[str, float]:
     return {f"{prefix}{key}": value for key, value in aggregated(objects).items()}
 
 
-def set_metrics(name: str, returns: pl.DataFrame, planned: EvaluateConfig) -> dict[str, Any]:
+def set_metrics(
+    name: str, returns: pl.DataFrame, tasks: Sequence[Task], group_size: int
+) -> dict[str, Any]:
     """Compute SkyRL's metrics of an evaluation set: overall, and per `data_source` of its tasks.
 
     A set without a name has `eval/all/...` and `eval/{source}/...`, as in SkyRL, where tasks
@@ -139,19 +160,19 @@ def set_metrics(name: str, returns: pl.DataFrame, planned: EvaluateConfig) -> di
     Args:
         name: Name of the set.
         returns: instance_id and return of the trajectories that did not fail.
-        planned: Settings of the set: `tasks` contains the sources; `group_size` is the largest n
-            of `pass_at_n`.
+        tasks: Tasks of the set, with the sources.
+        group_size: Largest n of `pass_at_n`.
     """
-    tasks, unknown = read_tasks(planned.tasks, 1), None if name else "unknown"
+    unknown = None if name else "unknown"
     source = {t.instance_id: t.extras.get("data_source") or unknown for t in tasks}
     of_row = [source.get(instance, unknown) for instance in returns["instance_id"]]
     named = [None if s is None else str(s).replace("/", "_") for s in of_row]
     rows = returns.with_columns(source=pl.Series(named, dtype=pl.String))
     prefix = f"eval/{name}/" if name else "eval/"
-    metrics = _scores(f"eval/{name or 'all'}/", rows, planned.group_size)
+    metrics = _scores(f"eval/{name or 'all'}/", rows, group_size)
     for own in sorted(set(named) - {None}, key=str):
         part = rows.filter(pl.col("source") == own)
-        metrics |= _scores(f"{prefix}{own}/", part, planned.group_size)
+        metrics |= _scores(f"{prefix}{own}/", part, group_size)
     return metrics
 
 

@@ -8,7 +8,7 @@ import functools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from contextvars import copy_context
@@ -34,7 +34,7 @@ from trainer.engine.open_engine import open_engine as open_usual
 from trainer.models.policy import Policy
 from trainer.rl.collector import Collector
 from trainer.rl.config import ROLLOUTS, RlConfig
-from trainer.rl.evaluation import evaluate, notes_of
+from trainer.rl.evaluation import EvaluationSet, evaluate, notes_of, read_sets
 from trainer.rl.groups import Groups
 from trainer.rl.iteration_metrics import (
     evaluation_line,
@@ -157,6 +157,7 @@ def run(
             engine=sampler.engine,
             tokenizer=sampler.tokenizer,
             tasks=sampler.tasks,
+            evaluation_sets=sampler.evaluation_sets,
             evaluated=evaluated,
             audit=audit,
             log=held.enter_context(learning.open_log()),
@@ -173,11 +174,12 @@ def run(
 
 
 class Sampler(NamedTuple):
-    """Engine, tokenizer and tasks, with which the main process samples."""
+    """Engine, tokenizer, tasks and evaluation sets, with which the main process samples."""
 
     engine: WeightSwapEngine
     tokenizer: ChatTokenizer
     tasks: list[Task]
+    evaluation_sets: dict[str, EvaluationSet]
 
 
 def _set_up(
@@ -193,12 +195,14 @@ def _set_up(
         load_tokenizer(config.model.path, config.generation.chat_template),
         template_kwargs=config.generation.chat_template_kwargs,
     )
-    tasks = _read(config)
+    tasks = read_tasks(config.loop.tasks, 1)
+    check_names({task.instance_id for task in tasks})
+    sets = read_sets(config, tokenizer)
     engine = WeightSwapEngine(
         (open_engine or open_usual)(config.generation), waits=config.loop.weight_sync == "wait"
     )
     Generator(engine, tokenizer, config.generation).check(tasks)
-    return checkpoint, Sampler(engine, tokenizer, tasks)
+    return checkpoint, Sampler(engine, tokenizer, tasks, sets)
 
 
 def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, float | None]:
@@ -211,15 +215,6 @@ def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, fl
     return evaluated
 
 
-def _read(config: RlConfig) -> list[Task]:
-    """Read the tasks, with one attempt each, and check the tasks of the evaluation sets."""
-    tasks = read_tasks(config.loop.tasks, 1)
-    check_names({task.instance_id for task in tasks})
-    for planned in config.evaluations(0).values():
-        read_tasks(planned.tasks, 1)
-    return tasks
-
-
 @dataclass(kw_only=True)
 class Loop:
     """A run that is ready to start or resume."""
@@ -230,6 +225,7 @@ class Loop:
     engine: WeightSwapEngine
     tokenizer: ChatTokenizer
     tasks: Sequence[Task]
+    evaluation_sets: Mapping[str, EvaluationSet]
     audit: Audit | None
     log: RunLog
     thread: ThreadPoolExecutor
@@ -346,7 +342,7 @@ class Loop:
         if version in self.evaluated or not self.config.evaluates(version):
             return
         found = await evaluate(
-            self.engine, self.tokenizer, self.config, version, calls, self.log.bar
+            self.engine, self.evaluation_sets, self.config, version, calls, self.log.bar
         )
         step = self.learning.progress.global_step
         self.log.write_line({"iteration": version, "global_step": step} | found)

@@ -78,10 +78,12 @@ def test_an_environment_that_moves_the_working_directory_does_not_move_the_run(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model, "model")
     generate = {"environment": "tests.trainer.rl.test_rl:Moving"}
-    config = config_of(Path(), "model", num_iterations=2, generate=generate)
+    evaluate = {"tasks": "tasks.jsonl", "chat_template": "qwen3_acc_thinking", "temperature": 1.0}
+    config = config_of(Path(), "model", num_iterations=2, generate=generate, evaluate=evaluate)
     result = rl.run(config)
     assert (result.out, result.checkpoint) == ("run", "run/checkpoints/global_step_4")
     assert Path.cwd() == Path("/")
+    assert len(list((tmp_path / "run" / "evaluations").iterdir())) == 2
     for written in (result.checkpoint, "run/weights/version_2"):
         names = {path.name for path in (tmp_path / written).iterdir()}
         assert {"model.safetensors", "tokenizer.json"} <= names

@@ -12,12 +12,12 @@ import polars as pl
 import pytest
 
 import rollout_io
+from pipelines.generation.tasks import Task, read_tasks
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from tests.helpers.rl_helpers import HERE, config_of, lines_of, save_model, write_tasks
 from trainer import rl
 from trainer.engine.embedded import TransformersEngine
 from trainer.reports.plot import read_metrics
-from trainer.rl.config import EvaluateConfig
 from trainer.rl.evaluation import notes_of, set_metrics
 
 
@@ -35,16 +35,14 @@ def test_several_greedy_samples_of_a_task_are_noted(tmp_path: Path) -> None:
     assert "[evaluate.sums] samples each task 4 times at temperature 0" in note
 
 
-def planned_of(path: Path, sources: Mapping[str, str | None], group_size: int) -> EvaluateConfig:
-    """An evaluation of tasks with these sources."""
+def tasks_of(path: Path, sources: Mapping[str, str | None]) -> list[Task]:
+    """Tasks with these sources."""
     lines = [
         {"prompt": "Say it.", "instance_id": name} | ({"data_source": s} if s else {})
         for name, s in sources.items()
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return EvaluateConfig(
-        tasks=str(path), model="m", out="o", environment="e", group_size=group_size
-    )
+    return read_tasks(path, 1)
 
 
 def returns_of(**values: list[float]) -> pl.DataFrame:
@@ -55,9 +53,9 @@ def returns_of(**values: list[float]) -> pl.DataFrame:
 
 def test_metrics_are_by_data_source_and_of_all(tmp_path: Path) -> None:
     sources = {"a": "math/hard", "b": "math/hard", "c": "code", "d": None}
-    planned = planned_of(tmp_path / "tasks.jsonl", sources, 2)
+    tasks = tasks_of(tmp_path / "tasks.jsonl", sources)
     returns = returns_of(a=[1.0, 0.0], b=[0.0, 0.0], c=[-1.0, 0.5], d=[0.0, 0.0])
-    found = set_metrics("", returns, planned)
+    found = set_metrics("", returns, tasks, 2)
     assert found["eval/math_hard/avg_score"] == 0.25
     assert found["eval/math_hard/pass_at_1"] == 0.25
     assert found["eval/math_hard/pass_at_2"] == 0.5
@@ -70,8 +68,8 @@ def test_metrics_are_by_data_source_and_of_all(tmp_path: Path) -> None:
 def test_a_set_has_its_name_and_below_it_the_data_sources_that_its_tasks_name(
     tmp_path: Path,
 ) -> None:
-    planned = planned_of(tmp_path / "tasks.jsonl", {"a": "math/hard", "b": None}, 1)
-    found = set_metrics("held_out", returns_of(a=[1.0], b=[0.0]), planned)
+    tasks = tasks_of(tmp_path / "tasks.jsonl", {"a": "math/hard", "b": None})
+    found = set_metrics("held_out", returns_of(a=[1.0], b=[0.0]), tasks, 1)
     assert {name: value for name, value in found.items() if "avg_score" in name} == {
         "eval/held_out/avg_score": 0.5,
         "eval/held_out/math_hard/avg_score": 1.0,
@@ -79,9 +77,9 @@ def test_a_set_has_its_name_and_below_it_the_data_sources_that_its_tasks_name(
 
 
 def test_pass_at_n_counts_the_draws_of_n_attempts_that_hold_a_correct_one(tmp_path: Path) -> None:
-    planned = planned_of(tmp_path / "tasks.jsonl", dict.fromkeys("abc"), 4)
+    tasks = tasks_of(tmp_path / "tasks.jsonl", dict.fromkeys("abc"))
     values = {"a": [1.0, 0.0, 0.0, 1.0], "b": [0.0, 0.5, -1.0, 0.0], "c": [0.0, 1.0]}
-    found = set_metrics("", returns_of(**values), planned)
+    found = set_metrics("", returns_of(**values), tasks, 4)
     for n in range(1, 5):
         draws = [list(combinations(v, n)) for v in values.values() if len(v) >= n]
         passed = [sum(any(x > 0 for x in d) for d in drawn) / len(drawn) for drawn in draws]
