@@ -133,7 +133,7 @@ def test_an_error_names_the_extra_of_the_table(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"global_step": 1, "return_mean": 0.5}\n')
     (tmp_path / "rl.toml").write_text(
-        'model = "m"\ntasks = "t.jsonl"\nnum_iterations = 1\n'
+        '[model]\npath = "m"\n[loop]\ntasks = "t.jsonl"\nnum_iterations = 1\n'
         '[generate]\nenvironment = "gsm8k"\ngroup_size = 4\n'
     )
     log = (EXAMPLES / "shop.calls.jsonl").read_text()

@@ -134,4 +134,4 @@ def test_a_run_after_another_starts_from_its_own_model(small_server, config_of, 
     rl.run(config_of(small_server.url, out=tmp_path / "second", **settings))
     (line,) = updates_of(tmp_path / "second")
     assert line["rollout_logprobs_abs_diff_mean"] < 1e-3
-    assert json.loads((tmp_path / "second/config.json").read_text())["train"]["lora_rank"] == 4
+    assert json.loads((tmp_path / "second/config.json").read_text())["model"]["lora_rank"] == 4

@@ -55,7 +55,7 @@ def test_statistics_filters_export_and_training_take_the_return_that_the_dataset
         dataset=path, model=save_tiny_model(tmp_path / "model"), out=str(tmp_path / "run")
     )
     assert trainer.train(config).metrics["return_mean"] == 0.75
-    assert json.loads((tmp_path / "run/config.json").read_text())["outcome"] == "sum"
+    assert json.loads((tmp_path / "run/config.json").read_text())["data"]["outcome"] == "sum"
 
 
 def test_datasets_that_mean_other_returns_are_mixed_only_when_told(
