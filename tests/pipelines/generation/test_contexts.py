@@ -257,7 +257,8 @@ def test_the_loop_trains_what_an_agent_sampled_and_nothing_else(
     assert line["num_rows"] == 3 * num_rows
 
     model = AutoModelForCausalLM.from_pretrained(saved)
-    chosen = {**config.train, "sequence_layout": "merge" if layout == "merge" else "step"}
+    usual = {"groups_per_mini_batch": 1, "learning_rate": 1e-3, "failed": "trajectory"}
+    chosen = {**usual, **training, "sequence_layout": "merge" if layout == "merge" else "step"}
     expected, faint = independent.run(steps_of(engines[0]), model, model, chosen)
     trained = load_file(Path(result.checkpoint) / "model.safetensors")
     apart = size = torch.zeros(())
