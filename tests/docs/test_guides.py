@@ -146,7 +146,7 @@ def test_a_generator_output_of_skyrl_trains_with_its_losses(narrow_smollm2, tmp_
     saved, read = (rollout_io.scan(n).collect() for n in ("saved", "runs/from-skyrl"))
     assert saved["response_ids"].equals(read["response_ids"])
     config = json.loads((tmp_path / "runs" / "skyrl-model" / "config.json").read_text())
-    assert (config["loss"]["policy_loss_type"], config["outcome"]) == ("dual_clip", "last")
+    assert (config["loss"]["policy_loss_type"], config["data"]["outcome"]) == ("dual_clip", "last")
     check_trained("runs/skyrl-model", narrow_smollm2)
 
 
