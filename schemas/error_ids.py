@@ -421,7 +421,7 @@ unique_group: Two datasets of the mixture contain the same group, or a dataset w
 unique_outcome: Two outcomes have the same `trajectory_id`.
     Keep one outcome per trajectory.
 unknown_outcome: A trajectory without an error has no finite return, so it cannot be trained on.
-    Convert with `--rewards FILE`, train without rewards (`policy_loss_type = "cross_entropy"`), or
+    Convert with `--rewards FILE`, train without rewards (`loss.policy_loss_type = "cross_entropy"`), or
     leave these trajectories out: `rollouts filter --drop-unknown`.
 unknown_reward: The advantage estimator adds up step rewards, and a row has neither `reward` nor
     `rewards`.
