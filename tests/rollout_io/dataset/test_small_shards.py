@@ -1,5 +1,7 @@
 """Datasets of many small shards are read and checked in larger tables, with the same results."""
 
+import shutil
+
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,12 +40,19 @@ BROKEN = {
 }
 
 
-@pytest.fixture
-def dataset(tmp_path):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Each shard is written, synced and checked by a writer of its own: made once, and copied."""
+    path = tmp_path_factory.mktemp("small") / "ds"
     for index in range(NUM):
-        with RolloutWriter(tmp_path / "ds", layout="full", append=True) as writer:
+        with RolloutWriter(path, layout="full", append=True) as writer:
             writer.write(trajectory(index))
-    return tmp_path / "ds"
+    return path
+
+
+@pytest.fixture
+def dataset(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "ds")
 
 
 @pytest.mark.parametrize("place", [0, 1, 31, NUM - 1])
