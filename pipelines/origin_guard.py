@@ -11,19 +11,23 @@ resolve to this machine (DNS rebinding). A request is therefore served only if
   site, unless the user follows a link.
 
 Clients other than browsers send neither of the last two headers.
+
+Starlette's `TrustedHostMiddleware` compares names only: it knows no address ranges such as loopback,
+takes the first of two `Host` headers, and looks at no `Origin`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pipelines.record.wire import Exchange, Message, Receive, Send
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pipelines.http_app import Refuse, error_response, raw_path
 from schemas.errors import InputError, RolloutError
-
-Application = Callable[[Message, Receive, Send], Awaitable[Any]]
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
 _PORTS = {"http": 80, "https": 443}
@@ -43,7 +47,7 @@ class Guard:
         app: The protected application.
         listens_on: Address or host name that the server listens on.
         allowed_hosts: Further host names of the server.
-        refused: Callback for the error of every rejected request.
+        refuse: Builds the response to a rejected request.
 
     Example:
         >>> app = Guard(app, "127.0.0.1", allowed_hosts=["recorder.lan"])
@@ -51,27 +55,31 @@ class Guard:
 
     def __init__(
         self,
-        app: Application,
+        app: ASGIApp,
         listens_on: str,
         allowed_hosts: Iterable[str] = (),
-        refused: Callable[[RolloutError], object] = lambda _: None,
+        refuse: Refuse = error_response,
     ) -> None:
-        self._app, self._refused = app, refused
+        self._app, self._refuse = app, refuse
         self._names = {"localhost", *map(_plain, [listens_on, *allowed_hosts])}
         self._is_local = is_loopback(listens_on)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward one request to the application, or reject it."""
-        if scope["type"] in {"http", "websocket"}:
-            try:
-                self.check(scope)
-            except RolloutError as error:
-                self._refused(error)
-                await _refuse(error, scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        try:
+            self.check(scope)
+        except RolloutError as error:
+            response = self._refuse(error)
+            if scope["type"] == "http":
+                await response(scope, receive, send)
+            else:
+                # ASGI: a websocket may be closed only after its connect event was received.
+                await receive()
+                await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+        else:
+            await self._app(scope, receive, send)
 
-    def check(self, scope: Message) -> None:
+    def check(self, scope: Scope) -> None:
         """Reject a request that comes from another site or is addressed to another host.
 
         Args:
@@ -81,14 +89,14 @@ class Guard:
             InputError: `one_host`: there is not exactly one `Host` header; `foreign_host`: the
                 header names another host; `foreign_origin`: the request comes from another site.
         """
-        where = scope["raw_path"].decode("latin-1").partition("?")[0]
-        host = self._host(_values(scope, b"host"), where)
-        for origin in _values(scope, b"origin"):
+        where, headers = raw_path(scope), Headers(scope=scope)
+        host = self._host(headers.getlist("host"), where)
+        for origin in headers.getlist("origin"):
             if not _is_of(origin, host):
                 got = f"requests from the origin {origin!r} are not allowed"
                 raise InputError("foreign_origin", where, got)
-        sites = set(_values(scope, b"sec-fetch-site")) - _OWN_SITES
-        if sites and not _follows_link(scope):
+        sites = set(headers.getlist("sec-fetch-site")) - _OWN_SITES
+        if sites and not _follows_link(scope, headers):
             got = f"requests from pages of other sites are not allowed ({min(sites)})"
             raise InputError("foreign_origin", where, got)
 
@@ -126,10 +134,6 @@ def is_host_name(text: str) -> bool:
     return found is not None and found.port is None
 
 
-def _values(scope: Message, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
-
-
 def _plain(name: str) -> str:
     return name.lower().removesuffix(".")
 
@@ -160,16 +164,7 @@ def _is_of(origin: str, host: _Authority) -> bool:
     return (found.name, found.port or default) == (host.name, host.port or default)
 
 
-def _follows_link(scope: Message) -> bool:
+def _follows_link(scope: Scope, headers: Headers) -> bool:
     """True if the user navigates to a page, which has no side effects and leaks no data."""
-    mode, dest = _values(scope, b"sec-fetch-mode"), _values(scope, b"sec-fetch-dest")
+    mode, dest = headers.getlist("sec-fetch-mode"), headers.getlist("sec-fetch-dest")
     return scope.get("method") == "GET" and (mode, dest) == (["navigate"], ["document"])
-
-
-async def _refuse(error: RolloutError, scope: Message, receive: Receive, send: Send) -> None:
-    if scope["type"] == "http":
-        await Exchange(scope, receive, send).refuse(error)
-        return
-    # ASGI: a websocket may be closed only after its connect event was received.
-    await receive()
-    await send({"type": "websocket.close", "code": _POLICY_VIOLATION})

@@ -61,28 +61,24 @@ def view(
     import asyncio
     import webbrowser
 
-    from pipelines.view.findings import kind_of_table
+    from schemas.extras import requires_extra
+
+    with requires_extra("view", "rollouts view"):
+        from pipelines.view.api import Api
+        from pipelines.view.app import Bundle, serve
+        from pipelines.view.export import export
+        from pipelines.view.findings import kind_of_table
+        from pipelines.view.sources import Sources
 
     if sum(kind_of_table(path) is None for path in paths) > 2:
         raise click.UsageError("view shows at most two datasets or runs.")
-    from pipelines.view.api import Api
-    from pipelines.view.bundle_files import Bundle
-    from pipelines.view.sources import Sources
-
-    if out is not None:
-        from pipelines.view.export import export
-
-        bundle, sources = Bundle.read(), Sources.open(paths, tokenizer)
-        for text in sources.warnings:
-            warn(text)
-        found = export(sources, bundle, out, where=where, limit=limit or DEFAULT_LIMIT)
-        note(f"wrote {out}: {found}")
-        return
-    from pipelines.view.serving import serve
-
     bundle, sources = Bundle.read(), Sources.open(paths, tokenizer)
     for text in sources.warnings:
         warn(text)
+    if out is not None:
+        found = export(sources, bundle, out, where=where, limit=limit or DEFAULT_LIMIT)
+        note(f"wrote {out}: {found}")
+        return
 
     def announce(address: str) -> None:
         emit(address)

@@ -11,20 +11,31 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from pipelines.generation.engines.base import ENGINE_DOWN, Engine, Sampled, Sampling
 from pipelines.generation.trajectory import ENDS_THE_RUN
+from pipelines.http_app import (
+    JSON,
+    application,
+    error_response,
+    json_response,
+    read_body,
+    unless_left,
+)
 from pipelines.record.upstreams import MODELS, VERSION_HEADER
-from pipelines.record.wire import JSON, Exchange, Message, Receive, Send, respond, unless_left
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import EngineError, InputError, RolloutError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MOST_BYTES, MOST_CHOICES = 64 << 20, 128
-_STREAM = (b"content-type", b"text/event-stream")
+_STREAM = "text/event-stream"
 _NEUTRAL: tuple[Any, ...] = (None, 0, False, [], {}, "")
 _IGNORED = frozenset(
     {
@@ -89,58 +100,54 @@ class EngineApp:
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, name: str) -> None:
         self._engine, self._tokenizer, self._name = engine, tokenizer, name
         self.failure: RolloutError | None = None
+        routes = [
+            Route(MODELS, self._models),
+            *(Route(path, self._answer, methods=["POST"]) for path in (CHAT, TEXT)),
+        ]
+        self._app = application(routes, _unknown_path, self._refuse)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        await respond(scope, receive, send, self._watched)
+        await self._app(scope, receive, send)
 
-    async def _watched(self, exchange: Exchange) -> None:
+    def _refuse(self, error: RolloutError) -> Response:
+        if error.rule in ENDS_THE_RUN:
+            self.failure = error
+        return error_response(error)
+
+    async def _models(self, _: Request) -> Response:
+        model = {"id": self._name, "object": "model", "owned_by": "rollouts"}
+        return json_response({"object": "list", "data": [model]})
+
+    async def _answer(self, request: Request) -> Response:
+        body = await read_body(request, MOST_BYTES)
         try:
-            await self._route(exchange)
-        except RolloutError as error:
-            if error.rule in ENDS_THE_RUN:
-                self.failure = error
-            raise
-        except ConnectionError:
+            return await unless_left(request.receive, self._sampled(request.url.path, body))
+        except (RolloutError, ClientDisconnect):
             raise
         except Exception as error:  # raised by the model: out of memory, for example
             got = f"{type(error).__name__}: {error}"
-            self.failure = EngineError(ENGINE_DOWN, "engine", got)
-            raise self.failure from None
+            raise EngineError(ENGINE_DOWN, "engine", got) from None
 
-    async def _route(self, exchange: Exchange) -> None:
-        path = exchange.raw_path
-        if path == MODELS:
-            model = {"id": self._name, "object": "model", "owned_by": "rollouts"}
-            await exchange.say(200, {"object": "list", "data": [model]})
-        elif path in {CHAT, TEXT}:
-            exchange.require("POST")
-            body = await exchange.body(MOST_BYTES)
-            await unless_left(exchange, self._answer(exchange, body))
-        else:
-            got = f"unknown path; available: {', '.join((CHAT, TEXT, MODELS))}"
-            raise InputError("no_such_path", path, got)
-
-    async def _answer(self, exchange: Exchange, body: bytes) -> None:
-        request, sampling = read_request(body, exchange.raw_path)
+    async def _sampled(self, path: str, body: bytes) -> Response:
+        request, sampling = read_request(body, path)
         calls = []
         for index in range(request.n or 1):
             seed = None if sampling.seed is None else sampling.seed + index
-            calls.append(self._sample(exchange.raw_path, request, replace(sampling, seed=seed)))
+            calls.append(self._sample(path, request, replace(sampling, seed=seed)))
         given = await asyncio.gather(*calls)
-        write = _chat_choice if exchange.raw_path == CHAT else _text_choice
+        write = _chat_choice if path == CHAT else _text_choice
         stop = () if request.include_stop_str_in_output else sampling.stop
         choices = [write(index, sampled, stop) for index, sampled in enumerate(given)]
-        about = self._about(exchange.raw_path)
-        version = (VERSION_HEADER.encode(), str(min(s.policy_version for s in given)).encode())
+        about, usage = self._about(path), _usage(given)
+        headers = {VERSION_HEADER: str(min(sampled.policy_version for sampled in given))}
         if request.stream:
-            await exchange.begin(200, [_STREAM, version])
-            for chunk in _chunks(about, given[0], choices, request, _usage(given)):
-                await exchange.more(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
-            await exchange.finish(b"data: [DONE]\n\n")
-            return
-        whole = about | {"choices": choices, "usage": _usage(given)} | _prompt(given[0])
-        await exchange.answer(200, msgspec.json.encode(whole), [JSON, version])
+            chunks = _chunks(about, given[0], choices, request, usage)
+            events = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks]
+            content = b"".join([*events, b"data: [DONE]\n\n"])
+            return Response(content, headers=headers | {"content-type": _STREAM})
+        whole = about | {"choices": choices, "usage": usage} | _prompt(given[0])
+        return Response(msgspec.json.encode(whole), headers=headers, media_type=JSON)
 
     async def _sample(self, path: str, request: _Request, sampling: Sampling) -> Sampled:
         if path == CHAT:
@@ -165,6 +172,11 @@ class EngineApp:
         )
         name = f"{made}-{uuid.uuid4().hex}"
         return {"id": name, "object": kind, "created": int(time.time()), "model": self._name}
+
+
+async def _unknown_path(scope: Scope, *_: object) -> NoReturn:
+    got = f"unknown path; available: {', '.join((CHAT, TEXT, MODELS))}"
+    raise InputError("no_such_path", scope["path"], got)
 
 
 def read_request(body: bytes, where: str) -> tuple[_Request, Sampling]:

@@ -16,12 +16,19 @@ import math
 import secrets
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import ENGINE_DOWN, Engine
@@ -32,17 +39,26 @@ from pipelines.harness.engine_api import EngineApp
 from pipelines.harness.engine_upstreams import EngineGone, PolicyUpstreams
 from pipelines.harness.launchers import NO_KEY, Endpoint
 from pipelines.harness.requests import completed, usual_fields
-from pipelines.origin_guard import Application, Guard, is_loopback
-from pipelines.record.engine_requests import KINDS, Asked, Fields, read_request
-from pipelines.record.listening import answering, listen
+from pipelines.http_app import (
+    STATUS,
+    Reply,
+    WorkingResponse,
+    application,
+    error_response,
+    json_response,
+    raw_path,
+    read_body,
+)
+from pipelines.http_server import answering, listen
+from pipelines.origin_guard import Guard, is_loopback
+from pipelines.record.engine_requests import MODEL_APIS, Asked, Fields, Kind, read_request
 from pipelines.record.model_call import Call
 from pipelines.record.recorder import Recorder, losses_of
 from pipelines.record.sessions import Session
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import ended_of, settle
 from pipelines.record.targets import api_key_of, target_of
-from pipelines.record.upstreams import MODELS, Upstreams, passed_on
-from pipelines.record.wire import STATUS, Exchange, Message, Receive, Send, respond, unless_left
+from pipelines.record.upstreams import MODELS, Upstreams, engine_response
 from rollout_io.conversion.rewards import Outcome
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
@@ -123,6 +139,11 @@ class Calls:
         self._recorder, self._upstreams, self._engine = recorder, upstreams, engine
         self._vocab_size, self._turn = vocab_size, turn
         self._open: dict[str, OpenTrajectory] = {}
+        calls = [
+            Route(api.path, partial(self._call, api.kind), methods=["POST"]) for api in MODEL_APIS
+        ]
+        self._routes = Router([*calls, Route(MODELS, self._models)], default=_unknown_path)
+        self._app = application([], self._of_trajectory, error_response)
 
     @asynccontextmanager
     async def trajectory(
@@ -163,33 +184,33 @@ class Calls:
             fault = InputError("calls_lost", "journal", got)
         return list(settled.steps), fault
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        await respond(scope, receive, send, self._route)
+        await self._app({**scope, "path": raw_path(scope)}, receive, send)
 
-    async def _route(self, exchange: Exchange) -> None:
-        target = target_of(exchange.raw_path, exchange.headers)
+    async def _of_trajectory(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Find the trajectory of a request, and route it by the path that follows."""
+        headers, path = dict(Headers(scope=scope).items()), scope["path"]
+        target = target_of(path, headers)
         opened = self._open.get(target.session or "")
-        self._check_token(exchange, opened)
+        self._check_token(headers, path, opened)
         if opened is None:
-            got = "no running trajectory has this URL"
-            raise InputError("no_session", exchange.raw_path, got)
-        exchange.headers.pop("authorization", None)
-        if target.rest in KINDS:
-            exchange.require("POST")
-            await self._call(exchange, opened, target.rest, target.agent)
-        elif target.rest == MODELS and self._name is not None:
-            model = {"id": self._name, "object": "model", "owned_by": "rollouts"}
-            await exchange.say(200, {"object": "list", "data": [model]})
-        elif target.rest == MODELS:
-            async with self._upstreams.answer("GET", MODELS, None, {}, None) as response:
-                content = await self._upstreams.whole(response)
-                await exchange.answer(response.status, content, passed_on(response))
-        else:
-            got = f"unknown path; available: {', '.join([*KINDS, MODELS])}"
-            raise InputError("no_such_path", exchange.raw_path, got)
+            raise InputError("no_session", path, "no running trajectory has this URL")
+        headers.pop("authorization", None)
+        state = {"trajectory": opened, "agent": target.agent, "headers": headers}
+        await self._routes({**scope, "path": target.rest, "state": state}, receive, send)
 
-    def _check_token(self, exchange: Exchange, opened: OpenTrajectory | None) -> None:
+    async def _models(self, _: Request) -> Response:
+        if self._name is not None:
+            model = {"id": self._name, "object": "model", "owned_by": "rollouts"}
+            return json_response({"object": "list", "data": [model]})
+        async with self._upstreams.answer("GET", MODELS, None, {}, None) as response:
+            content = await self._upstreams.whole(response)
+        return engine_response(response, content)
+
+    def _check_token(
+        self, headers: Mapping[str, str], path: str, opened: OpenTrajectory | None
+    ) -> None:
         """Reject a request without the token of its trajectory.
 
         Raises:
@@ -198,49 +219,57 @@ class Calls:
         if not self._has_tokens:
             return
         token = opened.token if opened is not None else None
-        given = api_key_of(exchange.headers).encode()
+        given = api_key_of(headers).encode()
         if token is None or not hmac.compare_digest(given, token.encode()):
             got = "the request has no valid token of a running trajectory"
             hint = "send the endpoint's api_key (OPENAI_API_KEY) as `Authorization: Bearer`"
-            raise InputError("endpoint_token", exchange.raw_path, got, hint=hint)
+            raise InputError("endpoint_token", path, got, hint=hint)
 
-    async def _call(
-        self, exchange: Exchange, opened: OpenTrajectory, path: str, agent: str | None
-    ) -> None:
-        body = await exchange.body(self._recorder.settings.max_request_bytes)
-        if self._open.get(opened.session.name) is not opened:
-            raise InputError("no_session", path, "the trajectory has ended")
-        running = asyncio.create_task(self._in_turn(exchange, opened, path, agent, body))
-        opened.running.add(running)
-        running.add_done_callback(opened.running.discard)
-        await unless_left(exchange, running)
+    async def _call(self, kind: Kind, request: Request) -> Response:
+        opened: OpenTrajectory = request.state.trajectory
+        body = await read_body(request, self._recorder.settings.max_request_bytes)
+
+        async def run(reply: Reply) -> None:
+            if self._open.get(opened.session.name) is not opened:
+                raise InputError("no_session", request.scope["path"], "the trajectory has ended")
+            running = asyncio.current_task()
+            assert running is not None
+            opened.running.add(running)
+            try:
+                await self._in_turn(kind, request, opened, body, reply)
+            finally:
+                opened.running.discard(running)
+
+        return WorkingResponse(run, error_response)
 
     async def _in_turn(
-        self, exchange: Exchange, opened: OpenTrajectory, path: str, agent: str | None, body: bytes
+        self, kind: Kind, request: Request, opened: OpenTrajectory, body: bytes, reply: Reply
     ) -> None:
         """Wait for the call's turn on the engine, and serve it with the current weights."""
         async with self._turn():
             await self._upstreams.model()  # caches it, so that the code below does not wait
             self._recorder.policy_version = self._engine.policy_version
+            path = request.scope["path"]
             call = Call(
                 recorder=self._recorder,
                 upstreams=self._upstreams,
-                exchange=exchange,
+                reply=reply,
+                headers=request.state.headers,
                 path=path,
-                asked=await self._asked(path, body, opened),
+                asked=await self._asked(kind, path, body, opened),
                 body=body,
                 session=opened.session,
-                agent=agent,
+                agent=request.state.agent,
             )
             try:
                 await call.run()
             except EngineGone as gone:
                 opened.failure = gone
                 raise
-            if self._served is not None and exchange.status == STATUS[ENGINE_DOWN]:
+            if self._served is not None and reply.status == STATUS[ENGINE_DOWN]:
                 opened.failure = self._served.failure
 
-    async def _asked(self, path: str, body: bytes, opened: OpenTrajectory) -> Asked:
+    async def _asked(self, kind: Kind, path: str, body: bytes, opened: OpenTrajectory) -> Asked:
         """Parse a request, and add configured defaults to it.
 
         Raises:
@@ -260,13 +289,19 @@ class Calls:
         version = self._engine.policy_version
         own = usual_fields(config, seed, version, special) | {"model": model}
         made = msgspec.json.encode(completed(fields, own, config.max_response_tokens))
-        asked = read_request(KINDS[path], made)
+        asked = read_request(kind, made)
         if asked is None or not asked.is_exact:
             got = "requests with `echo` or `use_beam_search` cannot be recorded"
             if asked is None:
                 got = "the request is not JSON"
             raise InputError("engine_request", path, got)
         return asked
+
+
+async def _unknown_path(scope: Scope, *_: object) -> NoReturn:
+    paths = ", ".join([*(api.path for api in MODEL_APIS), MODELS])
+    got = f"unknown path; available: {paths}"
+    raise InputError("no_such_path", raw_path(scope), got)
 
 
 @asynccontextmanager
@@ -313,9 +348,7 @@ async def open_calls(
 
 
 @asynccontextmanager
-async def answering_at(
-    app: Application, host: str = _LOOPBACK, port: int = 0
-) -> AsyncIterator[str]:
+async def answering_at(app: ASGIApp, host: str = _LOOPBACK, port: int = 0) -> AsyncIterator[str]:
     """Serve an application at an address; yield its root URL, as clients reach it.
 
     Args:

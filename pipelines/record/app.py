@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Annotated, TypeVar
+from functools import partial
+from typing import Annotated, NoReturn, TypeVar
 from urllib.parse import unquote
 
 import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
 
 from pipelines.generation.engines.http_pool import BROKEN
-from pipelines.record.engine_requests import KINDS, read_request
+from pipelines.http_app import (
+    JSON,
+    Reply,
+    WorkingResponse,
+    application,
+    error_response,
+    json_response,
+    raw_path,
+    read_body,
+)
+from pipelines.record.engine_requests import MODEL_APIS, Kind, read_request
 from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.model_call import Call
-from pipelines.record.openapi import DESCRIPTION
+from pipelines.record.openapi import OF_SESSION, Name, Operation, Repetition, description
 from pipelines.record.recorder import Recorder
 from pipelines.record.recorder_metrics import CONTENT_TYPE
 from pipelines.record.targets import Target, api_key_of, is_session_key, key_of, path_of, target_of
-from pipelines.record.upstreams import MODELS, Upstreams, passed_on
-from pipelines.record.wire import Exchange, Message, Receive, Send, respond, unless_left
+from pipelines.record.upstreams import MODELS, Upstreams, engine_response
 from pipelines.sampling_defaults import request_defaults
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.naming import split_session
@@ -29,26 +43,39 @@ from schemas.errors import EngineError, InputError, RolloutError
 _SMALL_BYTES = 1 << 20
 
 T = TypeVar("T")
-Handler = Callable[[Exchange, Target], Awaitable[None]]
 
 
-class _Opened(msgspec.Struct, forbid_unknown_fields=True):
-    instance_id: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-    repetition_id: Annotated[int, msgspec.Meta(ge=0, lt=10**9)] | None = None
+class NewSession(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /sessions`."""
+
+    instance_id: Name
+    repetition_id: Repetition | None = None
 
 
-class _Ended(msgspec.Struct, forbid_unknown_fields=True):
+class OpenedSession(msgspec.Struct):
+    """Response to `POST /sessions`."""
+
+    session: str
+    base_url: str
+    url: str
+
+
+class Outcome(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST .../end`."""
+
     reward: float | None = None
     error: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     metrics: dict[str, float] = {}
 
 
-class _Version(msgspec.Struct, forbid_unknown_fields=True):
+class PolicyVersion(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /policy_version`, and its response."""
+
     policy_version: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-_OPENED, _ENDED = msgspec.json.Decoder(_Opened), msgspec.json.Decoder(_Ended)
-_VERSION = msgspec.json.Decoder(_Version)
+_NEW_SESSION, _OUTCOME = msgspec.json.Decoder(NewSession), msgspec.json.Decoder(Outcome)
+_VERSION = msgspec.json.Decoder(PolicyVersion)
 
 
 class App:
@@ -69,106 +96,95 @@ class App:
             recorder.ended = exact.forget
         self._defaults = request_defaults(recorder.settings.sampling_defaults)
         self._slots = asyncio.Semaphore(recorder.settings.max_concurrency)
-        self._routes: dict[str, tuple[str, Handler]] = {
-            "/health": ("GET", self._health),
-            "/metrics": ("GET", self._metrics),
-            "/openapi.json": ("GET", self._openapi),
-            "/sessions": ("POST", self._open),
-            "/policy_version": ("POST", self._version),
-        }
+        own, in_session = self._operations()
+        self._described = [*own, *in_session]
+        self._in_session = Router([o.route for o in in_session], default=_unknown_path)
+        self._app = application([o.route for o in own], self._with_session, self._refuse)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    def _operations(self) -> tuple[list[Operation], list[Operation]]:
+        """Return the recorder's own operations, and those that may follow a session in the path."""
+        get, post = partial(Operation, "GET"), partial(Operation, "POST")
+        here, both, text = (OF_SESSION,), ("", OF_SESSION), ("text/plain",)
+        calls = partial(post, media=(JSON, "text/event-stream"), prefixes=both)
+        version = PolicyVersion
+        own = [
+            get("/health", self._health, "Tell whether calls are written.", statuses=(200, 507)),
+            get("/metrics", self._metrics, "Get Prometheus metrics.", answer=str, media=text),
+            get("/openapi.json", self._openapi, "Describe this API."),
+            post("/sessions", self._open, "Open a session.", NewSession, OpenedSession, (201,)),
+            post("/policy_version", self._version, "Set the version.", version, version),
+        ]
+        of_sessions = [
+            *(calls(a.path, partial(self._call, a.kind), a.summary, a.body) for a in MODEL_APIS),
+            get(MODELS, self._models, "List the engine's models."),
+            get(MODELS + "/{model:path}", self._models, "Describe a model.", prefixes=()),
+            post("/end", self._end, "End a session.", Outcome, prefixes=here),
+            get("/", self._state, "Get the state of a session.", prefixes=here),
+        ]
+        return own, of_sessions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        await respond(scope, receive, send, self._counted)
+        # Routes see the path as received: decoded, the session math%2F12/3 would have three parts.
+        await self._app({**scope, "path": raw_path(scope)}, receive, send)
 
-    async def _counted(self, exchange: Exchange) -> None:
-        try:
-            await self._route(exchange)
-        except RolloutError:
-            self.recorder.metrics.refused.inc()
-            raise
+    def _refuse(self, error: RolloutError) -> Response:
+        self.recorder.metrics.refused.inc()
+        return error_response(error)
 
-    async def _route(self, exchange: Exchange) -> None:
-        if exchange.raw_path in self._routes:
-            method, handler = self._routes[exchange.raw_path]
-            exchange.require(method)
-            return await handler(exchange, Target(None, None, None, exchange.raw_path))
-        target = target_of(exchange.raw_path, exchange.headers)
-        self._check_key(target, exchange)
-        if target.rest in KINDS:
-            exchange.require("POST")
-            return await self._call(exchange, target)
-        if target.rest == MODELS or _is_model(target.rest):
-            exchange.require("GET")
-            return await self._models(exchange, target)
-        if target.session is not None and target.rest == "/end":
-            exchange.require("POST")
-            return await self._end(exchange, target)
-        if target.session is not None and target.rest == "":
-            exchange.require("GET")
-            return await self._state(exchange, target)
-        paths = ", ".join([*KINDS, MODELS, "/s/INSTANCE/REPETITION/v1/..."])
-        got = f"unknown path; available: {paths}"
-        hint = "send other requests to the engine directly"
-        raise InputError("no_such_path", exchange.raw_path, got, hint=hint)
-
-    def _check_key(self, target: Target, exchange: Exchange) -> None:
+    async def _with_session(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check the key of a request, and route it by the path that follows its session."""
+        headers = dict(Headers(scope=scope).items())
+        target = target_of(scope["path"], headers)
         admin = self.recorder.settings.admin_key
-        if admin is None or _is_same(api_key_of(exchange.headers), admin):
-            return
-        session, key = target.session, target.key or ""
-        if session is None and target.rest.startswith(MODELS):
-            return
-        if session is None or not _is_same(key, key_of(admin, session)):
-            got = "the session key is missing or wrong"
-            hint = "use the base_url from POST /sessions"
-            raise InputError("session_key", session or exchange.raw_path, got, hint=hint)
+        is_admin = admin is not None and _is_same(api_key_of(headers), admin)
+        if admin is not None and not is_admin:
+            _check_key(admin, target, scope["path"])
+        if is_admin or is_session_key(headers):
+            headers.pop("authorization", None)  # a key for the recorder is none for the engine
+        state = {"target": target, "headers": headers}
+        inner = {**scope, "path": target.rest or "/", "state": state}
+        await self._in_session(inner, receive, send)
 
-    def _check_admin(self, exchange: Exchange) -> None:
+    def _check_admin(self, request: Request) -> None:
         admin = self.recorder.settings.admin_key
-        if admin is not None and not _is_same(api_key_of(exchange.headers), admin):
+        if admin is not None and not _is_same(api_key_of(request.headers), admin):
             hint = "send the header Authorization: Bearer ADMIN_KEY"
             got = "the admin key is missing or wrong"
-            raise InputError("admin_key", exchange.raw_path, got, hint=hint)
+            raise InputError("admin_key", request.scope["path"], got, hint=hint)
 
-    def _without_own_keys(self, exchange: Exchange) -> None:
-        """Remove keys meant for the recorder before the request goes to the engine."""
-        admin = self.recorder.settings.admin_key
-        is_admin = admin is not None and _is_same(api_key_of(exchange.headers), admin)
-        if is_session_key(exchange.headers) or is_admin:
-            exchange.headers.pop("authorization", None)
-
-    async def _call(self, exchange: Exchange, target: Target) -> None:
-        settings = self.recorder.settings
+    async def _call(self, kind: Kind, request: Request) -> Response:
+        settings, target, path = self.recorder.settings, request.state.target, request.scope["path"]
         if target.session is None and settings.unassigned == "refuse":
             hint = f"use the base URL {self.url}/s/INSTANCE/REPETITION/v1"
-            raise InputError("no_session", target.rest, "the request names no session", hint=hint)
-        body = await exchange.body(settings.max_request_bytes)
-        self._without_own_keys(exchange)
-        asked = read_request(KINDS[target.rest], body, await self._models_named(), self._defaults)
-        session = self.recorder.session_for(target.session)
-        call = Call(
-            recorder=self.recorder,
-            upstreams=self.upstreams,
-            exchange=exchange,
-            path=target.rest,
-            asked=asked,
-            body=body,
-            session=session,
-            agent=target.agent,
-            exact=self.exact,
-        )
-        self.recorder.metrics.under_way.inc()
-        try:
-            await unless_left(exchange, self._in_turn(call))
-        finally:
-            self.recorder.metrics.under_way.dec()
-            if target.session is None:
-                await self.recorder.end_unassigned(session)
+            raise InputError("no_session", path, "the request names no session", hint=hint)
+        body = await read_body(request, settings.max_request_bytes)
+        asked = read_request(kind, body, await self._models_named(), self._defaults)
 
-    async def _in_turn(self, call: Call) -> None:
-        async with self._slots:
-            await call.run()
+        async def run(reply: Reply) -> None:
+            session = self.recorder.session_for(target.session)
+            call = Call(
+                recorder=self.recorder,
+                upstreams=self.upstreams,
+                reply=reply,
+                headers=request.state.headers,
+                path=path,
+                asked=asked,
+                body=body,
+                session=session,
+                agent=target.agent,
+                exact=self.exact,
+            )
+            self.recorder.metrics.under_way.inc()
+            try:
+                async with self._slots:
+                    await call.run()
+            finally:
+                self.recorder.metrics.under_way.dec()
+                if target.session is None:
+                    await self.recorder.end_unassigned(session)
+
+        return WorkingResponse(run, self._refuse)
 
     async def _models_named(self) -> tuple[str, str] | None:
         """Return the model's names for clients and for engines; None if no name is configured."""
@@ -177,63 +193,61 @@ class App:
             return None
         return name, (await self.upstreams.model()).id
 
-    async def _models(self, exchange: Exchange, target: Target) -> None:
-        self._without_own_keys(exchange)
+    async def _models(self, request: Request) -> Response:
+        path, session = request.scope["path"], request.state.target.session
+        if {".", ".."} & set(unquote(path).split("/")):  # they would lead out of the models
+            await _unknown_path(request.scope)
         names = await self._models_named()
-        path = target.rest
         if names is not None and path == f"{MODELS}/{names[0]}":
             path = f"{MODELS}/{names[1]}"
-        opened = self.upstreams.answer("GET", path, None, exchange.headers, target.session)
+        opened = self.upstreams.answer("GET", path, None, request.state.headers, session)
         async with opened as response:
             try:
                 content = await self.upstreams.whole(response)
             except BROKEN:
                 got = "the connection broke before the response was complete"
                 raise EngineError("engine_down", path, got) from None
-            if names is not None:
-                ours, theirs = (msgspec.json.encode({"id": name})[1:-1] for name in names)
-                content = content.replace(theirs, ours)
-            await exchange.answer(response.status, content, passed_on(response))
+        if names is not None:
+            ours, theirs = (msgspec.json.encode({"id": name})[1:-1] for name in names)
+            content = content.replace(theirs, ours)
+        return engine_response(response, content)
 
-    async def _open(self, exchange: Exchange, _: Target) -> None:
-        self._check_admin(exchange)
-        given = await _given(exchange, _OPENED, "POST /sessions")
+    async def _open(self, request: Request) -> Response:
+        self._check_admin(request)
+        given = await _given(request, _NEW_SESSION, "POST /sessions")
         split_session(f"{given.instance_id}/0", "POST /sessions")
         session = self.recorder.open(given.instance_id, given.repetition_id)
         admin = self.recorder.settings.admin_key
         key = None if admin is None else key_of(admin, session.name)
         url = self.url + path_of(session.name, key)
-        opened = {"session": session.name, "base_url": f"{url}/v1", "url": url}
-        await exchange.say(201, opened)
+        return json_response(OpenedSession(session.name, f"{url}/v1", url), 201)
 
-    async def _end(self, exchange: Exchange, target: Target) -> None:
-        assert target.session is not None
-        where = f"POST {target.rest}"
-        given = await _given(exchange, _ENDED, where)
+    async def _end(self, request: Request) -> Response:
+        name, where = await _session_of(request), "POST /end"
+        given = await _given(request, _OUTCOME, where)
         said = {**given.metrics, "reward": given.reward, "error": given.error}
         clash = sorted({"session", "reward", "error"} & given.metrics.keys())
         if clash:
             raise InputError("reward_line", where, f"a metric must not be named {clash[0]!r}")
-        session = await self.recorder.end(target.session, said)
-        await exchange.say(200, session.state())
+        return json_response((await self.recorder.end(name, said)).state())
 
-    async def _state(self, exchange: Exchange, target: Target) -> None:
-        assert target.session is not None
-        session = self.recorder.sessions.find(target.session)
+    async def _state(self, request: Request) -> Response:
+        name = await _session_of(request)
+        session = self.recorder.sessions.find(name)
         if session is not None:
-            return await exchange.say(200, session.state())
-        if self.recorder.sessions.is_written(target.session):
-            return await exchange.say(200, {"session": target.session, "state": "written"})
+            return json_response(session.state())
+        if self.recorder.sessions.is_written(name):
+            return json_response({"session": name, "state": "written"})
         hint = "open it with POST /sessions, or send a call to its base URL"
-        raise InputError("unknown_session", target.session, "the session does not exist", hint=hint)
+        raise InputError("unknown_session", name, "the session does not exist", hint=hint)
 
-    async def _version(self, exchange: Exchange, _: Target) -> None:
-        self._check_admin(exchange)
-        given = await _given(exchange, _VERSION, "POST /policy_version")
+    async def _version(self, request: Request) -> Response:
+        self._check_admin(request)
+        given = await _given(request, _VERSION, "POST /policy_version")
         await self.recorder.set_version(given.policy_version)
-        await exchange.say(200, {"policy_version": given.policy_version})
+        return json_response(given)
 
-    async def _health(self, exchange: Exchange, _: Target) -> None:
+    async def _health(self, _: Request) -> Response:
         with suppress(RolloutError):  # the state below reports the problem
             await self.recorder.journal.probe()
         is_recording = self.recorder.journal.problem is None
@@ -245,39 +259,60 @@ class App:
             "open_sessions": self.recorder.sessions.num_open,
             "policy_version": self.recorder.policy_version,
         }
-        await exchange.say(200 if problem is None else 507, state)
+        return json_response(state, 200 if problem is None else 507)
 
-    async def _metrics(self, exchange: Exchange, _: Target) -> None:
+    async def _metrics(self, _: Request) -> Response:
         self.recorder.update_gauges()
-        kind = (b"content-type", CONTENT_TYPE.encode())
-        await exchange.answer(200, self.recorder.metrics.text(), [kind])
+        return Response(self.recorder.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
-    async def _openapi(self, exchange: Exchange, _: Target) -> None:
-        await exchange.say(200, DESCRIPTION)
+    async def _openapi(self, _: Request) -> Response:
+        return json_response(description("rollouts record", self._described))
 
 
-async def _given(exchange: Exchange, decoder: msgspec.json.Decoder[T], where: str) -> T:
+async def _unknown_path(scope: Scope, *_: object) -> NoReturn:
+    paths = ", ".join([*(api.path for api in MODEL_APIS), MODELS, "/s/INSTANCE/REPETITION/v1/..."])
+    got = f"unknown path; available: {paths}"
+    hint = "send other requests to the engine directly"
+    raise InputError("no_such_path", raw_path(scope), got, hint=hint)
+
+
+async def _session_of(request: Request) -> str:
+    """Return the session that a request names; without one, its path is unknown."""
+    target: Target = request.state.target
+    return target.session or await _unknown_path(request.scope)
+
+
+async def _given(request: Request, decoder: msgspec.json.Decoder[T], where: str) -> T:
     """Decode the body of a request to the recorder itself; an empty body is treated as {}.
 
     Raises:
         InputError: `media_type`: the content type is not JSON (web pages may send some other types
             to any address); `json_line`, `record_type`: the body is invalid.
     """
-    kind = exchange.headers.get("content-type", "")
+    kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         hint = "send the header Content-Type: application/json"
         got, expected = f"the content type {kind!r}", "application/json"
         raise InputError("media_type", where, got, expected, hint)
     try:
-        return decode_line(decoder, await exchange.body(_SMALL_BYTES) or b"{}", where)
+        return decode_line(decoder, await read_body(request, _SMALL_BYTES) or b"{}", where)
     except RolloutError as error:
         raise error.at(error.where, "see docs/record.md for the fields") from None
 
 
-def _is_model(path: str) -> bool:
-    """True if the path names a model and has no dot segments, which could escape the path."""
-    named = path.startswith(f"{MODELS}/")
-    return named and not {".", ".."} & set(unquote(path).split("/"))
+def _check_key(admin_key: str, target: Target, path: str) -> None:
+    """Reject a request without its session's key; lists of models need none.
+
+    Raises:
+        InputError: `session_key`: the key is missing or wrong.
+    """
+    session = target.session
+    if session is None and target.rest.startswith(MODELS):
+        return
+    if session is None or not _is_same(target.key or "", key_of(admin_key, session)):
+        got = "the session key is missing or wrong"
+        hint = "use the base_url from POST /sessions"
+        raise InputError("session_key", session or path, got, hint=hint)
 
 
 def _is_same(given: str, expected: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -14,8 +14,53 @@ from pipelines.record.secrets import without_secrets
 Fields = dict[str, msgspec.Raw]
 Kind = Literal["chat", "text"]
 
-KINDS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "text"}
-"""Endpoint kinds by path."""
+
+class Message(msgspec.Struct):
+    """A message of a chat."""
+
+    role: str
+    content: str = ""
+
+
+class ChatRequest(msgspec.Struct):
+    """The fields of a chat completion that most clients send; engines know more."""
+
+    model: str
+    messages: list[Message]
+    stream: bool = False
+    n: Annotated[int, msgspec.Meta(ge=1, le=4)] = 1
+    logprobs: bool = False
+
+
+class TextRequest(msgspec.Struct):
+    """The fields of a text completion that most clients send; engines know more."""
+
+    model: str
+    prompt: str
+    stream: bool = False
+
+
+class ModelApi(NamedTuple):
+    """An API of the engines whose calls are recorded.
+
+    Attributes:
+        path: Path of its route, in Starlette's syntax.
+        kind: How its requests and responses are read.
+        summary: One line for the API description.
+        body: Shape of a request, for the API description.
+    """
+
+    path: str
+    kind: Kind
+    summary: str
+    body: type[msgspec.Struct]
+
+
+MODEL_APIS = (
+    ModelApi("/v1/chat/completions", "chat", "Create and record a chat completion.", ChatRequest),
+    ModelApi("/v1/completions", "text", "Create and record a text completion.", TextRequest),
+)
+"""The APIs that `rollouts record` and the endpoint of harnesses serve; a line adds one."""
 
 NULL = msgspec.Raw(b"null")
 _IDS = frozenset({"prompt_token_ids", "token_ids"})

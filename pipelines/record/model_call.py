@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from pipelines.generation.engines.http_pool import BROKEN
+from pipelines.http_app import Reply
 from pipelines.record.bounds import REFUSED_ANSWERS
 from pipelines.record.client_answers import Answer, Unread
 from pipelines.record.engine_requests import Asked
@@ -19,7 +20,6 @@ from pipelines.record.exact_prefix import FIRST, PATH, ChatShown, ExactPrefix, U
 from pipelines.record.recorder import Recorder
 from pipelines.record.sessions import Seen, Session
 from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
-from pipelines.record.wire import Exchange
 from schemas.errors import EngineError, RolloutError
 
 ABORTED, BROKEN_OFF = "abort", "error"
@@ -33,6 +33,8 @@ class Call:
     """A model call in progress.
 
     Attributes:
+        reply: The response to the client.
+        headers: The client's headers, by lower-case name.
         path: API path.
         asked: The client's request; None if it cannot be recorded.
         body: Body as received, then as sent to the engine.
@@ -47,7 +49,8 @@ class Call:
 
     recorder: Recorder
     upstreams: Upstreams
-    exchange: Exchange
+    reply: Reply
+    headers: Mapping[str, str]
     path: str
     asked: Asked | None
     body: bytes
@@ -85,7 +88,7 @@ class Call:
             }
             await self._choose()
             opened = self.upstreams.answer(
-                "POST", self.path, self.body, self.exchange.headers, self.session.name
+                "POST", self.path, self.body, self.headers, self.session.name
             )
             async with opened as response:
                 self.recorder.metrics.first_token.observe(time.monotonic() - began_s)
@@ -134,7 +137,7 @@ class Call:
 
     async def _stream(self, response: Answered, asked: Asked, parts: AsyncIterator[bytes]) -> None:
         stream = StreamedCall(asked, self._shown if self.as_chat is None else self.as_chat.chunk)
-        await self.exchange.begin(200, passed_on(response))
+        await self.reply.begin(200, passed_on(response))
         try:
             held = await self._forward(parts, stream)
         except asyncio.CancelledError:
@@ -153,7 +156,7 @@ class Call:
             self._unrecorded("streams without tokens", self.path)
         await self._record(asked, recorded)
         seen = await self._read(recorded)
-        await self.exchange.finish(bytes(held))
+        await self.reply.finish(bytes(held))
         self._count(seen)
 
     async def _forward(self, parts: AsyncIterator[bytes], stream: StreamedCall) -> bytearray:
@@ -169,7 +172,7 @@ class Call:
                     to = held if stream.is_whole or stream.is_done else shown
                     to += part
             if shown:
-                await self.exchange.more(bytes(shown))
+                await self.reply.more(bytes(shown))
         held += stream.take(events.rest()) or b""  # some engines omit the end of the last event
         return held
 
@@ -196,13 +199,13 @@ class Call:
             answer = Answer(content)
         except Unread:
             self._unrecorded("responses that are not completions", self.path)
-            await self.exchange.answer(200, content, headers)
+            await self.reply.answer(200, content, headers)
             return
         recorded = msgspec.Raw(content)
         await self._record(asked, recorded)
         seen = await self._read(recorded)
         shown = self._shown(answer) if self.as_chat is None else self.as_chat.whole(answer)
-        await self.exchange.answer(200, shown or content, headers)
+        await self.reply.answer(200, shown or content, headers)
         self._count(seen)
 
     def _broken(self, error: Exception) -> EngineError:
@@ -217,13 +220,13 @@ class Call:
         """Forward an error, or a response that cannot be recorded."""
         if response.status == 200:
             self._unrecorded("echo, beam-search and non-JSON requests", self.path)
-        await self.exchange.begin(response.status, passed_on(response))
+        await self.reply.begin(response.status, passed_on(response))
         try:
             async for content in self.upstreams.parts(response):
-                await self.exchange.more(content)
+                await self.reply.more(content)
         except (*BROKEN, RolloutError):
             return  # end without a final chunk
-        await self.exchange.finish()
+        await self.reply.finish()
 
     async def _record(self, asked: Asked, response: msgspec.Raw | None) -> None:
         """Record the call; if that fails, raise or report it, depending on `on_full`."""

@@ -18,15 +18,18 @@ from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.recorder import Recorder
 from pipelines.record.settings import RecordSettings
 from rollout_io.retokenize.tokenizer import load_tokenizer
+from schemas.errors import RolloutError
 from schemas.extras import requires_extra
 from schemas.metadata import DatasetMetadata
 
 with requires_extra("record", "rollouts record"):
     import uvicorn
+    from starlette.responses import Response
 
+    from pipelines.http_app import error_response
+    from pipelines.http_server import answering, listen
     from pipelines.origin_guard import Guard
     from pipelines.record.app import App
-    from pipelines.record.listening import answering, listen
     from pipelines.record.upstreams import Upstreams
 
 from pipelines.generation.engines.http_pool import Limits
@@ -88,9 +91,14 @@ async def serving(
             retried=recorder.metrics.retries.inc,
             max_answer_bytes=settings.max_answer_bytes,
         )
+
+        def refuse(error: RolloutError) -> Response:
+            recorder.refused(error)
+            return error_response(error)
+
         async with recorder, upstreams:
             app = App(recorder, upstreams, url, exact)
-            guarded = Guard(app, host, settings.allowed_hosts, recorder.refused)
+            guarded = Guard(app, host, settings.allowed_hosts, refuse)
             async with answering(guarded, listener, stop_s=_STOP_S) as server:
                 yield Serving(url=url, recorder=recorder, server=server)
 

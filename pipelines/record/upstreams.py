@@ -10,6 +10,7 @@ from typing import Self
 
 import aiohttp
 import msgspec
+from starlette.responses import Response
 from yarl import URL
 
 from pipelines.generation.engines.base import ENGINE_DOWN
@@ -223,3 +224,10 @@ def passed_on(response: Answered) -> list[tuple[bytes, bytes]]:
         for name, value in response.raw_headers
         if name.lower().decode("latin-1") not in _NOT_PASSED_ON
     ]
+
+
+def engine_response(response: Answered, content: bytes) -> Response:
+    """Build the response to a client from an engine's, with its headers and the given body."""
+    made = Response(content, response.status)
+    made.raw_headers += passed_on(response)
+    return made

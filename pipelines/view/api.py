@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+
+from pipelines.http_app import read_body
 from pipelines.view import attempts, diff, findings, labels, row_tokens, run_files, table, updates
-from pipelines.view.answers import Answer, json_answer
 from pipelines.view.conversation import conversation
 from pipelines.view.prefix_icicle import tree
+from pipelines.view.responses import JSON, json_response
 from pipelines.view.search import search
 from pipelines.view.sources import Dataset, Run, Sources
 from schemas.errors import InputError
@@ -19,15 +25,16 @@ from schemas.errors import InputError
 _DEFAULT_LIMIT = 100
 _DEFAULT_BINS = 40
 _DEFAULT_TARGETS = 5000
+MAX_BODY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Query parameters of a request.
+    """Parameters of a request.
 
     Attributes:
         where: Path of the request, for error messages.
-        values: Parameters by name.
+        values: Parameters of the path and the query, by name.
     """
 
     where: str
@@ -67,40 +74,44 @@ class Api:
     Args:
         sources: The datasets and runs.
 
+    Attributes:
+        routes: The routes of the API.
+
     Example:
-        >>> Api(Sources.open(["shop/"])).answer("/api/sources").kind
+        >>> Api(Sources.open(["shop/"])).answer("/api/sources").media_type
         'application/json'
     """
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
-        part = "([a-z][0-9]+)"
-        self._routes: list[tuple[re.Pattern[str], Callable[..., Answer]]] = [
-            (re.compile(pattern.replace("{}", part).replace("{n}", "([0-9]{1,9})")), handler)
-            for pattern, handler in (
-                ("/api/sources", self._sources),
-                ("/api/runs/{}/metrics", self._metrics),
-                ("/api/runs/{}/updates/{n}", self._update),
-                ("/api/runs/{}/updates/{n}/targets", self._targets),
-                ("/api/datasets/{}/trajectories", self._trajectories),
-                ("/api/datasets/{}/histogram", self._histogram),
-                ("/api/datasets/{}/group", self._group),
-                ("/api/datasets/{}/tasks", self._tasks),
-                ("/api/datasets/{}/recorded", self._recorded),
-                ("/api/datasets/{}/tree", self._tree),
-                ("/api/datasets/{}/conversation", self._conversation),
-                ("/api/datasets/{}/tokens", self._tokens),
-                ("/api/datasets/{}/verdicts", self._verdicts),
-                ("/api/datasets/{}/search", self._search),
-                ("/api/shares/{}", self._shares),
-                ("/api/diff", self._diff),
-                ("/api/diff/pair", self._pair),
-            )
+        self.routes = [
+            *(
+                Route(f"/api/{path}", _endpoint(handler))
+                for path, handler in (
+                    ("sources", self._sources),
+                    ("runs/{run}/metrics", self._metrics),
+                    ("runs/{run}/updates/{update}", self._update),
+                    ("runs/{run}/updates/{update}/targets", self._targets),
+                    ("datasets/{dataset}/trajectories", self._trajectories),
+                    ("datasets/{dataset}/histogram", self._histogram),
+                    ("datasets/{dataset}/group", self._group),
+                    ("datasets/{dataset}/tasks", self._tasks),
+                    ("datasets/{dataset}/recorded", self._recorded),
+                    ("datasets/{dataset}/tree", self._tree),
+                    ("datasets/{dataset}/conversation", self._conversation),
+                    ("datasets/{dataset}/tokens", self._tokens),
+                    ("datasets/{dataset}/verdicts", self._verdicts),
+                    ("datasets/{dataset}/search", self._search),
+                    ("shares/{share}", self._shares),
+                    ("diff", self._diff),
+                    ("diff/pair", self._pair),
+                )
+            ),
+            Route("/api/datasets/{dataset}/labels", self._label, methods=["POST"]),
         ]
-        self._labels = re.compile(f"/api/datasets/{part}/labels")
 
-    def answer(self, url: str) -> Answer:
-        """Answer a GET request.
+    def answer(self, url: str) -> Response:
+        """Answer a GET request without a server.
 
         Args:
             url: Path and query, such as "/api/datasets/d0/trajectories?limit=50".
@@ -109,49 +120,45 @@ class Api:
             RolloutError: The request is invalid, or a file cannot be read.
         """
         parts = urlsplit(url)
-        values = parse_qsl(parts.query, keep_blank_values=True, max_num_fields=50)
-        query = Query(parts.path, dict(values))
-        for pattern, handler in self._routes:
-            if found := pattern.fullmatch(parts.path):
-                return handler(*found.groups(), query)
+        about = {"method": "GET", "path": parts.path, "query_string": parts.query.encode()}
+        scope = {"type": "http", "headers": [], **about}
+        for route in self.routes:
+            match, found = route.matches(scope)
+            if match is Match.FULL:
+                answered: Response = route.endpoint(Request({**scope, **found}))
+                return answered
         raise InputError("no_such_path", parts.path, "unknown path")
 
-    def is_labels(self, path: str) -> bool:
-        """True if labels are posted to this path."""
-        return self._labels.fullmatch(path) is not None
-
-    def label(self, path: str, given: Mapping[str, Any]) -> Answer:
+    async def _label(self, request: Request) -> Response:
         """Write posted labels to a copy of a dataset."""
-        found = self._labels.fullmatch(path)
-        assert found is not None
+        where, given = request.scope["path"], await _json_body(request)
         column, values, out = (given.get(name) for name in ("column", "values", "out"))
-        is_sound = isinstance(column, str) and isinstance(out, str) and isinstance(values, dict)
-        if not is_sound:
+        if not (isinstance(column, str) and isinstance(out, str) and isinstance(values, dict)):
             got = "the body must have the keys column (text), values (object) and out (text)"
-            raise InputError("view_query", path, got)
-        assert isinstance(column, str)
-        assert isinstance(out, str)
-        assert isinstance(values, dict)
-        dataset = self.sources.dataset(found[1])
-        return json_answer(labels.write_labels(dataset, column, values, out))
+            raise InputError("view_query", where, got)
+        dataset = self.sources.dataset(request.path_params["dataset"])
+        written = await asyncio.to_thread(labels.write_labels, dataset, column, values, out)
+        return json_response(written)
 
-    def _sources(self, _: Query) -> Answer:
-        return json_answer(self.sources.describe())
+    def _sources(self, _: Query) -> Response:
+        return json_response(self.sources.describe())
 
-    def _metrics(self, run: str, _: Query) -> Answer:
-        return json_answer(run_files.read_metrics(self.sources.run(run).path))
+    def _metrics(self, query: Query) -> Response:
+        return json_response(run_files.read_metrics(self.sources.run(query.text("run")).path))
 
-    def _update(self, run: str, update: str, _: Query) -> Answer:
-        return updates.update_rows(self.sources, self.sources.run(run), int(update))
+    def _update(self, query: Query) -> Response:
+        return updates.update_rows(
+            self.sources, self.sources.run(query.text("run")), query.number("update")
+        )
 
-    def _targets(self, run: str, update: str, query: Query) -> Answer:
+    def _targets(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_TARGETS)
-        found = self.sources.run(run)
-        return updates.update_targets(self.sources, found, int(update), limit)
+        found = self.sources.run(query.text("run"))
+        return updates.update_targets(self.sources, found, query.number("update"), limit)
 
-    def _trajectories(self, number: str, query: Query) -> Answer:
+    def _trajectories(self, query: Query) -> Response:
         return table.window(
-            self.sources.dataset(number).index,
+            self.sources.dataset(query.text("dataset")).index,
             where=query.optional("where"),
             sort=query.optional("sort"),
             descending=query.number("descending", 0) > 0,
@@ -159,21 +166,24 @@ class Api:
             limit=query.number("limit", _DEFAULT_LIMIT),
         )
 
-    def _histogram(self, number: str, query: Query) -> Answer:
-        index, bins = self.sources.dataset(number).index, query.number("bins", _DEFAULT_BINS)
+    def _histogram(self, query: Query) -> Response:
+        index, bins = (
+            self.sources.dataset(query.text("dataset")).index,
+            query.number("bins", _DEFAULT_BINS),
+        )
         return table.histogram(index, query.text("column"), query.optional("where"), bins)
 
-    def _group(self, number: str, query: Query) -> Answer:
-        dataset = self.sources.dataset(number)
-        return json_answer(attempts.group(dataset, query.text("instance_id"), *self._of(query)))
+    def _group(self, query: Query) -> Response:
+        dataset = self.sources.dataset(query.text("dataset"))
+        return json_response(attempts.group(dataset, query.text("instance_id"), *self._of(query)))
 
-    def _tasks(self, number: str, query: Query) -> Answer:
-        lines = self.sources.dataset(number).index.trajectories
-        return json_answer(attempts.tasks(lines, query.number("limit", _DEFAULT_LIMIT)))
+    def _tasks(self, query: Query) -> Response:
+        lines = self.sources.dataset(query.text("dataset")).index.trajectories
+        return json_response(attempts.tasks(lines, query.number("limit", _DEFAULT_LIMIT)))
 
-    def _recorded(self, number: str, query: Query) -> Answer:
+    def _recorded(self, query: Query) -> Response:
         """For each run, list the updates that recorded a task or, if requested, one of its rows."""
-        dataset, row = self.sources.dataset(number), None
+        dataset, row = self.sources.dataset(query.text("dataset")), None
         if "trajectory_id" in query.values:
             row = query.text("trajectory_id"), query.number("step_index", 0)
             at = dataset.index.number(row[0])
@@ -181,55 +191,58 @@ class Api:
         else:
             instance_id = query.text("instance_id")
         runs = self.sources.runs.items()
-        return json_answer(
+        return json_response(
             {name: run.recorded_updates(dataset, instance_id, row) for name, run in runs}
         )
 
-    def _tree(self, number: str, query: Query) -> Answer:
-        dataset = self.sources.dataset(number)
+    def _tree(self, query: Query) -> Response:
+        dataset = self.sources.dataset(query.text("dataset"))
         if "trajectory_id" in query.values:
             numbers = [dataset.index.number(query.text("trajectory_id"))]
         else:
             numbers = dataset.index.group(query.text("instance_id")).tolist()
-        return json_answer(tree(dataset, numbers, *self._of(query)))
+        return json_response(tree(dataset, numbers, *self._of(query)))
 
-    def _conversation(self, number: str, query: Query) -> Answer:
-        dataset = self.sources.dataset(number)
-        return json_answer(conversation(dataset, query.text("trajectory_id")))
+    def _conversation(self, query: Query) -> Response:
+        dataset = self.sources.dataset(query.text("dataset"))
+        return json_response(conversation(dataset, query.text("trajectory_id")))
 
-    def _tokens(self, number: str, query: Query) -> Answer:
-        dataset, step_index = self.sources.dataset(number), query.number("step_index", 0)
+    def _tokens(self, query: Query) -> Response:
+        dataset, step_index = (
+            self.sources.dataset(query.text("dataset")),
+            query.number("step_index", 0),
+        )
         trajectory_id = query.text("trajectory_id")
         return row_tokens.tokens(dataset, trajectory_id, step_index, *self._of(query))
 
-    def _verdicts(self, number: str, query: Query) -> Answer:
-        verdicts = self.sources.dataset(number).verdicts
+    def _verdicts(self, query: Query) -> Response:
+        verdicts = self.sources.dataset(query.text("dataset")).verdicts
         row = query.text("trajectory_id"), query.number("step_index", 0)
-        return json_answer({"spans": [] if verdicts is None else findings.spans(verdicts, *row)})
+        return json_response({"spans": [] if verdicts is None else findings.spans(verdicts, *row)})
 
-    def _shares(self, number: str, query: Query) -> Answer:
+    def _shares(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_LIMIT)
-        return findings.top_shares(self.sources.share(number).rows, limit)
+        return findings.top_shares(self.sources.share(query.text("share")).rows, limit)
 
-    def _search(self, number: str, query: Query) -> Answer:
+    def _search(self, query: Query) -> Response:
         given = query.optional("ids")
         if given is not None and not re.fullmatch(r"[0-9]{1,9}([ ,]+[0-9]{1,9})*", given):
             got = f"ids must be whole numbers separated by commas or spaces, not {given[:40]!r}"
             raise InputError("view_query", query.where, got)
         found = search(
-            self.sources.dataset(number),
+            self.sources.dataset(query.text("dataset")),
             text=query.optional("text"),
             ids=None if given is None else [int(i) for i in re.findall("[0-9]+", given)],
             where=query.optional("where"),
             limit=query.number("limit", _DEFAULT_LIMIT),
         )
-        return json_answer(found)
+        return json_response(found)
 
-    def _diff(self, query: Query) -> Answer:
+    def _diff(self, query: Query) -> Response:
         return diff.diff(*self._pair_of(query), query.optional("where"))
 
-    def _pair(self, query: Query) -> Answer:
-        return json_answer(diff.pairs(*self._pair_of(query), query.text("instance_id")))
+    def _pair(self, query: Query) -> Response:
+        return json_response(diff.pairs(*self._pair_of(query), query.text("instance_id")))
 
     def _pair_of(self, query: Query) -> tuple[Dataset, Dataset]:
         a, b = (self.sources.dataset(query.text(name)) for name in ("a", "b"))
@@ -240,3 +253,26 @@ class Api:
         if query.optional("run") is None or query.optional("update") is None:
             return None, None
         return self.sources.run(query.text("run")), query.number("update")
+
+
+def _endpoint(handler: Callable[[Query], Response]) -> Callable[[Request], Response]:
+    def endpoint(request: Request) -> Response:
+        values = {**request.query_params, **request.path_params}
+        return handler(Query(request.scope["path"], values))
+
+    return endpoint
+
+
+async def _json_body(request: Request) -> dict[str, object]:
+    where, kind = request.scope["path"], request.headers.get("content-type", "")
+    kind = kind.partition(";")[0].strip().lower()
+    if kind != JSON:
+        raise InputError("media_type", where, f"the content type must be {JSON}, not {kind!r}")
+    body = await read_body(request, MAX_BODY_BYTES)
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise InputError("json_line", where, f"invalid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError("json_line", where, "the body is not a JSON object")
+    return found

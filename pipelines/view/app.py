@@ -1,28 +1,39 @@
-"""The viewer's ASGI application: serves the built page, and the API to clients with the token."""
+"""The viewer's server: the built page, and the API for clients with the token, on this machine only."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import logging
-from contextlib import suppress
-from urllib.parse import parse_qs
+import secrets
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
-import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
 
+from pipelines.http_app import application
+from pipelines.http_server import answering, listen
 from pipelines.origin_guard import Guard
-from pipelines.record.wire import Exchange, Message, Receive, Send
-from pipelines.view.answers import Answer, json_answer
 from pipelines.view.api import Api
-from pipelines.view.bundle_files import Bundle
+from pipelines.view.responses import json_response
 from schemas.errors import InputError, RolloutError
 
+HOST = "127.0.0.1"
+FOLDER = Path(__file__).parent / "bundle"
+"""Directory that the build writes the page to; wheels contain it."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """Content-Security-Policy of every response."""
-MAX_BODY_BYTES = 64 << 20
 
 _HEADERS = (
     (b"content-security-policy", POLICY.encode()),
@@ -32,7 +43,52 @@ _HEADERS = (
     (b"cache-control", b"no-store"),
 )
 _FORBIDDEN = frozenset({"foreign_host", "foreign_origin", "one_host", "view_token"})
+_STOP_S = 1
 _LOG = logging.getLogger(__name__)
+
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+    ".json": "application/json",
+    ".txt": "text/plain; charset=utf-8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The files of the page, held in memory.
+
+    Attributes:
+        files: Content and media type by path, such as "/assets/index.js".
+    """
+
+    files: Mapping[str, tuple[bytes, str]]
+
+    @classmethod
+    def read(cls, folder: Path = FOLDER) -> Bundle:
+        """Read the built page.
+
+        Raises:
+            InputError: `view_bundle`: the page is not built.
+        """
+        if not (folder / "index.html").is_file():
+            got, hint = "the page of the viewer is not built", "build it: make view"
+            raise InputError("view_bundle", str(folder), got, hint=hint, message=got.capitalize())
+        found = {
+            f"/{path.relative_to(folder).as_posix()}": (path.read_bytes(), _KINDS[path.suffix])
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.suffix in _KINDS
+        }
+        return cls({**found, "/": found["/index.html"]})
+
+    @property
+    def page(self) -> str:
+        """The HTML of the page."""
+        return self.files["/"][0].decode()
 
 
 class App:
@@ -45,43 +101,35 @@ class App:
         host: Address that the server listens on.
     """
 
-    def __init__(self, api: Api, bundle: Bundle, token: str, host: str = "127.0.0.1") -> None:
-        self._api, self._bundle, self._token = api, bundle, token
-        self._guard = Guard(self, host)
+    def __init__(self, api: Api, bundle: Bundle, token: str, host: str = HOST) -> None:
+        self._bundle, self._token = bundle, token
+        self._api = Router(api.routes, default=_unknown_path)
+        files = [Route(path, self._file) for path in bundle.files]
+        app = application(files, self._with_token, _refuse)
+        app.add_exception_handler(Exception, _failed)
+        self._app = Guard(app, host, refuse=_refuse)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] != "http":
-            return
-        exchange = Exchange(scope, receive, send)
-        with suppress(ConnectionError):
-            try:
-                self._guard.check(scope)
-                status, answer = 200, await self._answer(exchange, scope)
-            except RolloutError as error:
-                status, answer = _status_of(error), _error(error)
-            except Exception as error:  # a bug in one handler must not stop the viewer
-                _LOG.exception("%s", exchange.raw_path)
-                text = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:500]}"
-                status, answer = 500, json_answer({"error": text, "hint": None})
-            kind = (b"content-type", answer.kind.encode())
-            content = b"" if exchange.method == "HEAD" else answer.content
-            await exchange.answer(status, content, [kind, *_HEADERS])
 
-    async def _answer(self, exchange: Exchange, scope: Message) -> Answer:
-        path = exchange.raw_path
-        query = scope["query_string"].decode("latin-1")
-        if path in self._bundle.files:
-            if path in {"/", "/index.html"}:
-                self._check_token(parse_qs(query).get("token", [""])[0], path)
-            content, kind = self._bundle.files[path]
-            return Answer(content, kind)
-        self._check_token(exchange.headers.get("x-rollouts-token", ""), path)
-        if self._api.is_labels(path):
-            exchange.require("POST")
-            return await asyncio.to_thread(self._api.label, path, await _given(exchange))
-        exchange.require("GET")
-        return await asyncio.to_thread(self._api.answer, f"{path}?{query}")
+        async def send_protected(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS]
+            await send(message)
+
+        await self._app(scope, receive, send_protected)
+
+    async def _file(self, request: Request) -> Response:
+        path = request.scope["path"]
+        if path in {"/", "/index.html"}:
+            self._check_token(request.query_params.get("token", ""), path)
+        content, kind = self._bundle.files[path]
+        return Response(content, media_type=kind)
+
+    async def _with_token(self, scope: Scope, receive: Receive, send: Send) -> None:
+        token = Headers(scope=scope).get("x-rollouts-token", "")
+        self._check_token(token, scope["path"])
+        await self._api(scope, receive, send)
 
     def _check_token(self, given: str, path: str) -> None:
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode()):
@@ -89,26 +137,81 @@ class App:
             raise InputError("view_token", path, "the token is missing or wrong", hint=hint)
 
 
-async def _given(exchange: Exchange) -> dict[str, object]:
-    kind = exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        got = f"the content type must be application/json, not {kind!r}"
-        raise InputError("media_type", exchange.raw_path, got)
-    body = await exchange.body(MAX_BODY_BYTES)
-    try:
-        found = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        raise InputError("json_line", exchange.raw_path, f"invalid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InputError("json_line", exchange.raw_path, "the body is not a JSON object")
-    return found
+async def _unknown_path(scope: Scope, *_: object) -> NoReturn:
+    raise InputError("no_such_path", scope["path"], "unknown path")
 
 
-def _status_of(error: RolloutError) -> int:
-    return 403 if error.rule in _FORBIDDEN else 405 if error.rule == "method" else 400
-
-
-def _error(error: RolloutError) -> Answer:
+def _refuse(error: RolloutError) -> Response:
     hint = "open the address that `rollouts view` printed"
     hint = hint if error.rule in _FORBIDDEN else error.hint or ""
-    return json_answer({"error": str(error), "hint": hint or None})
+    response = json_response({"error": str(error), "hint": hint or None})
+    response.status_code = (
+        403 if error.rule in _FORBIDDEN else 405 if error.rule == "method" else 400
+    )
+    return response
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Respond to a bug in a handler, which must not stop the viewer."""
+    _LOG.error("%s", request.scope["path"], exc_info=error)
+    text = f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    response = json_response({"error": text, "hint": None})
+    response.status_code = 500
+    return response
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running viewer.
+
+    Attributes:
+        url: Root URL, without the token.
+        token: The token that requests need.
+    """
+
+    url: str
+    token: str
+
+    @property
+    def address(self) -> str:
+        """The address to open in a browser."""
+        return f"{self.url}/?token={self.token}"
+
+
+@asynccontextmanager
+async def serving(api: Api, bundle: Bundle, *, port: int = 0) -> AsyncIterator[Served]:
+    """Serve the viewer to this machine only, inside an `async with` block.
+
+    Args:
+        api: Answers requests.
+        bundle: The built page.
+        port: Port; 0 picks a free one.
+
+    Raises:
+        ConfigError: `address`: the server cannot listen on the port.
+    """
+    token = secrets.token_urlsafe(24)
+    with listen(HOST, port) as listener:
+        url = f"http://{HOST}:{listener.getsockname()[1]}"
+        async with answering(App(api, bundle, token, HOST), listener, stop_s=_STOP_S):
+            yield Served(url, token)
+
+
+async def serve(api: Api, bundle: Bundle, *, port: int, announce: Callable[[str], object]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        api: Answers requests.
+        bundle: The built page.
+        port: Port; 0 picks a free one.
+        announce: Receives the address to open once the server is ready.
+
+    Raises:
+        ConfigError: `address`: the server cannot listen on the port.
+    """
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    async with serving(api, bundle, port=port) as served:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        announce(served.address)
+        await stop.wait()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import polars as pl
+from starlette.responses import Response
 
-from pipelines.view.answers import Answer, arrow_answer
 from pipelines.view.attempts import parting, sampled_tokens
+from pipelines.view.responses import arrow_response
 from pipelines.view.sources import Dataset
 
 
-def diff(a: Dataset, b: Dataset, where: str | None) -> Answer:
+def diff(a: Dataset, b: Dataset, where: str | None) -> Response:
     """Return one line per task that both datasets contain; `where` filters their trajectories."""
     left, right = _tasks(a, where), _tasks(b, where)
     both = left.join(right, on="instance_id", how="inner", suffix="_b", maintain_order="left")
@@ -20,7 +21,7 @@ def diff(a: Dataset, b: Dataset, where: str | None) -> Answer:
         "instance_id",
         *(e for n in names for e in (pl.col(n).alias(f"{n}_a"), pl.col(f"{n}_b"))),
     )
-    return arrow_answer(ordered, only_a=len(left) - len(both), only_b=len(right) - len(both))
+    return arrow_response(ordered, only_a=len(left) - len(both), only_b=len(right) - len(both))
 
 
 def pairs(a: Dataset, b: Dataset, instance_id: str) -> dict[str, Any]:

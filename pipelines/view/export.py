@@ -10,13 +10,14 @@ from urllib.parse import parse_qsl, quote, urlsplit
 
 import numpy as np
 import pyarrow as pa
+from starlette.responses import Response
 
 from pipelines.view import attempts
-from pipelines.view.answers import JSON, Answer, json_answer
 from pipelines.view.api import Api
-from pipelines.view.bundle_files import Bundle
+from pipelines.view.app import Bundle
 from pipelines.view.findings import SHARE
 from pipelines.view.packing import Packing
+from pipelines.view.responses import JSON, json_response
 from pipelines.view.run_files import FLAGS, NUMBERS, read_tokens
 from pipelines.view.sources import Dataset, Sources
 from rollout_io.dataset.atomic_files import replace_text
@@ -83,16 +84,16 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
     return f"{count(num, 'trajectory')}, {os.path.getsize(out) / 1e6:.1f} MB"  # noqa: PTH202
 
 
-def _add(packing: Packing, key: str, answer: Answer) -> None:
+def _add(packing: Packing, key: str, answer: Response) -> None:
     """Pack an answer.
 
     All token tables of a dataset are stored as one table. The columns of each update, and each
     column of row shares, are stored as separate tables.
     """
-    if answer.kind == JSON:
-        packing.add_text(key, answer.content)
+    if answer.media_type == JSON:
+        packing.add_text(key, bytes(answer.body))
         return
-    table = pa.ipc.open_stream(answer.content).read_all()
+    table = pa.ipc.open_stream(answer.body).read_all()
     parts = urlsplit(key)
     if not parts.path.endswith("/tokens"):
         packing.add_table(key, {(key, ""): table})
@@ -117,15 +118,15 @@ def _chosen(dataset: Dataset, where: str | None, limit: int) -> IntArray:
 
 def _answers(
     sources: Sources, chosen: dict[str, IntArray], where: str | None, limit: int
-) -> Iterator[tuple[str, Answer]]:
+) -> Iterator[tuple[str, Response]]:
     """Yield the answers that the page requests, with their keys."""
     api = Api(sources)
     described = sources.describe()
     totals = {number: len(numbers) for number, numbers in chosen.items()}
     selected = {"where": where, "limit": limit, "num_trajectories": totals}
-    yield "/api/sources", json_answer(described | {"export": selected})
+    yield "/api/sources", json_response(described | {"export": selected})
 
-    def asked(path: str, **parameters: object) -> tuple[str, Answer]:
+    def asked(path: str, **parameters: object) -> tuple[str, Response]:
         key = key_of(path, **parameters)
         return key, api.answer(key)
 
@@ -136,7 +137,10 @@ def _answers(
         yield window, api.answer(given)
         lines = index.trajectories[numbers]
         own = index.trajectories.join(lines, on="instance_id", how="semi", maintain_order="left")
-        yield key_of(f"{root}/tasks", limit=NUM_TASKS), json_answer(attempts.tasks(own, NUM_TASKS))
+        yield (
+            key_of(f"{root}/tasks", limit=NUM_TASKS),
+            json_response(attempts.tasks(own, NUM_TASKS)),
+        )
         for instance_id in lines["instance_id"].unique(maintain_order=True):
             yield asked(f"{root}/group", instance_id=instance_id)
             yield asked(f"{root}/tree", instance_id=instance_id)

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+from starlette.responses import Response
 
-from pipelines.view.answers import Answer, arrow_answer
+from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import row_sums
 from rollout_io.dataset.opening import refuse_irregular
 from schemas.columns import Column
@@ -249,7 +250,7 @@ def spans(verdicts: pl.DataFrame, trajectory_id: str, step_index: int) -> list[d
     ]
 
 
-def top_shares(rows: pl.DataFrame, limit: int) -> Answer:
+def top_shares(rows: pl.DataFrame, limit: int) -> Response:
     """Return the rows with the largest absolute shares of the update, and `total`: their number.
 
     `dataset` is the viewer's id of the dataset; null for rows of datasets that are not shown.
@@ -258,4 +259,4 @@ def top_shares(rows: pl.DataFrame, limit: int) -> Answer:
     ranked = rows.sort(size, descending=True, nulls_last=True, maintain_order=True)
     others = [name for name in rows.columns if name not in _NOT_SHOWN]
     shown = ranked.head(min(limit, MAX_ROWS)).select("dataset", *_ROW, *others)
-    return arrow_answer(shown, total=len(rows))
+    return arrow_response(shown, total=len(rows))

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
+from starlette.responses import Response
 
 from pipelines.rewards import place_rewards_table
-from pipelines.view.answers import Answer, arrow_answer
 from pipelines.view.attempts import sampled_mask
+from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import FLAGS, NUMBERS
 from pipelines.view.sources import Dataset, Run
 from schemas.numpy_arrays import to_arrow, to_numpy
@@ -25,7 +26,7 @@ _COLUMNS = (
 
 def tokens(
     dataset: Dataset, trajectory_id: str, step_index: int, run: Run | None, update: int | None
-) -> Answer:
+) -> Response:
     """Return one record per token of a row, with the values that an update recorded for it."""
     row = dataset.row(trajectory_id, step_index, dataset.present(*_COLUMNS))
     prompt = to_numpy(row.column("prompt_token_ids").chunk(0).flatten())
@@ -66,7 +67,7 @@ def tokens(
     value = dataset.index.trajectories["return"][number]
     totals = {"prompt_tokens": num_prompt, "num_steps": end - begin}
     table = pa.Table.from_arrays(list(columns.values()), list(columns))
-    return arrow_answer(
+    return arrow_response(
         table,
         **totals,
         decoded=int(vocabulary is not None),

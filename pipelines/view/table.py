@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from starlette.responses import Response
 
-from pipelines.view.answers import Answer, arrow_answer, json_answer
+from pipelines.view.responses import arrow_response, json_response
 from pipelines.view.trajectory_index import TrajectoryIndex
 from schemas.ragged import BoolArray
 
@@ -26,7 +27,7 @@ def window(
     descending: bool,
     offset: int,
     limit: int,
-) -> Answer:
+) -> Response:
     """Return a window of the filtered and sorted table.
 
     `total` is the number of trajectories that match, and `all` the number in the dataset. `failed`
@@ -43,7 +44,7 @@ def window(
     lines = index.trajectories[shown.astype(np.int64)]
     facts = index.trajectories if mask is None else index.trajectories.filter(pl.Series(mask))
     mean = facts["return"].fill_nan(None).mean()
-    return arrow_answer(
+    return arrow_response(
         lines,
         total=len(kept),
         all=len(index),
@@ -52,7 +53,7 @@ def window(
     )
 
 
-def histogram(index: TrajectoryIndex, column: str, where: str | None, bins: int) -> Answer:
+def histogram(index: TrajectoryIndex, column: str, where: str | None, bins: int) -> Response:
     """Count the values of a column, for the selected trajectories and for all.
 
     Nulls, and numbers that are not finite, are counted separately. Edges have the precision of the
@@ -61,8 +62,8 @@ def histogram(index: TrajectoryIndex, column: str, where: str | None, bins: int)
     index.refuse_unknown(column)
     mask, values = index.matching(where), index.trajectories[column]
     if values.dtype.is_numeric():
-        return json_answer(_of_numbers(values, mask, max(1, min(bins, MAX_BINS))))
-    return json_answer(_of_values(values, mask))
+        return json_response(_of_numbers(values, mask, max(1, min(bins, MAX_BINS))))
+    return json_response(_of_values(values, mask))
 
 
 def _of_numbers(values: pl.Series, mask: BoolArray | None, bins: int) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pyarrow as pa
+from starlette.responses import Response
 
-from pipelines.view.answers import Answer, arrow_answer
+from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import KEYS, read_tokens
 from pipelines.view.sources import Run, Sources
 from schemas.errors import RolloutError
@@ -16,12 +17,12 @@ _FLAGS = ("clipped", "rejected")
 MAX_TARGETS = 100_000
 
 
-def update_rows(sources: Sources, run: Run, update: int) -> Answer:
+def update_rows(sources: Sources, run: Run, update: int) -> Response:
     """Return the rows of an update, sorted by their absolute share of the loss, largest first."""
-    return arrow_answer(_ranked(sources, run, update).drop("record"))
+    return arrow_response(_ranked(sources, run, update).drop("record"))
 
 
-def update_targets(sources: Sources, run: Run, update: int, limit: int) -> Answer:
+def update_targets(sources: Sources, run: Run, update: int, limit: int) -> Response:
     """Return up to `limit` trained tokens, evenly spaced over the rows from `update_rows`."""
     order = _ranked(sources, run, update)["record"]
     names = ["loss_mask", "logprobs", "importance_weights", "clipped", "rejected"]
@@ -30,7 +31,7 @@ def update_targets(sources: Sources, run: Run, update: int, limit: int) -> Answe
     flat = _flat(lists.select(present).with_row_index("row")).filter("loss_mask")
     limit = min(max(limit, 1), MAX_TARGETS)
     drawn = np.unique(np.linspace(0, max(len(flat) - 1, 0), min(limit, len(flat))).astype(np.int64))
-    return arrow_answer(
+    return arrow_response(
         flat[drawn].select(
             "row",
             "position",

@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from pipelines.rewards import trajectory_returns
 from pipelines.view.api import Api
-from pipelines.view.bundle_files import Bundle
-from pipelines.view.serving import serving
+from pipelines.view.app import Bundle, serving
 from pipelines.view.sources import Sources
 from rollout_io import scan
 
@@ -45,7 +44,7 @@ class Asked:
     def table(self, path, **parameters):
         """Arrow with its metadata."""
         answer = self.api.answer(self.url(path, **parameters))
-        return pa.ipc.open_stream(answer.content).read_all()
+        return pa.ipc.open_stream(answer.body).read_all()
 
     @staticmethod
     def url(path, **parameters):
@@ -53,9 +52,9 @@ class Asked:
 
     @staticmethod
     def decoded(answer):
-        if answer.kind == "application/json":
-            return json.loads(answer.content.decode("utf-8"))
-        return pl.from_arrow(pa.ipc.open_stream(answer.content).read_all())
+        if answer.media_type == "application/json":
+            return json.loads(answer.body.decode("utf-8"))
+        return pl.from_arrow(pa.ipc.open_stream(answer.body).read_all())
 
 
 @contextmanager

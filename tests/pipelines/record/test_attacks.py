@@ -7,7 +7,8 @@ from urllib.parse import quote
 import httpx2
 import pytest
 
-from pipelines.record import protocol, sessions, wire
+from pipelines import http_app, http_server
+from pipelines.record import sessions
 from tests.helpers.fake_engine import FakeEngine, running
 from tests.helpers.recorder_helpers import (
     TEXT,
@@ -117,8 +118,8 @@ def test_headers_that_are_too_long_are_a_431(engine, tmp_path):
     ],
 )
 def test_a_request_that_does_not_come_is_not_waited_for(engine, tmp_path, monkeypatch, sent, rule):
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(wire, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(http_app, "BODY_TIMEOUT_S", 0.2)
 
     async def main():
         async with recording(tmp_path / "ds", engine.url) as client:

@@ -7,7 +7,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from pipelines.view.bundle_files import Bundle
+from pipelines.view.app import Bundle
 from pipelines.view.export import export, inlined, key_of
 from pipelines.view.packing import Packing
 from rollout_io import scan
@@ -93,7 +93,7 @@ def test_a_report_of_200_trajectories_of_2000_tokens_fits_into_5_mb(
     keys = [key for key in answers if "/tokens?" in key]
     assert len(keys) == 232  # four groups of eight were recorded
     for key in [key for key in keys if "run=" in key][:6] + rng.permutation(keys)[:20].tolist():
-        served = pa.ipc.open_stream(ask.api.answer(key).content).read_all()
+        served = pa.ipc.open_stream(ask.api.answer(key).body).read_all()
         assert bits_of(answers[key]) == bits_of(served)
         recorded += "run=r0" in key
         num_tokens += served.num_rows

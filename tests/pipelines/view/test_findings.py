@@ -6,7 +6,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.view.bundle_files import Bundle
+from pipelines.view.app import Bundle
 from pipelines.view.export import export, key_of
 from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError

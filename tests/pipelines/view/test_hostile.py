@@ -7,7 +7,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from pipelines.view.answers import arrow_answer, json_answer
+from pipelines.view.responses import arrow_response, json_response
 from rollout_io import RolloutWriter
 from schemas.errors import ConfigError
 from tests.helpers.view_helpers import Asked
@@ -137,7 +137,7 @@ def test_text_is_sent_as_it_is(ask):
 
 def test_json_is_valid_for_any_value():
     value = {"a\ud800": [float("nan"), float("inf"), "\udc00", "\ud83d\ude00", None, 1.5]}
-    found = json.loads(json_answer(value).content.decode("utf-8"))
+    found = json.loads(json_response(value).body.decode("utf-8"))
     assert found == {"a\ufffd": [None, None, "\ufffd", "\U0001f600", None, 1.5]}
 
 
@@ -151,7 +151,7 @@ def test_arrow_has_plain_types_only():
             "flag": [True, None],
         }
     )
-    table = pa.ipc.open_stream(arrow_answer(frame, total=2).content).read_all()
+    table = pa.ipc.open_stream(arrow_response(frame, total=2).body).read_all()
     kinds = [pa.string(), pa.string(), pa.int32(), pa.float64(), pa.bool_()]
     assert table.schema.types == kinds
     assert table.to_pylist()[1] == {

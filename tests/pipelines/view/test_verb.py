@@ -15,8 +15,8 @@ from tests.helpers.view_helpers import bundle_in
 COMMAND = """
 import sys
 from pathlib import Path
-from pipelines.view import bundle_files
-bundle_files.Bundle.read.__func__.__defaults__ = (Path(sys.argv.pop(1)),)
+from pipelines.view import app
+app.Bundle.read.__func__.__defaults__ = (Path(sys.argv.pop(1)),)
 from rollout_io.cli.main import main
 main(sys.argv[1:])
 """
@@ -68,7 +68,7 @@ def test_a_wrong_command_says_what_is_wrong(arguments, code, words, capsys):
 
 def test_a_dataset_that_breaks_an_invariant_is_refused(shop, tmp_path, monkeypatch, capsys):
     bundle = bundle_in(tmp_path / "bundle")
-    monkeypatch.setattr("pipelines.view.bundle_files.Bundle.read", lambda: bundle)
+    monkeypatch.setattr("pipelines.view.app.Bundle.read", lambda: bundle)
     assert main(["view", str(tmp_path / "none"), "--no-browser"]) == 1
     assert "[dataset_exists]" in capsys.readouterr().err
     (shard,) = shop.glob("*.parquet")

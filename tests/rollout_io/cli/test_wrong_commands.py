@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.view.bundle_files import FOLDER as BUNDLE
+from pipelines.view.app import FOLDER as BUNDLE
 from rollout_io.cli.main import run
 from tests.conftest import EXAMPLES
 

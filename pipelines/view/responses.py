@@ -4,42 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
+from starlette.responses import Response
 
-from pipelines.view.texts import MAX_CHARS, shortened, whole_characters
 from schemas.types import as_table, is_string
 
 ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
+MAX_CHARS = 20_000
+"""Maximum number of characters of a text in a response."""
 
 _INT32 = range(-(2**31), 2**31)
 _EXACT = range(-(2**53), 2**53 + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Body of a response, and its media type."""
-
-    content: bytes
-    kind: str
-
-
-def json_answer(value: Any) -> Answer:
+def json_response(value: Any) -> Response:
     """Encode a value as JSON; NaN and infinity become null, and lone surrogates become U+FFFD."""
-    return Answer(msgspec.json.encode(_plain(value)), JSON)
+    return Response(msgspec.json.encode(_plain(value)), media_type=JSON)
 
 
-def arrow_answer(data: pl.DataFrame | pa.Table, **totals: float) -> Answer:
+def arrow_response(data: pl.DataFrame | pa.Table, **totals: float) -> Response:
     """Encode a table as an Arrow IPC stream, with `totals` as schema metadata.
 
     Integer columns are cast to int32 if all values fit, else to float64 if that is exact; otherwise
-    they are unchanged. Strings are truncated to `texts.MAX_CHARS` characters.
+    they are unchanged. Strings are truncated to `MAX_CHARS` characters.
     """
     table = as_table(data)
     columns = [_plain_column(column) for column in table.columns]
@@ -49,7 +42,26 @@ def arrow_answer(data: pl.DataFrame | pa.Table, **totals: float) -> Answer:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, plain.schema) as writer:
         writer.write_table(plain.combine_chunks())
-    return Answer(sink.getvalue().to_pybytes(), ARROW)
+    return Response(sink.getvalue().to_pybytes(), media_type=ARROW)
+
+
+def shortened(text: str, max_chars: int = MAX_CHARS) -> str:
+    """Cut a long text, and append its full length.
+
+    Example:
+        >>> shortened("abcdef", 3)
+        'abc\u2026 [cut: 6 characters]'
+    """
+    if len(text) <= max_chars:
+        return whole_characters(text)
+    return f"{whole_characters(text[:max_chars])}\u2026 [cut: {len(text):,} characters]"
+
+
+def whole_characters(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _plain(value: Any) -> Any:

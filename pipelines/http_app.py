@@ -1,0 +1,228 @@
+"""Starlette applications of ours: errors as responses, bounded bodies, calls that outlast no client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from schemas.errors import InputError, RolloutError
+
+Headers = Sequence[tuple[bytes, bytes]]
+Refuse = Callable[[RolloutError], Response]
+T = TypeVar("T")
+
+BODY_TIMEOUT_S = 60.0
+JSON = "application/json"
+
+STATUS = {
+    "endpoint_token": 401,
+    "session_key": 403,
+    "admin_key": 403,
+    "no_session": 403,
+    "foreign_origin": 403,
+    "unknown_session": 404,
+    "no_such_path": 404,
+    "method": 405,
+    "head_timeout": 408,
+    "body_timeout": 408,
+    "session_open": 409,
+    "session_ended": 409,
+    "request_size": 413,
+    "media_type": 415,
+    "foreign_host": 421,
+    "too_many_sessions": 429,
+    "head_size": 431,
+    "engine_down": 502,
+    "engine_answer": 502,
+    "engine_redirect": 502,
+    "answer_encoding": 502,
+    "answer_size": 502,
+    "answer_status": 502,
+    "journal": 507,
+}
+"""HTTP status by rule; 400 for all other rules."""
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Encode a value as a JSON response."""
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
+
+
+def status_of(error: RolloutError) -> int:
+    """Return the HTTP status of an error."""
+    return STATUS.get(error.rule, 400)
+
+
+def error_body(error: RolloutError) -> bytes:
+    """Encode an error in the format of OpenAI's API."""
+    hint = f" Hint: {error.hint}" if error.hint else ""
+    fields = {"message": f"{error}{hint}", "type": error.rule, "code": status_of(error)}
+    return msgspec.json.encode({"error": {**fields, "param": None}})
+
+
+def error_response(error: RolloutError) -> Response:
+    """Respond with an error in the format of OpenAI's API."""
+    return Response(error_body(error), status_of(error), media_type=JSON)
+
+
+def application(routes: Iterable[BaseRoute], default: ASGIApp, refuse: Refuse) -> Starlette:
+    """Build an application that turns every `RolloutError` into a response.
+
+    Args:
+        routes: The routes.
+        default: Handles requests that match no route.
+        refuse: Builds the response to an error, which may be a wrong method.
+    """
+
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RolloutError)
+        return refuse(error)
+
+    async def wrong_method(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        where, method = request.scope["path"], request.method
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        message = f"{where}: method {method} is not allowed; use {allowed}"
+        response = refuse(InputError("method", where, method, allowed, message=message))
+        response.headers["allow"] = allowed
+        return response
+
+    async def left(_: Request, __: Exception) -> None:
+        """Send nothing to a client that has disconnected."""
+
+    handlers: dict[Any, Any] = {RolloutError: refused, 405: wrong_method, ClientDisconnect: left}
+    app = Starlette(routes=list(routes), exception_handlers=handlers)
+    app.router.redirect_slashes, app.router.default = False, default
+    return app
+
+
+def raw_path(scope: Scope) -> str:
+    """Return a request's path as received, percent-encoded, without the query."""
+    path: bytes = scope["raw_path"]
+    return path.decode("latin-1").partition("?")[0]
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """Read the entire body of a request.
+
+    Raises:
+        InputError: `request_size`: the body exceeds `most_bytes`; `body_timeout`: no part of it
+            arrives for a minute.
+        ClientDisconnect: The client disconnected.
+    """
+    parts, num_bytes, stream = list[bytes](), 0, request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                part = await anext(stream, None)
+        except TimeoutError:
+            got = f"no part of the body arrived for {BODY_TIMEOUT_S:g} s"
+            raise InputError("body_timeout", request.scope["path"], got) from None
+        if part is None:
+            return b"".join(parts)
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > most_bytes:
+            hint = "raise the limit: rollouts record --max-request-mb N"
+            got = f"the body is larger than {most_bytes:,} bytes"
+            raise InputError("request_size", request.scope["path"], got, hint=hint)
+
+
+async def unless_left(receive: Receive, work: Awaitable[T]) -> T:
+    """Await some work, but cancel it if the client disconnects.
+
+    Args:
+        receive: ASGI receive of a request whose body has been read.
+        work: The work.
+
+    Raises:
+        ClientDisconnect: The work was cancelled.
+    """
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not doing.done():
+            doing.cancel()
+            await asyncio.wait({doing})
+    if doing.cancelled():
+        raise ClientDisconnect
+    return doing.result()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Reply:
+    """A response that is sent in parts.
+
+    Args:
+        send: ASGI send.
+
+    Attributes:
+        status: Status of the response; 0 until its headers have been sent.
+    """
+
+    __slots__ = ("_send", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.status = send, 0
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Send the status and headers of the response."""
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def more(self, content: bytes) -> None:
+        """Send a part of the body."""
+        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+
+    async def finish(self, content: bytes = b"") -> None:
+        """Send the end of the body."""
+        await self._send({"type": "http.response.body", "body": content, "more_body": False})
+
+    async def answer(self, status: int, content: bytes, headers: Headers) -> None:
+        """Send a complete response."""
+        await self.begin(status, [*headers, (b"content-length", b"%d" % len(content))])
+        await self.finish(content)
+
+
+class WorkingResponse(Response):
+    """A response that some work sends; the work is cancelled if the client disconnects.
+
+    Starlette's `StreamingResponse` notices a client that left only when it sends the next part, or
+    cancels in a scope in which nothing can be awaited any more: a cut-off call could not be recorded.
+
+    Args:
+        work: Sends the response. An error that it raises becomes the response, or the last event
+            of a stream that has begun.
+        refuse: Builds the response to an error.
+    """
+
+    def __init__(self, work: Callable[[Reply], Awaitable[None]], refuse: Refuse) -> None:
+        self._work, self._refuse = work, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Run the work."""
+        reply = Reply(send)
+        try:
+            await unless_left(receive, self._work(reply))
+        except ClientDisconnect:
+            return
+        except RolloutError as error:
+            if not reply.status:
+                raise
+            await reply.finish(b"data: " + bytes(self._refuse(error).body) + b"\n\n")
