@@ -18,7 +18,7 @@ from rollout_io.dataset.remote_files import MAX_ATTEMPTS
 from rollout_io.formats.refused import REFUSED
 from schemas import RULES, TOKEN_RECORD_COLUMNS, documentation_table
 from schemas.columns import PREFIX_FIELDS
-from schemas.error_ids import ERROR_IDS
+from schemas.error_ids import error_ids
 from schemas.row_checks import HEADER_TOKENS, MIN_ANSWER_TOKENS
 from schemas.run_metrics import LOOP_METRICS, METRICS
 from trainer.rl.config import OWN_KEYS
@@ -189,10 +189,10 @@ def errors_page() -> str:
         "page lists the cause and the fix of each id, by kind. In Python, a kind is a class in",
         "`schemas.errors` that derives from `RolloutError`, and the id is `error.rule`.",
     ]
-    for kinds in dict.fromkeys(entry.kinds for entry in ERROR_IDS.values()):
+    for kinds in dict.fromkeys(entry.kinds for entry in error_ids().values()):
         lines += ["", "## " + " or ".join(kind.__name__ for kind in kinds), ""]
         lines += [" ".join((kind.__doc__ or "").strip() for kind in kinds)]
-        for name, entry in ERROR_IDS.items():
+        for name, entry in error_ids().items():
             if entry.kinds == kinds:
                 lines += ["", f"### {name}", "", entry.cause, "", f"Fix: {entry.fix}"]
     return "\n".join([*lines, ""])

@@ -25,6 +25,7 @@ from rollout_io.formats.skyrl_fields import GeneratorOutput, TrajectoryID
 from rollout_io.formats.skyrl_generator_output import Failed, to_generator_output
 from rollout_io.formats.skyrl_output_columns import trajectory_identity
 from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.error_ids import fix_of
 from schemas.errors import InputError
 
 
@@ -145,7 +146,7 @@ def _one_row_each(rows: pa.Table) -> pa.Table:
     if not all(last):
         where = f"trajectory {merged.column('trajectory_id')[last.index(False)].as_py()!r}"
         got = "the steps form several sequences because the environment replaced an action"
-        raise InputError("one_sequence", where, got, hint="set history = step_wise")
+        raise InputError("one_sequence", where, got, hint=fix_of("one_sequence"))
     return merged
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from pipelines.rewards import are_equal, trajectory_returns
+from schemas.error_ids import fix_of
 from schemas.errors import InputError, InvariantError, first_of
 from schemas.metadata import Outcome
 from trainer.algorithms.configured import advantages_of_returns
@@ -132,8 +133,7 @@ def _partial_groups(returns: pl.DataFrame, config: TrainConfig) -> tuple[int, li
             first_of(f"group {partial['instance_id'][0]!r}", len(partial)),
             f"{num} trajector{'y' if num == 1 else 'ies'}",
             str(size) if config.data.group_size else f"{size}, the size of the largest group",
-            "pass --set data.partial_groups=mask to leave these groups out of the loss, or"
-            " --set data.partial_groups=train to train on them anyway",
+            fix_of("partial_groups"),
         )
     return size, partial["instance_id"].to_list()
 
@@ -147,9 +147,7 @@ def _check_outcomes(returns: pl.DataFrame) -> None:
             "unknown_outcome",
             first_of(f"trajectory {unknown['trajectory_id'][0]!r}", len(unknown)),
             f"its return is {'unknown' if value is None else value}, and it has no `error`",
-            hint="convert the logs with --rewards FILE; or run supervised training, which needs no rewards:"
-            " --set loss.policy_loss_type=cross_entropy; or leave these trajectories out:"
-            " rollouts filter DS --drop-unknown --out KNOWN",
+            hint=fix_of("unknown_outcome"),
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from rollout_io.retokenize.chat_template import TEMPLATES, find_template
 from rollout_io.retokenize.local import has_tokenizer
 from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
+from schemas.error_ids import fix_of
 from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
 from trainer.config.train_config import TrainConfig
@@ -114,7 +115,6 @@ def _other_tokenizer(config: TrainConfig, path: str, name: str) -> Remark:
             "tokenizer_fingerprint",
             config.data.dataset,
             f"its tokenizer ({name}) differs from the tokenizer of {path}",
-            hint="train the model whose tokenizer produced the ids; if the two tokenizers differ only"
-            " by added tokens, pass --set data.allow_other_tokenizer=true",
+            hint=fix_of("tokenizer_fingerprint"),
         )
     return Remark(f"the tokenizer of {path} differs from the dataset's ({name})", WARNING)

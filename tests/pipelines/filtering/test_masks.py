@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from pipelines import merge, trajectory_returns
 from pipelines.filtering.filters import RAN_OUT_OF_TOKENS, failed, overlong
 from pipelines.filtering.masks import apply_masks
-from schemas import RolloutError, validate
+from schemas import validate
 from schemas.strategies import rollout_tables
 from tests.helpers.filter_helpers import one_step, relaxed, table
+from tests.helpers.refusals import refused
 
 
 def masked(rows, *filters):
@@ -55,9 +56,7 @@ def test_an_overlong_group_of_one_may_be_all_there_is():
 
 
 def test_masking_by_stop_reasons_that_are_not_recorded_is_refused():
-    with pytest.raises(
-        RolloutError, match=r"overlong: the dataset has no column 'stop_reason'.*\[known_column\]"
-    ):
+    with refused("known_column", where="overlong", got="'stop_reason'"):
         apply_masks(table(*one_step(1.0)), [overlong()])
 
 

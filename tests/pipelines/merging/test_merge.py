@@ -16,6 +16,7 @@ from schemas import RolloutError, check
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
 from tests.helpers.examples import examples
+from tests.helpers.refusals import refused
 
 relaxed = settings(
     deadline=None, suppress_health_check=list(HealthCheck), max_examples=examples(50)
@@ -396,9 +397,7 @@ def test_outcomes_are_placed_beside_a_column_of_the_users_called_outcome():
 
 def test_two_outcomes_of_one_trajectory_are_refused():
     outcomes = pl.LazyFrame({"trajectory_id": ["a_0", "a_0"], "reward": [1.0, 0.0]})
-    with pytest.raises(
-        RolloutError, match=r"outcomes: found 'a_0' more than once.*\[unique_outcome\]"
-    ):
+    with refused("unique_outcome", where="outcomes", got="'a_0'"):
         place_outcomes(STEPS, outcomes)
 
 

@@ -20,6 +20,7 @@ from schemas import RULES, DatasetMetadata, RolloutError, ValidationError, upgra
 from schemas.strategies import broken_tables, rollout_tables
 from schemas.types import cast_table
 from tests.helpers.examples import examples
+from tests.helpers.refusals import refused
 from tests.helpers.table_helpers import STEPS, write_example
 
 relaxed = settings(
@@ -260,10 +261,7 @@ def test_metadata_is_kept_and_a_second_dataset_in_the_same_place_is_refused(tmp_
     with RolloutWriter(tmp_path / "copy") as writer:
         writer.write(read(tmp_path / "ds"))
     assert read_metadata(tmp_path / "copy") == metadata
-    with pytest.raises(
-        RolloutError,
-        match=r".*: the directory already contains a dataset \(1 shard\).*\[out_is_free\]",
-    ):
+    with refused("out_is_free", where=str(tmp_path / "ds"), got="(1 shard)"):
         RolloutWriter(tmp_path / "ds")
 
 
@@ -297,9 +295,8 @@ def test_files_of_others_are_recut_at_trajectory_boundaries(tmp_path):
 
 def test_an_unknown_column_is_named(tmp_path):
     write_example(tmp_path)
-    with pytest.raises(RolloutError, match=r"'response_id'.*\[known_column\]") as caught:
+    with refused("known_column", got="'response_id'", hint="did you mean response_ids?"):
         read(tmp_path / "ds", ["response_id"])
-    assert caught.value.hint == "did you mean response_ids?"
 
 
 def test_older_schema_versions_are_upgraded_step_by_step_and_newer_ones_refused():
@@ -309,11 +306,10 @@ def test_older_schema_versions_are_upgraded_step_by_step_and_newer_ones_refused(
         2: lambda t: t.rename_columns(["response_ids"]),
     }
     assert upgrade(table, 1, upgrades=upgrades, current=3).column_names == ["response_ids"]
-    with pytest.raises(RolloutError, match="cannot upgrade tables of this version to version 3"):
+    with refused("schema_version", where="0", got="to version 3"):
         upgrade(table, 0, upgrades=upgrades, current=3)
-    with pytest.raises(RolloutError, match="schema_version") as caught:
+    with refused("schema_version", hint="upgrade"):
         upgrade(table, 4, upgrades=upgrades, current=3)
-    assert "upgrade" in caught.value.hint
 
 
 def test_a_slice_is_taken_before_the_filter_that_follows_it(tmp_path):
@@ -392,7 +388,7 @@ def test_a_directory_name_may_hold_glob_characters(tmp_path):
 
 @pytest.mark.parametrize("use", [scan, read, RolloutWriter])
 def test_an_empty_path_is_not_the_current_directory(use):
-    with pytest.raises(RolloutError, match=r"'': the path is empty.*\[path\]"):
+    with refused("path", where="''"):
         use("")
 
 

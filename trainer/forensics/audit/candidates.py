@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipelines.sampling_defaults import NEUTRAL, SamplingDefaults, sampling_defaults
+from schemas.error_ids import fix_of
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest
 from trainer.config.sections import ModelConfig
@@ -74,9 +75,7 @@ def find_candidates(given: Sequence[str], base: str | None = None) -> list[Candi
     for one in found:
         if one.version is not None and known.setdefault(one.version, one) is not one:
             got = f"both {known[one.version].path} and {one.path} are version {one.version}"
-            raise ConfigError(
-                "weights", "--weights", got, hint="pass VERSION=DIR, or leave one out"
-            )
+            raise ConfigError("weights", "--weights", got, hint=fix_of("weights"))
     return sorted(found, key=lambda one: (one.version is None, one.version or 0))
 
 
