@@ -565,7 +565,23 @@ def formats_page() -> str:
     entries = project["entry-points"]["rollout_io.formats"]
     known = {name: pkgutil.resolve_name(value) for name, value in entries.items()} | REFUSED
     rows = [f"| `{name}` | {adapter.summary} |" for name, adapter in sorted(known.items())]
-    return _with_table("formats.md", ["| format | what it is |", "|---|---|", *rows])
+    page = _with_table("formats.md", ["| format | what it is |", "|---|---|", *rows])
+    return _replaced(page, "lists of contents", _contents(known))
+
+
+def _contents(adapters: dict[str, Any]) -> list[str]:
+    """Return the lists of each format: what is read of its records, and what is left out."""
+    lines: list[str] = []
+    for name, adapter in sorted(adapters.items()):
+        if adapter.contents is None:
+            continue
+        lines += [f"### Contents of `{name}`", "", "| record | keys | read |", "|---|---|---|"]
+        for kind, keys, reason in adapter.contents.rows():
+            listed = " ".join(f"`{key}`" for key in keys.split()) or "all"
+            kind = {"": "any", "*": "any"}.get(kind, f"`{kind}`")
+            lines.append(f"| {kind} | {listed} | {f'no: {reason}' if reason else 'yes'} |")
+        lines.append("")
+    return lines[:-1]
 
 
 def generation_page() -> str:
@@ -604,10 +620,14 @@ def limits_page() -> str:
 
 def _with_table(name: str, lines: list[str]) -> str:
     """Return a page with these lines between the comments that mark generated text."""
-    page = (DOCS / name).read_text()
-    before, begin, rest = page.partition("<!-- begin generated: make docs -->\n")
+    return _replaced((DOCS / name).read_text(), "make docs", lines)
+
+
+def _replaced(page: str, mark: str, lines: list[str]) -> str:
+    """Return a page with these lines between the comments with a mark."""
+    before, begin, rest = page.partition(f"<!-- begin generated: {mark} -->\n")
     _, end, after = rest.partition("<!-- end generated -->\n")
-    assert end, f"docs/{name} lacks the comments around generated text"
+    assert end, f"a page lacks the comments around generated text: {mark}"
     table = "\n".join(lines)
     return f"{before}{begin}{table}\n{end}{after}"
 

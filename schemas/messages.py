@@ -13,6 +13,36 @@ SAID = ("content", "reasoning_content", "tool_calls")
 """Fields of an assistant message that contain model output."""
 
 
+MEDIA = frozenset({"image", "document", "audio", "video"})
+"""Types of parts of a message that are not text, each with its `source`."""
+
+
+def marked(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with a text such as `[image]` in place of each part that is not text.
+
+    Example:
+        >>> marked({"role": "user", "content": [{"type": "image", "source": {"url": "a.png"}}]})
+        {'role': 'user', 'content': [{'type': 'text', 'text': '[image]'}]}
+    """
+    if not num_media(message):
+        return message
+    parts = [
+        {"type": "text", "text": f"[{part['type']}]"} if _is_media(part) else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def num_media(message: Mapping[str, Any]) -> int:
+    """Return the number of parts of a message that are not text."""
+    content = message.get("content")
+    return sum(_is_media(part) for part in content) if isinstance(content, list) else 0
+
+
+def _is_media(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in MEDIA and "source" in part
+
+
 def is_answer(message: Mapping[str, Any]) -> bool:
     """True if the message contains model output.
 

@@ -73,7 +73,10 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     help="If a record is invalid: write nothing, or skip it and list it in DS.rejected.jsonl.",
 )
 @click.option(
-    "--strict", is_flag=True, help="In directories, reject files that match no log format."
+    "--strict",
+    is_flag=True,
+    help="Reject runs with content that is neither read nor left out on purpose and, in directories, "
+    "files that match no log format.",
 )
 @click.option(
     "--timeouts",
@@ -237,6 +240,8 @@ def _report(
     if not done.was_done:
         rows_per_s, mb_per_s = done.summary.num_rows / elapsed_s, num_bytes / elapsed_s / 1e6
         note(f"{elapsed_s:.1f} s: {rows_per_s:,.1f} rows/s, {mb_per_s:,.2f} MB/s")
+    if unread := done.summary.unread_text():
+        warn(unread)
     if done.summary.num_rejected:
         rejected = count(done.summary.num_rejected, "record")
         warn(f"{rejected} rejected: see {rejected_path(out)}")

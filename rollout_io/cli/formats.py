@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, next_command, warn
+from schemas.errors import count
 
 if TYPE_CHECKING:
-    from rollout_io.formats.detect import Formats
+    from rollout_io.formats.detect import Formats, Match
+
+_SHOWN = 8  # maximum number of unknown keys that are listed
 
 
 @click.command(epilog=example("rollouts formats examples/shop.calls.jsonl"))
@@ -55,16 +58,43 @@ def _list(known: Formats, *, as_json: bool) -> None:
 
 
 def _identify(inputs: tuple[str, ...], known: Formats, *, as_json: bool) -> bool:
-    """Print the formats of each input; return True if every input matches exactly one."""
+    """Print the formats of each input, and why; return True if every input matches exactly one."""
     from rollout_io.conversion.inputs import open_inputs
-    from rollout_io.formats.detect import recognize
+    from rollout_io.formats.detect import matches, recognize
 
     with tempfile.TemporaryDirectory() as spool:
         opened, _ = open_inputs(inputs, Path(spool), lambda _: ["any"])
-        found = [(name, recognize(path, known.adapters)) for name, path in opened]
+        checked = [(name, path, recognize(path, known.adapters)) for name, path in opened]
+        found = [(name, names, matches(path, known.adapters)) for name, path, names in checked]
     if as_json:
-        emit_json([{"path": path, "formats": names} for path, names in found])
+        emit_json([{"path": p, "formats": n, "matches": _as_json(m)} for p, n, m in found])
     else:
-        for path, names in found:
-            emit(f"{path}: {' or '.join(names) or 'no known format'}")
-    return all(len(names) == 1 for _, names in found)
+        for path, names, each in found:
+            emit(f"{path}: {' or '.join(names) or 'no known format'}{_why(each)}")
+    return all(len(names) == 1 for _, names, _ in found)
+
+
+def _as_json(found: list[Match]) -> list[dict[str, object]]:
+    return [
+        {
+            "format": match.format,
+            "num_known_keys": match.coverage and match.coverage.num_known,
+            "num_keys": match.coverage and match.coverage.num_keys,
+            "unknown": list(match.coverage.unknown) if match.coverage else [],
+        }
+        for match in found
+    ]
+
+
+def _why(found: list[Match]) -> str:
+    """Return how many keys of the first records each format knows, and which it does not know."""
+    texts = []
+    for match in found:
+        if match.coverage is None or not match.coverage.num_keys:
+            continue
+        text = f"{match.coverage.num_known:,} of {count(match.coverage.num_keys, 'key')} known"
+        text += "" if match.is_best else f" to {match.format}"
+        names = match.coverage.unknown if match.is_best else ()
+        listed = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        texts.append(text + (f"; unknown: {listed}" if names else ""))
+    return f" ({'; '.join(texts)})" if texts else ""

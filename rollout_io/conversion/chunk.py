@@ -25,7 +25,7 @@ from rollout_io.conversion.remote import named_rejection, named_table
 from rollout_io.conversion.rewards import Key, Outcome, settle
 from rollout_io.conversion.rows import Settled, table_of
 from rollout_io.conversion.staging import emptied
-from rollout_io.conversion.summary import Record, Summary, footer_of
+from rollout_io.conversion.summary import Record, Summary, footer_of, named_counts
 from rollout_io.conversion.text import (
     Retokenizer,
     TextAlone,
@@ -39,7 +39,7 @@ from rollout_io.formats.base import Adapter, Input, Options, Place, Rejected, Ru
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
 from rollout_io.formats.parsing.naming import natural_key
-from rollout_io.formats.parsing.notes import noted
+from rollout_io.formats.parsing.notes import noted, unread_in
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.checker import Checker
 from schemas.errors import InputError, InvariantError, RolloutError
@@ -225,6 +225,7 @@ class Settings:
         format: Name of the format, for hints.
         tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
         spool: Directory with copies of remote directories; None if there are none.
+        strict: If true, a run with content that its adapter does not know is rejected.
     """
 
     adapter: Adapter
@@ -235,6 +236,7 @@ class Settings:
     layout: Literal["prefix", "full"]
     metadata: DatasetMetadata
     spool: Path | None = None
+    strict: bool = False
 
 
 class RunRows(NamedTuple):
@@ -298,6 +300,8 @@ class Reader:
                             if run.places:
                                 logged = self.settings.adapter.read(run, options)
                             steps = with_tokens(logged, self.settings.retokenizer)
+                        if self.settings.strict:
+                            refuse_unread(notes, run)
                         given = self.outcomes.get((run.instance_id, run.repetition_id))
                         settled = settle(run, logged, steps, given, options.reward)
                     tokenizer = self.settings.tokenizer
@@ -320,6 +324,19 @@ class Reader:
                 raise other_routing(run.places[0].where, shape, self.routing)
             if shape is not None:
                 self.routing = (shape[0], shape[1])
+
+
+def refuse_unread(notes: Mapping[str, int], run: Run) -> None:
+    """Reject a run with content that its adapter neither reads nor leaves out on purpose.
+
+    Raises:
+        InputError: `unread_content`: the run has such content.
+    """
+    unread = unread_in(notes)
+    if unread:
+        got = f"the record has content that is not read: {named_counts(unread)}"
+        hint = "omit --strict to convert the rest, or report the names, so that they can be read"
+        raise InputError("unread_content", run.places[0].where, got, hint=hint)
 
 
 def other_routing(

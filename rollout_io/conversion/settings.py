@@ -36,8 +36,9 @@ class Choices:
         layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
         on_error: Whether invalid records stop the conversion (`fail`) or are rejected (`skip`).
-        strict: If true, files inside directories that match no format are invalid records; if
-            false, they are skipped.
+        strict: If true, files inside directories that match no format are invalid records, and so
+            are runs with content that is neither read nor left out on purpose; if false, the files
+            are skipped, and the content is counted.
     """
 
     format: str = AUTO
@@ -118,6 +119,7 @@ def settings_of(
             layout=choices.layout,
             metadata=metadata,
             spool=spool if holds_copies(spool) else None,
+            strict=choices.strict,
         )
         for log, retokenizer in zip(logs, retokenizers, strict=True)
     ]

@@ -25,12 +25,14 @@ from rollout_io.dataset.footer import Place
 from rollout_io.dataset.reader import footers, scan
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Rejected
+from rollout_io.formats.parsing.notes import UNREAD, added, unread_in
 from schemas.errors import RolloutError
 from schemas.errors import count as _num
 from schemas.metadata import CONVERSION
 from schemas.ragged import Ragged
 
 _NUM_REASONS = 8
+_NUM_NAMES = 20
 
 
 @dataclass(slots=True)
@@ -111,7 +113,7 @@ class Summary:
         self.num_exact += len(exact)
         self.num_compared += len(exact & compared)
         for name in notes and frame["trajectory_id"].unique():
-            self.notes = _added(self.notes, notes.get(name, {}))
+            self.notes = added(self.notes, notes.get(name, {}))
         self.num_restarted += _num_restarted(table)
         self.numbers |= _numbers(table)
         self.instances |= set(frame["instance_id"].unique())
@@ -123,7 +125,7 @@ class Summary:
             if f.name == "reasons":
                 self.reasons = rejections.merged(ours, theirs)
             elif f.name == "notes":
-                self.notes = _added(ours, theirs)
+                self.notes = added(ours, theirs)
             else:
                 total = ours | theirs if isinstance(ours, set | dict) else ours + theirs
                 setattr(self, f.name, total)
@@ -166,8 +168,26 @@ class Summary:
             "num_restarted": self.num_restarted,
             "num_exact": self.num_exact,
             "num_compared": self.num_compared,
-            "notes": dict(sorted(self.notes.items())),
+            "notes": dict(self._told()),
+            "unread": self.unread,
         }
+
+    @property
+    def unread(self) -> dict[str, int]:
+        """Counts of content that is neither read nor left out on purpose, by its name."""
+        return unread_in(self.notes)
+
+    def _told(self) -> list[tuple[str, int]]:
+        return [(k, n) for k, n in sorted(self.notes.items()) if not k.startswith(UNREAD)]
+
+    def unread_text(self) -> str | None:
+        """Return a warning about content that is not read; None if there is none."""
+        if not self.unread:
+            return None
+        return (
+            f"content that is neither read nor left out on purpose: {named_counts(self.unread)}. "
+            "The model may have seen it. --strict rejects such runs"
+        )
 
     def text(self, out: str) -> str:
         """Return the counts as a few lines of text."""
@@ -194,7 +214,7 @@ class Summary:
             lines.append(
                 f"{_num(self.num_retokenized, 'row')} re-tokenized from text: ids are approximate"
             )
-        lines += [f"{what}: {number:,}" for what, number in sorted(self.notes.items())]
+        lines += [f"{what}: {number:,}" for what, number in self._told()]
         if self.num_restarted:
             lines.append(
                 f"{_num(self.num_restarted, 'trajectory')} in which the first prompt recurs, "
@@ -263,6 +283,13 @@ class Summary:
         return lines
 
 
+def named_counts(counts: Mapping[str, int]) -> str:
+    """Return names with their counts as text, at most 20 of them."""
+    listed = [f"{name} ({number:,})" for name, number in [*counts.items()][:_NUM_NAMES]]
+    more = len(counts) - _NUM_NAMES
+    return ", ".join([*listed, f"and {_num(more, 'further name')}"] if more > 0 else listed)
+
+
 _SETS = ("instances", "numbers", "unrecorded")
 _SAMPLING = ("temperature", "top_p", "top_k")
 _ABSENT: dict[str, Any] = {
@@ -306,10 +333,6 @@ _COUNTS = {
     "num_without_reward": (_IS_LAST & _IS_HEALTHY & pl.col("reward").is_null()).sum(),
     "reward_sum": pl.col("reward").filter(_IS_LAST & _IS_HEALTHY).sum(),
 }
-
-
-def _added(notes: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-    return {what: notes.get(what, 0) + more.get(what, 0) for what in {**notes, **more}}
 
 
 def _num_restarted(table: pa.Table) -> int:

@@ -25,12 +25,13 @@ from rollout_io.formats.parsing.tokens import parse_ids, token_ids
 from rollout_io.formats.parsing.witnesses import holds, missing_word, shortened
 from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import ConfigError, InputError, InvariantError, RolloutError
-from schemas.messages import RETOKENIZED, SAID, is_answer
+from schemas.messages import RETOKENIZED, SAID, is_answer, marked, num_media
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
     from rollout_io.retokenize import ChatTokenizer
 
+MEDIA = "images and other parts that are not text, each replaced by a mark such as [image]"
 LITERALS = "special tokens in texts, encoded as plain text"
 NO_TOKENS = "no_token_ids"
 _NEEDS_TOKENIZER = "pass --tokenizer DIR to re-tokenize the text (approximate), or "
@@ -62,8 +63,10 @@ class Retokenizer:
         """
         from rollout_io.retokenize import retokenize
 
+        messages = [dict(marked(message)) for message in conversation.messages]
+        note(MEDIA, sum(map(num_media, conversation.messages)))
         encoded = retokenize(
-            conversation.messages,
+            messages,
             self.tokenizer,
             tools=conversation.tools,
             logprobs=conversation.logprobs,
@@ -92,7 +95,7 @@ class Retokenizer:
             top_p=conversation.top_p,
             agent=conversation.agent,
             messages=_json(conversation.messages),
-            response_text=_readable(conversation.messages[first:]),
+            response_text=_readable(messages[first:]),
             metrics=conversation.metrics,
         )
 

@@ -12,13 +12,16 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from schemas.errors import ConfigError, InputError, RolloutError
+
+if TYPE_CHECKING:
+    from rollout_io.formats.contents import Contents
 
 
 class Input(NamedTuple):
@@ -309,6 +312,8 @@ class Adapter:
             It is used to explain why a line without one of these keys is not recognized.
         is_export: Returns true for a file that this format recognizes but cannot read, because a
             tool exported it from the logs. It is skipped in a directory that also contains logs.
+        contents: Record types and keys that `read` reads, and those that it leaves out; None if the
+            format does not declare them. `read` calls `account` with it for every record.
     """
 
     summary: str
@@ -320,3 +325,4 @@ class Adapter:
     noun: str = "run"
     line: type[msgspec.Struct] | None = None
     is_export: Callable[[Path], bool] | None = None
+    contents: Contents | None = None

@@ -33,8 +33,10 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.claude_code_contents import CONTENTS
 from rollout_io.formats.claude_code_conversations import convert, refused
 from rollout_io.formats.claude_code_lines import SPOKEN, Compaction, Line, read_line
+from rollout_io.formats.contents import account
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.content import NO_JSON, canonical_json
 from rollout_io.formats.parsing.documents import find_documents, is_document
@@ -298,12 +300,14 @@ def _lines(run: Run) -> Iterator[Line]:
         place = run.places[i]
         content = read_record(place)
         refuse_not_utf8(content, place.where)
+        account(CONTENTS, content)
         yield read_line(content, place.where, is_side=sides[i], is_copied=i in run.copied)
 
 
 def _exported(place: Place) -> Iterator[Line]:
     document = decode_document(_EXPORT_DECODER, read_record(place), place.where)
     for i, logged in enumerate(document.loglines):
+        account(CONTENTS, logged)
         yield read_line(bytes(logged), f"{place.where}, loglines[{i}]")
 
 
@@ -320,4 +324,5 @@ ADAPTER = Adapter(
     is_text=True,
     noun="session",
     line=_Shape,
+    contents=CONTENTS,
 )

@@ -23,9 +23,14 @@ from typing import Any, NamedTuple
 from rollout_io.formats.base import Conversation
 from rollout_io.formats.claude_code_contexts import MAIN, Context, contexts_of
 from rollout_io.formats.claude_code_lines import QUEUED, Line, Message, Shape, queued_text, replaced
-from rollout_io.formats.parsing.content import THOUGHTS, Part, canonical_json, is_text, parts_in
+from rollout_io.formats.dialects.anthropic import (
+    CALLS,
+    is_server_result,
+    messages_of,
+    parts_of_result,
+)
+from rollout_io.formats.parsing.content import THOUGHTS, Part, canonical_json, is_shown, parts_in
 from rollout_io.formats.parsing.forks import COPIED
-from rollout_io.formats.parsing.messages import messages_of, parts_of_result
 from schemas.errors import InputError
 
 _QUEUED = "queued messages of which the log does not tell whether they were sent"
@@ -175,8 +180,6 @@ def _texts(lines: Iterable[Line]) -> Counter[str]:
 _MARKERS = frozenset({"fallback"})
 """Types of blocks without text: `fallback` records that a different model continued."""
 
-_RANKS = {"tool_use": 2} | dict.fromkeys(THOUGHTS, 0)
-
 
 @dataclass(slots=True)
 class Reply:
@@ -242,15 +245,7 @@ class Reply:
         Raises:
             InputError: Any error of `messages_of`.
         """
-        runs: list[list[Part]] = [[]]
-        rank = 0
-        for block in self.blocks:
-            before, rank = rank, rank if _is_empty(block) else _RANKS.get(block.type, 1)
-            if rank < before:
-                runs.append([])
-            runs[-1].append(block)
-        where = f"{self.where}, message"
-        return [made for run in runs for made in messages_of("assistant", run, where)]
+        return messages_of("assistant", self.blocks, f"{self.where}, message")
 
     @property
     def unknown(self) -> str | None:
@@ -260,15 +255,11 @@ class Reply:
 
 def _is_written(part: Part) -> bool:
     is_call = _is_call(part) and bool(part.name) and bool(_arguments(part))
-    return is_text(part) or part.type in THOUGHTS or is_call
-
-
-def _is_empty(part: Part) -> bool:
-    return part.type in THOUGHTS and not part.said
+    return is_shown(part) or part.type in THOUGHTS or is_call or is_server_result(part)
 
 
 def _is_call(part: Part) -> bool:
-    return part.type == "tool_use"
+    return part.type in CALLS
 
 
 def _is_state(one: Part, other: Part) -> bool:
@@ -372,6 +363,6 @@ def _unknown(content: str | list[Part], where: str) -> str | None:
     for part in parts_in(content):
         inner = parts_of_result(part, where) if part.type == "tool_result" else [part]
         for each in inner:
-            if not is_text(each):
+            if not is_shown(each):
                 return each.type
     return None

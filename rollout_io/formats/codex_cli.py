@@ -39,20 +39,40 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.detect import has_record
+from rollout_io.formats.dialects.responses import ITEMS, Item, read_item
 from rollout_io.formats.parsing.content import NO_JSON, Message, bad_message, canonical_json, extend
-from rollout_io.formats.parsing.documents import decode_record
 from rollout_io.formats.parsing.forks import COPIED, copied_answers, digest, run_of
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
-from rollout_io.formats.parsing.lines import incomplete, lines_of
+from rollout_io.formats.parsing.lines import incomplete, lines_of, read_record
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.responses import Item, read_item
 from schemas.errors import InputError, RolloutError
 
 _Kind = Literal["session_meta", "turn_context", "response_item", "event_msg", "compacted"]
 _GROUPS = "inferred: each session is a separate instance"
 LOST = "answers after items that are encrypted or of an unknown type: left out"
 _ROLLED_BACK = "thread_rolled_back"
+
+
+CONTENTS = Contents(
+    kind="type",
+    reads={
+        "*": "timestamp",
+        "session_meta": "payload.id payload.session_id payload.forked_from_id payload.cwd "
+        "payload.originator payload.cli_version payload.base_instructions.text",
+        "turn_context": "payload.model",
+        "compacted": "payload.message",
+    },
+    leaves={
+        "facts about the session": "session_meta/payload.timestamp session_meta/payload.source "
+        "session_meta/payload.model_provider session_meta/payload.git "
+        "session_meta/payload.instructions session_meta/payload.memory_mode",
+        "settings, which the harness sends as messages": "turn_context/payload",
+        "repeats the conversation for display; only rollbacks are read": "event_msg",
+    },
+    inner={"response_item/payload": ITEMS, "compacted/payload.replacement_history": ITEMS},
+)
 
 
 class _Head(msgspec.Struct, gc=False):
@@ -217,7 +237,10 @@ def read_session(run: Run, _: Options) -> Trajectory:
     thread, texts = Thread(), dict[str, str]()
     last_copy, num_copied = max(run.copied, default=-1), 0
     for i, place in enumerate(run.places):
-        line = decode_record(_HEAD_DECODER, place)
+        content = read_record(place)
+        refuse_not_utf8(content, place.where)
+        line = decode_line(_HEAD_DECODER, content, place.where)
+        account(CONTENTS, content)
         payload, where = bytes(line.payload), f"{place.where}, payload"
         if line.type == "response_item":
             thread.add(decode_line(_ITEM_DECODER, payload, where), where)
@@ -266,6 +289,7 @@ ADAPTER = Adapter(
     is_text=True,
     noun="session",
     line=_Shape,
+    contents=CONTENTS,
 )
 
 

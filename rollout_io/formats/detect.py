@@ -18,6 +18,7 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
+from rollout_io.formats.contents import Coverage
 from rollout_io.formats.parsing.jsonl import (
     decode_line,
     decoded,
@@ -33,6 +34,7 @@ GROUP = "rollout_io.formats"
 RULE = "known_format"
 HINT = "list the formats with `rollouts formats`; pass --format NAME to see why it does not match"
 
+_ANY_OBJECT = msgspec.json.Decoder(dict[str, Any])
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LFS_BYTES = 1024  # maximum size of a Git LFS pointer, according to the specification
 
@@ -122,7 +124,49 @@ def recognize(path: str | Path, formats: Mapping[str, Adapter]) -> list[str]:
         refuse_irregular(path)
         with open_input(path) as file:
             refuse_lfs_pointer(file.read(_LFS_BYTES), str(path))
-    return [name for name, adapter in formats.items() if adapter.recognizes(path)]
+    return [match.format for match in matches(path, formats) if match.is_best]
+
+
+class Match(NamedTuple):
+    """A format that recognizes a file.
+
+    Attributes:
+        coverage: How many keys of the file's first records it knows; None if the format does not
+            declare its keys.
+        is_best: False if another format knows more of them.
+    """
+
+    format: str
+    coverage: Coverage | None
+    is_best: bool
+
+
+def matches(path: Path, formats: Mapping[str, Adapter]) -> list[Match]:
+    """Return the formats that recognize an existing file or directory, and what they know of it."""
+    found = {name: adapter for name, adapter in formats.items() if adapter.recognizes(path)}
+    declared = [a.contents for a in found.values() if a.contents is not None]
+    records = first_records(path) if declared else []
+    known = {
+        n: None if a.contents is None else a.contents.coverage(records) for n, a in found.items()
+    }
+    best = max((each.share for each in known.values() if each is not None), default=0.0)
+    return [Match(name, c, c is None or c.share >= best) for name, c in known.items()]
+
+
+def first_records(path: Path) -> list[dict[str, Any]]:
+    """Return the first objects of a file: lines, or a document; empty if it has none."""
+    found = []
+    for line in first_lines(path):
+        try:
+            found.append(decoded(_ANY_OBJECT, line))
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            continue
+    if found or path.is_dir():
+        return found
+    try:
+        return [read_document(_ANY_OBJECT, path)[0]]
+    except (RolloutError, OSError):
+        return []
 
 
 def sort_by_format(

@@ -30,31 +30,16 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.dialects.gemini import Part, Parts, answer_text, joined_content, parts_in
 from rollout_io.formats.parsing.content import NO_JSON, Message, joined, json_text, tool_call
 from rollout_io.formats.parsing.documents import find_documents, is_document
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.lines import read_record
+from rollout_io.formats.parsing.media import part_of_data
 from schemas.errors import InputError
 
 _GROUPS = "inferred: each session is a separate instance"
 _MARKS = (b'"sessionId"',)
-
-
-class _Answer(msgspec.Struct, gc=False):
-    output: msgspec.Raw = NO_JSON
-    error: msgspec.Raw = NO_JSON
-
-
-class _Response(msgspec.Struct, gc=False):
-    response: msgspec.Raw = NO_JSON
-
-
-class _Part(msgspec.Struct, gc=False):
-    text: str | None = None
-    function_response: _Response | None = msgspec.field(name="functionResponse", default=None)
-
-
-_Parts = str | _Part | list[_Part | str] | None
 
 
 class _Thought(msgspec.Struct, gc=False):
@@ -66,12 +51,12 @@ class _ToolCall(msgspec.Struct, gc=False):
     name: str
     id: str | None = None
     args: msgspec.Raw = NO_JSON
-    result: _Parts = None
+    result: Parts = None
 
 
 class _Message(msgspec.Struct, gc=False):
     type: Literal["user", "gemini", "info", "warning", "error"]
-    content: _Parts = None
+    content: Parts = None
     thoughts: list[_Thought] | None = None
     tool_calls: list[_ToolCall] | None = msgspec.field(name="toolCalls", default=None)
     model: str | None = None
@@ -95,7 +80,6 @@ class _Shape(msgspec.Struct, gc=False):
 
 _DECODER = msgspec.json.Decoder(_Session)
 _SHAPE_DECODER = msgspec.json.Decoder(_Shape)
-_ANSWER_DECODER = msgspec.json.Decoder(_Answer)
 
 
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
@@ -150,28 +134,18 @@ def _messages(logged: _Message, where: str) -> Iterator[Message]:
             yield {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def _text(parts: _Parts, where: str) -> str | list[Message]:
+def _text(parts: Parts, where: str) -> str | list[Message]:
     """Return the text of all parts, or a list of parts if one is neither text nor a tool result."""
-    if parts is None or isinstance(parts, str):
-        return parts or ""
-    listed = parts if isinstance(parts, list) else [parts]
-    texts = [part if isinstance(part, str) else _part_text(part, where) for part in listed]
-    known = [text for text in texts if text is not None]
-    if len(known) == len(texts):
-        return "\n".join(known)
-    return [{"type": "data"} if t is None else {"type": "text", "text": t} for t in texts]
+    return joined_content(_part_content(part, where) for part in parts_in(parts))
 
 
-def _part_text(part: _Part, where: str) -> str | None:
-    if part.function_response is None:
-        return part.text
-    raw = part.function_response.response
-    try:
-        answer = _ANSWER_DECODER.decode(raw)
-    except (msgspec.MsgspecError, ValueError):
-        return json_text(raw, where)
-    known = [found for found in (answer.output, answer.error) if bytes(found) != b"null"]
-    return json_text(known[0] if known else raw, where)
+def _part_content(part: Part, where: str) -> str | list[Message]:
+    if part.function_response is not None:
+        return answer_text(part.function_response.response, where)
+    data = part.inline_data or part.file_data
+    if data is not None or part.text is None:
+        return [part_of_data(data or {}) or {"type": "data"}]
+    return part.text
 
 
 def recognizes(path: Path) -> bool:

@@ -9,13 +9,12 @@ the messages before their first answer, and the history of the dataset records t
 outcome is `reward`, or else `score`; numbers in `rewards`, `scores` and `metrics` are metrics too.
 
 A system prompt beside the messages (`system_prompt`, `system`, `system_message`, `instructions`)
-becomes the first message. The history of the dataset lists all other text beside the messages.
-Messages that Hermes marks as not `active` (a user took them back) are left out.
+becomes the first message. Other text beside the messages is not read: it is counted by its key.
+Messages that are marked as not `active` (a user took them back) are left out.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,10 +32,11 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_in, shown
 from rollout_io.formats.parsing.jsonl import decode_line, decoded, first_lines
 from rollout_io.formats.parsing.lines import Record, find_lines, read_record
-from rollout_io.formats.parsing.messages import openai_tools, prompt_key, read_messages
+from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, prompt_key, read_messages
 from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import INT32_MAX
@@ -49,12 +49,16 @@ _ANOTHER = frozenset(
 _OF_NAMES = frozenset({"id", "instance_id", "repetition_id"})
 _NAMES = ("instance_id", "id")
 _SYSTEM = ("system_prompt", "system", "system_message", "instructions")
-_READ = frozenset({"messages", "tools", *_OF_NAMES})
 _TEXT = (b'"', b"[")
-_SHOWN = 20  # maximum number of fields that are listed
-NOT_READ = "not_read"
 INACTIVE = "messages that were taken back (not `active`): left out"
 _GROUPS_OF_NUMBERS = frozenset({"metrics", "rewards", "scores"})
+CONTENTS = Contents(
+    reads={
+        "": "tools instance_id id repetition_id reward score metrics rewards scores "
+        "system_prompt system system_message instructions"
+    },
+    inner={"messages": MESSAGE},
+)
 
 
 class _Role(msgspec.Struct, gc=False):
@@ -101,33 +105,11 @@ _FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def find_conversations(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield one run per line, in the order of the lines."""
     is_inferred = False
-    unread: Counter[str] = Counter()
-
-    def find(record: Record) -> Run:
-        run = _find(record)
-        unread.update(_unread(record.content, record.place.where))
-        return run
-
-    for found in find_lines(inputs, progress, find):
+    for found in find_lines(inputs, progress, _find):
         is_inferred |= isinstance(found, Run) and not found.labels.keys() & {*_NAMES}
         yield found
     if is_inferred:
         yield About("groups", _GROUPS)
-    if unread:
-        listed = [f"{name!r} ({number:,})" for name, number in unread.most_common(_SHOWN)]
-        listed += ["..."] if len(unread) > _SHOWN else []
-        yield About(NOT_READ, "fields beside the messages (lines): " + ", ".join(listed))
-
-
-def _unread(content: bytes, where: str) -> list[str]:
-    """Return the names of the fields beside the messages that have text."""
-    if _is_bare(content):
-        return []
-    fields = decode_line(_FIELDS_DECODER, content, where)
-    has_text = {n for n, raw in fields.items() if bytes(raw).startswith((b'"', b"[", b"{"))}
-    has_text -= {n for n in has_text if bytes(fields[n]) in {b'""', b"[]", b"{}"}}
-    read = _READ | {name for name in _SYSTEM if bytes(fields.get(name, b"")).startswith(_TEXT)}
-    return sorted(name[:40] for name in has_text - read - _GROUPS_OF_NUMBERS)
 
 
 def _find(record: Record) -> Run:
@@ -187,8 +169,12 @@ def _messages(line: _Line, where: str) -> list[Message]:
     return messages
 
 
-def read_conversation(run: Run, _: Options) -> Trajectory:
+def read_conversation(run: Run, _: Options, contents: Contents = CONTENTS) -> Trajectory:
     """Read the conversation of a line; all numbers of the line become metrics.
+
+    Args:
+        run: The line.
+        contents: What is read of a line, and what is left out on purpose.
 
     Raises:
         InputError: `record_type`: a field has the wrong type; `message`: there are two system
@@ -197,6 +183,7 @@ def read_conversation(run: Run, _: Options) -> Trajectory:
     (place,) = run.places
     content = read_record(place)
     line = _decode(content, place.where)
+    account(contents, b'{"messages":%s}' % content if _is_bare(content) else content)
     messages = _messages(line, place.where)
     if all(message["role"] != "assistant" for message in messages):
         raise InputError("no_calls", place.where, "the conversation has no assistant message")
@@ -218,8 +205,17 @@ def _metrics(content: bytes, where: str) -> dict[str, float]:
 
 
 def recognizes(path: Path) -> bool:
-    """True if a file has lines of messages with roles, and no fields of another format."""
-    return any(_is_line(line) for line in first_lines(path))
+    """True if a file has lines of messages with roles, and no lines or fields of another format."""
+    lines = [*first_lines(path)]
+    return any(map(_is_line, lines)) and not any(map(_is_of_another, lines))
+
+
+def _is_of_another(content: bytes) -> bool:
+    """True if a line is an object without messages, which no line of this format is."""
+    try:
+        return "messages" not in decoded(_FIELDS_DECODER, content)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
 
 
 def _is_line(content: bytes) -> bool:
@@ -236,4 +232,5 @@ ADAPTER = Adapter(
     find=find_conversations,
     read=read_conversation,
     is_text=True,
+    contents=CONTENTS,
 )

@@ -16,7 +16,7 @@ from rollout_io.conversion.opened_logs import Log, Opened
 from rollout_io.conversion.plan import Plan, plan
 from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
 from rollout_io.formats.parsing.lines import close_files
-from rollout_io.formats.parsing.notes import noted
+from rollout_io.formats.parsing.notes import UNREAD, noted, unread_in
 from schemas.errors import RolloutError
 
 
@@ -43,9 +43,10 @@ def planned(adapter: Adapter, *paths: Path, **choices: Any) -> Plan:
 
 @dataclass(kw_only=True)
 class Noted(Trajectory):
-    """A trajectory with the notes that were made while it was read."""
+    """A trajectory with the notes that were made while it was read, and what was not read of it."""
 
     notes: Mapping[str, int]
+    unread: Mapping[str, int]
 
 
 def read_all(adapter: Adapter, *paths: Path) -> tuple[list[tuple[Run, Noted]], list[Rejected]]:
@@ -56,7 +57,8 @@ def read_all(adapter: Adapter, *paths: Path) -> tuple[list[tuple[Run, Noted]], l
             with noted() as notes:
                 found = adapter.read(run, Options())
             values = {each.name: getattr(found, each.name) for each in fields(found)}
-            made.append((run, Noted(**values, notes=notes)))
+            told = {what: n for what, n in notes.items() if not what.startswith(UNREAD)}
+            made.append((run, Noted(**values, notes=told, unread=unread_in(notes))))
         except RolloutError as error:
             rejected += [Rejected(place, error) for place in run.places]
     return made, rejected

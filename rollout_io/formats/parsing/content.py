@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.parsing.jsonl import decode_line, decoded, refuse_not_utf8
+from rollout_io.formats.parsing.media import media_part
 from schemas.errors import InputError
 
 Message = dict[str, Any]
@@ -34,14 +35,32 @@ class Part(msgspec.Struct, gc=False):
     tool_use_id: str | None = None
     content: msgspec.Raw = NO_JSON
     tool_name: str | None = None
+    title: str | None = None
+    refusal: str | None = None
+    source: Any = None
+    image_url: Any = None
+    file: Any = None
+    file_id: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: str | None = None
+    input_audio: Any = None
+    audio_url: Any = None
+    video_url: Any = None
 
     @property
     def said(self) -> str:
         """Text of the part, whatever its type; empty for a redacted thought."""
         return self.text or self.thinking or self.reasoning or ""
 
+    @property
+    def media(self) -> Message | None:
+        """The part as a picture or another kind of media (`parsing.media`); None if it is none."""
+        return media_part(msgspec.structs.asdict(self))
+
 
 Content = str | list[str | Part] | None
+_CONTENT_DECODER = msgspec.json.Decoder(Content)
 Parts = str | Sequence[str | Part] | None
 """Decoded `Content`, or any other sequence of its parts."""
 
@@ -54,24 +73,62 @@ def parts_in(content: Parts) -> list[Part]:
 
 
 def is_text(part: Part) -> bool:
-    """True if a part is text, or the reference to a tool, which becomes a text with its name."""
+    """True if a part is text, or becomes text: the reference to a tool, a document, a search result."""
     return bool(_text(part)) or (part.type in _TEXTS and part.text is not None)
+
+
+def is_shown(part: Part) -> bool:
+    """True if a part is text or media, and thus can be part of a message."""
+    return is_text(part) or part.media is not None
 
 
 def _text(part: Part) -> str:
     if part.type == "tool_reference" and part.tool_name:
         return f"Loaded tool: {part.tool_name}"
+    if part.type == "document" and isinstance(part.source, dict):
+        return _document(part.source, part.title)
+    if part.type == "search_result":
+        source = part.source if isinstance(part.source, str) else None
+        inner = parts_in(_inner(part.content))
+        return "\n".join(filter(None, [part.title, source, *(_text(each) for each in inner)]))
+    if part.type == "refusal":
+        return part.refusal or ""
     return part.text or "" if part.type in _TEXTS else ""
+
+
+def _document(source: dict[str, Any], title: str | None) -> str:
+    """Return the text of a document; empty if it is a file, such as a PDF."""
+    data, content = source.get("data"), source.get("content")
+    if source.get("type") == "text" and isinstance(data, str):
+        return joined(title or "", data)
+    if source.get("type") == "content":
+        inner = parts_in(_inner(msgspec.Raw(msgspec.json.encode(content))))
+        return joined(title or "", "\n".join(_text(each) for each in inner))
+    return ""
+
+
+def _inner(raw: msgspec.Raw) -> Content:
+    try:
+        content: Content = _CONTENT_DECODER.decode(raw)
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    return content
 
 
 def shown(parts: Sequence[Part]) -> str | list[Message]:
     """Return the text of the parts, or typed parts if any has no text (such as an image).
 
-    Rendering typed parts fails with an error that names the type.
+    Rendering typed parts other than text and media fails with an error that names the type.
     """
     if all(is_text(part) for part in parts):
         return "\n".join(_text(part) for part in parts)
-    return [known({"type": part.type, "text": part.text}) for part in parts]
+    return [_typed(part) for part in parts]
+
+
+def _typed(part: Part) -> Message:
+    if is_text(part):
+        return {"type": "text", "text": _text(part)}
+    return part.media or known({"type": part.type, "text": part.text})
 
 
 def all_text(content: Parts) -> str:
@@ -151,6 +208,19 @@ def _as_parts(content: str | list[Message]) -> list[Message]:
 def known(fields: Message) -> Message:
     """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def raw_of(value: Any) -> msgspec.Raw:
+    """Return the JSON of a decoded value; JSON is returned as it is."""
+    if isinstance(value, msgspec.Raw):
+        return value
+    return msgspec.Raw(value if isinstance(value, bytes) else msgspec.json.encode(value))
+
+
+def function_tool(name: str, description: Any = None, parameters: Any = None) -> Message:
+    """Return a tool definition in OpenAI's format."""
+    function = known({"name": name, "description": description, "parameters": parameters})
+    return {"type": "function", "function": function}
 
 
 def bad_message(where: str, got: str, expected: str = "") -> InputError:

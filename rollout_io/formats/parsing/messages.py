@@ -25,23 +25,49 @@ from typing import Any
 
 import msgspec
 
+from rollout_io.formats.contents import Contents
+from rollout_io.formats.dialects.anthropic import BLOCKS, messages_of
+from rollout_io.formats.dialects.responses import ITEMS, OUTPUTS, TEXTS, Item, read_item, reply_of
 from rollout_io.formats.parsing.content import (
     NO_JSON,
-    THOUGHTS,
     Content,
     Message,
     Part,
-    Parts,
     all_text,
     bad_message,
     json_text,
     known,
-    parts_in,
-    shown,
     tool_call,
 )
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.responses import OUTPUTS, Item, read_item, reply_of
+
+_PARTS = Contents(
+    kind="type",
+    default="text",
+    reads=dict(BLOCKS.reads) | dict(TEXTS.reads),
+    leaves=dict(BLOCKS.leaves) | dict(TEXTS.leaves),
+    inner=BLOCKS.inner,
+)
+_CHAT = Contents(
+    reads={
+        "": "role reasoning_content reasoning thinking thinking_blocks tool_calls tool_call_id "
+        "tool_call_ids name"
+    },
+    inner={"content": _PARTS},
+)
+MESSAGE = Contents(
+    kind="type",
+    default="message",
+    reads={**ITEMS.reads, "message": _CHAT.reads[""] + " object"},
+    leaves={
+        **ITEMS.leaves,
+        "the model's tokens and log-probabilities, not its text": "message/logprobs "
+        "message/token_ids",
+        "facts about a call": "message/finish_reason message/stop_reason message/annotations",
+    },
+    inner={**ITEMS.inner, "message/content": _PARTS, "message/output": ITEMS},
+)
+"""A message of `read_messages`."""
 
 _SAID = ("reasoning_content", "reasoning", "content", "tool_calls")
 
@@ -90,7 +116,6 @@ _CHAT_DECODER = msgspec.json.Decoder(_Chat)
 _CALL_DECODER = msgspec.json.Decoder(_ToolCall)
 _ITEM_DECODER = msgspec.json.Decoder(Item)
 _ITEMS_DECODER = msgspec.json.Decoder(_Items)
-_CONTENT_DECODER = msgspec.json.Decoder(Content)
 
 
 def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
@@ -143,64 +168,18 @@ def _read(raw: msgspec.Raw, where: str) -> list[Message]:
 
 
 def _of_chat(chat: _Chat, where: str) -> list[Message]:
-    *results, message = messages_of(chat.role, chat.content, where)
+    *before, message = messages_of(chat.role, chat.content, where)
     calls = [_tool_call(call, where) for call in chat.tool_calls or ()]
     beside = {
-        "reasoning_content": chat.thought,
         "tool_calls": [*calls, *message.get("tool_calls", ())] or None,
         "tool_call_id": chat.tool_call_id or next(iter(chat.tool_call_ids or ()), None),
         "name": chat.name,
     }
-    return [*results, message | known(beside)]
-
-
-def messages_of(role: str, content: Parts, where: str) -> list[Message]:
-    """Convert content to messages: one per tool result, and one for the rest, if any.
-
-    Args:
-        role: Role of the message.
-        content: A string, or parts.
-        where: Location of the message, for error messages.
-
-    Raises:
-        InputError: Any error of `read_messages`.
-    """
-    results: list[Message] = []
-    calls: list[Message] = []
-    thoughts: list[str] = []
-    rest: list[Part] = []
-    for part in parts_in(content):
-        if part.type == "tool_result":
-            results.append(_result(part, where))
-        elif part.type == "tool_use" and part.name and bytes(part.input) != b"null":
-            calls.append(tool_call(part.id, part.name, json_text(part.input, where)))
-        elif part.type in THOUGHTS:
-            thoughts += [part.said] if part.said else []
-        else:
-            rest.append(part)
-    if results and not (calls or thoughts or rest):
-        return results
-    message = {
-        "role": role,
-        "content": shown(rest),
-        "reasoning_content": "\n".join(thoughts) or None,
-        "tool_calls": calls or None,
-    }
-    return [*results, known(message)]
-
-
-def _result(part: Part, where: str) -> Message:
-    content = parts_of_result(part, where)
-    return known({"role": "tool", "content": shown(content), "tool_call_id": part.tool_use_id})
-
-
-def parts_of_result(part: Part, where: str) -> list[Part]:
-    """Return the parts of a tool result.
-
-    Raises:
-        InputError: `record_type`: the content is neither text nor parts.
-    """
-    return parts_in(decode_line(_CONTENT_DECODER, bytes(part.content), where))
+    found = [*before, message | known(beside)]
+    if chat.thought is not None:
+        first = next(i for i, each in enumerate(found) if each["role"] == chat.role)
+        found[first] |= {"reasoning_content": chat.thought}
+    return found
 
 
 def _tool_call(call: _ToolCall | str, where: str) -> Message:

@@ -1,15 +1,20 @@
 """Notes about what a log lacks or how its text was changed, counted while a run is read.
 
 Whoever finds such a fact calls `note`; the conversion collects the notes of each run with `noted`,
-and the summary adds them up. Outside of `noted`, a note has no effect.
+and the summary adds them up. Outside of `noted`, a note has no effect. Notes whose name begins with
+`UNREAD` count content that a reader does not know (`rollout_io.formats.contents`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+UNREAD = "unread: "
+OTHER = "..."
+_MAX_UNREAD = 100
 
 _NOTES: ContextVar[Counter[str] | None] = ContextVar("notes", default=None)
 
@@ -46,3 +51,36 @@ def note_run(what: str) -> None:
     notes = _NOTES.get()
     if notes is not None:
         notes[what] = 1
+
+
+def note_unread(name: str) -> None:
+    """Count content that the reader does not know; beyond 100 names, all others count as one.
+
+    Args:
+        name: Type and key of the content, such as "user.message.origin".
+    """
+    notes = _NOTES.get()
+    if notes is None:
+        return
+    _count(notes, UNREAD + name, 1)
+
+
+def added(notes: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    """Return the sums of two sets of notes, with the same limit on names as in `note_unread`."""
+    found = dict(notes)
+    for what, number in more.items():
+        _count(found, what, number)
+    return found
+
+
+def _count(notes: dict[str, int], what: str, number: int) -> None:
+    if what.startswith(UNREAD) and what not in notes:
+        num_names = sum(key.startswith(UNREAD) for key in notes)
+        what = what if num_names < _MAX_UNREAD else UNREAD + OTHER
+    notes[what] = notes.get(what, 0) + number
+
+
+def unread_in(notes: Mapping[str, int]) -> dict[str, int]:
+    """Return the counts of unknown content among notes, by name, the most frequent first."""
+    found = [(what.removeprefix(UNREAD), n) for what, n in notes.items() if what.startswith(UNREAD)]
+    return dict(sorted(found, key=lambda each: (each[0] == OTHER, -each[1], each[0])))

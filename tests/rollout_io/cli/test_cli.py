@@ -112,6 +112,7 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
         "num_exact": 5,
         "num_compared": 0,
         "notes": {},
+        "unread": {},
         "was_done": False,
         "num_resumed_chunks": 0,
         "num_calls": len(calls),

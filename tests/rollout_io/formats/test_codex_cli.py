@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from rollout_io.formats.base import Options
 from rollout_io.formats.codex_cli import ADAPTER, LOST
-from rollout_io.formats.parsing.notes import noted
-from rollout_io.formats.parsing.responses import ENCRYPTED_THOUGHTS, WEB_SEARCHES
+from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS, WEB_SEARCHES
+from rollout_io.formats.parsing.notes import UNREAD, noted
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
@@ -38,6 +38,10 @@ def output(id, value):
     return item("function_call_output", call_id=id, output=value)
 
 
+UNKNOWN = {
+    f"{UNREAD}response_item.payload[{name}]"
+    for name in ("image_generation_call", "telepathy_output")
+}
 META = line("session_meta", id="s", cwd="/a", originator="codex", cli_version="1")
 
 
@@ -61,7 +65,8 @@ def noted_contexts(tmp_path):
         (run,) = planned(ADAPTER, write_lines(tmp_path / "s", *records)).runs
         with noted() as notes:
             trajectory = ADAPTER.read(run, Options())
-        return [step.messages for step in trajectory.steps], dict(notes)
+        told = {what: n for what, n in notes.items() if what not in UNKNOWN}
+        return [step.messages for step in trajectory.steps], told
 
     return read
 

@@ -261,7 +261,15 @@ def test_formats_says_of_each_file_what_it_is_and_exits_1_if_one_is_unclear(tmp_
     assert run(["formats", str(SHOP), str(tmp_path)]) == 1
     assert capsys.readouterr().out == f"{SHOP}: calls\n{tmp_path}: no known format\n"
     assert run(["formats", "--json", str(SHOP)]) == 0
-    assert json.loads(capsys.readouterr().out) == [{"path": str(SHOP), "formats": ["calls"]}]
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            "path": str(SHOP),
+            "formats": ["calls"],
+            "matches": [
+                {"format": "calls", "num_known_keys": None, "num_keys": None, "unknown": []}
+            ],
+        }
+    ]
     assert run(["formats", str(tmp_path / "nowhere")]) == 1
     assert "[input_file]" in capsys.readouterr().err
 

@@ -56,7 +56,16 @@ def test_parallel_calls_hold_their_results_and_thoughts_become_reasoning(tmp_pat
         ({"text": "x"}, "x"),
         ([{"text": "x"}, "y"], "x\ny"),
         ([response(rows=3)], '{"rows":3}'),
-        ([{"inlineData": {"data": "AAAA"}}], [{"type": "data"}]),
+        ([{"inlineData": {}}], [{"type": "data"}]),
+        (
+            [{"inlineData": {"data": "AAAA", "mimeType": "image/png"}}],
+            [
+                {
+                    "type": "image",
+                    "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+                }
+            ],
+        ),
         ([{"text": "x"}, {"fileData": {}}], [{"type": "text", "text": "x"}, {"type": "data"}]),
     ],
 )

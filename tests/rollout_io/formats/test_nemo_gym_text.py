@@ -302,7 +302,7 @@ def test_a_response_without_its_input_is_refused(tmp_path, choices):
 
 
 SUMMARY = {"type": "summary_text", "text": "in short"}
-IMAGE = {"type": "input_image", "image_url": "x"}
+IMAGE = {"type": "input_image"}
 INPUT, OUTPUT = "responses_create_params.input[0]", "response.output[0]"
 
 

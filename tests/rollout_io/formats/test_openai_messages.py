@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.base import Options
-from rollout_io.formats.openai_messages import ADAPTER, INACTIVE, NOT_READ
+from rollout_io.formats.openai_messages import ADAPTER, INACTIVE
 from rollout_io.formats.parsing.notes import noted
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines, save_template
-from tests.helpers.text_log_helpers import found_in, save
+from tests.helpers.text_log_helpers import save
 
 USER, ANSWER = {"role": "user", "content": "1 + 5?"}, {"role": "assistant", "content": "6"}
 CHAT = [USER, ANSWER]
@@ -74,13 +74,16 @@ def test_two_different_system_prompts_are_refused_by_name(tmp_path):
         assert rejected.error.where.endswith(("system_prompt", "instructions"))
 
 
-def test_other_text_beside_the_messages_is_listed_in_the_history(tmp_path):
+def test_other_text_beside_the_messages_is_counted_by_its_key(tmp_path):
     records = [
-        {"messages": CHAT, "id": 1, "title": "Sums", "documents": [1], "empty": "", "turns": 2},
-        {"messages": CHAT, "id": 2, "title": "More sums", "rewards": {"style": 1}},
+        {"messages": CHAT, "id": 1, "title": "Sums", "documents": ["a"], "empty": "", "turns": 2},
+        {"messages": [m | {"mood": "merry"} for m in CHAT], "id": 2, "title": "More sums"},
     ]
-    facts = found_in(ADAPTER, lines(tmp_path, *records))[2]
-    assert facts == {NOT_READ: "fields beside the messages (lines): 'title' (2), 'documents' (1)"}
+    found, _ = read_all(ADAPTER, lines(tmp_path, *records))
+    assert [made.unread for _, made in found] == [
+        {"title": 1, "documents": 1},
+        {"messages[message].mood": 2, "title": 1},
+    ]
 
 
 def test_messages_that_a_user_took_back_are_left_out_and_counted(tmp_path):
@@ -145,6 +148,11 @@ def test_where_all_lines_have_ids_nothing_is_inferred(tmp_path):
 )
 def test_lines_of_other_formats_are_not_recognized(record, tmp_path):
     assert not ADAPTER.recognizes(lines(tmp_path, record))
+
+
+def test_a_log_of_events_one_of_which_has_messages_is_not_recognized(tmp_path):
+    events = [{"type": "message.in", "content": "Hi."}, {"type": "agent.start", "messages": CHAT}]
+    assert not ADAPTER.recognizes(lines(tmp_path, *events))
 
 
 @pytest.mark.parametrize("record", [CHAT, {"messages": CHAT}, {"messages": CHAT, "reward": 1}])

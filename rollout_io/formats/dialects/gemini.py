@@ -1,0 +1,269 @@
+"""Gemini's API: contents of parts, system instructions, function declarations.
+
+    {"role": "model", "parts": [{"text": "...", "thought": true}, {"text": "..."},
+        {"functionCall": {"name": "ls", "args": {}, "id": "c1"}}]}
+    {"role": "user", "parts": [{"functionResponse": {"name": "ls", "response": {"output": "..."}}}]}
+
+Responses of functions become messages of their own, and so does the result of code that the API ran.
+A chat message has its thoughts first, then its text, then its calls: contents whose parts are in
+another order become several messages. Calls without an id get one from their position, and responses
+the id of the first open call with their name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from rollout_io.formats.contents import Contents
+from rollout_io.formats.parsing.content import (
+    NO_JSON,
+    Message,
+    function_tool,
+    json_text,
+    known,
+    raw_of,
+    tool_call,
+)
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.media import part_of_data
+
+PARTS = Contents(
+    reads={
+        "": "text thought functionCall.name functionCall.args functionResponse.name "
+        "functionResponse.response functionResponse.parts inlineData fileData "
+        "executableCode codeExecutionResult"
+    },
+    leaves={
+        "names of calls": "functionCall.id functionResponse.id",
+        "encrypted, for the API": "thoughtSignature thought_signature",
+        "how a video is sampled": "videoMetadata mediaResolution",
+    },
+)
+"""Parts of contents."""
+
+CONTENT = Contents(reads={"": "role"}, inner={"parts": PARTS})
+"""Contents: a message."""
+
+_ROLES = {"model": "assistant", "function": "user"}
+_CODE = "code_execution"
+
+
+class _Call(msgspec.Struct, gc=False):
+    name: str = ""
+    args: msgspec.Raw = NO_JSON
+    id: str | None = None
+
+
+class _Response(msgspec.Struct, gc=False):
+    name: str = ""
+    response: msgspec.Raw = NO_JSON
+    id: str | None = None
+    parts: list[dict[str, Any]] | None = None
+
+
+class Part(msgspec.Struct, gc=False, rename="camel"):
+    """A part of contents; usually one field is set."""
+
+    text: str | None = None
+    thought: bool | str | None = None
+    function_call: _Call | None = None
+    function_response: _Response | None = None
+    inline_data: dict[str, Any] | None = None
+    file_data: dict[str, Any] | None = None
+    executable_code: msgspec.Raw = NO_JSON
+    code_execution_result: msgspec.Raw = NO_JSON
+
+
+class _Content(msgspec.Struct, gc=False):
+    parts: str | Part | list[Part | str] | None = None
+    role: str | None = None
+
+
+class _Answer(msgspec.Struct, gc=False):
+    output: msgspec.Raw = NO_JSON
+    error: msgspec.Raw = NO_JSON
+
+
+_CONTENT_DECODER = msgspec.json.Decoder(_Content)
+_ANSWER_DECODER = msgspec.json.Decoder(_Answer)
+Parts = str | Part | list[Part | str] | None
+
+
+def messages(given: Iterable[Any], where: str) -> list[Message]:
+    """Convert contents to messages.
+
+    Args:
+        given: Contents as decoded JSON, or the JSON of each.
+        where: Location of the list, for error messages.
+
+    Raises:
+        InputError: `record_type`: a field has the wrong type.
+
+    Example:
+        >>> messages([{"role": "model", "parts": [{"text": "Hm.", "thought": True}]}], "a")
+        [{'role': 'assistant', 'content': '', 'reasoning_content': 'Hm.'}]
+    """
+    found: list[Message] = []
+    for i, each in enumerate(given):
+        place = f"{where}[{i}]"
+        content = decode_line(_CONTENT_DECODER, bytes(raw_of(each)), place)
+        role = _ROLES.get(content.role or "user", content.role or "user")
+        found += messages_of(role, content.parts, place, open_calls(found))
+    return found
+
+
+def open_calls(found: Iterable[Message]) -> list[tuple[str, str]]:
+    """Return the id and the name of each call that has no result yet."""
+    calls: list[tuple[str, str]] = []
+    for message in found:
+        named = [
+            (c["id"], c["function"]["name"]) for c in message.get("tool_calls", ()) if "id" in c
+        ]
+        calls += named
+        answered = message.get("tool_call_id")
+        calls = [call for call in calls if call[0] != answered] if answered else calls
+    return calls
+
+
+def messages_of(
+    role: str, given: Parts, where: str, calls: Iterable[tuple[str, str]] = ()
+) -> list[Message]:
+    """Convert the parts of one message; the results of functions precede the rest.
+
+    Args:
+        role: Role of the message: "user", "assistant" or "system".
+        given: Parts, or text.
+        where: Location of the message, for error messages.
+        calls: Calls that await a result: id and name of each.
+    """
+    results: list[Message] = []
+    made: list[Message] = []
+    waiting = list(calls)
+    for i, part in enumerate(parts_in(given)):
+        if part.function_response is not None:
+            results.append(_result(part.function_response, waiting, where))
+        elif bytes(part.code_execution_result) != b"null":
+            text = json_text(part.code_execution_result, where)
+            made.append({"role": "tool", "content": text, "tool_call_id": _CODE})
+        else:
+            _add(made, role, part, f"{where}.parts[{i}]")
+    return [*results, *(made if made or results else [{"role": role, "content": ""}])]
+
+
+def _add(made: list[Message], role: str, part: Part, where: str) -> None:
+    """Add a part to the last message, or begin another one."""
+    rank, piece = _piece(part, where)
+    last = made[-1] if made and made[-1]["role"] == role else None
+    if last is None or rank < _rank(last):
+        last = {"role": role, "content": ""}
+        made.append(last)
+    if "tool_calls" in piece:
+        last["tool_calls"] = [*last.get("tool_calls", ()), *piece["tool_calls"]]
+    if "reasoning_content" in piece:
+        thoughts = (last.get("reasoning_content"), piece["reasoning_content"])
+        last["reasoning_content"] = "\n".join(filter(None, thoughts))
+    if "content" in piece:
+        last["content"] = joined_content([last["content"], piece["content"]])
+
+
+def _rank(message: Message) -> int:
+    if message.get("tool_calls"):
+        return 2
+    return 1 if message["content"] else 0
+
+
+def _piece(part: Part, where: str) -> tuple[int, Message]:
+    """Return what a part adds to a message, and its rank in the order of a chat message."""
+    if part.function_call is not None:
+        call = part.function_call
+        call_id = call.id or f"call_{where.rpartition('[')[2].rstrip(']')}_{call.name}"
+        return 2, {"tool_calls": [tool_call(call_id, call.name, json_text(call.args, where))]}
+    if bytes(part.executable_code) != b"null":
+        return 2, {"tool_calls": [tool_call(_CODE, _CODE, json_text(part.executable_code, where))]}
+    data = part.inline_data or part.file_data
+    if data is not None:
+        return 1, {"content": [part_of_data(data) or {"type": "data"}]}
+    if isinstance(part.thought, str) or part.thought:
+        said = part.thought if isinstance(part.thought, str) else part.text or ""
+        return 0, ({"reasoning_content": said} if said else {})
+    return 1, {"content": part.text or ""}
+
+
+def joined_content(contents: Iterable[str | list[Message]]) -> str | list[Message]:
+    """Join contents with newlines; with parts that are not text, the result is a list of parts."""
+    listed = [content for content in contents if content]
+    if all(isinstance(content, str) for content in listed):
+        return "\n".join(content for content in listed if isinstance(content, str))
+    parts: list[Message] = []
+    for content in listed:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
+def parts_in(given: Parts) -> list[Part]:
+    """Return the parts of contents; a string is one part, None has no parts."""
+    if given is None or given == "":
+        return []
+    listed = given if isinstance(given, list) else [given]
+    return [Part(text=part) if isinstance(part, str) else part for part in listed]
+
+
+def _result(response: _Response, waiting: list[tuple[str, str]], where: str) -> Message:
+    known_call = next((c for c in waiting if response.id == c[0]), None)
+    call = known_call or next(
+        (c for c in waiting if not response.id and c[1] == response.name), None
+    )
+    if call is not None:
+        waiting.remove(call)
+    text: str | list[Message] = answer_text(response.response, where)
+    media = [
+        part_of_data(p.get("inlineData") or p.get("fileData") or {}) for p in response.parts or ()
+    ]
+    content = joined_content([text, [part for part in media if part is not None]])
+    call_id = response.id or (call and call[0])
+    return known({"role": "tool", "content": content, "tool_call_id": call_id})
+
+
+def answer_text(raw: msgspec.Raw, where: str) -> str:
+    """Return the output or the error of a function's response; any other response as JSON."""
+    try:
+        answer = _ANSWER_DECODER.decode(raw)
+    except (msgspec.MsgspecError, ValueError):
+        return json_text(raw, where)
+    found = [each for each in (answer.output, answer.error) if bytes(each) != b"null"]
+    return json_text(found[0] if found else raw, where)
+
+
+def system_prompt(given: Any, where: str) -> str:
+    """Return the text of a request's `systemInstruction`: a string, or contents.
+
+    Raises:
+        InputError: `record_type`: it is neither.
+    """
+    if given is None or isinstance(given, str):
+        return given or ""
+    content = decode_line(_CONTENT_DECODER, bytes(raw_of(given)), where)
+    return "\n".join(part.text or "" for part in parts_in(content.parts))
+
+
+def tools(given: Any) -> list[Message] | None:
+    """Return function declarations in OpenAI's format; None if there are none.
+
+    Tools of the API, such as `googleSearch`, are kept by their name.
+    """
+    found: list[Message] = []
+    for each in given if isinstance(given, list) else ():
+        for name, value in each.items() if isinstance(each, Mapping) else ():
+            if name in {"functionDeclarations", "function_declarations"}:
+                found += [_function(function) for function in value or () if "name" in function]
+            else:
+                found.append(function_tool(name))
+    return found or None
+
+
+def _function(given: Mapping[str, Any]) -> Message:
+    parameters = given.get("parameters") or given.get("parametersJsonSchema")
+    return function_tool(given["name"], given.get("description"), parameters)

@@ -1,0 +1,376 @@
+"""OpenAI's Responses API: items of a conversation, instructions, tool definitions.
+
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "..."}]}
+    {"type": "reasoning", "summary": [...], "content": [...], "encrypted_content": "..."}
+    {"type": "function_call", "call_id": "c1", "name": "ls", "arguments": "{}"}
+    {"type": "function_call_output", "call_id": "c1", "output": "..."}
+
+Consecutive items of the model are one message: its reasoning, then its text, then its calls. An item
+that comes too late in that order, such as reasoning after a call, begins another message. Tools that
+the API runs itself (web search, code interpreter, MCP) are calls too; their results, if the item has
+them, are messages of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from rollout_io.formats.contents import Contents
+from rollout_io.formats.parsing.content import (
+    NO_JSON,
+    Content,
+    Message,
+    all_text,
+    bad_message,
+    extend,
+    function_tool,
+    json_text,
+    known,
+    parts_in,
+    raw_of,
+    shown,
+    tool_call,
+)
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.notes import note
+from schemas.errors import InputError
+
+TEXTS = Contents(
+    kind="type",
+    default="text",
+    reads={
+        **dict.fromkeys(
+            ("text", "input_text", "output_text", "summary_text", "reasoning_text"), "text"
+        ),
+        "refusal": "refusal",
+        "input_image": "image_url file_id",
+        "image_url": "image_url",
+        "input_file": "file_id file_data file_url filename",
+        "input_audio": "input_audio",
+    },
+    leaves={
+        "citations, log-probabilities": "*/annotations */logprobs",
+        "how an image is scaled": "*/detail",
+        "encrypted": "encrypted_content",
+    },
+)
+"""Parts of an item's content."""
+
+OUTPUTS = frozenset(
+    {
+        "function_call_output",
+        "custom_tool_call_output",
+        "tool_search_output",
+        "local_shell_call_output",
+        "shell_call_output",
+        "apply_patch_call_output",
+        "computer_call_output",
+    }
+)
+ITEMS = Contents(
+    kind="type",
+    default="message",
+    reads={
+        "message": "role content",
+        "agent_message": "content author recipient",
+        "reasoning": "content summary",
+        "function_call": "name namespace arguments",
+        "custom_tool_call": "name namespace input",
+        "tool_search_call": "arguments",
+        "local_shell_call": "action",
+        "shell_call": "action",
+        "apply_patch_call": "operation",
+        "computer_call": "action actions",
+        "web_search_call": "action",
+        "file_search_call": "queries results",
+        "code_interpreter_call": "code outputs",
+        "mcp_call": "name server_label arguments output error",
+        "additional_tools": "role tools",
+        "tool_search_output": "tools",
+        **dict.fromkeys(sorted(OUTPUTS - {"tool_search_output"}), "output"),
+    },
+    leaves={
+        "names of items, calls and their states": "*/id */call_id */status */phase */execution "
+        "code_interpreter_call/container_id",
+        "encrypted; counted where the text is missing": "*/encrypted_content "
+        "function_call/encrypted_function_args",
+        "the engine's tokens, which replace the text where they are read": "*/prompt_token_ids "
+        "*/generation_token_ids */generation_log_probs */routed_experts",
+        "facts of the harness about an item": "*/metadata */internal_chat_message_metadata_passthrough "
+        "*/created_by",
+        "encrypted summaries: what follows them is refused": "compaction compaction_summary "
+        "context_compaction",
+        "for the harness or the API, not for the model": "ghost_snapshot configuration_update "
+        "compaction_trigger mcp_list_tools mcp_approval_request mcp_approval_response",
+    },
+    inner={"message/content": TEXTS, "reasoning/content": TEXTS, "reasoning/summary": TEXTS},
+)
+"""Items of a request's input or of a response's output."""
+
+WEB_SEARCHES = "web searches, whose results are not in the log"
+ENCRYPTED_THOUGHTS = "reasoning items that are encrypted: their text is not in the log"
+_ACTIONS = frozenset({"local_shell_call", "web_search_call", "shell_call", "computer_call"})
+_COMPACTIONS = frozenset({"compaction", "compaction_summary", "context_compaction"})
+_CONTROLS = frozenset({"ghost_snapshot", "configuration_update", "compaction_trigger"})
+"""Items for the harness or the API, which the model does not see."""
+
+
+class Item(msgspec.Struct, gc=False):
+    """An item of any type."""
+
+    type: str = "message"
+    role: str | None = None
+    content: Content = None
+    summary: Content = None
+    id: str | None = None
+    call_id: str | None = None
+    namespace: str | None = None
+    name: str | None = None
+    arguments: msgspec.Raw = NO_JSON
+    input: str | None = None
+    action: msgspec.Raw = NO_JSON
+    operation: msgspec.Raw = NO_JSON
+    queries: msgspec.Raw = NO_JSON
+    results: msgspec.Raw = NO_JSON
+    code: str | None = None
+    outputs: msgspec.Raw = NO_JSON
+    error: msgspec.Raw = NO_JSON
+    server_label: str | None = None
+    output: msgspec.Raw = NO_JSON
+    tools: msgspec.Raw = NO_JSON
+    encrypted_content: str | None = None
+    encrypted_function_args: list[str] | None = None
+
+    @property
+    def is_of_environment(self) -> bool:
+        """True if the model did not write the item, judged by its type."""
+        return self.type in _COMPACTIONS or self.type.endswith(("_output", "_message"))
+
+
+class _Result(msgspec.Struct, gc=False):
+    content: Content = None
+
+
+_ITEM_DECODER = msgspec.json.Decoder(Item)
+_CONTENT_DECODER = msgspec.json.Decoder(Content)
+_RESULT_DECODER = msgspec.json.Decoder(_Result)
+
+
+def read_item(item: Item, where: str) -> Message | None:
+    """Return the contribution of an item to a conversation; `extend` joins the assistant's pieces.
+
+    Reasoning is taken from its text or, if there is none, from its summary. Return None for an item
+    that the model does not see. Web searches and encrypted reasoning are noted.
+
+    Raises:
+        InputError: `message`: the item has an unknown type, is encrypted, or is a message without a
+            role.
+    """
+    if item.type in _CONTROLS:
+        return None
+    if item.type in _COMPACTIONS:
+        if item.type == "context_compaction" and item.encrypted_content is None:
+            return None
+        raise _refused(where, "the summary of a compaction, which is encrypted")
+    if item.type in OUTPUTS:
+        is_search = item.type == "tool_search_output"
+        text = json_text(item.tools, where) if is_search else _output(item.output, where)
+        return known({"role": "tool", "content": text, "tool_call_id": item.call_id})
+    if item.type == "additional_tools":
+        return {"role": item.role or "developer", "content": json_text(item.tools, where)}
+    if item.type == "agent_message":
+        content = shown(parts_in(item.content))
+        if not isinstance(content, str):
+            raise _refused(where, "a message of another agent with a part that is not text")
+        return {"role": "user", "content": content}
+    if item.type == "message":
+        if item.role is None:
+            raise bad_message(where, "the message has no role")
+        return {"role": item.role, "content": shown(parts_in(item.content))}
+    piece: Message = {"role": "assistant", "content": ""}
+    if item.type == "reasoning":
+        thought = all_text(item.content) or all_text(item.summary)
+        note(ENCRYPTED_THOUGHTS, int(not thought and item.encrypted_content is not None))
+        return piece | ({"reasoning_content": thought} if thought else {})
+    note(WEB_SEARCHES, int(item.type == "web_search_call"))
+    return piece | {"tool_calls": [_call(item, where)]}
+
+
+def results_in(item: Item, where: str) -> list[Message]:
+    """Return the result that the item of a call has itself, if the API ran the tool."""
+    found = {
+        "mcp_call": item.output if bytes(item.output) != b"null" else item.error,
+        "file_search_call": item.results,
+        "code_interpreter_call": item.outputs,
+    }.get(item.type, NO_JSON)
+    if bytes(found) == b"null":
+        return []
+    call_id = item.call_id or item.id
+    return [known({"role": "tool", "content": _output(found, where), "tool_call_id": call_id})]
+
+
+def messages(given: Iterable[Any], where: str, before: Iterable[Message] = ()) -> list[Message]:
+    """Convert items to messages, with the roles that chat templates know.
+
+    Args:
+        given: Items as decoded JSON, or the JSON of each.
+        where: Location of the list, for error messages.
+        before: Messages that precede the items; they are not part of the result.
+
+    Raises:
+        InputError: `record_type`: a field has the wrong type; `message`: see `read_item`.
+
+    Example:
+        >>> messages([{"type": "function_call", "call_id": "c", "name": "ls"}], "a")[0][
+        ...     "tool_calls"
+        ... ]
+        [{'id': 'c', 'type': 'function', 'function': {'name': 'ls', 'arguments': '{}'}}]
+    """
+    found: list[Message] = []
+    is_answered = any(message["role"] == "assistant" for message in before)
+    is_open = False
+    for i, each in enumerate(given):
+        place = f"{where}[{i}]"
+        item = decode_line(_ITEM_DECODER, bytes(raw_of(each)), place)
+        piece = read_item(item, place)
+        if piece is None:
+            continue
+        if piece["role"] != "assistant":
+            found.append(piece | {"role": chat_role(piece["role"], is_answered=is_answered)})
+            is_open = False
+            continue
+        is_answered = True
+        is_open = add_piece(found, piece, is_open=is_open)
+        results = results_in(item, place)
+        found += results
+        is_open &= not results
+    return found
+
+
+def add_piece(found: list[Message], piece: Message, *, is_open: bool) -> bool:
+    """Extend the last message by an assistant's piece, or append it; return True.
+
+    The piece begins a new message if it does not fit behind what the last one has.
+
+    Args:
+        found: Messages so far.
+        piece: Result of `read_item`.
+        is_open: True if the last message is of the same answer.
+    """
+    last: Message = found[-1] if is_open and found else {}
+    is_late = _rank(piece) < _rank(last)
+    if not is_open or is_late:
+        found.append({"role": "assistant", "content": ""})
+    extend(found[-1], piece)
+    return True
+
+
+def _rank(message: Message) -> int:
+    """Return the position of what a message has last, among reasoning, text and calls."""
+    if message.get("tool_calls"):
+        return 2
+    return 1 if message.get("content") else 0
+
+
+def chat_role(role: str, *, is_answered: bool) -> str:
+    """Return the role for chat templates: `developer` is system, or user after the first answer."""
+    if role in {"developer", "system"}:
+        return "user" if is_answered else "system"
+    return role
+
+
+def tools(given: Any) -> list[Message] | None:
+    """Return tool definitions in OpenAI's chat format; None if there are none.
+
+    A namespace is its functions, with its name before theirs. A custom tool takes a text `input`. A
+    tool of the API, which has a type but no name, is kept by its type.
+    """
+    listed = given if isinstance(given, list | tuple) else ()
+    return [tool for each in listed for tool in _tools(each, "")] or None
+
+
+def _tools(given: Any, namespace: str) -> list[Message]:
+    if not isinstance(given, Mapping):
+        return []
+    if isinstance(given.get("function"), Mapping):
+        return [dict(given)]
+    name, description = given.get("name"), given.get("description")
+    inner = given.get("tools")
+    if isinstance(inner, list):
+        return [tool for each in inner for tool in _tools(each, str(name or ""))]
+    if not isinstance(name, str):
+        kind = given.get("type")
+        return [function_tool(kind)] if isinstance(kind, str) else []
+    parameters = given.get("parameters")
+    if given.get("type") == "custom":
+        parameters = {"type": "object", "properties": {"input": {"type": "string"}}}
+        parameters |= known({"format": given.get("format")})
+    return [function_tool(_named(name, namespace), description, parameters)]
+
+
+def _named(name: str, namespace: str | None) -> str:
+    """Return the name of a function with its namespace, as the model calls it."""
+    if not namespace:
+        return name
+    return f"{namespace}{'' if namespace.endswith(('_', '.')) else '.'}{name}"
+
+
+def reply_of(items: Iterable[Item], where: str) -> Message:
+    """Join the items of a response into one assistant message.
+
+    Raises:
+        InputError: `message`: see `read_item`.
+    """
+    reply: Message = {"role": "assistant", "content": ""}
+    for item in items:
+        item.role = item.role or "assistant"
+        piece = read_item(item, where)
+        if piece is not None:
+            extend(reply, piece)
+    return reply
+
+
+def _call(item: Item, where: str) -> Message:
+    """Convert a function call, a custom tool call (text input) or a built-in tool call."""
+    call_id, name = item.call_id or item.id, item.name
+    if item.encrypted_function_args:
+        raise _refused(where, "a function call with encrypted arguments")
+    name = None if name is None else _named(name, item.namespace)
+    if item.type in {"function_call", "mcp_call"} and name is not None:
+        return tool_call(call_id, name, json_text(item.arguments, where))
+    if item.type == "custom_tool_call" and name is not None:
+        arguments = msgspec.json.encode({"input": item.input or ""}).decode()
+        return tool_call(call_id, name, arguments)
+    if item.type == "tool_search_call":
+        return tool_call(call_id, "tool_search", json_text(item.arguments, where))
+    if item.type == "code_interpreter_call":
+        arguments = msgspec.json.encode({"code": item.code or ""}).decode()
+        return tool_call(call_id, "code_interpreter", arguments)
+    if item.type == "file_search_call":
+        return tool_call(call_id, "file_search", f'{{"queries":{json_text(item.queries, where)}}}')
+    if item.type == "apply_patch_call":
+        return tool_call(call_id, "apply_patch", json_text(item.operation, where))
+    if item.type in _ACTIONS:
+        return tool_call(call_id, item.type.removesuffix("_call"), json_text(item.action, where))
+    raise _refused(where, f"an item of type {item.type!r}")
+
+
+def _refused(where: str, got: str) -> InputError:
+    expected = "a message, reasoning or a tool call"
+    hint = "answers that depend on it cannot be used: the log does not contain what the model saw"
+    return InputError("message", where, got, expected, hint)
+
+
+def _output(raw: msgspec.Raw, where: str) -> str | list[Message]:
+    """Convert a tool result: text, parts, an object with `content`, or any other JSON."""
+    try:
+        return shown(parts_in(_CONTENT_DECODER.decode(raw)))
+    except (msgspec.MsgspecError, ValueError):
+        pass
+    try:
+        return shown(parts_in(_RESULT_DECODER.decode(raw).content))
+    except (msgspec.MsgspecError, ValueError):
+        return json_text(raw, where)
