@@ -25,7 +25,7 @@ from rollout_io.conversion.remote import named_rejection, named_table
 from rollout_io.conversion.rewards import Key, Outcome, settle
 from rollout_io.conversion.rows import Settled, table_of
 from rollout_io.conversion.staging import emptied
-from rollout_io.conversion.summary import Record, Summary, footer_of, named_counts
+from rollout_io.conversion.summary import Record, Summary, footer_of, refuse_unread
 from rollout_io.conversion.text import (
     Retokenizer,
     TextAlone,
@@ -39,7 +39,7 @@ from rollout_io.formats.base import Adapter, Input, Options, Place, Rejected, Ru
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
 from rollout_io.formats.parsing.naming import natural_key
-from rollout_io.formats.parsing.notes import noted, unread_in
+from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.checker import Checker
 from schemas.errors import InputError, InvariantError, RolloutError
@@ -324,19 +324,6 @@ class Reader:
                 raise other_routing(run.places[0].where, shape, self.routing)
             if shape is not None:
                 self.routing = (shape[0], shape[1])
-
-
-def refuse_unread(notes: Mapping[str, int], run: Run) -> None:
-    """Reject a run with content that its adapter neither reads nor leaves out on purpose.
-
-    Raises:
-        InputError: `unread_content`: the run has such content.
-    """
-    unread = unread_in(notes)
-    if unread:
-        got = f"the record has content that is not read: {named_counts(unread)}"
-        hint = "omit --strict to convert the rest, or report the names, so that they can be read"
-        raise InputError("unread_content", run.places[0].where, got, hint=hint)
 
 
 def other_routing(

@@ -24,9 +24,9 @@ from rollout_io.conversion import rejections
 from rollout_io.dataset.footer import Place
 from rollout_io.dataset.reader import footers, scan
 from rollout_io.dataset.storage import Location
-from rollout_io.formats.base import Rejected
+from rollout_io.formats.base import Rejected, Run
 from rollout_io.formats.parsing.notes import UNREAD, added, unread_in
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 from schemas.errors import count as _num
 from schemas.metadata import CONVERSION
 from schemas.ragged import Ragged
@@ -288,6 +288,19 @@ def named_counts(counts: Mapping[str, int]) -> str:
     listed = [f"{name} ({number:,})" for name, number in [*counts.items()][:_NUM_NAMES]]
     more = len(counts) - _NUM_NAMES
     return ", ".join([*listed, f"and {_num(more, 'further name')}"] if more > 0 else listed)
+
+
+def refuse_unread(notes: Mapping[str, int], run: Run) -> None:
+    """Reject a run with content that its adapter neither reads nor leaves out on purpose.
+
+    Raises:
+        InputError: `unread_content`: the run has such content.
+    """
+    unread = unread_in(notes)
+    if unread:
+        got = f"the record has content that is not read: {named_counts(unread)}"
+        hint = "omit --strict to convert the rest, or report the names, so that they can be read"
+        raise InputError("unread_content", run.places[0].where, got, hint=hint)
 
 
 _SETS = ("instances", "numbers", "unrecorded")
