@@ -595,7 +595,7 @@ def write(cases: Sequence[Case], sampler: Sampler, out: Path) -> pl.DataFrame:
         )
         with RolloutWriter(out / name, metadata=metadata) as writer:
             writer.write(table)
-        rollout_io.require_valid(out / name)
+        rollout_io.validate(out / name)
         print(f"{name}: {len(chosen)} trajectories, {table.num_rows} rows", flush=True)
     return pl.DataFrame(labels, infer_schema_length=None)
 

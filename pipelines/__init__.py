@@ -7,17 +7,30 @@ from schemas.lazy import exports
 
 if TYPE_CHECKING:
     from pipelines.drift_diagnosis.table import drift
+    from pipelines.filtering.filters import (
+        duplicates,
+        dynamic_sampling,
+        failed,
+        first_groups,
+        overlong,
+        reward_range,
+        sample_groups,
+        stale,
+        step_range,
+        token_range,
+        unknown_return,
+        where,
+        zero_variance,
+    )
     from pipelines.filtering.masks import apply_masks
     from pipelines.filtering.row_removal import keep_rows
     from pipelines.filtering.verdicts import Filter, apply_filters, judge
-    from pipelines.generation.generator_interface import (
+    from pipelines.generation.gym_generator import GymGenerator
+    from pipelines.generation.user_generator import (
         BatchMetadata,
         GeneratorInput,
         GeneratorInterface,
-        GeneratorOutput,
-        TrajectoryID,
     )
-    from pipelines.generation.gym_generator import GymGenerator
     from pipelines.merging.merge import merge, part_by_routes
     from pipelines.merging.unmerge import unmerge
     from pipelines.mixing import mix
@@ -37,57 +50,41 @@ __all__ = [
     "Filter",
     "GeneratorInput",
     "GeneratorInterface",
-    "GeneratorOutput",
     "GymGenerator",
-    "TrajectoryID",
     "apply_filters",
     "apply_masks",
     "dataset_metrics",
     "dataset_savings",
     "dataset_statistics",
     "drift",
+    "duplicates",
+    "dynamic_sampling",
+    "failed",
+    "first_groups",
     "judge",
     "keep_rows",
     "merge",
     "mix",
+    "overlong",
     "part_by_routes",
     "pass_at_k",
     "place_outcomes",
     "place_rewards",
     "place_token_rewards",
+    "reward_range",
+    "sample_groups",
     "scan_token_records",
+    "stale",
+    "step_range",
+    "token_range",
     "trajectory_returns",
+    "unknown_return",
     "unmerge",
+    "where",
+    "zero_variance",
 ]
 
-_MODULES = {
-    "pipelines.drift_diagnosis.table": ("drift",),
-    "pipelines.generation.generator_interface": (
-        "BatchMetadata",
-        "GeneratorInput",
-        "GeneratorInterface",
-        "GeneratorOutput",
-        "TrajectoryID",
-    ),
-    "pipelines.generation.gym_generator": ("GymGenerator",),
-    "pipelines.filtering.masks": ("apply_masks",),
-    "pipelines.merging.merge": ("merge", "part_by_routes"),
-    "pipelines.statistics.metrics": ("dataset_metrics", "pass_at_k"),
-    "pipelines.mixing": ("mix",),
-    "pipelines.rewards": (
-        "place_outcomes",
-        "place_rewards",
-        "place_token_rewards",
-        "trajectory_returns",
-    ),
-    "pipelines.filtering.row_removal": ("keep_rows",),
-    "pipelines.statistics.savings": ("dataset_savings",),
-    "pipelines.statistics.summary": ("dataset_statistics",),
-    "pipelines.token_records": ("scan_token_records",),
-    "pipelines.merging.unmerge": ("unmerge",),
-    "pipelines.filtering.verdicts": ("Filter", "apply_filters", "judge"),
-}
-__getattr__ = exports(__name__, _MODULES)
+__getattr__ = exports(__name__, __file__, __all__)
 
 
 def __dir__() -> list[str]:

@@ -21,13 +21,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from pipelines.http_app import Refuse, error_response, raw_path
 from schemas.errors import InputError, RolloutError
+
+if TYPE_CHECKING:  # the functions below are also for commands that serve nothing
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from pipelines.http_app import Refuse
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::([0-9]{1,5}))?")
 _PORTS = {"http": 80, "https": 443}
@@ -46,19 +47,19 @@ class Guard:
     Args:
         app: The protected application.
         listens_on: Address or host name that the server listens on.
-        allowed_hosts: Further host names of the server.
         refuse: Builds the response to a rejected request.
+        allowed_hosts: Further host names of the server.
 
     Example:
-        >>> app = Guard(app, "127.0.0.1", allowed_hosts=["recorder.lan"])
+        >>> app = Guard(app, "127.0.0.1", error_response, ["recorder.lan"])
     """
 
     def __init__(
         self,
         app: ASGIApp,
         listens_on: str,
+        refuse: Refuse,
         allowed_hosts: Iterable[str] = (),
-        refuse: Refuse = error_response,
     ) -> None:
         self._app, self._refuse = app, refuse
         self._names = {"localhost", *map(_plain, [listens_on, *allowed_hosts])}
@@ -89,14 +90,14 @@ class Guard:
             InputError: `one_host`: there is not exactly one `Host` header; `foreign_host`: the
                 header names another host; `foreign_origin`: the request comes from another site.
         """
-        where, headers = raw_path(scope), Headers(scope=scope)
-        host = self._host(headers.getlist("host"), where)
-        for origin in headers.getlist("origin"):
+        where = scope["raw_path"].decode("latin-1").partition("?")[0]
+        host = self._host(_values(scope, b"host"), where)
+        for origin in _values(scope, b"origin"):
             if not _is_of(origin, host):
                 got = f"requests from the origin {origin!r} are not allowed"
                 raise InputError("foreign_origin", where, got)
-        sites = set(headers.getlist("sec-fetch-site")) - _OWN_SITES
-        if sites and not _follows_link(scope, headers):
+        sites = set(_values(scope, b"sec-fetch-site")) - _OWN_SITES
+        if sites and not _follows_link(scope):
             got = f"requests from pages of other sites are not allowed ({min(sites)})"
             raise InputError("foreign_origin", where, got)
 
@@ -134,6 +135,10 @@ def is_host_name(text: str) -> bool:
     return found is not None and found.port is None
 
 
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+
+
 def _plain(name: str) -> str:
     return name.lower().removesuffix(".")
 
@@ -164,7 +169,7 @@ def _is_of(origin: str, host: _Authority) -> bool:
     return (found.name, found.port or default) == (host.name, host.port or default)
 
 
-def _follows_link(scope: Scope, headers: Headers) -> bool:
+def _follows_link(scope: Scope) -> bool:
     """True if the user navigates to a page, which has no side effects and leaks no data."""
-    mode, dest = headers.getlist("sec-fetch-mode"), headers.getlist("sec-fetch-dest")
+    mode, dest = _values(scope, b"sec-fetch-mode"), _values(scope, b"sec-fetch-dest")
     return scope.get("method") == "GET" and (mode, dest) == (["navigate"], ["document"])

@@ -11,10 +11,10 @@ from schemas.lazy import exports  # noqa: E402
 if TYPE_CHECKING:
     from rollout_io.conversion.driver import convert, read_log
     from rollout_io.conversion.settings import Choices
-    from rollout_io.dataset.checking import check_dataset, checked_tables, require_valid
+    from rollout_io.dataset.checking import check, validate
     from rollout_io.dataset.reader import iter_tables, read, read_metadata, scan, to_hf
     from rollout_io.dataset.writer import RolloutWriter
-    from rollout_io.formats.base import Options
+    from rollout_io.formats.exports import export
     from rollout_io.formats.skyrl_fields import GeneratorOutput, TrajectoryID
     from rollout_io.formats.skyrl_generator_output import (
         from_generator_output,
@@ -41,50 +41,26 @@ __all__ = [
     "InputError",
     "InvariantError",
     "MissingExtra",
-    "Options",
     "RolloutError",
     "RolloutWriter",
     "TrajectoryID",
-    "check_dataset",
-    "checked_tables",
+    "check",
     "convert",
+    "export",
     "from_generator_output",
     "iter_tables",
     "read",
     "read_generator_output",
     "read_log",
     "read_metadata",
-    "require_valid",
     "scan",
     "to_generator_output",
     "to_hf",
+    "validate",
     "write_generator_output",
 ]
 
-_MODULES = {
-    "rollout_io.formats.base": ("Options",),
-    "rollout_io.conversion.settings": ("Choices",),
-    "rollout_io.conversion.driver": ("convert", "read_log"),
-    "rollout_io.formats.skyrl_generator_output": (
-        "from_generator_output",
-        "read_generator_output",
-        "to_generator_output",
-        "write_generator_output",
-    ),
-    "rollout_io.formats.skyrl_fields": ("GeneratorOutput", "TrajectoryID"),
-    "rollout_io.dataset.checking": ("check_dataset", "checked_tables", "require_valid"),
-    "rollout_io.dataset.reader": ("iter_tables", "read", "read_metadata", "scan", "to_hf"),
-    "rollout_io.dataset.writer": ("RolloutWriter",),
-    "schemas.errors": (
-        "ConfigError",
-        "EngineError",
-        "InputError",
-        "InvariantError",
-        "MissingExtra",
-        "RolloutError",
-    ),
-}
-__getattr__ = exports(__name__, _MODULES)
+__getattr__ = exports(__name__, __file__, __all__)
 
 
 def __dir__() -> list[str]:

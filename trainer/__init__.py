@@ -55,18 +55,7 @@ __all__ = [
     "train",
 ]
 
-_MODULES = {
-    "trainer.config.loss_config": ("LossConfig",),
-    "trainer.config.sections": (
-        *("AdvantageConfig", "BatchConfig", "DataConfig"),
-        *("ModelConfig", "OptimizerConfig", "RunConfig"),
-    ),
-    "trainer.algorithms.advantages.token": ("CriticAdvantages",),
-    "trainer.algorithms.losses.policy": ("TokenLoss",),
-    "trainer.config.train_config": ("TrainConfig", "load_config"),
-    "trainer.algorithms.protocols": ("AdvantageEstimator", "LossReduction", "PolicyLoss"),
-}
-__getattr__ = exports(__name__, _MODULES)
+__getattr__ = exports(__name__, __file__, __all__)
 
 
 def __dir__() -> list[str]:

@@ -12,10 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["HINTS", "Diagnosis", "Report", "TextReading", "diagnose", "diagnose_dataset", "drift"]
 
-_MODULES = {
-    "pipelines.drift_diagnosis.causes": ("HINTS",),
-    "pipelines.drift_diagnosis.report": ("Report",),
-    "pipelines.drift_diagnosis.retokenized": ("TextReading",),
-    "pipelines.drift_diagnosis.table": ("Diagnosis", "diagnose", "diagnose_dataset", "drift"),
-}
-__getattr__ = exports(__name__, _MODULES)
+__getattr__ = exports(__name__, __file__, __all__)

@@ -9,13 +9,12 @@ from typing import Any
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import Engine, Sampled, Sampling
-from pipelines.generation.engines.watched import Watched
+from pipelines.generation.engines.wrapper import Watched
 from pipelines.generation.environments import as_number, resolve
 from pipelines.generation.histories import as_json
 from pipelines.generation.tasks import Task
-from pipelines.generation.texts import encodable
 from pipelines.generation.trajectory import seed_of, step_of
-from pipelines.generation.user_code import in_time, without_exit
+from pipelines.generation.user_code import encodable, in_time, without_exit
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, InputError, RolloutError

@@ -9,8 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.generation.environments import as_number, environment_class, resolve
-from pipelines.generation.texts import encodable
-from pipelines.generation.user_code import OwnThread
+from pipelines.generation.user_code import OwnThread, encodable
 from schemas.columns import metrics_dict
 from schemas.errors import InputError, RolloutError
 

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.tasks import Task, conversation
-from pipelines.generation.texts import encodable
-from pipelines.generation.user_code import OwnThread
+from pipelines.generation.user_code import OwnThread, encodable
 from rollout_io.retokenize.messages import normalize
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.extras import requires_extra

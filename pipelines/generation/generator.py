@@ -1,4 +1,22 @@
-"""Generate many trajectories concurrently, and yield each as it finishes."""
+"""Generate many trajectories concurrently, and yield each as it finishes.
+
+What waits for what:
+
+    tasks ---> UnderWay.start: a unit (a task, or a custom generator's group) starts if there is room
+                   |           (max_concurrency trajectories)
+                   v
+               Pace.wait: trajectories_per_s
+                   v
+               attempt: an environment, agent, harness or custom generator, and the engine in turns
+                   |                                          a harness's calls come by HTTP, and
+                   |                                          each waits for its turn on the engine
+          failed ? +---> again, up to max_retries, without a place in a queue
+                   v
+    run: waits for the first unit that ends ---> yields its trajectories ---> starts others
+
+    engine fails ---> nothing starts any more ---> running units end ---> the error is raised
+    caller stops ---> running units are cancelled and waited for
+"""
 
 from __future__ import annotations
 
@@ -14,14 +32,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from pipelines.generation.agents import AgentTrajectory, Client, find_agent
-from pipelines.generation.attempt_rows import Finished, finished_of
 from pipelines.generation.config import GenerateConfig
+from pipelines.generation.dataset import Finished, finished_of
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.environments import environment_class, environment_of, maker_of
-from pipelines.generation.generator_interface import TrainingPhase
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import ENDS_THE_RUN, GymTrajectory, apply_stop_rules
-from pipelines.generation.user_generator import OwnGenerator
+from pipelines.generation.user_generator import OwnGenerator, TrainingPhase
 from pipelines.harness.launchers import find_harness
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
@@ -199,7 +216,7 @@ class Generator:
     def _trajectory(self, task: Task) -> Trajectory:
         task = copy.deepcopy(task)  # user code may modify the task, and retries must not see that
         if self._harness is not None:
-            from pipelines.harness.trajectory import HarnessTrajectory
+            from pipelines.harness.recorded_calls import HarnessTrajectory
 
             if self._calls is None:
                 got, hint = "a harness needs `calls`", "pass the result of `open_calls`"

@@ -10,14 +10,13 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from pipelines.generation.aggregation import ENVIRONMENT, environment_metrics
-from pipelines.generation.attempt_rows import rows_of
-from pipelines.generation.config import GenerateConfig
+from pipelines.generation.config import GenerateConfig, with_sampling_params
+from pipelines.generation.dataset import rows_of
 from pipelines.generation.engines.base import Engine
-from pipelines.generation.engines.sampling_params import with_sampling_params
 from pipelines.generation.environments import environment_of
 from pipelines.generation.generator import Generator
-from pipelines.generation.generator_interface import GeneratorInput
 from pipelines.generation.tasks import Task, conversation
+from pipelines.generation.user_generator import GeneratorInput
 from pipelines.merging.merge import merge_table
 from pipelines.rewards import place_rewards_table
 from pipelines.statistics.metrics import rollout_metrics

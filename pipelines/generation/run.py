@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Self
 
-from pipelines.generation.attempt_rows import Finished
 from pipelines.generation.config import GenerateConfig
-from pipelines.generation.dataset import GroupWriter, missing_tasks
+from pipelines.generation.dataset import Finished, GroupWriter, missing_tasks
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.tasks import Task, read_tasks

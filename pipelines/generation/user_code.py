@@ -165,3 +165,13 @@ async def in_time(awaitable: Awaitable[Value], timeout_s: float, rule: str, wher
 def _raised(rule: str, where: str, error: BaseException) -> InputError:
     text = " ".join(str(error).split())[:300]
     return InputError(f"{rule}_raised", where, f"{type(error).__name__}: {text}".strip(": "))
+
+
+def encodable(text: str) -> str:
+    r"""Escape lone surrogates, which UTF-8 cannot encode.
+
+    Example:
+        >>> encodable("caf\u00e9 \ud83d")
+        'caf\xe9 \\ud83d'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()

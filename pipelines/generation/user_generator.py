@@ -1,37 +1,78 @@
-"""Call a custom generator, one group at a time, and check its output."""
+"""SkyRL's generator interface: call a custom generator, group by group, and check its output."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.generation.attempt_rows import Finished, finished_of
-from pipelines.generation.config import GenerateConfig
+from pipelines.generation.config import GenerateConfig, sampling_params
+from pipelines.generation.dataset import Finished, finished_of
 from pipelines.generation.engines.base import Engine
-from pipelines.generation.engines.sampling_params import sampling_params
-from pipelines.generation.engines.watched import Watched
+from pipelines.generation.engines.wrapper import Watched
 from pipelines.generation.environments import resolve
-from pipelines.generation.generator_interface import (
-    BatchMetadata,
-    GeneratorInput,
-    GeneratorInterface,
-    TrainingPhase,
-)
 from pipelines.generation.tasks import Task
 from pipelines.generation.user_code import in_time, without_exit
 from rollout_io.formats.parsing.sampling import sampling_extra
-from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, TrajectoryID, to_json
+from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, GeneratorOutput, TrajectoryID, to_json
 from rollout_io.formats.skyrl_output_columns import table_of
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.checker import validate
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError, InputError, RolloutError
+
+TrainingPhase = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMetadata:
+    """Purpose of a batch.
+
+    Attributes:
+        global_step: `policy_version` of the weights that sample the batch: in the RL loop, the
+            number of iterations completed before it was sampled.
+        training_phase: `train` or `eval`.
+    """
+
+    global_step: int
+    training_phase: TrainingPhase
+
+
+class GeneratorInput(TypedDict, total=False):
+    """Trajectories to generate: lists with one entry per trajectory; only `prompts` is required."""
+
+    prompts: Sequence[Sequence[Mapping[str, Any]]]
+    """OpenAI-style messages; a prompt is repeated for each attempt."""
+    env_classes: Sequence[str | None] | None
+    """Environments of the tasks."""
+    env_extras: Sequence[Mapping[str, Any]] | None
+    """Other fields of the tasks."""
+    sampling_params: Mapping[str, Any] | None
+    """Sampling parameters with vLLM's names, for all trajectories."""
+    trajectory_ids: Sequence[TrajectoryID] | None
+    """Ids of the trajectories."""
+    batch_metadata: BatchMetadata | None
+    """Purpose of the batch."""
+
+
+class GeneratorInterface(Protocol):
+    """Generator of trajectories with the interface of SkyRL's `GeneratorInterface`."""
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """Generate one trajectory per prompt.
+
+        Returns:
+            Rows of exactly these trajectories: either one row each, in order, or any number of rows
+            with `trajectory_ids`.
+        """
+        ...
+
 
 _RULE = "generator"
 

@@ -1,4 +1,22 @@
-"""HTTP API of the recorder: sessions, and the engines' completions and models."""
+"""HTTP API of the recorder: sessions, and the engines' completions and models.
+
+What waits for what:
+
+    call ---> body complete ---> slot free (max_concurrency) ---> journal can be written
+          (60 s for each part)                                            |
+                                                                          v
+    client <--- each part at once <--- response <--- engine (next one, or again, until it responds)
+       |                                   |
+       | leaves: cancels the engine's      | whole, or its last part held back
+       v call; what was sampled is         v
+      journal.append <-------------- journal.append: on disk; not cancelled with the call
+                                           |
+    client <--- last part <----------------+---> tokens counted, conversation remembered
+
+    POST .../end ---> outcome on disk in the journal ---> response
+    every flush_s ---> ended sessions without a running call ---> shard on disk ---> journal removed
+    exit ---> running calls end (600 s; at a second signal at once) ---> last shard
+"""
 
 from __future__ import annotations
 

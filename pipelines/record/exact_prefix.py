@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelines.generation.observations import observation_ids
-from pipelines.record.client_answers import Answer
+from pipelines.generation.histories import observation_ids
 from pipelines.record.engine_requests import NULL, Asked, Fields, value_of
+from pipelines.record.engine_responses import Answer
 from pipelines.record.sessions import Seen, Session
 from rollout_io.formats.parsing.bodies import NO_JSON
 from rollout_io.retokenize.messages import normalize

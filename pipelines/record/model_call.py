@@ -13,9 +13,8 @@ import msgspec
 from pipelines.generation.engines.http_pool import BROKEN
 from pipelines.http_app import Reply
 from pipelines.record.bounds import REFUSED_ANSWERS
-from pipelines.record.client_answers import Answer, Unread
 from pipelines.record.engine_requests import Asked
-from pipelines.record.event_streams import Events, StreamedCall
+from pipelines.record.engine_responses import Answer, Events, StreamedCall, Unread
 from pipelines.record.exact_prefix import FIRST, PATH, ChatShown, ExactPrefix, Unsure
 from pipelines.record.recorder import Recorder
 from pipelines.record.sessions import Seen, Session

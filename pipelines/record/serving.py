@@ -98,7 +98,7 @@ async def serving(
 
         async with recorder, upstreams:
             app = App(recorder, upstreams, url, exact)
-            guarded = Guard(app, host, settings.allowed_hosts, refuse)
+            guarded = Guard(app, host, refuse, settings.allowed_hosts)
             async with answering(guarded, listener, stop_s=_STOP_S) as server:
                 yield Serving(url=url, recorder=recorder, server=server)
 

@@ -14,12 +14,21 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from pipelines.http_app import read_body
-from pipelines.view import attempts, diff, findings, labels, row_tokens, run_files, table, updates
+from pipelines.view import (
+    attempts,
+    label_column,
+    row_tokens,
+    run_files,
+    table,
+    update_records,
+    verdict_tables,
+)
 from pipelines.view.conversation import conversation
+from pipelines.view.dataset import Dataset
 from pipelines.view.prefix_icicle import tree
 from pipelines.view.responses import JSON, json_response
 from pipelines.view.search import search
-from pipelines.view.sources import Dataset, Run, Sources
+from pipelines.view.sources import Run, Sources
 from schemas.errors import InputError
 
 _DEFAULT_LIMIT = 100
@@ -137,7 +146,7 @@ class Api:
             got = "the body must have the keys column (text), values (object) and out (text)"
             raise InputError("view_query", where, got)
         dataset = self.sources.dataset(request.path_params["dataset"])
-        written = await asyncio.to_thread(labels.write_labels, dataset, column, values, out)
+        written = await asyncio.to_thread(label_column.write_labels, dataset, column, values, out)
         return json_response(written)
 
     def _sources(self, _: Query) -> Response:
@@ -147,14 +156,14 @@ class Api:
         return json_response(run_files.read_metrics(self.sources.run(query.text("run")).path))
 
     def _update(self, query: Query) -> Response:
-        return updates.update_rows(
+        return update_records.update_rows(
             self.sources, self.sources.run(query.text("run")), query.number("update")
         )
 
     def _targets(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_TARGETS)
         found = self.sources.run(query.text("run"))
-        return updates.update_targets(self.sources, found, query.number("update"), limit)
+        return update_records.update_targets(self.sources, found, query.number("update"), limit)
 
     def _trajectories(self, query: Query) -> Response:
         return table.window(
@@ -218,11 +227,13 @@ class Api:
     def _verdicts(self, query: Query) -> Response:
         verdicts = self.sources.dataset(query.text("dataset")).verdicts
         row = query.text("trajectory_id"), query.number("step_index", 0)
-        return json_response({"spans": [] if verdicts is None else findings.spans(verdicts, *row)})
+        return json_response(
+            {"spans": [] if verdicts is None else verdict_tables.spans(verdicts, *row)}
+        )
 
     def _shares(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_LIMIT)
-        return findings.top_shares(self.sources.share(query.text("share")).rows, limit)
+        return verdict_tables.top_shares(self.sources.share(query.text("share")).rows, limit)
 
     def _search(self, query: Query) -> Response:
         given = query.optional("ids")
@@ -239,10 +250,10 @@ class Api:
         return json_response(found)
 
     def _diff(self, query: Query) -> Response:
-        return diff.diff(*self._pair_of(query), query.optional("where"))
+        return table.diff(*self._pair_of(query), query.optional("where"))
 
     def _pair(self, query: Query) -> Response:
-        return json_response(diff.pairs(*self._pair_of(query), query.text("instance_id")))
+        return json_response(table.pairs(*self._pair_of(query), query.text("instance_id")))
 
     def _pair_of(self, query: Query) -> tuple[Dataset, Dataset]:
         a, b = (self.sources.dataset(query.text(name)) for name in ("a", "b"))

@@ -107,7 +107,7 @@ class App:
         files = [Route(path, self._file) for path in bundle.files]
         app = application(files, self._with_token, _refuse)
         app.add_exception_handler(Exception, _failed)
-        self._app = Guard(app, host, refuse=_refuse)
+        self._app = Guard(app, host, _refuse)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from pipelines.view.sources import Dataset, Run
+from pipelines.view.dataset import Dataset
+from pipelines.view.sources import Run
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from schemas.ragged import BoolArray, Ragged
 

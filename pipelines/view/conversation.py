@@ -14,8 +14,8 @@ import pyarrow as pa
 from pipelines.drift_diagnosis.readers import turns_of_ids
 from pipelines.merging.segments import is_joined
 from pipelines.merging.unmerge import unmerge_table
+from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
-from pipelines.view.sources import Dataset
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from rollout_io.retokenize.messages import REASONING_FIELDS
 from schemas.messages import RETOKENIZED, is_answer, sent_messages

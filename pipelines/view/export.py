@@ -15,11 +15,12 @@ from starlette.responses import Response
 from pipelines.view import attempts
 from pipelines.view.api import Api
 from pipelines.view.app import Bundle
-from pipelines.view.findings import SHARE
+from pipelines.view.dataset import Dataset
 from pipelines.view.packing import Packing
 from pipelines.view.responses import JSON, json_response
 from pipelines.view.run_files import FLAGS, NUMBERS, read_tokens
-from pipelines.view.sources import Dataset, Sources
+from pipelines.view.sources import Sources
+from pipelines.view.verdict_tables import SHARE
 from rollout_io.dataset.atomic_files import replace_text
 from rollout_io.dataset.locking import destination
 from schemas.errors import InputError, count

@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from pipelines.rewards import place_rewards_table
 from pipelines.view.attempts import sampled_mask
+from pipelines.view.dataset import Dataset
 from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import FLAGS, NUMBERS
-from pipelines.view.sources import Dataset, Run
+from pipelines.view.sources import Run
 from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import Ragged
 

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.merging.prefix_tree import prefix_tree
-from pipelines.view.sources import Dataset
+from pipelines.view.dataset import Dataset
 from pipelines.view.trajectory_index import TrajectoryIndex
 from rollout_io.dataset.prefix_layout import Tokens
 from rollout_io.retokenize.token_bytes import TokenBytes

@@ -156,19 +156,16 @@ def convert(
     from rollout_io.conversion import driver
     from rollout_io.conversion.settings import Choices
     from rollout_io.dataset.parallel import Workers
-    from rollout_io.formats.base import Options
 
     choices = Choices(
         format=format_name,
         rewards=rewards,
         group_by=tuple(group_by.split(",")) if group_by else (),
-        options=Options(
-            reward=reward,
-            timeouts=timeouts,
-            overflows=overflows,
-            other_fields=other_fields,
-            group_size=group_size,
-        ),
+        reward=reward,
+        timeouts=timeouts,
+        overflows=overflows,
+        other_fields=other_fields,
+        group_size=group_size,
         tokenizer=tokenizer,
         chat_template=chat_template,
         layout=layout,

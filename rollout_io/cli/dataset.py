@@ -46,9 +46,9 @@ def open_valid(path: str, workers: Workers | None = None) -> pl.LazyFrame:
         InvariantError: The dataset breaks an invariant, whose name is the rule id.
     """
     from rollout_io.cli.workers import workers_of
-    from rollout_io.dataset.checking import require_valid
+    from rollout_io.dataset.checking import validate
 
     frame, start_s = open_dataset(path), time.monotonic()
-    require_valid(path, workers or workers_of(None, "local", path))
+    validate(path, workers or workers_of(None, "local", path))
     _LOG.debug("%s: checked in %.2f s", path, time.monotonic() - start_s)
     return frame

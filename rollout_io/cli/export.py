@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import click
 
 from rollout_io.cli.dataset import open_valid
 from rollout_io.cli.output import emit_json, example, note
+from rollout_io.formats.exports import FORMATS
+from rollout_io.formats.exports import export as write_export
 from rollout_io.startup import keep_pandas_out_of_arrow
 
 if TYPE_CHECKING:
-    from rollout_io.formats.exporting import Exported, Failed
-
-FORMATS = {
-    "skyrl": "a GeneratorOutput as JSON",
-    "trl": "samples of a GRPO rollout function, Parquet",
-    "verl": "agent-loop outputs, Parquet",
-    "slime": "a .pt for --load-debug-rollout-data",
-    "hf": "a Hugging Face dataset folder",
-    "parquet": "a directory of Parquet files with full prompts",
-}
-"""Export formats by name, with a description of the output."""
-
-_MODULES = {"slime": "slime_export"}
-"""Modules of writers that are not in the module of their format."""
+    from rollout_io.formats.exporting import Failed
 
 
 @click.command(epilog=example("rollouts export shop/ --format skyrl --out shop.json"))
@@ -36,7 +24,7 @@ _MODULES = {"slime": "slime_export"}
     required=True,
     type=click.Choice(list(FORMATS)),
     metavar="NAME",
-    help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()) + ".",
+    help="; ".join(f"{name}: {what}" for name, (_, what) in FORMATS.items()) + ".",
 )
 @click.option("--out", required=True, type=click.Path(), metavar="PATH", help="Output path.")
 @click.option(
@@ -55,9 +43,7 @@ def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json:
     keep_pandas_out_of_arrow()
     with refuse_changed(dataset):
         open_valid(dataset)
-    module = _MODULES.get(format_name, format_name)
-    write = import_module(f"rollout_io.formats.{module}").write
-    done: Exported = write(dataset, out, failed)
+    done = write_export(dataset, out, format_name, failed)
     if as_json:
         counts = {"num_rows_read": done.num_rows_read, "num_rows_written": done.num_rows_written}
         emit_json(counts | {"left_out": done.left_out, "remarks": done.remarks})

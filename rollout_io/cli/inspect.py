@@ -72,7 +72,7 @@ def inspect(
     a displayed row breaks a named invariant.
     """
     from rollout_io.cli.trajectory_text import legend, render
-    from rollout_io.dataset.checking import require_valid
+    from rollout_io.dataset.checking import validate
 
     decode = own_decoder(dataset) if tokenizer is None else load_decoder(tokenizer)
     frame = open_dataset(dataset)
@@ -84,7 +84,7 @@ def inspect(
     try:
         shown = rows_of(frame, ids[:limit])
     except RolloutError:
-        require_valid(dataset)  # report the invalid rows instead of the prompt that fails to decode
+        validate(dataset)  # report the invalid rows instead of the prompt that fails to decode
         raise
     problem = problem_of(shown, dataset)
     views = view_all(shown if problem is None else sound_rows(shown, problem), decode)

@@ -33,11 +33,11 @@ def validate(
     """
     import polars as pl
 
-    from rollout_io.dataset.checking import check_dataset
+    from rollout_io.dataset.checking import check
     from rollout_io.dataset.reader import shard_sizes
 
     chosen = workers_of(workers, engine, dataset)
-    breaches = pl.concat(list(check_dataset(dataset, chosen)))
+    breaches = check(dataset, chosen)
     has_errors = bool((breaches["severity"] == "error").any())
     rules = by_rule(breaches)
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +22,13 @@ from schemas.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choices:
-    """Options of a conversion, as chosen by the user.
+class Choices(Options):
+    """Options of a conversion, as chosen by the user: those below, and those for reading runs.
 
     Attributes:
         format: Format of the logs; `auto` detects it from their content.
         rewards: JSONL file of outcomes, which replace the outcomes in the logs.
         group_by: Labels that identify the instance (the group), replacing the format's rule.
-        options: Options for reading runs.
         tokenizer: Tokenizer to re-tokenize text and to check exact tokens: a local directory, or
             the Hub id of a model in the local Hugging Face cache.
         chat_template: Name or file of the template for re-tokenization; None uses the tokenizer's.
@@ -44,7 +43,6 @@ class Choices:
     format: str = AUTO
     rewards: str | None = None
     group_by: tuple[str, ...] = ()
-    options: Options = field(default_factory=Options)
     tokenizer: str | None = None
     chat_template: str | None = None
     layout: Literal["prefix", "full"] = "prefix"
@@ -53,6 +51,7 @@ class Choices:
     strict: bool = False
 
     def __post_init__(self) -> None:
+        Options.__post_init__(self)  # with slots, `super()` does not find the class
         given: object = self.group_by
         if isinstance(given, str):
             hint = f"pass group_by=({given!r},)"
@@ -113,7 +112,7 @@ def settings_of(
         Settings(
             adapter=log.adapter,
             format=log.format,
-            options=choices.options,
+            options=choices,
             retokenizer=retokenizer,
             tokenizer=find_tokenizer(metadata.tokenizer) if is_verified else None,
             layout=choices.layout,
@@ -145,7 +144,7 @@ def refuse_misfits(choices: Choices, logs: Iterable[Log]) -> None:
             if value and log.adapter.is_table:
                 got = f"logs in the format {log.format} already contain groups and rewards"
                 raise ConfigError("choices", name, got, "", f"omit {name}")
-        if choices.options.group_size is not None and log.format != "skyrl":
+        if choices.group_size is not None and log.format != "skyrl":
             name, got = "--group-size", f"logs in the format {log.format} name their groups"
             raise ConfigError("choices", name, got, "", f"omit {name}")
 

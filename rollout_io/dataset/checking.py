@@ -1,7 +1,7 @@
 """Checks of a dataset against the named invariants, shard by shard.
 
 Code that rewrites a dataset or trains on it reads it with `checked_tables`, or piece by piece with
-`checked` and `refuse_split`, or calls `require_valid` first.
+`checked` and `refuse_split`, or calls `validate` first.
 """
 
 from __future__ import annotations
@@ -26,13 +26,29 @@ from schemas.checker import Checker, raise_errors
 from schemas.structure_checks import STRUCTURE_COLUMNS
 
 
-def check_dataset(path: PathLike, workers: Workers | None = None) -> Iterator[pl.DataFrame]:
-    """Yield the breaches of the named invariants, piece by piece (see `schemas.check`).
+def check(path: PathLike, workers: Workers | None = None) -> pl.DataFrame:
+    """Return every breach of the named invariants in a dataset, with the columns of `schemas.check`.
 
     Args:
         path: Directory, glob or file, local or an fsspec URL.
         workers: Processes that check the shards; None: this process.
     """
+    return pl.concat(list(_breaches(path, workers)))
+
+
+def validate(path: PathLike, workers: Workers | None = None) -> None:
+    """Raise an error if `check` finds errors (warnings are ignored).
+
+    Raises:
+        ValidationError: The dataset breaks a named invariant; unlike `check`, this stops at the
+            first piece that does.
+    """
+    for breaches in _breaches(path, workers):
+        raise_errors(breaches, os.fspath(path))
+
+
+def _breaches(path: PathLike, workers: Workers | None = None) -> Iterator[pl.DataFrame]:
+    """Yield the breaches piece by piece."""
     workers, vocab_size = workers or Workers(), read_metadata(path).vocab_size
     if workers != Workers():
         parts = list(workers.map_in_order(partial(_check_shard, vocab_size), shard_paths(path)))
@@ -63,16 +79,6 @@ def _is_clean(checker: Checker, tables: Sequence[pa.Table]) -> bool:
     if any(not table.schema.equals(tables[0].schema) for table in tables):
         return False
     return checker.check(pa.concat_tables(tables)).is_empty()
-
-
-def require_valid(path: PathLike, workers: Workers | None = None) -> None:
-    """Raise an error if `check_dataset` finds errors (warnings are ignored).
-
-    Raises:
-        ValidationError: The dataset breaks a named invariant.
-    """
-    for breaches in check_dataset(path, workers):
-        raise_errors(breaches, os.fspath(path))
 
 
 def checked_tables(
@@ -138,7 +144,7 @@ def refuse_split(path: PathLike, checkers: Sequence[Checker]) -> None:
         ValidationError: A trajectory spans two pieces, or the last trajectory is incomplete.
     """
     if not _are_apart(checkers):
-        require_valid(path)
+        validate(path)
     raise_errors(Checker.after(checkers).finish(), os.fspath(path))
 
 

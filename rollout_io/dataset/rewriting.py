@@ -18,8 +18,8 @@ from rollout_io.dataset.checking import (
     checked,
     checker_of,
     refuse_split,
-    require_valid,
     structure_of,
+    validate,
 )
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.local_files import LocalFiles
@@ -126,7 +126,7 @@ def _named_by_the_whole(dataset: str) -> Iterator[None]:
     try:
         yield
     except ValidationError:
-        require_valid(dataset)
+        validate(dataset)
         raise
 
 

@@ -24,14 +24,4 @@ __all__ = [
     "retokenize",
 ]
 
-_MODULES = {
-    "rollout_io.retokenize.fixed_base": ("encode_messages",),
-    "rollout_io.retokenize.response": (
-        "ResponseTokens",
-        "Retokenized",
-        "encode_response",
-        "retokenize",
-    ),
-    "rollout_io.retokenize.tokenizer": ("ChatTokenizer", "load_tokenizer"),
-}
-__getattr__ = exports(__name__, _MODULES)
+__getattr__ = exports(__name__, __file__, __all__)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from pipelines.generation.attempt_rows import rows_of
 from pipelines.generation.config import GenerateConfig
+from pipelines.generation.dataset import rows_of
 from pipelines.generation.engines.base import ENGINE_DOWN
 from pipelines.generation.generator import Generator
 from pipelines.generation.run import generate

@@ -8,7 +8,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from rollout_io import Choices, Options, read_log
+from rollout_io import Choices, read_log
 from schemas import check
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
@@ -70,10 +70,8 @@ def write_trial(job: Path, record: Record, trajectory: Record | None = None) -> 
 
 
 def read_harbor(paths, rewards=None, **options) -> pa.Table:
-    chosen = Options(**options)
-    return read_log(
-        paths, Choices(format="harbor", rewards=rewards and str(rewards), options=chosen)
-    )
+    choices = Choices(format="harbor", rewards=rewards and str(rewards), **options)
+    return read_log(paths, choices)
 
 
 def convert(*paths: Path, rewards: Path | None = None, **options: str) -> pl.DataFrame:

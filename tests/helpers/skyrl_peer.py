@@ -31,7 +31,7 @@ from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 from skyrl.train.utils.trainer_utils import validate_generator_output  # noqa: E402
 
 from pipelines import GymGenerator, merge  # noqa: E402
-from pipelines.generation.engines.sampling_params import with_sampling_params  # noqa: E402
+from pipelines.generation.config import with_sampling_params  # noqa: E402
 from rollout_io import from_generator_output, read, to_generator_output  # noqa: E402
 from rollout_io.retokenize.tokenizer import load_tokenizer  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from pipelines import merge, unmerge
 from pipelines.mixing import group_quotas, mix
-from schemas import RolloutError, validate
+from schemas import validate
+from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables
 from tests.helpers.examples import examples
 from tests.helpers.filter_helpers import ids, one_step, relaxed, table

@@ -8,7 +8,7 @@ import pytest
 
 import rollout_io
 from pipelines import merge, unmerge
-from rollout_io import Choices, Options, read_log
+from rollout_io import Choices, read_log
 from schemas import check
 from schemas.columns import metrics_dict
 from tests.conftest import ROOT
@@ -31,7 +31,7 @@ def logged_calls(result):
 
 
 def harbor_rows(**options):
-    return read_log([JOB], Choices(options=Options(**options))).to_pylist()
+    return read_log([JOB], Choices(**options)).to_pylist()
 
 
 def test_every_call_of_a_real_harbor_job_is_a_row_and_no_call_is_two():

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from pipelines import merge, place_outcomes, place_rewards, trajectory_returns, unmerge
 from pipelines.rewards import place_token_rewards
-from schemas import RolloutError, validate
+from schemas import validate
+from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables
 from tests.helpers.filter_helpers import one_step, relaxed, table
 

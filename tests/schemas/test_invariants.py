@@ -4,7 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas import RULES, Checker, ValidationError, arrow_schema, check, validate
+from schemas import RULES, ValidationError, arrow_schema, check, validate
+from schemas.checker import Checker
 from schemas.columns import COLUMN_BY_NAME, REQUIRED_COLUMNS
 from schemas.strategies import broken_tables, rollout_tables
 from tests.helpers.examples import examples

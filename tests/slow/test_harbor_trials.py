@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from pipelines.generation.attempt_rows import rows_of
 from pipelines.generation.config import GenerateConfig
+from pipelines.generation.dataset import rows_of
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.tasks import read_tasks
 from schemas.checker import validate

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import random
+import re
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -17,7 +20,6 @@ from pipelines.generation.engines.base import (
     Sampling,
     contains_any,
 )
-from pipelines.generation.tool_calls import assistant_message
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import EngineError, InputError
@@ -275,3 +277,40 @@ def _cut(text: str, stop: Sequence[str]) -> str:
     """Cut text after the first stop string, which is kept."""
     ends = [text.find(s) + len(s) for s in stop if s in text]
     return text[: min(ends)] if ends else text
+
+
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+def assistant_message(text: str) -> dict[str, Any]:
+    r"""Parse a response's text into an OpenAI-style assistant message.
+
+    Text before the first tool call becomes the content (null if empty). If any call is not a JSON
+    object with a name and an object of arguments, the entire text becomes the content.
+
+    Example:
+        >>> text = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+        >>> message = assistant_message(text)
+        >>> message["content"], message["tool_calls"][0]["function"]
+        ('Let me see.', {'name': 'add', 'arguments': '{"a": 2}'})
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    calls = [_function(found) for found in _CALL.findall(text)]
+    if calls and all(call is not None for call in calls):
+        message["content"] = text.partition("<tool_call>")[0].strip() or None
+        message["tool_calls"] = [
+            {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call}
+            for call in calls
+        ]
+    return message
+
+
+def _function(text: str) -> dict[str, str] | None:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    arguments = call.get("arguments", {})
+    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+        return None
+    return {"name": call["name"], "arguments": json.dumps(arguments)}

@@ -12,8 +12,8 @@ from typing import Self
 import polars as pl
 import pyarrow as pa
 
-from pipelines.generation.attempt_rows import Finished
 from pipelines.generation.config import identity
+from pipelines.generation.dataset import Finished
 from pipelines.generation.generator import Generator, UnderWay
 from pipelines.generation.tasks import Task, attempts
 from rollout_io.terminal import SECONDS_A_LINE

@@ -207,7 +207,7 @@ def _find(
     out = Path(config.run.out)
     if resume is False:
         refuse_existing_run(out)
-    rollout_io.require_valid(config.data.dataset)
+    rollout_io.validate(config.data.dataset)
     config = resolved(config)
     if resume:
         checkpoint = find_checkpoint(config)

@@ -20,7 +20,7 @@ from pipelines.generation.engines.base import (
     contains_any,
     is_adapter,
 )
-from pipelines.generation.engines.completion_answers import read_sampled
+from pipelines.generation.engines.completion_parsing import read_sampled
 from pipelines.generation.engines.http_pool import Body, Limits, ServerError, Servers
 from pipelines.generation.engines.output_layers import OutputLayers, lacks_output_layer
 from pipelines.generation.engines.weight_transfer import OpenSender, Transfers

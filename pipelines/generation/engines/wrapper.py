@@ -1,13 +1,15 @@
-"""Base class of engines that wrap another engine."""
+"""Engines that wrap another engine: the base class, and one that remembers fatal errors."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Self
 
 from pipelines.generation.engines.base import Engine, Sampled, Sampling
+from pipelines.generation.trajectory import ENDS_THE_RUN
+from schemas.errors import RolloutError
 from schemas.metadata import LogprobsMode
 
 
@@ -83,3 +85,25 @@ class WrappedEngine(ABC):
     async def load_weights(self, path: str, *, policy_version: int) -> None:
         """See `Engine.load_weights`."""
         await self.engine.load_weights(path, policy_version=policy_version)
+
+
+class Watched(WrappedEngine):
+    """An `Engine` that remembers an error that ends the run, even if the caller catches it.
+
+    Attributes:
+        failure: The first such error; None if there was none.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.failure: RolloutError | None = None
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """See `WrappedEngine.turn`."""
+        try:
+            yield
+        except RolloutError as error:
+            if error.rule in ENDS_THE_RUN:
+                self.failure = self.failure or error
+            raise

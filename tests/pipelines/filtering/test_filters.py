@@ -23,7 +23,8 @@ from pipelines.filtering.filters import (
 )
 from pipelines.filtering.row_removal import keep_rows
 from pipelines.filtering.verdicts import apply_filters, judge, keep, report
-from schemas import RolloutError, validate
+from schemas import validate
+from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
 from tests.helpers.configs import train_config

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from pipelines import merge, trajectory_returns, unmerge
 from pipelines.filtering.row_removal import keep_rows
-from schemas import RolloutError, validate
+from schemas import validate
+from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
 from tests.helpers.filter_helpers import relaxed, table

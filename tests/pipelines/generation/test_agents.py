@@ -8,7 +8,7 @@ import pytest
 
 import rollout_io
 from pipelines.generation.agents import Client
-from pipelines.generation.engines.sampling_params import with_sampling_params
+from pipelines.generation.config import with_sampling_params
 from pipelines.generation.environments import maker_of
 from pipelines.generation.gym_generator import GymGenerator, tasks_of
 from pipelines.generation.run import generate as generate_dataset

@@ -2,8 +2,7 @@ import copy
 
 import pytest
 
-from pipelines.generation.histories import begin
-from pipelines.generation.observations import observation_ids
+from pipelines.generation.histories import begin, observation_ids
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from tests.helpers.qwen import chat_template_of, save_qwen3
 

@@ -10,11 +10,11 @@ import pytest
 from polars.testing import assert_frame_equal
 
 import rollout_io
-from pipelines import GymGenerator, TrajectoryID, merge
+from pipelines import GymGenerator, merge
 from pipelines.generation.engines.base import ENGINE_DOWN, Sampling
 from pipelines.generation.generator import Generator
 from pipelines.generation.user_generator import OwnGenerator
-from rollout_io import read_generator_output, write_generator_output
+from rollout_io import TrajectoryID, read_generator_output, write_generator_output
 from rollout_io.cli.main import run as command
 from rollout_io.retokenize import encode_response
 from schemas.checker import validate

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines import TrajectoryID
-from pipelines.generation.attempt_rows import rows_of
+from pipelines.generation.dataset import rows_of
 from pipelines.generation.user_generator import OwnGenerator
+from rollout_io import TrajectoryID
 from schemas.checker import validate
 from tests.helpers.examples import examples
 from tests.helpers.generation_helpers import config_of, tasks_of

@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 from pipelines.generation.config import GenerateConfig, identity
 from pipelines.generation.process_groups import Watch
 from pipelines.generation.tasks import Task
-from pipelines.harness.command_process import run_command
-from pipelines.harness.commands import fields_in, filled, is_function, secrets_in, shown, words_of
-from pipelines.harness.launchers import Endpoint, find_harness
-from pipelines.harness.results import outcome_of, parse_result
+from pipelines.harness.commands import (
+    fields_in,
+    filled,
+    is_function,
+    run_command,
+    secrets_in,
+    shown,
+    words_of,
+)
+from pipelines.harness.launchers import Endpoint, find_harness, outcome_of, parse_result
 from schemas.errors import RolloutError
 
 OWN = {"tasks": "t.jsonl", "model": "m", "out": "ds"}
@@ -224,7 +230,7 @@ def is_running(pid):
 
 
 def test_a_command_that_is_cancelled_ends_with_all_of_its_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.harness.command_process._STOP_S", 0.5)
+    monkeypatch.setattr("pipelines.harness.commands._STOP_S", 0.5)
     script = "sleep 60 & echo $! > pids; trap '' TERM; echo $$ >> pids; wait; sleep 60"
     pids = tmp_path / "pids"
 

@@ -11,7 +11,7 @@ import pytest
 from examples import harbor_trial as EXAMPLE
 from pipelines.filtering.filters import RAN_OUT_OF_TOKENS
 from pipelines.generation.tasks import read_tasks
-from pipelines.harness.results import outcome_of as checked
+from pipelines.harness.launchers import outcome_of as checked
 from schemas.errors import RolloutError
 
 

@@ -12,7 +12,8 @@ from pipelines.merging.merge import merge_table
 from pipelines.merging.unmerge import unmerge_table
 from rollout_io import RolloutWriter, read
 from rollout_io.dataset.prefix_layout import encode_prefixes
-from schemas import RolloutError, check
+from schemas import check
+from schemas.errors import RolloutError
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
 from tests.helpers.examples import examples

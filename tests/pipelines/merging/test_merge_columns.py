@@ -6,7 +6,8 @@ from pipelines import merge, unmerge
 from pipelines.merging.merge import merge_table
 from pipelines.merging.unmerge import unmerge_table
 from rollout_io import RolloutWriter, read
-from schemas import RolloutError, check
+from schemas import check
+from schemas.errors import RolloutError
 from schemas.types import as_table
 from tests.helpers.refusals import refused
 from tests.pipelines.merging.test_merge import STEPS

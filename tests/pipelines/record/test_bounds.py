@@ -6,10 +6,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from pipelines.record import event_streams as streams
-from pipelines.record.client_answers import Answer
+from pipelines.record import engine_responses as streams
 from pipelines.record.engine_requests import read_request
-from pipelines.record.event_streams import Events, StreamedCall
+from pipelines.record.engine_responses import Answer, Events, StreamedCall
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
 from tests.helpers.hostile_engine import ANSWERS, hostile

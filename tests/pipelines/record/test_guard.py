@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pipelines.http_app import error_response
 from pipelines.origin_guard import Guard
 from schemas.errors import RolloutError
 from tests.helpers.fake_engine import FakeEngine, running
@@ -188,7 +189,7 @@ def guard_says(host, *headers, kind="http", **settings):
         sent.append(message)
 
     scope = {"type": kind, "method": "GET", "raw_path": b"/", "headers": list(headers)}
-    asyncio.run(Guard(app, host, **settings)(scope, receive, send))
+    asyncio.run(Guard(app, host, error_response, **settings)(scope, receive, send))
     return sent[0].get("status") or sent[0]["type"]
 
 
@@ -206,7 +207,9 @@ def test_beyond_loopback_any_address_is_served_but_only_names_that_were_given():
 def test_a_host_that_is_served_on_loopback_is_loopback_to_another_parser_too(text):
     headers = [(b"host", text.encode("latin-1", "ignore"))]
     try:
-        Guard(None, "127.0.0.1").check({"type": "http", "raw_path": b"/", "headers": headers})
+        Guard(None, "127.0.0.1", error_response).check(
+            {"type": "http", "raw_path": b"/", "headers": headers}
+        )
     except RolloutError:
         return
     name = urlsplit(f"http://{text}/").hostname.removesuffix(".")

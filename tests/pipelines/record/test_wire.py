@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from pipelines.record.client_answers import Answer
 from pipelines.record.engine_requests import read_request
-from pipelines.record.event_streams import Events
+from pipelines.record.engine_responses import Answer, Events
 from tests.helpers.fake_engine import FakeEngine, running
 from tests.helpers.recorder_helpers import CHAT, TEXT, outcomes, recording, rows
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rollout_io
-from rollout_io import Choices, Options, convert
+from rollout_io import Choices, convert
 from rollout_io.cli.main import run
 from schemas.errors import InputError
 from tests.helpers.conversion_helpers import (
@@ -62,7 +62,7 @@ def changed_input(log):
         changed_input,
         lambda _: {"layout": "full"},
         lambda _: {"on_error": "skip"},
-        lambda _: {"options": Options(timeouts="keep")},
+        lambda _: {"timeouts": "keep"},
     ],
 )
 def test_another_conversion_into_a_dataset_is_refused_and_leaves_it_alone(change, tmp_path):

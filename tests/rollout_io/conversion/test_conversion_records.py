@@ -8,10 +8,10 @@ import polars as pl
 import pytest
 
 import rollout_io
-from rollout_io import Choices, Options, convert
+from rollout_io import Choices, convert
 from rollout_io.cli.main import run
 from rollout_io.conversion.chunk import Reader, Settings
-from rollout_io.formats.base import Input, Place
+from rollout_io.formats.base import Input, Options, Place
 from rollout_io.formats.calls import ADAPTER, read_session
 from rollout_io.formats.parsing import lines
 from schemas.columns import metrics_dict
@@ -120,7 +120,7 @@ def test_the_log_s_own_reward_is_chosen_by_its_key(tmp_path, trial):
     assert metrics_dict(table["metrics"][0].as_py()) | rewards == metrics_dict(
         table["metrics"][0].as_py()
     )
-    error = refusal([tmp_path / "job"], tmp_path / "x", Choices(options=Options(reward="stile")))
+    error = refusal([tmp_path / "job"], tmp_path / "x", Choices(reward="stile"))
     assert error.hint == "did you mean --reward style?"
 
 
@@ -325,7 +325,7 @@ def test_the_dataset_inside_the_directory_of_logs_is_no_log(tmp_path):
         lambda ds: rollout_io.convert(SHOP, ds, workers=0),
         lambda ds: rollout_io.convert(SHOP, ds, Choices(group_by="style")),
         lambda ds: rollout_io.convert(SHOP, ds, Choices(on_error="ignore")),
-        lambda ds: rollout_io.convert(SHOP, ds, Choices(options=Options(timeouts="zero"))),
+        lambda ds: rollout_io.convert(SHOP, ds, Choices(timeouts="zero")),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_by_name(call, tmp_path):

@@ -7,7 +7,7 @@ import fsspec
 import pytest
 
 import rollout_io
-from rollout_io import Choices, Options, convert
+from rollout_io import Choices, convert
 from tests.helpers.conversion_helpers import OUTPUT, call, refusal, rejected_in, write
 from tests.helpers.harbor_helpers import agent_step, atif, failure, write_trial
 
@@ -134,8 +134,7 @@ def test_a_rejected_document_does_not_reject_later_ones(is_repeated, smollm2_dir
         fields |= {"foo": [foo]} if foo else {}
         logs.append(tmp_path / f"{number}.json")
         logs[-1].write_text(json.dumps(OUTPUT | fields))
-    keep = Options(other_fields="keep")
-    choices = Choices(on_error="skip", options=keep, tokenizer=str(smollm2_dir))
+    choices = Choices(on_error="skip", other_fields="keep", tokenizer=str(smollm2_dir))
     convert(logs, tmp_path / "ds", choices)
     assert instances(tmp_path / "ds") == ["t", "u"]
     [rejected] = rejected_in(tmp_path / "ds")

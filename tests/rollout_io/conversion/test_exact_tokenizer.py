@@ -12,7 +12,7 @@ import rollout_io
 from rollout_io import Choices, convert, read_log
 from rollout_io.cli.main import run
 from rollout_io.conversion.text import has_words_of
-from rollout_io.dataset.checking import check_dataset, checked_tables
+from rollout_io.dataset.checking import check, checked_tables
 from rollout_io.dataset.parallel import Workers
 from rollout_io.retokenize import load_tokenizer
 from schemas.checker import ValidationError
@@ -143,7 +143,7 @@ def beyond(tmp_path):
 @pytest.mark.slow
 def test_whatever_checks_a_dataset_knows_its_vocabulary(beyond, tmp_path, capsys):
     for workers in (None, Workers(2)):
-        found = [rule for part in check_dataset(beyond, workers) for rule in part["rule"]]
+        found = check(beyond, workers)["rule"].to_list()
         assert "token_range" in found
     with pytest.raises(ValidationError, match="token_range"):
         list(checked_tables(beyond))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rollout_io
-from rollout_io import Choices, Options, convert
+from rollout_io import Choices, convert
 from rollout_io.cli.main import run
 from rollout_io.conversion.opened_logs import open_log
 from rollout_io.dataset.storage import Location
@@ -104,7 +104,7 @@ def test_a_column_of_two_types_is_refused_in_one_chunk_or_several(tmp_path, chun
     other = {"trajectory_ids": [{"instance_id": "t", "repetition_id": 0}], "foo": [3]}
     (tmp_path / "a.json").write_text(json.dumps(OUTPUT | {"foo": ["s"]}))
     (tmp_path / "b.json").write_text(json.dumps(OUTPUT | other))
-    keep = Choices(options=Options(other_fields="keep"))
+    keep = Choices(other_fields="keep")
     logs = [tmp_path / "a.json", tmp_path / "b.json"]
     assert refusal(logs, tmp_path / "ds", keep, chunk_bytes=chunk_bytes).rule == "columns_and_types"
 

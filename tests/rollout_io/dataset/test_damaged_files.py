@@ -1,15 +1,16 @@
 import tempfile
 from pathlib import Path
 
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from rollout_io import RolloutWriter, check_dataset, read, read_metadata, scan
+import rollout_io
+from rollout_io import RolloutWriter, read, read_metadata, scan
 from rollout_io.dataset.prefix_layout import encode_prefixes
-from schemas import DatasetMetadata, RolloutError, ValidationError, check
+from schemas import DatasetMetadata, ValidationError, check
+from schemas.errors import RolloutError
 from schemas.strategies import broken_tables
 from tests.helpers.examples import examples
 from tests.helpers.refusals import refused
@@ -26,7 +27,7 @@ def test_a_file_with_broken_prefix_references_is_named_and_never_decoded(table):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "part-00000.parquet"
         pq.write_table(table.replace_schema_metadata(DatasetMetadata().encode("prefix")), path)
-        found = pl.concat(check_dataset(path))
+        found = rollout_io.check(path)
         assert set(found["rule"]) == {"prefix_reference"}
         assert set(found["row"]) == set(check(table)["row"])
         with pytest.raises(ValidationError, match="prefix_reference"):
@@ -91,7 +92,7 @@ def test_hostile_prefix_references_are_refused_also_when_only_prompts_are_read(c
         scan(file).select("prompt_token_ids").collect()
     with pytest.raises(RolloutError, match="row group 0"):
         read(file, ["prompt_token_ids"])
-    assert (pl.concat(check_dataset(file))["severity"] == "error").any()
+    assert (rollout_io.check(file)["severity"] == "error").any()
 
 
 def test_a_prefix_file_that_others_cut_inside_a_trajectory_is_refused(tmp_path):

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout_io import RolloutWriter, check_dataset, iter_tables, read, read_metadata, scan, to_hf
+from rollout_io import RolloutWriter, check, iter_tables, read, read_metadata, scan, to_hf
 from rollout_io.dataset.arrays import ragged_array
 from rollout_io.dataset.prefix_layout import decode_prefixes, encode_prefixes
-from schemas import RULES, DatasetMetadata, RolloutError, ValidationError, upgrade
+from schemas import RULES, DatasetMetadata, ValidationError, upgrade
+from schemas.errors import RolloutError
 from schemas.strategies import broken_tables, rollout_tables
 from schemas.types import cast_table
 from tests.helpers.examples import examples
@@ -87,7 +88,7 @@ def test_shards_with_nullable_and_non_nullable_elements_form_one_dataset(is_old_
     assert pl.from_arrow(read(tmp_path / "ds")).equals(expected)
     assert pl.read_parquet(tmp_path / "ds").equals(expected)
     assert ds.dataset(tmp_path / "ds").to_table().num_rows == 4
-    assert not pl.concat(check_dataset(tmp_path / "ds")).filter(severity="error").height
+    assert not check(tmp_path / "ds").filter(severity="error").height
 
 
 @given(rollout_tables())
@@ -140,7 +141,7 @@ def test_write_then_read_is_the_identity(table, data):
         assert writer.num_trajectories == len(set(table["trajectory_id"].to_pylist()))
         back = read(path)
         assert not [file for file in path.iterdir() if not file.name.startswith("part-")]
-        assert pl.concat(check_dataset(path)).is_empty()
+        assert check(path).is_empty()
         lazily = scan(path).collect()
     if table.num_rows == 0:
         assert back.num_rows == 0
@@ -290,7 +291,7 @@ def test_an_exception_while_writing_leaves_no_dataset(tmp_path):
 def test_files_of_others_are_recut_at_trajectory_boundaries(tmp_path):
     pq.write_table(pa.table(STEPS), tmp_path / "other.parquet", row_group_size=1)
     assert [t.num_rows for t in iter_tables(tmp_path / "other.parquet")] == [2]
-    assert pl.concat(check_dataset(tmp_path / "other.parquet")).is_empty()
+    assert check(tmp_path / "other.parquet").is_empty()
 
 
 def test_an_unknown_column_is_named(tmp_path):

@@ -7,12 +7,11 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 
-import polars as pl
 import pyarrow as pa
 import pytest
 
 from pipelines.merging.merge import merge_table
-from rollout_io import RolloutWriter, check_dataset, iter_tables, read, read_metadata
+from rollout_io import RolloutWriter, check, iter_tables, read, read_metadata
 from rollout_io.conversion import driver
 from rollout_io.conversion.chunk import Chunk
 from rollout_io.conversion.plan import chunks, plan, plan_logs
@@ -22,7 +21,7 @@ from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.formats.base import Input
 from rollout_io.formats.calls import find_sessions
-from schemas import RolloutError
+from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.conversion_helpers import files_in
 from tests.helpers.refusals import refused
@@ -111,9 +110,9 @@ def test_two_processes_find_the_breaches_that_one_finds(case, tmp_path):
         ids = pa.array([[-1], [4]], pa.list_(pa.int32()))
         other = other.set_column(6, "response_ids", ids)
     dataset = broken_shards(tmp_path, first, other)
-    one = pl.concat(check_dataset(dataset))
+    one = check(dataset)
     assert one.is_empty() == (case == "valid")
-    assert pl.concat(check_dataset(dataset, Workers(2))).equals(one)
+    assert check(dataset, Workers(2)).equals(one)
 
 
 @pytest.mark.slow
@@ -180,7 +179,7 @@ def test_a_ray_that_is_not_there_is_refused_at_once(sharded, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with refused("ray_address", where="127.0.0.1:9", got="connection refused"):
-        list(check_dataset(sharded, Workers(2, "ray")))
+        check(sharded, Workers(2, "ray"))
 
 
 RAY = """

@@ -16,7 +16,7 @@ from pipelines.generation.dataset import missing_tasks
 from pipelines.record.shards import Shards
 from rollout_io import convert
 from rollout_io.cli.main import run
-from rollout_io.dataset.checking import require_valid
+from rollout_io.dataset.checking import validate
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces
 from rollout_io.dataset.rewriting import rewrite
@@ -102,7 +102,7 @@ def test_a_directory_of_a_declared_column_has_its_type(tmp_path):
         path = folder / f"policy_version={version}"
         path.mkdir(parents=True)
         pq.write_table(steps(f"i{version}"), path / "x.parquet")
-    require_valid(folder)
+    validate(folder)
     table = rollout_io.read(folder)
     assert table.schema.field("policy_version").type == pa.int32()
     assert table["policy_version"].to_pylist() == [3, 3, 4, 4]
@@ -115,7 +115,7 @@ def test_a_directory_of_a_declared_column_has_its_type(tmp_path):
 def test_files_that_polars_partitioned_are_read(shop_dataset, tmp_path):
     frame = rollout_io.scan(shop_dataset).collect()
     frame.write_parquet(tmp_path / "DS", partition_by=["instance_id"])
-    require_valid(tmp_path / "DS")
+    validate(tmp_path / "DS")
     order = ["trajectory_id", "step_index"]
     found = rollout_io.scan(tmp_path / "DS").select(frame.columns).collect()
     assert found.sort(order).equals(frame.sort(order))
@@ -163,7 +163,7 @@ def test_a_trajectory_in_two_partitions_is_a_breach(workers, tmp_path):
     for name in ("a", "b"):
         write(tmp_path / "DS" / f"run={name}", "same")
     with pytest.raises(RolloutError) as caught:
-        require_valid(tmp_path / "DS", Workers(workers))
+        validate(tmp_path / "DS", Workers(workers))
     assert caught.value.rule == "unique_trajectory"
 
 
@@ -260,7 +260,7 @@ def test_partitions_with_contradictory_metadata_are_refused(name, values, tmp_pa
         folder = tmp_path / "DS" / f"run={run_name}"
         with rollout_io.RolloutWriter(folder, metadata=metadata) as writer:
             writer.write(steps(run_name))
-    for reads in (rollout_io.read_metadata, rollout_io.scan, require_valid):
+    for reads in (rollout_io.read_metadata, rollout_io.scan, validate):
         with pytest.raises(RolloutError) as caught:
             reads(tmp_path / "DS")
         assert_error(caught.value, "file_metadata", got=f"differ in {name}")

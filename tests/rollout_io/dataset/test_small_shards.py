@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rollout_io
-from rollout_io import RolloutWriter, check_dataset
+from rollout_io import RolloutWriter, check
 from rollout_io.dataset import checking
 from rollout_io.dataset.reader import iter_tables, stored_tables
 from schemas.checker import Checker
@@ -64,7 +64,7 @@ def test_breaches_are_those_of_shards_that_are_checked_one_by_one(broken, place,
     checker = Checker()
     apart = [checker.check(table) for table in stored_tables(dataset)]
     expected = pl.concat([*apart, checker.finish()])
-    assert pl.concat(check_dataset(dataset)).equals(expected)
+    assert check(dataset).equals(expected)
     assert expected.is_empty() == (broken in {"nothing", "a type"})
 
 
@@ -74,7 +74,7 @@ def test_small_tables_are_checked_and_read_together(dataset, monkeypatch):
     monkeypatch.setattr(
         checking.Checker, "check", lambda self, table: checked.append(table) or check(self, table)
     )
-    assert all(found.is_empty() for found in check_dataset(dataset))
+    assert checking.check(dataset).is_empty()
     assert [table.num_rows for table in checked] == [1, 2, 4, 8, 16, 29]
     sizes = [table.num_rows for table in iter_tables(dataset, ["trajectory_id"])]
     assert sizes == [1, 2, 4, 8, 16, 29]

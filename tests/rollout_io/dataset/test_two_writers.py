@@ -358,6 +358,6 @@ def test_a_panic_of_polars_is_an_error_like_any_other(monkeypatch, given, capsys
     def panics(*_arguments):
         raise pl.exceptions.PanicException("called `Result::unwrap()`")
 
-    monkeypatch.setattr("rollout_io.dataset.checking.check_dataset", panics)
+    monkeypatch.setattr("rollout_io.dataset.checking._breaches", panics)
     assert run(["filter", str(given["ds"]), "--drop-failed", "--dry-run"]) == 2
     assert "unexpected PanicException" in capsys.readouterr().err

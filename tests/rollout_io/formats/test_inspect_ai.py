@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats import inspect_ai as archives
-from rollout_io.formats.base import Options
 from rollout_io.formats.inspect_ai import ADAPTER, REPLACED
 from rollout_io.formats.inspect_ai_samples import Sample, calls_of
 from rollout_io.formats.parsing.notes import noted
@@ -212,7 +211,7 @@ def test_of_several_scores_none_is_the_reward_until_one_is_chosen(tmp_path):
     event = model([USER], assistant("a"), call=EXACT)
     path = save(tmp_path / "a.json", log(sample(scores=scores, events=[event])))
     assert read_one(ADAPTER, path).reward is None
-    _, table = convert_with(ADAPTER, [path], tmp_path, options=Options(reward="b"))
+    _, table = convert_with(ADAPTER, [path], tmp_path, reward="b")
     assert table.column("reward").to_pylist() == [0.0]
 
 

@@ -194,7 +194,7 @@ def test_a_damaged_line_is_refused_by_name_and_no_other_is(record, rule, tmp_pat
 def test_with_a_tokenizer_lines_become_rows_grouped_and_rewarded_as_chosen(tmp_path, smollm2_dir):
     records = [{"messages": CHAT, "task": i, "id": i, "rewards": {"style": i}} for i in range(3)]
     choices = {"tokenizer": str(smollm2_dir), "chat_template": save_template(tmp_path)}
-    choices |= {"options": Options(reward="rewards.style"), "on_error": "skip"}
+    choices |= {"reward": "rewards.style", "on_error": "skip"}
     path = lines(tmp_path, *records, {"messages": [USER]})
     done, table = convert_with(ADAPTER, [path], tmp_path, **choices)
     assert (done.summary.num_records, done.summary.num_rejected) == (4, 1)

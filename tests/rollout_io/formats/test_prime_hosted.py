@@ -203,7 +203,7 @@ def test_with_a_tokenizer_the_real_rows_become_rows_with_rewards(
     rows = (harness_logs / "prime_hosted_rl" / RUN / "results.jsonl").read_bytes().splitlines()
     log = write_lines(tmp_path / "results.jsonl", *rows[4:8])
     choices = {"tokenizer": str(smollm2_dir), "chat_template": save_template(tmp_path)}
-    choices["options"] = Options(reward="judge_reward")
+    choices["reward"] = "judge_reward"
     done, table = convert_with(ADAPTER, [log], tmp_path, **choices)
     assert (done.summary.num_records, done.summary.num_written) == (4, 4)
     assert len(done.summary.instances) == 1

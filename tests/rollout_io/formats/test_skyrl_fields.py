@@ -21,7 +21,6 @@ from rollout_io import (
     write_generator_output,
 )
 from rollout_io.cli.main import run
-from rollout_io.formats.base import Options
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES
 
@@ -151,7 +150,7 @@ def test_outputs_without_ids_name_the_option(
 
 
 def test_a_group_size_is_refused_for_formats_that_name_their_groups(tmp_path: Path) -> None:
-    choices = Choices(options=Options(group_size=2))
+    choices = Choices(group_size=2)
     with pytest.raises(RolloutError, match="group-size"):
         convert([EXAMPLES / "shop.calls.jsonl"], tmp_path / "ds", choices)
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.formats import slime_export as slime
-from rollout_io.formats.base import Options
 from rollout_io.formats.slime import ADAPTER
 from schemas import check
 from schemas.errors import RolloutError
@@ -95,7 +94,7 @@ def test_a_real_evaluation_has_its_rewards_by_name_and_groups_of_its_own():
 
 
 def test_a_reward_of_several_numbers_can_be_chosen(tmp_path):
-    _, table = convert_with(ADAPTER, [EVAL], tmp_path, options=Options(reward="format"))
+    _, table = convert_with(ADAPTER, [EVAL], tmp_path, reward="format")
     assert table["reward"].to_pylist() == [0.5]
 
 

@@ -89,7 +89,7 @@ def check_log(name, log, out, tokenizer, outcomes):
     table = rollout_io.read(out)
     errors = check(table).filter(severity="error")
     assert errors.is_empty(), errors.to_dicts()
-    rollout_io.require_valid(out)
+    rollout_io.validate(out)
     rows = table.to_pylist()
     if log.is_lines and log.file == log.path:
         check_no_line_is_lost(log.path, summary.num_records, rejected)

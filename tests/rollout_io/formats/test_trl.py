@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_io.formats.base import Options
 from rollout_io.formats.trl import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
@@ -171,7 +170,7 @@ def test_parquet_without_its_columns_is_none_of_trl(tmp_path):
 
 @pytest.mark.model
 def test_with_a_tokenizer_a_reward_is_chosen_and_rows_are_made(file, tmp_path, smollm2_dir):
-    choices = {"tokenizer": str(smollm2_dir), "options": Options(reward="advantage")}
+    choices = {"tokenizer": str(smollm2_dir), "reward": "advantage"}
     choices["chat_template"] = save_template(tmp_path)
     done, table = convert_with(ADAPTER, [file], tmp_path, **choices)
     assert (done.summary.num_records, done.summary.num_written) == (3, 3)
@@ -180,7 +179,7 @@ def test_with_a_tokenizer_a_reward_is_chosen_and_rows_are_made(file, tmp_path, s
 
 
 def test_a_reward_that_is_not_there_is_refused_with_the_names(file, tmp_path, smollm2_dir):
-    choices = {"tokenizer": str(smollm2_dir), "options": Options(reward="corect")}
+    choices = {"tokenizer": str(smollm2_dir), "reward": "corect"}
     with pytest.raises(RolloutError, match="reward_key") as caught:
         convert_with(ADAPTER, [file], tmp_path, **choices)
     assert "--reward correct" in caught.value.hint

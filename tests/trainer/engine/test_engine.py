@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.generation import Sampled, Sampling
-from pipelines.generation.tool_calls import assistant_message
 from rollout_io.retokenize.chat_template import KEEPS_ALL
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
 from tests.helpers.architectures import tiny_model
 from tests.helpers.chat_helpers import CONVERSATIONS, prompt_ids
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
-from trainer.engine.embedded import TransformersEngine
+from trainer.engine.embedded import TransformersEngine, assistant_message
 from trainer.engine.token_sampling import sample_tokens, sampled_distribution
 
 P = torch.tensor([0.5, 0.3, 0.2])

@@ -55,7 +55,7 @@ def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
 
     Also returns whether the loss corrects for sampler mismatch.
     """
-    rollout_io.require_valid(dataset)
+    rollout_io.validate(dataset)
     rule = run.config.batch.merge_rule if run.config.batch.merge_rule == "consecutive" else None
     config = dataclasses.replace(
         run.config,

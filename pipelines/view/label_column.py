@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipelines.tables import set_column
-from pipelines.view.sources import Dataset
+from pipelines.view.dataset import Dataset
 from pipelines.view.trajectory_index import COMPUTED
 from rollout_io.dataset.reader import RowReader, read_metadata
 from rollout_io.dataset.rewriting import rewrite
