@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pipelines.statistics.metrics import dataset_metrics, pass_at_k
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics
-    from pipelines.token_records import scan_token_records
+    from pipelines.view.run_files import scan_token_records
 
 __all__ = [
     "BatchMetadata",

@@ -74,18 +74,32 @@ def error_response(error: RolloutError) -> Response:
     return Response(error_body(error), status_of(error), media_type=JSON)
 
 
-def application(routes: Iterable[BaseRoute], default: ASGIApp, refuse: Refuse) -> Starlette:
+def application(
+    routes: Iterable[BaseRoute],
+    refuse: Refuse,
+    *,
+    default: ASGIApp | None = None,
+    available: Iterable[str] = (),
+    hint: str = "",
+) -> Starlette:
     """Build an application that turns every `RolloutError` into a response.
 
     Args:
         routes: The routes.
-        default: Handles requests that match no route.
-        refuse: Builds the response to an error, which may be a wrong method.
+        refuse: Builds the response to an error, also to an unknown path and to a wrong method.
+        default: Handles requests that match no route; it may use a router of its own.
+        available: Paths to name if a path is unknown.
+        hint: What to do then.
     """
+    known = ", ".join(available)
 
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, RolloutError)
         return refuse(error)
+
+    async def unknown_path(request: Request, _: Exception) -> Response:
+        got = f"unknown path; available: {known}" if known else "unknown path"
+        return refuse(InputError("no_such_path", request.scope["path"], got, hint=hint))
 
     async def wrong_method(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -99,9 +113,10 @@ def application(routes: Iterable[BaseRoute], default: ASGIApp, refuse: Refuse) -
     async def left(_: Request, __: Exception) -> None:
         """Send nothing to a client that has disconnected."""
 
-    handlers: dict[Any, Any] = {RolloutError: refused, 405: wrong_method, ClientDisconnect: left}
+    handlers: dict[Any, Any] = {RolloutError: refused, ClientDisconnect: left}
+    handlers |= {404: unknown_path, 405: wrong_method}
     app = Starlette(routes=list(routes), exception_handlers=handlers)
-    app.router.redirect_slashes, app.router.default = False, default
+    app.router.redirect_slashes, app.router.default = False, default or app.router.not_found
     return app
 
 

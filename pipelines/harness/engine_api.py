@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -27,11 +27,10 @@ from pipelines.http_app import (
     JSON,
     application,
     error_response,
-    json_response,
     read_body,
     unless_left,
 )
-from pipelines.record.upstreams import MODELS, VERSION_HEADER, Answered, Upstreams
+from pipelines.record.upstreams import MODELS, VERSION_HEADER, Answered, Upstreams, models_response
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import EngineError, InputError, RolloutError
 
@@ -106,7 +105,7 @@ class EngineApp:
             Route(MODELS, self._models),
             *(Route(path, self._answer, methods=["POST"]) for path in (CHAT, TEXT)),
         ]
-        self._app = application(routes, _unknown_path, self._refuse)
+        self._app = application(routes, self._refuse, available=(CHAT, TEXT, MODELS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -118,8 +117,7 @@ class EngineApp:
         return error_response(error)
 
     async def _models(self, _: Request) -> Response:
-        model = {"id": self._name, "object": "model", "owned_by": "rollouts"}
-        return json_response({"object": "list", "data": [model]})
+        return models_response(self._name)
 
     async def _answer(self, request: Request) -> Response:
         body = await read_body(request, MOST_BYTES)
@@ -174,11 +172,6 @@ class EngineApp:
         )
         name = f"{made}-{uuid.uuid4().hex}"
         return {"id": name, "object": kind, "created": int(time.time()), "model": self._name}
-
-
-async def _unknown_path(scope: Scope, *_: object) -> NoReturn:
-    got = f"unknown path; available: {', '.join((CHAT, TEXT, MODELS))}"
-    raise InputError("no_such_path", scope["path"], got)
 
 
 def read_request(body: bytes, where: str) -> tuple[_Request, Sampling]:

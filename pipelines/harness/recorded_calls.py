@@ -21,7 +21,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 from starlette.datastructures import Headers
@@ -44,7 +43,6 @@ from pipelines.http_app import (
     WorkingResponse,
     application,
     error_response,
-    json_response,
     raw_path,
     read_body,
 )
@@ -57,7 +55,7 @@ from pipelines.record.sessions import Session
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import ended_of, settle
 from pipelines.record.targets import api_key_of, target_of
-from pipelines.record.upstreams import MODELS, Upstreams, engine_response
+from pipelines.record.upstreams import MODELS, Upstreams, engine_response, models_response
 from rollout_io.conversion.rewards import Outcome
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
@@ -141,8 +139,12 @@ class Calls:
         calls = [
             Route(api.path, partial(self._call, api.kind), methods=["POST"]) for api in MODEL_APIS
         ]
-        self._routes = Router([*calls, Route(MODELS, self._models)], default=_unknown_path)
-        self._app = application([], self._of_trajectory, error_response)
+        self._routes = Router([*calls, Route(MODELS, self._models)], redirect_slashes=False)
+        self._app = application(
+            *([], error_response),
+            default=self._of_trajectory,
+            available=[*(api.path for api in MODEL_APIS), MODELS],
+        )
 
     @asynccontextmanager
     async def trajectory(
@@ -201,8 +203,7 @@ class Calls:
 
     async def _models(self, _: Request) -> Response:
         if self._name is not None:
-            model = {"id": self._name, "object": "model", "owned_by": "rollouts"}
-            return json_response({"object": "list", "data": [model]})
+            return models_response(self._name)
         async with self._upstreams.answer("GET", MODELS, None, {}, None) as response:
             content = await self._upstreams.whole(response)
         return engine_response(response, content)
@@ -295,12 +296,6 @@ class Calls:
                 got = "the request is not JSON"
             raise InputError("engine_request", path, got)
         return asked
-
-
-async def _unknown_path(scope: Scope, *_: object) -> NoReturn:
-    paths = ", ".join([*(api.path for api in MODEL_APIS), MODELS])
-    got = f"unknown path; available: {paths}"
-    raise InputError("no_such_path", raw_path(scope), got)
 
 
 @asynccontextmanager

@@ -24,11 +24,12 @@ import asyncio
 import hmac
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, TypeVar
 from urllib.parse import unquote
 
 import msgspec
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Router
@@ -116,8 +117,15 @@ class App:
         self._slots = asyncio.Semaphore(recorder.settings.max_concurrency)
         own, in_session = self._operations()
         self._described = [*own, *in_session]
-        self._in_session = Router([o.route for o in in_session], default=_unknown_path)
-        self._app = application([o.route for o in own], self._with_session, self._refuse)
+        self._in_session = Router([o.route for o in in_session], redirect_slashes=False)
+        paths = [*(api.path for api in MODEL_APIS), MODELS, "/s/INSTANCE/REPETITION/v1/..."]
+        self._app = application(
+            [o.route for o in own],
+            self._refuse,
+            default=self._with_session,
+            available=paths,
+            hint="send other requests to the engine directly",
+        )
 
     def _operations(self) -> tuple[list[Operation], list[Operation]]:
         """Return the recorder's own operations, and those that may follow a session in the path."""
@@ -214,7 +222,7 @@ class App:
     async def _models(self, request: Request) -> Response:
         path, session = request.scope["path"], request.state.target.session
         if {".", ".."} & set(unquote(path).split("/")):  # they would lead out of the models
-            await _unknown_path(request.scope)
+            raise HTTPException(404)
         names = await self._models_named()
         if names is not None and path == f"{MODELS}/{names[0]}":
             path = f"{MODELS}/{names[1]}"
@@ -241,7 +249,7 @@ class App:
         return json_response(OpenedSession(session.name, f"{url}/v1", url), 201)
 
     async def _end(self, request: Request) -> Response:
-        name, where = await _session_of(request), "POST /end"
+        name, where = _session_of(request), "POST /end"
         given = await _given(request, _OUTCOME, where)
         said = {**given.metrics, "reward": given.reward, "error": given.error}
         clash = sorted({"session", "reward", "error"} & given.metrics.keys())
@@ -250,7 +258,7 @@ class App:
         return json_response((await self.recorder.end(name, said)).state())
 
     async def _state(self, request: Request) -> Response:
-        name = await _session_of(request)
+        name = _session_of(request)
         session = self.recorder.sessions.find(name)
         if session is not None:
             return json_response(session.state())
@@ -287,17 +295,12 @@ class App:
         return json_response(description("rollouts record", self._described))
 
 
-async def _unknown_path(scope: Scope, *_: object) -> NoReturn:
-    paths = ", ".join([*(api.path for api in MODEL_APIS), MODELS, "/s/INSTANCE/REPETITION/v1/..."])
-    got = f"unknown path; available: {paths}"
-    hint = "send other requests to the engine directly"
-    raise InputError("no_such_path", raw_path(scope), got, hint=hint)
-
-
-async def _session_of(request: Request) -> str:
+def _session_of(request: Request) -> str:
     """Return the session that a request names; without one, its path is unknown."""
     target: Target = request.state.target
-    return target.session or await _unknown_path(request.scope)
+    if target.session is None:
+        raise HTTPException(404)
+    return target.session
 
 
 async def _given(request: Request, decoder: msgspec.json.Decoder[T], where: str) -> T:

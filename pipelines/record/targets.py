@@ -21,7 +21,8 @@ from schemas.errors import InputError
 
 KEY_PREFIX = "sk-rollouts-"
 SESSION_HEADER = "x-rollouts-session"
-_API = "v1"
+_APIS = ("v1", "v1beta")
+"""First parts of the engines' APIs: what comes before one of them is an agent."""
 
 
 class Target(NamedTuple):
@@ -60,7 +61,7 @@ def target_of(raw_path: str, headers: Mapping[str, str]) -> Target:
         key = None
         if kind == "k":
             key, parts = (parts[2] if len(parts) > 2 else ""), [*parts[:2], *parts[3:]]
-        has_agent = len(parts) > 5 and parts[5] == _API
+        has_agent = len(parts) > 5 and parts[5] in _APIS
         named, rest = parts[2 : 5 if has_agent else 4], parts[5 if has_agent else 4 :]
         session, agent = _names(named, raw_path)
         return Target(session, agent, key, "/".join(["", *rest]))

@@ -25,6 +25,7 @@ from pipelines.generation.engines.http_pool import (
     payload,
 )
 from pipelines.generation.engines.vllm import Model, Models
+from pipelines.http_app import json_response
 from pipelines.record.bounds import check_head, too_large
 from schemas.errors import EngineError, count
 
@@ -271,6 +272,12 @@ def passed_on(response: Answered) -> list[tuple[bytes, bytes]]:
         for name, value in response.raw_headers
         if name.lower().decode("latin-1") not in _NOT_PASSED_ON
     ]
+
+
+def models_response(name: str) -> Response:
+    """Build the list of a single model."""
+    model = {"id": name, "object": "model", "owned_by": "rollouts"}
+    return json_response({"object": "list", "data": [model]})
 
 
 def engine_response(response: Answered, content: bytes) -> Response:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -103,9 +102,9 @@ class App:
 
     def __init__(self, api: Api, bundle: Bundle, token: str, host: str = HOST) -> None:
         self._bundle, self._token = bundle, token
-        self._api = Router(api.routes, default=_unknown_path)
+        self._api = Router(api.routes, redirect_slashes=False)
         files = [Route(path, self._file) for path in bundle.files]
-        app = application(files, self._with_token, _refuse)
+        app = application(files, _refuse, default=self._with_token)
         app.add_exception_handler(Exception, _failed)
         self._app = Guard(app, host, _refuse)
 
@@ -135,10 +134,6 @@ class App:
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode()):
             hint = "open the address that `rollouts view` printed"
             raise InputError("view_token", path, "the token is missing or wrong", hint=hint)
-
-
-async def _unknown_path(scope: Scope, *_: object) -> NoReturn:
-    raise InputError("no_such_path", scope["path"], "unknown path")
 
 
 def _refuse(error: RolloutError) -> Response:

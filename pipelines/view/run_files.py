@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import polars as pl
 
 import rollout_io
-from pipelines.token_records import scan_token_records
 from rollout_io.dataset.opening import read_input, refuse_irregular
 from rollout_io.formats.parsing.naming import natural_key
 from schemas.errors import InputError, count
@@ -266,3 +266,38 @@ def _record(line: str, where: str) -> Mapping[str, Any]:
 def _number(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
+
+
+def scan_token_records(run: str | os.PathLike[str], global_step: int | None = None) -> pl.LazyFrame:
+    """Scan a training run's token records: the contribution of each trained token to an update.
+
+    Args:
+        run: Directory of the run.
+        global_step: Number of the update; None: all updates, in order.
+
+    Returns:
+        `global_step` (int32), then `schemas.TOKEN_RECORD_COLUMNS`; one record per update and row of
+        the dataset. Join it to the dataset on `trajectory_id` and `step_index`.
+
+    Raises:
+        InputError: `input_file`: the run has no records of the update, or no records at all.
+
+    Example:
+        >>> scan_token_records("run", 3).select("trajectory_id", "logprobs").collect()
+    """
+    folder = Path(run)
+    steps = token_record_steps(folder)
+    if global_step is not None:
+        steps = [step for step in steps if step == global_step]
+    if not steps:
+        what = "any update" if global_step is None else f"update {global_step}"
+        hint = "train with record_tokens=sampled or all"
+        got = f"the run has no token records of {what}"
+        raise InputError("input_file", str(folder), got, hint=hint)
+    frames = (
+        pl.scan_parquet(token_record_path(folder, step)).select(
+            pl.lit(step, pl.Int32).alias("global_step"), pl.all()
+        )
+        for step in steps
+    )
+    return pl.concat(frames)

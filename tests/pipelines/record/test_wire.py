@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from pipelines.record.engine_requests import read_request
+from pipelines.record.engine_requests import MODEL_APIS, ModelApi, TextRequest, read_request
 from pipelines.record.engine_responses import Answer, Events
 from tests.helpers.fake_engine import FakeEngine, running
 from tests.helpers.recorder_helpers import CHAT, TEXT, outcomes, recording, rows
@@ -303,7 +303,8 @@ def test_more_calls_than_may_be_under_way_wait_their_turn(tmp_path):
             async with recording(tmp_path / "ds", url, max_concurrency=2) as client:
                 calls = [client.post(f"/s/a/{i}/v1/completions", json=TEXT) for i in range(6)]
                 answers = asyncio.gather(*calls)
-                await asyncio.sleep(0.1)
+                while len(app.requests) < 2:
+                    await asyncio.sleep(0.01)
                 assert len(app.requests) == 2
                 assert {answer.status_code for answer in await answers} == {200}
 
@@ -338,3 +339,36 @@ def test_a_recorder_reads_its_own_calls_where_an_earlier_one_of_the_process_had_
         assert len(rows(tmp_path / "ds", "response_ids")) == num_calls
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
+
+
+def test_the_description_lists_every_route_and_its_references_lead_somewhere(engine, tmp_path):
+    async def main():
+        async with recording(tmp_path / "ds", engine.url) as client:
+            return (await client.get("/openapi.json")).json()
+
+    described = asyncio.run(main())
+    session = "/s/{instance}/{repetition}"
+    assert {f"{method} {path}" for path, of in described["paths"].items() for method in of} == {
+        *(f"post {prefix}/v1/{path}" for prefix in ("", session) for path in PATHS),
+        *("get /v1/models", "get /health", "get /metrics", "get /openapi.json"),
+        *("post /sessions", "post /policy_version", f"post {session}/end", f"get {session}"),
+    }
+    names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(described)))
+    assert names == set(described["components"]["schemas"])
+
+
+def test_a_line_in_the_table_of_apis_adds_a_route(engine, tmp_path, monkeypatch):
+    path = "/v1beta/models/{model}:completions"
+    added = (*MODEL_APIS, ModelApi(path, "text", "Generate.", TextRequest))
+    monkeypatch.setattr("pipelines.record.app.MODEL_APIS", added)
+
+    async def main():
+        async with recording(tmp_path / "ds", engine.url) as client:
+            answer = await client.post("/s/a/0/checker/v1beta/models/x:completions", json=TEXT)
+            assert answer.status_code == 200
+            assert path in (await client.get("/openapi.json")).json()["paths"]
+            await client.post("/s/a/0/end", json={"reward": 1.0})
+
+    asyncio.run(main())
+    (row,) = rows(tmp_path / "ds", "agent", "response_ids")
+    assert row["agent"] == "checker"
