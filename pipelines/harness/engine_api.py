@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -19,9 +19,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import ENGINE_DOWN, Engine, Sampled, Sampling
 from pipelines.generation.engines.http_pool import BROKEN, Limits
-from pipelines.generation.engines.vllm import Model, VllmEngine
+from pipelines.generation.engines.vllm import Model, VllmEngine, sampling_fields
 from pipelines.generation.trajectory import ENDS_THE_RUN
 from pipelines.http_app import (
     JSON,
@@ -30,6 +31,7 @@ from pipelines.http_app import (
     read_body,
     unless_left,
 )
+from pipelines.record.engine_requests import Fields
 from pipelines.record.upstreams import MODELS, VERSION_HEADER, Answered, Upstreams, models_response
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import EngineError, InputError, RolloutError
@@ -339,3 +341,67 @@ class PolicyUpstreams(Upstreams):
             if self._servers is not None:
                 self._servers.lose(*(u for u in self.urls if str(response.url).startswith(u)))
             raise
+
+
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+_OURS = ("model", "cache_salt")
+_NOT_ASKED = ("max_tokens", "return_token_ids", "include_stop_str_in_output", "seed")
+
+
+def usual_fields(
+    config: GenerateConfig,
+    seed: int | None,
+    policy_version: int,
+    special_tokens: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return the default fields of a harness's requests.
+
+    Args:
+        config: Sampling settings.
+        seed: Seed of this call; None to send no seed.
+        policy_version: Version of the engine's weights; prevents cache hits from older weights.
+        special_tokens: See `VllmEngine`.
+    """
+    usual = sampling_fields(config.sampling, special_tokens)
+    fields = {name: value for name, value in usual.items() if name not in _NOT_ASKED}
+    fields |= config.sampling_extra
+    if config.chat_template_kwargs:
+        fields["chat_template_kwargs"] = config.chat_template_kwargs
+    if seed is not None:
+        fields["seed"] = seed
+    if config.engine == "vllm":
+        fields["cache_salt"] = f"policy_version={policy_version}"
+    return fields
+
+
+def completed(fields: Fields, usual: Mapping[str, Any], max_response_tokens: int) -> Fields:
+    r"""Add missing fields to a request, and limit the length of its response.
+
+    Args:
+        fields: Fields that the client sent; null is treated as missing.
+        usual: Defaults. `model` and `cache_salt` always override the client's.
+        max_response_tokens: Upper bound on the requested length.
+
+    Example:
+        >>> made = completed({"max_tokens": msgspec.Raw(b"9")}, {"temperature": 0.5}, 4)
+        >>> msgspec.json.encode(made)
+        b'{"temperature":0.5,"max_tokens":4}'
+    """
+    made = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in usual.items()}
+    named = {name: value for name, value in fields.items() if bytes(value) != b"null"}
+    ours = {name: made[name] for name in _OURS if name in made}
+    made |= named | ours
+    lengths = [name for name in _LENGTHS if name in named] or ["max_tokens"]
+    most = msgspec.Raw(msgspec.json.encode(max_response_tokens))
+    for name in lengths:
+        if name not in named or _number(named[name]) > max_response_tokens:
+            made[name] = most
+    return made
+
+
+def _number(raw: msgspec.Raw) -> float:
+    """Parse a number, or a numeric string, which vLLM accepts too; return 0 for anything else."""
+    try:
+        return msgspec.convert(msgspec.json.decode(raw), float, strict=False)
+    except msgspec.ValidationError:
+        return 0

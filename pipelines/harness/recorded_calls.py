@@ -34,9 +34,14 @@ from pipelines.generation.engines.base import ENGINE_DOWN, Engine
 from pipelines.generation.process_groups import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import seed_of
-from pipelines.harness.engine_api import EngineApp, EngineGone, PolicyUpstreams
+from pipelines.harness.engine_api import (
+    EngineApp,
+    EngineGone,
+    PolicyUpstreams,
+    completed,
+    usual_fields,
+)
 from pipelines.harness.launchers import NO_KEY, Endpoint, Harness
-from pipelines.harness.requests import completed, usual_fields
 from pipelines.http_app import (
     STATUS,
     Reply,

@@ -16,7 +16,6 @@ from starlette.routing import Match, Route
 from pipelines.http_app import read_body
 from pipelines.view import (
     attempts,
-    label_column,
     row_tokens,
     run_files,
     table,
@@ -24,7 +23,7 @@ from pipelines.view import (
     verdict_tables,
 )
 from pipelines.view.conversation import conversation
-from pipelines.view.dataset import Dataset
+from pipelines.view.dataset import Dataset, write_labels
 from pipelines.view.prefix_icicle import tree
 from pipelines.view.responses import JSON, json_response
 from pipelines.view.search import search
@@ -146,7 +145,7 @@ class Api:
             got = "the body must have the keys column (text), values (object) and out (text)"
             raise InputError("view_query", where, got)
         dataset = self.sources.dataset(request.path_params["dataset"])
-        written = await asyncio.to_thread(label_column.write_labels, dataset, column, values, out)
+        written = await asyncio.to_thread(write_labels, dataset, column, values, out)
         return json_response(written)
 
     def _sources(self, _: Query) -> Response:

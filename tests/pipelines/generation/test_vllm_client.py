@@ -13,7 +13,7 @@ from pipelines.generation import Sampling
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.http_pool import Limits
 from pipelines.generation.engines.vllm import VllmEngine, sampling_fields
-from pipelines.harness.requests import usual_fields
+from pipelines.harness.engine_api import usual_fields
 from schemas.errors import RolloutError
 from tests.helpers.http_server import CUT, HANG, RESET, Server, completion, serving
 from trainer.engine.open_engine import open_engine

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.view.label_column import write_labels
+from pipelines.view.dataset import write_labels
 from pipelines.view.sources import Sources
 from rollout_io import RolloutWriter, read_metadata, scan
 from rollout_io.cli.main import run as main
