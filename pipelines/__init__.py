@@ -22,9 +22,8 @@ if TYPE_CHECKING:
         where,
         zero_variance,
     )
-    from pipelines.filtering.masks import apply_masks
     from pipelines.filtering.row_removal import keep_rows
-    from pipelines.filtering.verdicts import Filter, apply_filters, judge
+    from pipelines.filtering.verdicts import Filter, apply_filters, apply_masks, judge
     from pipelines.generation.gym_generator import GymGenerator
     from pipelines.generation.user_generator import (
         BatchMetadata,

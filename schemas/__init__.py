@@ -7,11 +7,10 @@ from schemas.lazy import exports
 if TYPE_CHECKING:
     from schemas.checker import ValidationError, check, validate
     from schemas.columns import COLUMNS, Column, arrow_schema, documentation_table
+    from schemas.forensics import UPDATE_SHARE_COLUMNS, VERDICT_COLUMNS
     from schemas.metadata import SCHEMA_VERSION, DatasetMetadata, upgrade
     from schemas.rules import RULES, Rule
     from schemas.token_records import TOKEN_RECORD_COLUMNS
-    from schemas.update_shares import UPDATE_SHARE_COLUMNS
-    from schemas.verdicts import VERDICT_COLUMNS
 
 __all__ = [
     "COLUMNS",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from rollout_io.cli.layout import layout_option
+from rollout_io.cli.datasets import layout_option
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
 from rollout_io.cli.usage import HintedUsageError
 from schemas.errors import InputError, count
@@ -207,11 +207,10 @@ class _Source:
 
     @classmethod
     def decide(cls, path: str, choices: _Choices) -> _Source:
-        from pipelines.filtering.masks import apply_masks
         from pipelines.filtering.row_removal import keep_rows
-        from pipelines.filtering.verdicts import apply_filters
+        from pipelines.filtering.verdicts import apply_filters, apply_masks
         from pipelines.rewards import dataset_outcome
-        from rollout_io.cli.dataset import open_valid
+        from rollout_io.cli.datasets import open_valid
 
         frame, outcome = open_valid(path), dataset_outcome(path, choices.outcome)
         rows: dict[str, int] = {}

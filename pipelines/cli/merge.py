@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.layout import layout_option
+from rollout_io.cli.datasets import layout_option, workers_of, workers_options
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
-from rollout_io.cli.workers import workers_of, workers_options
 
 if TYPE_CHECKING:
     from rollout_io.dataset.rewriting import Counts
@@ -106,7 +105,7 @@ def _rewritten(
 ) -> Counts:
     import polars as pl
 
-    from rollout_io.cli.dataset import open_dataset
+    from rollout_io.cli.datasets import open_dataset
     from rollout_io.dataset.rewriting import rewrite
 
     num_rows = open_dataset(dataset).select(pl.len()).collect().item()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollout_io.cli.datasets import workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
-from rollout_io.cli.workers import workers_of, workers_options
 from rollout_io.terminal import columns
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _overview(
     from pipelines.cli.stats_screen import Overview
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_summary
-    from rollout_io.cli.dataset import open_valid
+    from rollout_io.cli.datasets import open_valid
 
     open_valid(dataset, workers)
     summary = dataset_summary(dataset, outcome, workers)
@@ -116,7 +116,7 @@ def dataset_numbers(
     from pipelines.statistics.metrics import read_metrics
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics
-    from rollout_io.cli.dataset import open_valid
+    from rollout_io.cli.datasets import open_valid
 
     open_valid(dataset, workers)
     numbers = dataset_statistics(dataset, outcome, workers)

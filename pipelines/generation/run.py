@@ -15,8 +15,7 @@ from pipelines.generation.dataset import Finished, GroupWriter, missing_tasks
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.tasks import Task, read_tasks
-from rollout_io.dataset.leftovers import remove_leftovers
-from rollout_io.dataset.locking import destination
+from rollout_io.dataset.locking import destination, remove_leftovers
 from rollout_io.dataset.storage import Location
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from rollout_io.terminal import Bar, Pace

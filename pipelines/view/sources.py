@@ -22,9 +22,8 @@ from pipelines.view.verdict_tables import (
 from rollout_io.dataset.reader import read_metadata
 from rollout_io.retokenize.local import about_other_tokenizer, is_other_tokenizer
 from schemas.errors import InputError, RolloutError, count
+from schemas.forensics import AUDIT, BLAME
 from schemas.token_records import token_record_steps
-from schemas.update_shares import BLAME
-from schemas.verdicts import AUDIT
 
 
 @dataclass(frozen=True, slots=True)

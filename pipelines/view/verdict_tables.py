@@ -17,8 +17,7 @@ from pipelines.view.run_files import row_sums
 from rollout_io.dataset.opening import refuse_irregular
 from schemas.columns import Column
 from schemas.errors import InputError, count
-from schemas.update_shares import UPDATE_SHARE_COLUMNS
-from schemas.verdicts import MEANINGS, NO_FAULT, UNDECIDED, VERDICT_COLUMNS
+from schemas.forensics import MEANINGS, NO_FAULT, UNDECIDED, UPDATE_SHARE_COLUMNS, VERDICT_COLUMNS
 
 Kind = Literal["verdicts", "shares"]
 COLUMNS: dict[Kind, tuple[Column, ...]] = {

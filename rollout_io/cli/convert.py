@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from rollout_io.cli.datasets import num_converters, workers_options
 from rollout_io.cli.formats import note_failures
 from rollout_io.cli.output import (
     emit_json,
@@ -17,7 +18,6 @@ from rollout_io.cli.output import (
     progress_bar,
     warn,
 )
-from rollout_io.cli.workers import num_converters, workers_options
 from rollout_io.retokenize.local import tokenizer_directory
 from rollout_io.startup import keep_pandas_out_of_arrow
 from schemas.errors import count

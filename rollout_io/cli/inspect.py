@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.dataset import open_dataset
+from rollout_io.cli.datasets import open_dataset
 from rollout_io.cli.output import (
     emit_json,
     emit_styled,

@@ -8,26 +8,29 @@ import heavy libraries inside functions.
 
 from __future__ import annotations
 
+import errno
+import io
+import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from rollout_io import __version__
-from rollout_io.cli.common_options import with_common_options
-from rollout_io.cli.output import kept_log, say
+from rollout_io.cli.output import kept_log, say, show_log
 from rollout_io.cli.usage import UnknownVerbError, explained_usage
 from rollout_io.name_clashes import HiddenPackageError, require_ours
 from rollout_io.plugins import Plugin, plugins
-from rollout_io.standard_streams import open_standard_streams
 from rollout_io.startup import keep_torch_out_of_transformers
+from rollout_io.terminal import silence
 from schemas.errors import InputError, RolloutError
 from schemas.extras import explained
 
@@ -231,3 +234,58 @@ def _close_stdout() -> int:
 
 def _is_debugging() -> bool:
     return bool(os.environ.get("ROLLOUTS_DEBUG"))
+
+
+_QUIET = "Hide notes and progress; warnings and errors are still printed."
+
+
+def with_common_options(command: click.Command) -> click.Command:
+    """Add the common options to a command, unless it already has them."""
+    known = {name for param in command.params for name in param.opts}
+    for param in command.params:
+        if "--out" in param.opts and "-o" not in known:
+            param.opts = ["-o", *param.opts]
+    if not known & {"-q", "--quiet"}:
+        command.params.append(_flag(["-q", "--quiet"], silence, _QUIET))
+    if not known & {"-v", "--verbose"}:
+        debug = partial(show_log, logging.DEBUG)
+        command.params.append(_flag(["-v", "--verbose"], debug, "Also print debug messages."))
+    return command
+
+
+def _flag(names: list[str], effect: Callable[[], None], text: str) -> click.Option:
+    def apply(_ctx: click.Context, _param: click.Parameter, value: object) -> None:
+        if value:
+            effect()
+
+    return click.Option(
+        names, is_flag=True, expose_value=False, is_eager=True, callback=apply, help=text
+    )
+
+
+def open_standard_streams() -> None:
+    """Replace closed standard streams.
+
+    Their descriptors are reserved: the first files that a command opens would get them, and
+    messages would then be written into these files. Writing to a closed stdout raises
+    `BrokenPipeError`, as if its reader were gone; text for a closed stderr is dropped.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_Closed()), encoding="utf-8", write_through=True
+        )
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+
+
+class _Closed(io.RawIOBase):
+    """A stream that nobody reads."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, _: Any) -> int:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollout_io.cli.datasets import workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, example, note
-from rollout_io.cli.workers import workers_of, workers_options
 from schemas.errors import count
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Locks, so that only one process at a time writes to a destination.
+"""Locks, so that only one process at a time writes to a destination, and files that need one.
 
 The operating system releases file locks when the process ends.
 """
@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
+import posixpath
+import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from rollout_io.dataset.atomic_files import writable
+from rollout_io.dataset.atomic_files import whole, writable
 from rollout_io.dataset.storage import Location
 from schemas.errors import InputError
+
+if TYPE_CHECKING:
+    import polars as pl
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS})
 """Errors of filesystems that do not support locks."""
@@ -134,3 +141,55 @@ def _beside(target: Path) -> Path:
     if len(os.fsencode(name)) > _MOST_NAME_BYTES:
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return target.with_name(f".{name}.lock") if name else target / ".lock"
+
+
+def check_table_out(out: str) -> None:
+    """Check that a table can be written to a path, before the table is computed.
+
+    Raises:
+        InputError: `output_file`: the name does not end in `.parquet`; `out_is_free`: the path
+            exists.
+    """
+    if Path(out).suffix != ".parquet":
+        got, hint = "the file name does not end in .parquet", "choose a name that does"
+        raise InputError("output_file", f"--out {out}", got, hint=hint)
+    if os.path.lexists(out):
+        got, hint = "the output path already exists", "choose a different --out, or remove it"
+        raise InputError("out_is_free", out, got, hint=hint)
+
+
+def write_table(table: pl.DataFrame, out: str) -> None:
+    """Write a table atomically to a new Parquet file, and create its parent directories.
+
+    Raises:
+        InputError: `out_is_free`: the path exists, or another process is writing to it; `output_file`: it cannot be written.
+    """
+    with destination(out, noun="path"):
+        check_table_out(out)
+        with writable(out), whole(Path(out), is_new=True) as partial:
+            table.write_parquet(partial)
+
+
+_TEMPORARY = re.compile(r"\.part-\d{5,}(-[0-9a-f]{8})?\.parquet\.[0-9a-f]{8}\.tmp")
+
+
+def mark_alive(file: Any) -> None:
+    """Lock an open temporary file until it is closed, so that no other writer removes it."""
+    with suppress(OSError):  # some filesystems have no locks
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def remove_leftovers(folder: Location) -> None:
+    """Remove the temporary shards in a local directory whose writers have ended.
+
+    Call this while holding the directory's `Destination`. Files with any other name are kept, as are
+    files of writers that still run.
+    """
+    if not folder.is_local or not folder.fs.isdir(folder.path):
+        return
+    for path in folder.fs.ls(folder.path):
+        if _TEMPORARY.fullmatch(posixpath.basename(path)) and not Path(path).is_symlink():
+            # An OSError means that the file is being written, is gone, or cannot be locked.
+            with suppress(OSError), Path(path).open("rb") as file:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                Path(path).unlink()

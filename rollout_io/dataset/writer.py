@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.footer import Part, Place, Places, seal
 from rollout_io.dataset.id_filters import IdFilters
-from rollout_io.dataset.leftovers import mark_alive, remove_leftovers
-from rollout_io.dataset.locking import Destination
+from rollout_io.dataset.locking import Destination, mark_alive, remove_leftovers
 from rollout_io.dataset.prefix_layout import encode_prefixes, trajectory_starts
 from rollout_io.dataset.storage import (
     SHARD_PREFIX,

@@ -5,8 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io import RolloutWriter
-from schemas.update_shares import UPDATE_SHARE_COLUMNS
-from schemas.verdicts import VERDICT_COLUMNS
+from schemas.forensics import UPDATE_SHARE_COLUMNS, VERDICT_COLUMNS
 
 ROWS = (("t_0", 0, [5, 6, 7, 8]), ("t_0", 1, [9, 9]), ("t_1", 0, [4, 4, 4]), ("u_0", 0, [7]))
 """trajectory_id, step_index, response_ids of each row."""

@@ -81,11 +81,11 @@ def audit(
         raise click.UsageError("--first-pass and --thorough are mutually exclusive.")
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
-    from rollout_io.dataset.table_files import check_table_out, write_table
+    from rollout_io.dataset.locking import check_table_out, write_table
 
     if out is not None:
         check_table_out(out)
-    from rollout_io.cli.dataset import open_valid
+    from rollout_io.cli.datasets import open_valid
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.tokenizer import load_tokenizer
     from rollout_io.terminal import Bar

@@ -72,7 +72,7 @@ def blame(
     advantage, the mismatch with the sampler, or the improbability of their tokens (docs/audit.md).
     Nothing is written to RUN unless --out names a file there.
     """
-    from rollout_io.dataset.table_files import check_table_out, write_table
+    from rollout_io.dataset.locking import check_table_out, write_table
 
     if out is not None:
         check_table_out(out)

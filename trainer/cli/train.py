@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rollout_io.cli.datasets import workers_of
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
-from rollout_io.cli.workers import workers_of
 from schemas.errors import count
 from trainer.cli.options import algorithm_option, suggest_next_steps
 from trainer.cli.processes import errors_printed_once, in_processes, num_processes_option
@@ -181,7 +181,7 @@ def plot(
     else:
         if metrics:
             raise click.UsageError("--metric applies to runs, not to datasets.")
-        from rollout_io.cli.dataset import open_valid
+        from rollout_io.cli.datasets import open_valid
         from trainer.reports.charts import check_image
         from trainer.reports.dataset_plot import plot_datasets
 

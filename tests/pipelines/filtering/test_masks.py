@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pipelines import merge, trajectory_returns
 from pipelines.filtering.filters import RAN_OUT_OF_TOKENS, failed, overlong
-from pipelines.filtering.masks import apply_masks
+from pipelines.filtering.verdicts import apply_masks
 from schemas import validate
 from schemas.strategies import rollout_tables
 from tests.helpers.filter_helpers import one_step, relaxed, table

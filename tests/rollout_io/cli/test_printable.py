@@ -16,7 +16,7 @@ from tests.helpers.table_helpers import write_example
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\u202e\u2066\x9b31m\x00\r\x08"
 BAD = set("\x1b\x07\u202e\u2066\x9b\x00\r\x08")
-PLACES = ("rollout_io/cli/output.py", "rollout_io/cli/stopping.py")
+PLACES = ("rollout_io/cli/output.py", "rollout_io/cli/output.py")
 
 
 def test_all_text_is_printed_in_one_place():

@@ -1,5 +1,5 @@
-from rollout_io.cli import workers
-from rollout_io.cli.workers import num_converters
+from rollout_io.cli import datasets
+from rollout_io.cli.datasets import num_converters
 
 
 def test_one_process_converts_small_logs_unless_text_is_tokenized(monkeypatch):

@@ -76,7 +76,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         "data.partial_groups=refuse",
         (
             "Error: group 'g1': found 1 trajectory; expected 2, the",
-            "Hint: pass --set data.partial_groups=mask",
+            "Hint: pass `--set data.partial_groups=mask`",
         ),
     ),
     "advantages of zero alone": (
@@ -107,7 +107,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "partial groups of equal rewards, where another term has a gradient": (
         rows_of(rewards=(1.0, 1.0))[:-2],
         "data.partial_groups=refuse loss.entropy_loss_coef=0.1",
-        ("[partial_groups]", "Hint: pass --set data.partial_groups=mask"),
+        ("[partial_groups]", "Hint: pass `--set data.partial_groups=mask`"),
     ),
     "advantages that only a failed trajectory hides": (
         [

@@ -12,7 +12,7 @@ import torch
 import rollout_io
 from rollout_io.dataset.atomic_files import whole
 from schemas.errors import InputError, RolloutError, count
-from schemas.verdicts import AUDIT
+from schemas.forensics import AUDIT
 from trainer.distributed.sharding import is_sharded
 from trainer.forensics.audit.audit import run_audit
 from trainer.forensics.audit.candidates import Candidate

@@ -15,7 +15,7 @@ from rich.text import Text
 from rollout_io.cli.output import wants_color
 from rollout_io.terminal import console, duration, printable
 from schemas.errors import count
-from schemas.verdicts import MEANINGS
+from schemas.forensics import MEANINGS
 from trainer.forensics.audit.causes import likely_causes
 from trainer.forensics.audit.rescoring import Cost
 from trainer.forensics.audit.result import AuditResult, Plan

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import polars as pl
 import pyarrow as pa
 
+from schemas.forensics import VERDICT_COLUMNS
 from schemas.metadata import LogprobsMode
-from schemas.verdicts import VERDICT_COLUMNS
 from trainer.forensics.audit.candidates import Candidate
 from trainer.forensics.audit.noise import Noise, Residuals
 from trainer.forensics.audit.rescoring import Cost

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schemas.forensics import NO_FAULT
 from schemas.metadata import LogprobsMode
-from schemas.verdicts import NO_FAULT
 from trainer.forensics.audit.hypotheses import (
     PENALTY,
     Fit,

@@ -10,9 +10,9 @@ import polars as pl
 import pyarrow as pa
 from torch import Tensor
 
+from schemas.forensics import UPDATE_SHARE_COLUMNS
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import BoolArray, offsets_of
-from schemas.update_shares import UPDATE_SHARE_COLUMNS
 from trainer.batches.data import Batch
 from trainer.batches.stored_rows import Origins
 from trainer.forensics.blame.gradients import RowGradients

@@ -14,7 +14,7 @@ import rollout_io
 from pipelines.generation.engines.base import Sampling
 from rollout_io.cli.main import run
 from schemas.errors import RolloutError
-from schemas.verdicts import MEANINGS, NO_FAULT
+from schemas.forensics import MEANINGS, NO_FAULT
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from tests.helpers.view_helpers import Asked

@@ -1,16 +1,19 @@
-"""The options `--workers` and `--engine` of verbs that run in parallel."""
+"""The options `--workers`, `--engine` and `--layout` of verbs, and how verbs open a dataset."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from schemas.errors import count
+from schemas.errors import InvariantError, count
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from rollout_io.dataset.parallel import Engine, Workers
 
 _BYTES_PER_PROCESS = 64 << 20  # starting a process takes as long as reading tens of MB
@@ -76,3 +79,51 @@ def num_converters(num_bytes: int, *, retokenizes: bool) -> int:
     """
     is_small = num_bytes <= _CONVERTED_ALONE_BYTES
     return 1 if is_small and not retokenizes else num_for(num_bytes)
+
+
+layout_option = click.option(
+    "--layout",
+    type=click.Choice(["prefix", "full"]),
+    help="Store prompts as references to earlier steps, or in full.  [default: as in DS]",
+)
+
+
+_LOG = logging.getLogger(__name__)
+
+
+def open_dataset(path: str) -> pl.LazyFrame:
+    """Scan a dataset, after checking that the required columns exist with their declared types.
+
+    Raises:
+        InputError: `dataset_exists`: the path is not a dataset.
+        InvariantError: `columns_and_types`: a column is missing or has the wrong type.
+    """
+    import polars as pl
+
+    from rollout_io.dataset.reader import scan
+    from schemas.checker import check_types
+
+    frame = scan(path)
+    empty = pl.DataFrame(schema=frame.collect_schema()).to_arrow()
+    breaches, _ = check_types(empty)
+    if len(breaches):
+        first = breaches.row(0, named=True)
+        hint = f"run `rollouts validate {path}` to list every error"
+        raise InvariantError("columns_and_types", path, first["message"], "", hint)
+    return frame
+
+
+def open_valid(path: str, workers: Workers | None = None) -> pl.LazyFrame:
+    """Scan a dataset, after checking every row against the named invariants.
+
+    Raises:
+        InputError: `dataset_exists`: the path is not a dataset.
+        InvariantError: The dataset breaks an invariant, whose name is the rule id.
+    """
+    from rollout_io.cli.datasets import workers_of
+    from rollout_io.dataset.checking import validate
+
+    frame, start_s = open_dataset(path), time.monotonic()
+    validate(path, workers or workers_of(None, "local", path))
+    _LOG.debug("%s: checked in %.2f s", path, time.monotonic() - start_s)
+    return frame

@@ -1,16 +1,21 @@
-"""Verdicts: the table that `rollouts audit` writes, one row for each sampled span.
+"""The tables of verdicts and of shares, which `rollouts audit` and `rollouts blame` write.
 
-An audit compares the stored log-probabilities of a span with log-probabilities under candidate
-weights and settings. `dataset`, `trajectory_id` and `step_index` identify the row (for merged rows,
-the step as `unmerge` numbers it); `token_sum` and `num_response_tokens` show whether it has changed
-since. Positions are indices into the row's `response_ids`.
+Verdicts: one row for each sampled span. An audit compares the stored log-probabilities of a span
+with log-probabilities under candidate weights and settings. Positions are indices into the row's
+`response_ids`.
+
+Shares: one row for each row of an update, with its share of the update. The table may have further
+numeric columns, which the viewer also shows.
+
+`dataset`, `trajectory_id` and `step_index` identify the row of the dataset (for merged rows, the
+step as `unmerge` numbers it); `token_sum` shows whether it has changed since.
 """
 
 from __future__ import annotations
 
 import pyarrow as pa
 
-from schemas.columns import Column
+from schemas.columns import Column, Length
 
 AUDIT = "audit"
 """Directory of the verdicts in a run: `RUN/audit/*.parquet`."""
@@ -84,3 +89,32 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
     _optional("reason", pa.string(), "explanation of the finding"),
 )
 """Columns of a table of verdicts, declared like the columns of the rollout table."""
+
+
+BLAME = "blame"
+"""Directory of these tables in a run: `RUN/blame/*.parquet`."""
+
+UPDATE_SHARE_COLUMNS: tuple[Column, ...] = (
+    Column(name="run", type=pa.string(), meaning="directory of the run, as specified"),
+    Column(name="global_step", type=pa.int32(), meaning="number of the update"),
+    Column(name="dataset", type=pa.string(), meaning="path of the dataset, as configured"),
+    Column(name="instance_id", type=pa.string(), meaning="group of the row"),
+    Column(name="trajectory_id", type=pa.string(), meaning="trajectory of the row"),
+    Column(name="step_index", type=pa.int32(), meaning="index of the row in its trajectory"),
+    Column(name="token_sum", type=pa.int64(), meaning="sum of the row's `response_ids`"),
+    Column(
+        name="share",
+        type=pa.float64(),
+        meaning="the row's share of the update; the shares of all rows sum to 1, and a row that pulls"
+        " against the step has a negative share",
+    ),
+    Column(
+        name="token_shares",
+        type=pa.list_(pa.float32()),
+        nullable=True,
+        length=Length.RESPONSE,
+        meaning="each response token's share of the update, null where the token is not a target;"
+        " sums to `share`",
+    ),
+)
+"""Columns of such a table, declared like the columns of the rollout table."""
