@@ -596,6 +596,7 @@ def generation_page() -> str:
 def rl_page() -> str:
     """Build rl.md, with the keys of `RlConfig` and the metrics that the loop adds."""
     tables = config_fields("trainer/rl/config.py", "RlConfig")
+    tables += config_fields("trainer/config/train_config.py", "Sections")
     rows = [f"| `[{n}]` | {doc} |" for n, _, _, doc in tables]
     keys = config_fields("trainer/rl/config.py", "LoopConfig")
     loop = [f"| `{n}` | {k} | {d} | {doc} |" for n, k, d, doc in keys]

@@ -24,7 +24,7 @@ from trainer.algorithms.losses.covariance import (
     kl_cov_selection,
 )
 from trainer.algorithms.losses.policy import TokenLoss, regular
-from trainer.config.functions import BoundFunction, Function
+from trainer.config.functions import Function
 from trainer.config.loss_config import LossConfig
 
 FloatArray = npt.NDArray[np.float64]
@@ -82,20 +82,19 @@ class Units:
         return len(self.row)
 
 
-def policy_loss(t: Targets, loss: BoundFunction) -> TokenLoss:
+def policy_loss(t: Targets, loss: Function) -> TokenLoss:
     """Compute the loss per target with `loss.policy_loss_type`, neither reduced nor corrected.
 
     Raises:
         InputError: A user's loss fails, or its result is invalid.
     """
-    function = loss.function
-    if function.is_own and not len(t.logprobs):
+    if loss.is_own and not len(t.logprobs):
         return TokenLoss(t.logprobs, torch.zeros_like(t.logprobs, dtype=torch.bool))
-    found = _call(loss, {name: getattr(t, name) for name in function.inputs})
-    return _checked_loss(function, found, t.logprobs) if function.is_own else found
+    found = _call(loss, {name: getattr(t, name) for name in loss.inputs})
+    return _checked_loss(loss, found, t.logprobs) if loss.is_own else found
 
 
-def reduction_weights(units: Units, reduction: BoundFunction) -> FloatArray:
+def reduction_weights(units: Units, reduction: Function) -> FloatArray:
     """Compute the weight that `loss.reduction` gives to each of a mini-batch's M targets.
 
     Rows, trajectories and groups without targets count as a loss of 0. Targets left out of the loss
@@ -104,17 +103,16 @@ def reduction_weights(units: Units, reduction: BoundFunction) -> FloatArray:
     Raises:
         InputError: A user's reduction fails, or its result is invalid.
     """
-    function = reduction.function
-    if function.is_own and not units.num_targets:
+    if reduction.is_own and not units.num_targets:
         return np.zeros(0)
-    found = _call(reduction, {name: getattr(units, name) for name in function.inputs})
-    if not function.is_own:
+    found = _call(reduction, {name: getattr(units, name) for name in reduction.inputs})
+    if not reduction.is_own:
         return np.asarray(found)
-    return _finite_array(function, found, units.num_targets, "weight of each target")
+    return _finite_array(reduction, found, units.num_targets, "weight of each target")
 
 
 def advantages_of_returns(
-    returns: FloatArray, group_index: IntArray, estimator: BoundFunction
+    returns: FloatArray, group_index: IntArray, estimator: Function
 ) -> FloatArray:
     """Estimate the advantages of n trajectories from their returns.
 
@@ -138,7 +136,7 @@ def advantages_of_rewards(
     trajectory: IntArray,
     group_index: IntArray,
     values: FloatArray | None,
-    estimator: BoundFunction,
+    estimator: Function,
 ) -> tuple[FloatArray, FloatArray | None]:
     """Estimate the advantages of N trained tokens from their rewards.
 
@@ -170,22 +168,21 @@ def _numbered(index: IntArray) -> IntArray:
 
 
 def _estimated(
-    arrays: Mapping[str, Any], num: int, what: str, estimator: BoundFunction
+    arrays: Mapping[str, Any], num: int, what: str, estimator: Function
 ) -> tuple[FloatArray, FloatArray | None]:
-    function = estimator.function
-    with_critic = "values" in function.inputs
-    if function.is_own and not num:
+    with_critic = "values" in estimator.inputs
+    if estimator.is_own and not num:
         return np.zeros(0), np.zeros(0) if with_critic else None
-    found = _call(estimator, {name: arrays[name] for name in function.inputs})
-    if not function.is_own:
+    found = _call(estimator, {name: arrays[name] for name in estimator.inputs})
+    if not estimator.is_own:
         return (found.advantages, found.value_targets) if with_critic else (found, None)
     if not with_critic:
-        return _finite_array(function, found, num, what), None
+        return _finite_array(estimator, found, num, what), None
     if not isinstance(found, CriticAdvantages):
         expected = "CriticAdvantages(advantages, value_targets), because it takes `values`"
-        raise _refused(function, f"a value of type {type(found).__name__}", expected)
-    targets = _finite_array(function, found.value_targets, num, "value of each trained token")
-    return _finite_array(function, found.advantages, num, what), targets
+        raise _refused(estimator, f"a value of type {type(found).__name__}", expected)
+    targets = _finite_array(estimator, found.value_targets, num, "value of each trained token")
+    return _finite_array(estimator, found.advantages, num, what), targets
 
 
 def select(
@@ -211,7 +208,7 @@ def select(
     )
 
 
-def _call(bound: BoundFunction, arrays: Mapping[str, Any]) -> Any:
+def _call(function: Function, arrays: Mapping[str, Any]) -> Any:
     """Call a function with its inputs and the values of its keys.
 
     A user's function gets copies of the arrays, in case it modifies them.
@@ -220,12 +217,11 @@ def _call(bound: BoundFunction, arrays: Mapping[str, Any]) -> Any:
         InputError: `{rule}_raised`: the user's function raised an exception (the message has the
             location).
     """
-    function = bound.function
     if not function.is_own:
-        return function.call(**arrays, **bound.keys)
+        return function.call(**arrays, **function.values)
     given = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in arrays.items()}
     try:
-        return function.call(**given, **bound.keys)
+        return function.call(**given, **function.values)
     except Exception as error:  # a user function may raise anything
         frames = traceback.extract_tb(error.__traceback__)[1:]
         path = function.place.rpartition(":")[0]

@@ -14,7 +14,7 @@ from schemas.error_ids import fix_of
 from schemas.errors import InputError, InvariantError, first_of
 from schemas.metadata import Outcome
 from trainer.algorithms.configured import advantages_of_returns
-from trainer.config.functions import ADVANTAGE_ESTIMATOR, BoundFunction, bind
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.sections import BatchConfig
 from trainer.config.train_config import TrainConfig
 
@@ -157,14 +157,14 @@ def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
     return spread.filter("constant")["instance_id"].to_list()
 
 
-def trajectory_estimator(config: TrainConfig) -> BoundFunction | None:
+def trajectory_estimator(config: TrainConfig) -> Function | None:
     """Bind the estimator if it takes returns; None if it takes token rewards or is not used."""
     if config.loss.is_supervised or config.advantage.by_token:
         return None
     return bind(ADVANTAGE_ESTIMATOR, config.advantage)
 
 
-def trajectory_advantages(trajectories: pl.DataFrame, estimator: BoundFunction | None) -> pl.Series:
+def trajectory_advantages(trajectories: pl.DataFrame, estimator: Function | None) -> pl.Series:
     """Compute the advantage of each trajectory from its return; 0 if it is excluded from training.
 
     `trajectories` has instance_id, return and trains of complete groups. Without an estimator, all

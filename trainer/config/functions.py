@@ -14,7 +14,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from typing import Any
 
@@ -124,6 +124,7 @@ class Function:
         keys: All other parameters: configuration keys.
         takes_all_keys: Whether the function accepts arbitrary keys (`**keys`).
         call: The function.
+        values: Values of the keys, from the configuration; empty until the function is bound.
     """
 
     kind: Kind
@@ -133,6 +134,7 @@ class Function:
     keys: Mapping[str, Parameter]
     takes_all_keys: bool
     call: Callable[..., Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -231,20 +233,7 @@ def known_inputs(kind: Kind) -> str:
     return f"inputs of {kind.place}: {', '.join(kind.inputs)}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BoundFunction:
-    """A configured function and the values of its keys.
-
-    Attributes:
-        function: The function.
-        keys: Values, by parameter name, of all parameters that are configuration keys.
-    """
-
-    function: Function
-    keys: dict[str, Any]
-
-
-def bind(kind: Kind, section: Any) -> BoundFunction:
+def bind(kind: Kind, section: Any) -> Function:
     """Find the function that a section names, and bind it to the section's values.
 
     Raises:
@@ -254,11 +243,11 @@ def bind(kind: Kind, section: Any) -> BoundFunction:
         >>> from trainer.config.loss_config import LossConfig
         >>> bind(
         ...     LOSS_REDUCTION, LossConfig(reduction="seq_mean_token_sum_norm", max_seq_len=8)
-        ... ).keys
+        ... ).values
         {'max_seq_len': 8}
     """
     function = find(kind, getattr(section, kind.key))
-    return BoundFunction(function=function, keys=_values(function, section))
+    return replace(function, values=_values(function, section))
 
 
 def _values(function: Function, section: Any) -> dict[str, Any]:
@@ -391,9 +380,8 @@ class Use:
 
 def used(kind: Kind, section: Any) -> Use:
     """Describe the function that a section names."""
-    bound = bind(kind, section)
-    function = bound.function
-    values = {name: p.default for name, p in function.keys.items()} | bound.keys
+    function = bind(kind, section)
+    values = {name: p.default for name, p in function.keys.items()} | dict(function.values)
     return Use(
         name=function.name,
         place=function.place or None if function.is_own else None,

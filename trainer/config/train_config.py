@@ -40,11 +40,63 @@ MOVED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """All settings of a training run, by section; saved in `OUT/config.json` with defaults resolved.
+class Sections:
+    """The sections of the configuration that `rollouts train` and `rollouts rl` share.
 
     Each part of the trainer takes its section. The keys and their defaults are documented in the
     classes of the sections.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Dataset, and which of its trajectories train. `rollouts rl` sets `dataset` and `group_size`."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """Sizes of batches and updates, and how rows are forwarded. In `rollouts rl`, `groups_per_batch` is
+    the number of groups per iteration."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """How advantages are estimated."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Policy loss, reduction, corrections, KL and entropy."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy, its adapters, and the critic's start. In `rollouts rl`, `path` also has the tokenizer
+    and the chat template."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizers and learning rates."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Directory, seed, checkpoints and records of the run. In `rollouts rl`, `seed` is also the seed of
+    the order of tasks in each pass, and of the embedded engine unless `[generate]` sets `seed`."""
+
+    @property
+    def compares_groups(self) -> bool:
+        """True if advantages depend on the returns of a trajectory's group."""
+        return not self.loss.is_supervised and "group_index" in self.advantage.inputs
+
+    def check_agreement(self) -> None:
+        """Check that values of different sections do not contradict each other.
+
+        Raises:
+            ConfigError: `config_value`: two values contradict each other.
+        """
+        loss, advantage = self.loss, self.advantage
+        if self.model.critic_model is not None and not advantage.needs_critic:
+            keys, expected = (
+                "model.critic_model and advantage.estimator",
+                "gae, or a custom estimator that takes `values`",
+            )
+            raise ConfigError("config_value", keys, advantage.estimator, expected)
+        if loss.is_supervised and advantage.needs_critic:
+            keys, got = (
+                "loss.policy_loss_type and advantage.estimator",
+                f"{loss.policy_loss_type} and {advantage.estimator}",
+            )
+            expected = (
+                f"an estimator without a critic, because {loss.policy_loss_type} uses no advantages"
+            )
+            raise ConfigError("config_value", keys, got, expected)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig(Sections):
+    """All settings of a training run, by section; saved in `OUT/config.json` with defaults resolved.
 
     Raises:
         ConfigError: A value is out of range, two values contradict each other, or a path is missing.
@@ -55,52 +107,9 @@ class TrainConfig:
         'merge'
     """
 
-    data: DataConfig = field(default_factory=DataConfig)
-    """Dataset, and which of its trajectories train."""
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    """Sizes of batches and updates, and how rows are forwarded."""
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    """How advantages are estimated."""
-    loss: LossConfig = field(default_factory=LossConfig)
-    """Policy loss, reduction, corrections, KL and entropy."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The policy, its adapters, and the critic's start."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Optimizers and learning rates."""
-    run: RunConfig = field(default_factory=RunConfig)
-    """Directory, seed, checkpoints and records of the run."""
-
-    @property
-    def compares_groups(self) -> bool:
-        """True if advantages depend on the returns of a trajectory's group."""
-        return not self.loss.is_supervised and "group_index" in self.advantage.inputs
-
     def __post_init__(self) -> None:
         check_required(dataclasses.asdict(self), REQUIRED)
-        check_sections_agree(self.loss, self.advantage, self.model)
-
-
-def check_sections_agree(loss: LossConfig, advantage: AdvantageConfig, model: ModelConfig) -> None:
-    """Check that values of different sections do not contradict each other.
-
-    Raises:
-        ConfigError: `config_value`: two values contradict each other.
-    """
-    if model.critic_model is not None and not advantage.needs_critic:
-        keys, expected = (
-            "model.critic_model and advantage.estimator",
-            "gae, or a custom estimator that takes `values`",
-        )
-        raise ConfigError("config_value", keys, advantage.estimator, expected)
-    if loss.is_supervised and advantage.needs_critic:
-        keys, got = (
-            "loss.policy_loss_type and advantage.estimator",
-            f"{loss.policy_loss_type} and {advantage.estimator}",
-        )
-        expected = (
-            f"an estimator without a critic, because {loss.policy_loss_type} uses no advantages"
-        )
-        raise ConfigError("config_value", keys, got, expected)
+        self.check_agreement()
 
 
 def load_config(

@@ -28,21 +28,12 @@ from rollout_io.configuration import (
 )
 from schemas.errors import ConfigError, RolloutError
 from trainer.config.functions import own_parameters
-from trainer.config.loss_config import LossConfig
-from trainer.config.sections import (
-    AdvantageConfig,
-    BatchConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    check_section,
-)
+from trainer.config.sections import check_section
 from trainer.config.train_config import (
     LIST_EXAMPLES,
     MOVED,
+    Sections,
     TrainConfig,
-    check_sections_agree,
     default_dtype,
 )
 
@@ -94,7 +85,7 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RlConfig:
+class RlConfig(Sections):
     """All settings of the RL loop. Saved as `OUT/config.json`.
 
     Raises:
@@ -120,25 +111,10 @@ class RlConfig:
     `[generate]`. `group_size` is 1 and `temperature` 0 unless set here. The first and the last
     weights are always evaluated. Each table `[evaluate.NAME]` is an evaluation set whose keys
     override the keys in `[evaluate]`. None: no evaluation."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """As for `rollouts train`; the loop sets `dataset` and `group_size`."""
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    """As for `rollouts train`; `groups_per_batch` is the number of groups per iteration."""
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    """As for `rollouts train`."""
-    loss: LossConfig = field(default_factory=LossConfig)
-    """As for `rollouts train`."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """As for `rollouts train`; `path` also has the tokenizer and the chat template."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """As for `rollouts train`."""
-    run: RunConfig = field(default_factory=RunConfig)
-    """As for `rollouts train`; `seed` is also the seed of the order of tasks in each pass, and of the
-    embedded engine unless `[generate]` sets `seed`."""
 
     def __post_init__(self) -> None:
         check_required(dataclasses.asdict(self), REQUIRED)
-        check_sections_agree(self.loss, self.advantage, self.model)
+        self.check_agreement()
         shared, sets = evaluation_sets(self.evaluate or {})
         every = shared.get("every_iterations", 1)
         if every < 1:
@@ -186,15 +162,8 @@ class RlConfig:
             group_size=generation.group_size,
             outcome=self.data.outcome or generation.outcome,
         )
-        return TrainConfig(
-            data=data,
-            batch=self.batch,
-            advantage=self.advantage,
-            loss=self.loss,
-            model=self.model,
-            optimizer=self.optimizer,
-            run=self.run,
-        )
+        shared = {one.name: getattr(self, one.name) for one in dataclasses.fields(Sections)}
+        return TrainConfig(**shared | {"data": data})
 
     def evaluations(self, version: int) -> dict[str, EvaluateConfig]:
         """Return the evaluation sets for a version of the weights, by name ("" for a single set)."""

@@ -16,7 +16,7 @@ from trainer.algorithms.configured import advantages_of_rewards
 from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
 from trainer.batches.data import Batch
 from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator
-from trainer.config.functions import ADVANTAGE_ESTIMATOR, BoundFunction, bind
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import AdvantageConfig
 from trainer.config.train_config import TrainConfig
@@ -138,7 +138,7 @@ def charge_kl(
 
 
 def _advantages_of_returns(
-    plan: Plan, groups: Sequence[str], estimator: BoundFunction, change: FloatArray
+    plan: Plan, groups: Sequence[str], estimator: Function, change: FloatArray
 ) -> FloatArray:
     """Compute advantages of a batch's trajectories, ordered by id, from changed returns."""
     trajectories = plan.trajectories.filter(pl.col("instance_id").is_in(list(groups)))
