@@ -1,10 +1,9 @@
-"""Row conditions in SQL, restricted to expressions over the columns of one row.
+"""Row conditions, in SQL or as Polars expressions, restricted to the columns of one row.
 
-Polars reads the files of a subquery (`reward IN (SELECT x FROM read_csv('...'))`) while it parses
-the condition. The tokens of a condition are therefore checked first: without SELECT, FROM, WITH,
-TABLE and VALUES there is no subquery, and string literals, quoted names and numbers are accepted
-only in forms that all SQL tokenizers read the same way. The syntax tree that Polars builds then
-decides whether the rest is a condition on a row.
+SQL is parsed and checked by `sql_expressions`. The syntax tree that Polars builds then decides
+whether the expression is a condition on a row, and whether its values are bounded: padding,
+repetition and replacement can make gigabytes of a short text, inside Polars, where nothing
+interrupts them. Their lengths must therefore be literals, and small.
 """
 
 from __future__ import annotations
@@ -12,32 +11,16 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import polars as pl
 
-from rollout_io.dataset.condition_growth import grown_text
 from schemas.errors import ConfigError
-
-MOST_OPERATORS = 500
-"""Limit on names and operators per condition; thousands overflow the stack of Polars' parser."""
 
 POLARS_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
 """Exceptions that Polars raises for a condition (`PanicException` is not an `Exception`)."""
 
-_TOKEN = re.compile(
-    r"""\s+
-    | (?P<text>'(?:[^'\\]|''|\\(?!'))*'(?!'))
-    | (?P<name>"(?:[^"\\]|"")*"(?!"))
-    | (?P<number>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?![\w'"])
-    | (?P<word>[^\W\d]\w*)(?!['"])
-    | (?P<comment>--|/\*)
-    | (?P<comma>,)
-    | [-+*/%<>=!~|&^().\[\]:]""",
-    re.VERBOSE,
-)
-_QUERY_WORDS = frozenset({"select", "from", "with", "table", "values"})
 _HINT = "write a condition as you would after WHERE in SQL: reward > 0 AND agent = 'main'"
 _VALUES = frozenset({"Column", "Literal", "FieldByName"})
 _WINDOWS = frozenset({"Over", "Window"})
@@ -53,6 +36,24 @@ _NOT_ROWWISE = {
     "SubPlan": "a subquery",
     "Selector": "a pattern of column names",
     "Explode": "an exploded list",
+}
+
+MOST_LENGTH = 10_000
+"""Limit on the characters or items that padding and repetition may make."""
+
+MOST_GROWTH = 1000
+"""Limit on the product of the factors by which all replacements and joins may lengthen a text."""
+
+_LENGTHS = {
+    "PadStart": "lpad",
+    "PadEnd": "rpad",
+    "ZFill": "zfill",
+    "RepeatBy": "repeat_by",
+}
+_FACTORS = {"Replace": "replace", "Join": "array_to_string"}
+_REFUSED = {
+    "IntRanges": "generate_series",
+    "ReplaceMany": "replace_many",
 }
 
 
@@ -73,11 +74,7 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
     """
     where = repr(condition if isinstance(condition, str) else str(condition))
     if isinstance(condition, str):
-        _check_words(condition, where)
-        try:
-            condition = pl.sql_expr(condition)
-        except (*POLARS_ERRORS, OSError) as error:
-            raise refused(error, where) from None
+        condition = _parsed(condition, where)
     try:
         tree = _as_json(condition)
     except RecursionError:
@@ -88,7 +85,7 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
         got, expected = f"{found} over the entire dataset", "a condition on each row"
         hint = "aggregate over groups: max(step_index) OVER (PARTITION BY trajectory_id)"
         raise ConfigError("condition", where, got, expected, hint)
-    if (found := grown_text(tree)) is not None:
+    if (found := _grown_text(tree)) is not None:
         hint = "compare the column itself, or add a column with the computed text first"
         raise ConfigError("condition", where, found, "", hint)
     return condition
@@ -140,29 +137,25 @@ def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: s
         raise ConfigError("known_column", where, got, "", hint)
 
 
-def _check_words(text: str, where: str) -> None:
-    """Reject SQL that could be anything but an expression over columns."""
-    position, before, num_operators = 0, "", 0
-    while position < len(text):
-        token = _TOKEN.match(text, position)
-        if token is None or token["comment"]:
-            got = f"unexpected {text[position : position + 12]!r} at character {position + 1}"
-            raise ConfigError("condition", where, got, "", _HINT)
-        word = (token["word"] or "").lower()
-        if word in _QUERY_WORDS and (before, word) != ("distinct", "from"):
-            # `IS DISTINCT FROM` is the only use of FROM inside an expression.
-            hint = f"write '{word}' for a text value, \"{word}\" for a column"
-            got = f"a condition cannot contain {token[0]}, which is a keyword of SQL queries"
-            raise ConfigError("condition", where, got, "", hint)
-        num_operators += token.lastgroup in {None, "name", "word"} and not token[0].isspace()
-        before = before if token[0].isspace() else word
-        position = token.end()
-    if num_operators > MOST_OPERATORS:
-        raise _too_long(where)
+def _parsed(text: str, where: str) -> pl.Expr:
+    from rollout_io.dataset.sql_expressions import (
+        NotAnExpressionError,
+        TooLongError,
+        checked_sql,
+    )
+
+    try:
+        return pl.sql_expr(checked_sql(text))
+    except NotAnExpressionError as error:
+        raise ConfigError("condition", where, str(error), "", _HINT) from None
+    except TooLongError:
+        raise _too_long(where) from None
+    except (*POLARS_ERRORS, OSError) as error:
+        raise refused(error, where) from None
 
 
 def _too_long(where: str) -> ConfigError:
-    got = f"the condition has too many names and operators (at most {MOST_OPERATORS})"
+    got = "the condition has too many names and operators (at most 500), or is nested too deeply"
     hint = "write a list of values as trajectory_id IN ('a_0', 'a_1')"
     return ConfigError("condition", f"{where[:60]}...", got, "", hint)
 
@@ -200,3 +193,75 @@ def _is_bounded(key: str, value: Any) -> bool:
     if key in _WINDOWS:
         return _first(value.get("partition_by"), {"Column": "a column"}) is not None
     return key == _LIST_SCOPE
+
+
+def _grown_text(tree: Any) -> str | None:
+    """Find a function that may make a value much longer than its inputs.
+
+    Args:
+        tree: Polars' JSON of an expression.
+
+    Returns:
+        What was found, for an error message; None if all functions are bounded.
+    """
+    growth = 1
+    for name, arguments in _functions(tree):
+        if name in _REFUSED:
+            return f"{_REFUSED[name]}, whose result has no bound"
+        if name in _LENGTHS:
+            length = _number(arguments[1:])
+            if length is None or length > MOST_LENGTH:
+                shown = "a computed length" if length is None else f"length {length:,}"
+                return f"{_LENGTHS[name]} with {shown} (at most {MOST_LENGTH:,}, as a number)"
+        if name in _FACTORS:
+            text = _text(arguments[-1:])
+            if text is None:
+                return f"{_FACTORS[name]} with a computed text; its last argument must be a literal"
+            growth *= max(len(text) + (_text(arguments[1:2]) == ""), 1)
+            if growth > MOST_GROWTH:
+                return f"{_FACTORS[name]} may make a text over {MOST_GROWTH:,} times longer"
+    return None
+
+
+def _functions(tree: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the name and the arguments of each function in a tree."""
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, list):
+            nodes += node
+        elif isinstance(node, dict):
+            nodes += [value for key, value in node.items() if key != "Literal"]
+            called = node.get("Function")
+            if isinstance(called, dict):
+                for name in _names(called.get("function")):
+                    yield name, called.get("input") or []
+
+
+def _names(function: Any) -> list[str]:
+    """Return the names of a function: its group's, and its own."""
+    if isinstance(function, str):
+        return [function]
+    if not isinstance(function, dict):
+        return []
+    return [name for key, value in function.items() for name in (key, *_names(value))]
+
+
+def _literal(arguments: list[Any], kind: type) -> Any:
+    """Return the value of the first argument if it is a literal of a kind; else None."""
+    node = arguments[0] if arguments else None
+    if not isinstance(node, dict) or "Literal" not in node:
+        return None
+    while isinstance(node, dict) and len(node) == 1:  # {"Literal": {"Dyn": {"Int": 5}}}
+        (node,) = node.values()
+    return node if isinstance(node, kind) and not isinstance(node, bool) else None
+
+
+def _number(arguments: list[Any]) -> int | None:
+    found: int | None = _literal(arguments, int)
+    return found
+
+
+def _text(arguments: list[Any]) -> str | None:
+    found: str | None = _literal(arguments, str)
+    return found

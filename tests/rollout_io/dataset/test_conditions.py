@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pipelines.filtering.filters import where
 from rollout_io.cli.main import run
-from rollout_io.dataset.conditions import MOST_OPERATORS, condition_of
+from rollout_io.dataset.conditions import condition_of
+from rollout_io.dataset.sql_expressions import MOST_OPERATORS
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers.refusals import refused
@@ -122,9 +123,11 @@ def test_every_verb_refuses_a_condition_that_names_a_file(tmp_path, secret, verb
         ("lag(reward) OVER (ORDER BY step_index) > 0", "a shift"),
         ("count(*) > 1", "an aggregate"),
         ("(SELECT 1) = 1", "SELECT"),
-        ("reward > 0 -- 1", "'-- 1'"),
+        ("reward > 0 -- 1", "a comment"),
         ("reward > 0; reward", "'; reward'"),
-        ("'open", "'open"),
+        ("'open", "Missing '"),
+        ("$$ = 'a' OR b = '$$ OR agent = $$'", "$$"),
+        ("agent = 'a\\'", "a\\"),
         ("", ""),
     ],
 )
