@@ -27,7 +27,7 @@ import polars as pl
 from safetensors.torch import load_file
 
 from examples.retriever import BM25, read_corpus, serving
-from rollout_io.toml_text import to_toml
+from trainer.config.train_config import to_toml
 from trainer.reports.plot import read_metrics
 from trainer.run.checkpoint import latest_checkpoint
 

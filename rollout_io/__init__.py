@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from rollout_io.name_clashes import require_ours
+from rollout_io.startup import require_ours
 
 require_ours("schemas")
 

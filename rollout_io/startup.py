@@ -1,12 +1,14 @@
-"""A faster start of commands and worker processes, which leave out large libraries that they do not need."""
+"""Steps before libraries are imported: detect files that hide our packages, leave out large libraries."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from typing import Any
 
 _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
@@ -73,3 +75,42 @@ def importing_transformers() -> Iterator[None]:
             del os.environ[_ADVICE]
         else:
             os.environ[_ADVICE] = advises
+
+
+PACKAGES = ("schemas", "rollout_io", "pipelines", "trainer")
+
+
+class HiddenPackageError(ImportError):
+    """A file on the search path hides one of our packages."""
+
+
+def require_ours(*packages: str) -> None:
+    """Check that importing these names would load our packages, without importing any.
+
+    Args:
+        packages: Names in `PACKAGES`; other names are not checked.
+
+    Raises:
+        HiddenPackageError: A file hides a package; the message explains how to avoid it.
+    """
+    for name in packages:
+        ours = Path(__file__).parents[1] / name
+        found = _find(name) if name in PACKAGES else None
+        if found is None or found.resolve() == ours.resolve():
+            continue
+        file = found / "__init__.py" if found.is_dir() else found
+        raise HiddenPackageError(
+            f"{file} hides the package `{name}` of rollout-io ({ours}). Rename it, "
+            "or keep its directory off the search path by running `rollouts` or `python -P`",
+            name=__package__,  # `python -m rollout_io` then prints one line and no traceback
+        )
+
+
+def _find(name: str) -> Path | None:
+    """Return the package folder or module file that `import name` would load."""
+    known = sys.modules.get(name)
+    spec = importlib.util.find_spec(name) if known is None else known.__spec__
+    if spec is None or spec.origin is None:  # missing, or a folder without `__init__.py`
+        return None
+    file = Path(spec.origin)
+    return file.parent if spec.submodule_search_locations is not None else file

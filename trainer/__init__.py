@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout_io.name_clashes import require_ours
+from rollout_io.startup import require_ours
 
 require_ours("pipelines")
 

@@ -17,10 +17,9 @@ import pyarrow.compute as pc
 
 from pipelines.merging.sequences import Sequences
 from pipelines.tables import ROUTING
-from rollout_io.dataset.arrays import routing_array
 from schemas.columns import NUM_ROUTED
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
-from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
+from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of, routing_array
 
 Routes = npt.NDArray[np.int16]
 

@@ -10,11 +10,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rollout_io.dataset.arrays import ragged_array, routing_array
 from rollout_io.formats.base import Ids, Step
 from rollout_io.formats.parsing.tokens import parse_ids, usage_differs
 from schemas.columns import COLUMN_BY_NAME, COLUMNS, SEGMENT_FIELDS, Column
-from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of, ranges
+from schemas.ragged import (
+    IntArray,
+    Ragged,
+    list_lengths,
+    offsets_of,
+    ragged_array,
+    ranges,
+    routing_array,
+)
 
 _OF_RUN = frozenset({"instance_id", "repetition_id", "trajectory_id", "error"})
 _NOT_READ = frozenset({"rewards"})

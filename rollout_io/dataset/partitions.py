@@ -1,4 +1,9 @@
-"""Columns in the names of directories, `DS/run=a/part-00000.parquet` (Hive partitions)."""
+"""Columns in the names of directories, `DS/run=a/part-00000.parquet` (Hive partitions).
+
+PyArrow and Polars read them too, but each its own way: `run=01` becomes 1, a directory without a
+column becomes null or disappears with its column, and `run=a/run=b` is accepted. Importing
+`pyarrow.dataset` takes longer than all other imports of a verb.
+"""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ MOST_OPERATORS = 500
 
 _VALUES = {TokenType.STRING, TokenType.NUMBER, TokenType.COMMA}
 _WORD, _NUMBER = re.compile(r"[^\W\d]\w*"), re.compile(r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+")
+_QUERY_WORDS = frozenset({"select", "from", "with", "table", "values", "where", "group", "order"})
 _ESCAPED_QUOTE = re.compile(r"""\\(['"]|$)""")
 _ALLOWED = frozenset(
     {
@@ -111,6 +112,10 @@ def checked_sql(text: str) -> str:
 
 
 def _unexpected(text: str, start: int) -> NotAnExpressionError:
+    word = _WORD.match(text, start)
+    if word and word[0].lower() in _QUERY_WORDS:
+        got = f"a condition cannot contain {word[0]}, which is a keyword of SQL queries"
+        return NotAnExpressionError(got)
     near = f"unexpected {text[start : start + 12]!r}" if text[start:] else "it is cut off"
     return NotAnExpressionError(f"{near} at character {start + 1}")
 

@@ -38,7 +38,9 @@ class _Worker(NamedTuple):
 class Pool:
     """Worker processes, which import the modules of a function before they receive tasks.
 
-    The processes are stopped when the pool is closed, or this process is killed.
+    The processes are stopped when the pool is closed, or this process is killed. Each has its own
+    pipe, which ends with it. `concurrent.futures.ProcessPoolExecutor` has one pipe for all results:
+    if a process is killed while it sends a large one, the executor waits for the rest forever.
 
     Args:
         function: A module-level function (or `functools.partial` of one), which can be pickled.

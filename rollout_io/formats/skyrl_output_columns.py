@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rollout_io.dataset.arrays import ragged_array, routing_array
 from rollout_io.formats.skyrl_fields import (
     COLUMN_FIELDS,
     OPTIONAL,
@@ -27,6 +26,7 @@ from rollout_io.formats.skyrl_fields import (
     without_empty_rows,
 )
 from schemas.columns import COLUMN_BY_NAME, COLUMNS
+from schemas.ragged import ragged_array, routing_array
 
 METRICS_KEY = b"rollout_io.rollout_metrics"
 _ROUTES = "rollout_expert_indices"

@@ -18,10 +18,10 @@ import polars as pl
 import rollout_io
 import trainer
 from rollout_io.retokenize.tokenizer import ChatTokenizer
-from rollout_io.toml_text import to_toml
 from tests.helpers.configs import rl_config
 from tests.helpers.trainer_helpers import tiny_llama
 from trainer import rl
+from trainer.config.train_config import to_toml
 from trainer.rl.config import OWN_KEYS
 
 HERE = "tests.helpers.rl_helpers"

@@ -230,8 +230,7 @@ def how_to_resume(out: str) -> str:
 
 
 def _show(settings: TrainConfig, *, as_json: bool) -> int:
-    from rollout_io.toml_text import to_toml
-    from trainer.config.train_config import resolved
+    from trainer.config.train_config import resolved, to_toml
     from trainer.distributed.processes import is_main
 
     values = dataclasses.asdict(resolved(settings))

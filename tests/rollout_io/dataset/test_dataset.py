@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_io import RolloutWriter, check, iter_tables, read, read_metadata, scan, to_hf
-from rollout_io.dataset.arrays import ragged_array
 from rollout_io.dataset.prefix_layout import decode_prefixes, encode_prefixes
 from schemas import RULES, DatasetMetadata, ValidationError, upgrade
 from schemas.errors import RolloutError
+from schemas.ragged import ragged_array
 from schemas.strategies import broken_tables, rollout_tables
 from schemas.types import cast_table
 from tests.helpers.examples import examples

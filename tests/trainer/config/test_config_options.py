@@ -6,8 +6,7 @@ import tomllib
 import pytest
 
 from rollout_io.cli.main import run
-from rollout_io.toml_text import to_toml
-from trainer.config.train_config import load_config, resolved
+from trainer.config.train_config import load_config, resolved, to_toml
 
 OPTIONS = ["--lr", "2e-5", "--max-updates", "3", "--algorithm", "rloo"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_io.name_clashes import require_ours
+from rollout_io.startup import require_ours
 from tests.conftest import ROOT
 
 BIN = Path(sys.executable).parent
