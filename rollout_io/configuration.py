@@ -293,7 +293,7 @@ def out_of_bounds(record: Any) -> Iterator[tuple[str, str, str]]:
 def _literals(kind: Any) -> tuple[tuple[str, tuple[str, ...], str], ...]:
     """Return (key, values, description of the values) for each `Literal` field of a record."""
     return tuple(
-        (key, typing.get_args(part), _expected(part))
+        (key, typing.get_args(part), type_in_words(part))
         for key, hint in typing.get_type_hints(kind).items()
         for part in (hint, *typing.get_args(hint))
         if typing.get_origin(part) is Literal
@@ -385,7 +385,7 @@ def _typed(
         got, name = _shown(value), f"{table}{key}"
         example = keys.list_examples.get(name)
         shown = example and f"write {key} = {example} in a file, or --set '{name}={example}'"
-        raise ConfigError("config_value", where, got, _expected(kind), shown) from error
+        raise ConfigError("config_value", where, got, type_in_words(kind), shown) from error
 
 
 def _has_huge_number(value: Any) -> bool:
@@ -410,20 +410,24 @@ def _shown(value: Any) -> str:
     return _shortened(text)
 
 
-def _expected(kind: Any) -> str:
+def type_in_words(kind: Any) -> str:
     """Describe a type in words.
 
     Example:
-        >>> _expected(Literal["last", "sum"]), _expected(float | None), _expected(tuple[str, ...])
+        >>> (
+        ...     type_in_words(Literal["last", "sum"]),
+        ...     type_in_words(float | None),
+        ...     type_in_words(tuple[str, ...]),
+        ... )
         ('one of last, sum', 'a number or none', 'a list [text, ...]')
     """
     parts, origin = typing.get_args(kind), typing.get_origin(kind)
     if origin is Literal:
         return f"one of {', '.join(parts)}"
     if origin is tuple:
-        return f"a list [{', '.join(map(_expected, parts))}]"
+        return f"a list [{', '.join(map(type_in_words, parts))}]"
     known = _IN_WORDS.get(origin or kind)
-    return known or " or ".join(map(_expected, parts))
+    return known or " or ".join(map(type_in_words, parts))
 
 
 def _from_text(text: str) -> Any:

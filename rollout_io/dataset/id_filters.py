@@ -3,7 +3,8 @@
 A query for a few trajectories or instances reads only the row groups that may contain them.
 Parquet's own statistics and Bloom filters do not suffice: random ids span the whole range in every
 row group, and no checksum covers either, so a flipped bit could hide rows. (PyArrow 26 writes
-Parquet's Bloom filters, but has no function that reads them.) The filters here have digests, which the footer's digest (`rollout_io.dataset.footer`) covers.
+Parquet's Bloom filters, but has no function that reads them.) The filters here have digests, which
+the footer's digest (`rollout_io.dataset.footer`) covers.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from typing import Any
 
+from rollout_io.configuration import type_in_words
 from schemas.errors import ConfigError, InputError, RolloutError
 
 
@@ -313,12 +314,7 @@ def _unknown_key(
     return ConfigError("config_key", f"{table}.own", f"`{key}`", expected, hint)
 
 
-_PLAIN: dict[str, tuple[tuple[type, ...], str]] = {
-    "bool": ((bool,), "true or false"),
-    "int": ((int,), "a whole number"),
-    "float": ((int, float), "a number"),
-    "str": ((str,), "text"),
-}
+_PLAIN: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
 def _check_values(function: Function, section: Any) -> None:
@@ -332,11 +328,10 @@ def _check_values(function: Function, section: Any) -> None:
             raise InputError(function.kind.rule_id, function.name, got, hint=hint)
         annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
         if name in section.own and annotation in _PLAIN:
-            types, expected = _PLAIN[annotation]
-            value = section.own[name]
-            if not isinstance(value, types) or (bool not in types and isinstance(value, bool)):
+            kind, value = _PLAIN[annotation], section.own[name]
+            if type(value) is not kind and not (kind is float and type(value) is int):
                 where = f"{table}.{name}, a parameter of {function.name}"
-                raise ConfigError("config_value", where, repr(value), expected)
+                raise ConfigError("config_value", where, repr(value), type_in_words(kind))
 
 
 def own_parameters(values: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
