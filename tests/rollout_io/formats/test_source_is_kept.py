@@ -414,6 +414,22 @@ def _trl(messages):
     return sink.getvalue()
 
 
+def _traces(messages):
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt, answer = (json.dumps(each) for each in (messages[:i], message))
+        attributes = {
+            "openinference.span.kind": "LLM",
+            "input.value": prompt,
+            "output.value": answer,
+        }
+        context = {"trace_id": "0xt", "span_id": f"0x{i + 1}"}
+        spans.append({"context": context, "start_time": i + 1, "attributes": attributes})
+    return "\n".join(map(json.dumps, spans))
+
+
 WRITERS = {
     "claude_code": (_claude_code, "a.jsonl"),
     "codex_cli": (_codex_cli, "a.jsonl"),
@@ -425,6 +441,7 @@ WRITERS = {
     "prime_hosted": (_prime_hosted, "a.jsonl"),
     "swe_agent": (_swe_agent, "a.traj"),
     "swe_agent, recorded after": (_recorded_after, "a.traj"),
+    "traces": (_traces, "a.jsonl"),
     "verifiers": (_verifiers, "a.jsonl"),
 }
 """Logs of one conversation as files of text formats: who writes them, and their names."""

@@ -1,0 +1,225 @@
+"""Requests and responses of model calls as traces hold them: of any API, or of a framework.
+
+    prompts   messages, {"messages": [...], "tools": [...]}, {"contents": ...}, {"input": ...}, text
+    answers   {"choices": [...]}, {"candidates": [...]}, {"generations": [...]}, {"output": [...]}, a
+              message, text
+
+Each may be JSON as a string, or a string of such a string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollout_io.formats.dialects import anthropic, frameworks, gemini, responses
+from rollout_io.formats.parsing.content import Message, extend, raw_of
+from rollout_io.formats.parsing.messages import openai_tools
+
+_MAX_QUOTES = 3
+
+
+class Prompt(NamedTuple):
+    """What a model saw.
+
+    Attributes:
+        is_plain: True if the prompt was logged as text, which became a user's message.
+    """
+
+    messages: list[Message]
+    tools: list[Message] | None = None
+    is_plain: bool = False
+
+
+def value_of(logged: Any) -> Any:
+    """Return the value of JSON text, even if it was quoted repeatedly; other text stays text."""
+    for _ in range(_MAX_QUOTES):
+        if not isinstance(logged, str) or not logged.lstrip().startswith(("{", "[", '"')):
+            return logged
+        try:
+            logged = msgspec.json.decode(logged)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return logged
+    return logged
+
+
+def prompt_of(logged: Any, where: str) -> Prompt | None:
+    """Return the prompt of a request; None if it has none.
+
+    Raises:
+        InputError: Any error of `frameworks.messages`.
+    """
+    value = value_of(logged)
+    if isinstance(value, str):
+        return Prompt([{"role": "user", "content": value}], is_plain=True) if value else None
+    if isinstance(value, list):
+        listed, tools = _without_tools(value)
+        found = frameworks.messages(listed, where) if _are_messages(listed) else []
+        return Prompt(found, tools) if found else None
+    if not isinstance(value, Mapping):
+        return None
+    return _of_request(value, where)
+
+
+def _of_request(value: Mapping[str, Any], where: str) -> Prompt | None:
+    tools = tools_of(value.get("tools"))
+    config = value.get("config") or value.get("generationConfig")
+    config = config if isinstance(config, Mapping) else {}
+    if value.get("contents"):
+        contents = value["contents"]
+        contents = contents if isinstance(contents, list) else [contents]
+        messages = frameworks.messages(contents, f"{where}, contents")
+        holders = [value, config]
+        tools = tools or next((t for h in holders if (t := tools_of(h.get("tools")))), None)
+        names = ("system_instruction", "systemInstruction")
+        system = next((h[n] for h in holders for n in names if h.get(n)), None)
+        if system:
+            messages.insert(0, {"role": "system", "content": gemini.system_prompt(system, where)})
+        return Prompt(messages, tools)
+    if isinstance(value.get("messages"), list | str):
+        found = prompt_of(value["messages"], f"{where}, messages")
+        if found is None:
+            return None
+        messages = _with_system(found.messages, value.get("system"), where)
+        return Prompt(messages, tools or found.tools)
+    if value.get("input") and ("model" in value or isinstance(value["input"], list)):
+        given = value["input"]
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        messages = responses.messages(items, f"{where}, input")
+        return Prompt(_with_system(messages, value.get("instructions"), where), tools)
+    if isinstance(value.get("prompt"), str | list):
+        found = prompt_of(value["prompt"], f"{where}, prompt")
+        return found and Prompt(_with_system(found.messages, value.get("system"), where), tools)
+    args = value.get("args")
+    if isinstance(args, list) and args:
+        return prompt_of(args[0], f"{where}, args")
+    if _are_messages([value]):
+        return Prompt(frameworks.messages([value], where), tools)
+    return None
+
+
+def _with_system(messages: list[Message], system: Any, where: str) -> list[Message]:
+    if not system:
+        return messages
+    return [{"role": "system", "content": anthropic.system_prompt(system, where)}, *messages]
+
+
+def answers_of(logged: Any, where: str) -> list[Message]:
+    """Return the answer of each choice of a response; none if it has no answer.
+
+    Raises:
+        InputError: Any error of `frameworks.messages`.
+    """
+    value = value_of(logged)
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}] if value else []
+    if isinstance(value, list):
+        is_choices = all(isinstance(v, Mapping) and "message" in v for v in value)
+        if is_choices or (len(value) == 1 and isinstance(value[0], Mapping | list)):
+            return [answer for each in value for answer in answers_of(each, where)]
+        return _joined(frameworks.messages(value, where)) if _are_messages(value) else []
+    if not isinstance(value, Mapping):
+        return []
+    for name in ("choices", "candidates", "generations"):
+        if isinstance(value.get(name), list):
+            return [a for each in value[name] for a in answers_of(each, f"{where}, {name}")]
+    if isinstance(value.get("output"), list):
+        return _joined(responses.messages(value["output"], f"{where}, output"))
+    for name in ("message", "content"):
+        if isinstance(value.get(name), Mapping):
+            return answers_of(value[name], where)
+    if isinstance(value.get("messages"), list):
+        return answers_of(value["messages"], f"{where}, messages")
+    fields = value if "role" in value or "type" in value else {"role": "assistant"} | dict(value)
+    if _are_messages([fields]) and _holds_answer(fields):
+        return _joined(frameworks.messages([fields], where))
+    text = value.get("text")
+    return [{"role": "assistant", "content": text}] if isinstance(text, str) and text else []
+
+
+def _holds_answer(fields: Mapping[str, Any]) -> bool:
+    more = fields.get("additional_kwargs") or {}
+    names = ("content", "parts", "blocks", "tool_calls", "kwargs", "data", "thought")
+    return any(fields.get(name) for name in names) or bool(more.get("tool_calls"))
+
+
+def _joined(found: list[Message]) -> list[Message]:
+    """Return the one answer that consecutive messages of the model are."""
+    answers = [message for message in found if message["role"] == "assistant"]
+    for message in answers[1:]:
+        extend(answers[0], message)
+    return answers[:1]
+
+
+def _are_messages(values: list[Any]) -> bool:
+    names = ("role", "parts", "blocks", "kwargs", "data", "message", "value", "event.name")
+    kinds = ("content", "call_id", "summary")
+    for value in values:
+        if isinstance(value, str):
+            continue
+        if isinstance(value, list):
+            if not _are_messages(value):
+                return False
+        elif not isinstance(value, Mapping) or not (
+            any(name in value for name in names)
+            or ("type" in value and any(kind in value for kind in kinds))
+        ):
+            return False
+    return bool(values)
+
+
+def _without_tools(values: list[Any]) -> tuple[list[Any], list[Message] | None]:
+    """Split off tool definitions, which some tracers put among the messages."""
+    found = [v["content"] for v in values if _is_definition(v)]
+    return [v for v in values if not _is_definition(v)], tools_of(found)
+
+
+def _is_definition(value: Any) -> bool:
+    if not isinstance(value, Mapping) or value.get("role") != "tool" or value.get("tool_call_id"):
+        return False
+    content = value.get("content")
+    return isinstance(content, Mapping) and "function" in content
+
+
+def tools_of(logged: Any) -> list[Message] | None:
+    """Return the tool definitions of any API in OpenAI's format; None if there are none."""
+    value = value_of(logged)
+    if isinstance(value, Mapping):  # Langfuse: definitions by name
+        value = [{"name": name} | _object(each) for name, each in value.items()]
+    if not isinstance(value, list):
+        return None
+    found: list[Message] = []
+    for each in map(value_of, value):
+        if not isinstance(each, Mapping):
+            continue
+        declared = each.get("functionDeclarations", each.get("function_declarations"))
+        if isinstance(declared, list):
+            found += gemini.tools([each]) or []
+        elif "input_schema" in each:
+            found += anthropic.tools([each]) or []
+        else:
+            schema = each.get("inputSchema")
+            extra = {"parameters": schema} if schema and "parameters" not in each else {}
+            names = ("name", "description", "parameters", "strict", "function", "type")
+            fields = {n: each[n] for n in names if n in each} | extra
+            found += openai_tools([_as_function(fields)]) or []
+    return found or None
+
+
+def _as_function(fields: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(fields.get("function"), Mapping):
+        return fields
+    return {"type": "function", "function": {n: v for n, v in fields.items() if n != "type"}}
+
+
+def _object(logged: Any) -> dict[str, Any]:
+    value = value_of(logged)
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def response_with_tokens(logged: Any) -> msgspec.Raw | None:
+    """Return a response that may hold the engine's token ids, as JSON."""
+    value = value_of(logged)
+    return raw_of(value) if isinstance(value, Mapping) and "choices" in value else None

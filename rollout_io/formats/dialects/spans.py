@@ -1,0 +1,387 @@
+"""Spans of traces, in the forms in which tracing tools write them.
+
+    OpenTelemetry's SDKs, Phoenix   {"name", "context": {"trace_id", "span_id"}, "parent_id",
+                                    "attributes": {...}}
+    OTLP, as JSON and as protobuf   {"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId", ...}]}]}]}
+    Langfuse                        {"trace": {...}, "observations": [...]}, or a trace that holds its
+                                    observations
+    MLflow                          {"info": {...}, "data": {"spans": [...]}}
+
+`spans_in` brings all of them into one form. Attributes become a tree: "llm.input_messages.0.role"
+is found below "llm", whether the log has the dotted name or nested objects.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from rollout_io.formats.dialects.bodies import value_of
+from schemas.errors import ConfigError, InputError
+
+Tree = dict[str, Any]
+
+FORMS = (
+    (("context", "attributes"), "OpenTelemetry"),
+    (("resourceSpans",), "OTLP"),
+    (("resource_spans",), "OTLP"),
+    (("trace", "observations"), "Langfuse"),
+    (("id", "observations"), "Langfuse"),
+    (("info", "data"), "MLflow"),
+)
+"""Keys of a record by which a form is known, and the tool that writes it."""
+
+_VALUES = ("stringValue", "intValue", "doubleValue", "boolValue", "bytesValue")
+
+
+class Span(NamedTuple):
+    """A span of a trace.
+
+    Attributes:
+        trace: Id of the trace.
+        kind: Type of the span in the words of the tool, in upper case; empty if it has none.
+        start: Start in seconds; 0.0 if unknown.
+        attributes: Attributes as a tree; a value beside values below it has the key "".
+        events: Attributes of the events as trees, each with its name under "name".
+        error: Why the span failed; None if it did not.
+        scores: Scores of the trace or the span, by name.
+        labels: Names of the trace, such as its session.
+    """
+
+    trace: str
+    id: str
+    parent: str | None
+    name: str
+    kind: str
+    start: float
+    attributes: Tree
+    events: list[Tree]
+    error: str | None
+    scores: dict[str, float]
+    labels: dict[str, str]
+
+
+def form_of(record: Any) -> str | None:
+    """Return the name of the tool whose form a record has; None if it is no record of spans."""
+    if isinstance(record, list):
+        return form_of(record[0]) if record else None
+    if not isinstance(record, Mapping):
+        return None
+    return next(
+        (tool for keys, tool in FORMS if all(record.get(k) is not None for k in keys)), None
+    )
+
+
+def spans_in(record: Any, where: str) -> Iterator[Span]:
+    """Yield the spans of a record: a decoded line or document.
+
+    Raises:
+        InputError: `record_type`: the record, or a span of it, has none of the forms.
+    """
+    form = form_of(record)
+    if isinstance(record, list) and form is not None:
+        for i, each in enumerate(record):
+            yield from spans_in(each, f"{where}[{i}]")
+    elif form == "OpenTelemetry":
+        yield _of_sdk(record, where)
+    elif form == "OTLP":
+        yield from _of_otlp(record, where)
+    elif form == "Langfuse":
+        yield from _of_langfuse(record, where)
+    elif form == "MLflow":
+        yield from _of_mlflow(record, where)
+    else:
+        known = ", ".join(dict.fromkeys(tool for _, tool in FORMS))
+        raise InputError("record_type", where, "the record has no spans", f"spans of {known}")
+
+
+def _of_sdk(span: Mapping[str, Any], where: str) -> Span:
+    context = _object(span["context"], f"{where}, context")
+    attributes = tree_of(_object(span["attributes"], f"{where}, attributes"))
+    status = span.get("status")
+    status = status if isinstance(status, Mapping) else {}
+    code = str(status.get("status_code", span.get("status_code", "")))
+    message = status.get("description") or span.get("status_message") or code
+    return Span(
+        trace=_id(context.get("trace_id"), f"{where}, context.trace_id"),
+        id=_id(context.get("span_id"), f"{where}, context.span_id"),
+        parent=_parent(span.get("parent_id")),
+        name=str(span.get("name", "")),
+        kind=str(span.get("span_kind") or _kind(attributes)).upper(),
+        start=_seconds(span.get("start_time")),
+        attributes=attributes,
+        events=[_event(event) for event in span.get("events") or () if isinstance(event, Mapping)],
+        error=str(message) if code.upper().endswith("ERROR") else None,
+        scores={},
+        labels=_labels(attributes),
+    )
+
+
+def _of_otlp(record: Mapping[str, Any], where: str) -> Iterator[Span]:
+    for resource in _either(record, "resourceSpans", "resource_spans") or ():
+        for scope in _either(resource, "scopeSpans", "scope_spans") or ():
+            for span in scope.get("spans") or ():
+                attributes = tree_of(_pairs(span.get("attributes")))
+                status = span.get("status") or {}
+                failed = status.get("code") in {2, "STATUS_CODE_ERROR"}
+                yield Span(
+                    trace=_id(_either(span, "traceId", "trace_id"), f"{where}, traceId"),
+                    id=_id(_either(span, "spanId", "span_id"), f"{where}, spanId"),
+                    parent=_parent(_either(span, "parentSpanId", "parent_span_id")),
+                    name=str(span.get("name", "")),
+                    kind=_kind(attributes),
+                    start=_seconds(_either(span, "startTimeUnixNano", "start_time_unix_nano")),
+                    attributes=attributes,
+                    events=[
+                        tree_of(_pairs(event.get("attributes"))) | {"name": event.get("name")}
+                        for event in span.get("events") or ()
+                    ],
+                    error=str(status.get("message") or "error") if failed else None,
+                    scores={},
+                    labels=_labels(attributes),
+                )
+
+
+def _of_langfuse(record: Mapping[str, Any], where: str) -> Iterator[Span]:
+    trace = record.get("trace", record)
+    trace = trace if isinstance(trace, Mapping) else {}
+    trace_id = _id(trace.get("id"), f"{where}, trace.id")
+    observations = record.get("observations") or trace.get("observations") or []
+    scores = [*(trace.get("scores") or ()), *(record.get("scores") or ())]
+    named = {
+        str(score["name"]): float(score["value"])
+        for score in scores
+        if isinstance(score, Mapping) and isinstance(score.get("value"), int | float | bool)
+    }
+    labels = {"name": trace.get("name"), "session": trace.get("sessionId")}
+    labels |= {"user": trace.get("userId"), "release": trace.get("release")}
+    for observation in observations:
+        logged = value_of(observation.get("metadata"))
+        logged = logged if isinstance(logged, Mapping) else {}
+        attributes = tree_of(_mapping(logged.get("attributes")))
+        fields = ("input", "output", "modelParameters", "toolDefinitions", "model")
+        attributes["langfuse"] = {name: observation.get(name) for name in fields}
+        failed = observation.get("level") == "ERROR"
+        yield Span(
+            trace=trace_id,
+            id=_id(observation.get("id"), f"{where}, observations"),
+            parent=_parent(observation.get("parentObservationId")),
+            name=str(observation.get("name") or ""),
+            kind=str(observation.get("type") or "").upper(),
+            start=_seconds(observation.get("startTime")),
+            attributes=attributes,
+            events=[],
+            error=str(observation.get("statusMessage") or "error") if failed else None,
+            scores=named,
+            labels={name: str(text) for name, text in labels.items() if text},
+        )
+
+
+def _of_mlflow(record: Mapping[str, Any], where: str) -> Iterator[Span]:
+    info = _object(record["info"], f"{where}, info")
+    spans = _object(record["data"], f"{where}, data").get("spans") or []
+    trace_id = info.get("trace_id") or info.get("request_id")
+    scores = {}
+    for each in info.get("assessments") or ():
+        value = (each.get("feedback") or {}).get("value", each.get("value"))
+        if isinstance(value, int | float | bool):
+            scores[str(each.get("assessment_name") or each.get("name"))] = float(value)
+    for span in spans:
+        context = span.get("context") or {}
+        attributes = tree_of(_mapping(span.get("attributes")))
+        mlflow = attributes.get("mlflow", {})
+        status = span.get("status") or span.get("status_code") or {}
+        code = str(status.get("code", "") if isinstance(status, Mapping) else status)
+        failed = code.endswith("ERROR")
+        message = status.get("message") if isinstance(status, Mapping) else None
+        yield Span(
+            trace=_id(trace_id or span.get("trace_id"), f"{where}, info.trace_id"),
+            id=_id(span.get("span_id") or context.get("span_id"), f"{where}, span_id"),
+            parent=_parent(_either(span, "parent_span_id", "parent_id")),
+            name=str(span.get("name", "")),
+            kind=str(value_of(mlflow.get("spanType")) or "").upper(),
+            start=_seconds(_either(span, "start_time_unix_nano", "start_time")),
+            attributes=attributes,
+            events=[],
+            error=str(message or "error") if failed else None,
+            scores=scores,
+            labels={"session": str(info["session"])} if info.get("session") else {},
+        )
+
+
+def tree_of(attributes: Mapping[str, Any]) -> Tree:
+    """Return attributes as a tree.
+
+    Example:
+        >>> tree_of({"llm.messages.0.role": "user", "llm.system": "openai"})
+        {'llm': {'messages': {'0': {'role': 'user'}}, 'system': 'openai'}}
+    """
+    tree: Tree = {}
+    for name, value in attributes.items():
+        *path, last = name.split(".")
+        node = tree
+        for key in path:
+            below = node.get(key)
+            if not isinstance(below, dict):
+                below = node[key] = {} if below is None else {"": below}
+            node = below
+        value = tree_of(value) if isinstance(value, Mapping) else value
+        before = node.get(last)
+        if isinstance(before, dict):
+            before.update(value if isinstance(value, dict) else {"": value})
+        else:
+            node[last] = value
+    return tree
+
+
+def at(tree: Any, path: str) -> Any:
+    """Return the value at a dotted path of a tree; None if there is none."""
+    for key in path.split("."):
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree.get("", tree) if isinstance(tree, Mapping) and tree.keys() == {""} else tree
+
+
+def listed(node: Any) -> list[Any]:
+    """Return the elements of a list, or of a tree whose keys are indices."""
+    if isinstance(node, list):
+        return [tree_of(each) if isinstance(each, Mapping) else each for each in node]
+    if not isinstance(node, Mapping):
+        return []
+    numbered = [(int(key), each) for key, each in node.items() if key.isdecimal()]
+    return [each for _, each in sorted(numbered, key=lambda pair: pair[0])]
+
+
+def _pairs(given: Any) -> dict[str, Any]:
+    """Return OTLP's list of keys and values as an object."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    pairs = [each for each in given or () if isinstance(each, Mapping) and "key" in each]
+    return {str(pair["key"]): _otlp_value(pair.get("value")) for pair in pairs}
+
+
+def _otlp_value(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    for name in _VALUES:
+        if name in value:
+            found = value[name]
+            return (
+                int(found) if name == "intValue" and str(found).lstrip("-").isdecimal() else found
+            )
+    if "arrayValue" in value:
+        return [_otlp_value(each) for each in value["arrayValue"].get("values") or ()]
+    if "kvlistValue" in value:
+        return _pairs(value["kvlistValue"].get("values"))
+    return None
+
+
+def _event(event: Mapping[str, Any]) -> Tree:
+    return tree_of(_mapping(event.get("attributes"))) | {"name": event.get("name")}
+
+
+def _kind(attributes: Tree) -> str:
+    found = at(attributes, "openinference.span.kind") or at(attributes, "langfuse.observation.type")
+    return found.upper() if isinstance(found, str) else ""
+
+
+def _labels(attributes: Tree) -> dict[str, str]:
+    paths = {
+        "session": ("session.id", "gen_ai.conversation.id", "langfuse.session.id"),
+        "user": ("user.id", "langfuse.user.id"),
+    }
+    found = {
+        n: next((v for p in each if (v := at(attributes, p))), None) for n, each in paths.items()
+    }
+    return {name: value for name, value in found.items() if isinstance(value, str)}
+
+
+def _seconds(value: Any) -> float:
+    """Return a time in seconds: ISO 8601, or nanoseconds since 1970."""
+    if isinstance(value, str) and not value.isdecimal():
+        try:
+            return datetime.fromisoformat(value).timestamp()
+        except ValueError:
+            return 0.0
+    try:
+        return float(value) / 1e9
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+
+
+def _id(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InputError("record_type", where, repr(value)[:80], "a string")
+    return value.removeprefix("0x")
+
+
+def _parent(value: Any) -> str | None:
+    found = value.removeprefix("0x") if isinstance(value, str) else ""
+    return found if found.strip("0") else None
+
+
+def _either(fields: Any, one: str, other: str) -> Any:
+    if not isinstance(fields, Mapping):
+        return None
+    return fields[one] if one in fields else fields.get(other)
+
+
+def _mapping(given: Any) -> dict[str, Any]:
+    value = value_of(given)
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    found = value_of(value)
+    if not isinstance(found, Mapping):
+        raise InputError("record_type", where, type(value).__name__, "an object")
+    return found
+
+
+def protobuf_records(content: bytes, where: str) -> list[Any]:
+    """Decode OTLP protobuf: one message, or the messages of a file with the size before each.
+
+    Raises:
+        InputError: `unreadable_record`: it is neither.
+        ConfigError: `package`: `opentelemetry-proto` is not installed.
+    """
+    try:
+        from google.protobuf.json_format import MessageToDict
+        from google.protobuf.message import DecodeError
+        from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+    except ImportError:
+        hint = "pip install opentelemetry-proto, or export the traces as JSON"
+        got = "OTLP protobuf needs the package opentelemetry-proto"
+        raise ConfigError("package", where, got, hint=hint) from None
+
+    def decoded(part: bytes) -> Any:
+        found = MessageToDict(TracesData.FromString(part))
+        for resource in found.get("resourceSpans", ()):
+            for scope in resource.get("scopeSpans", ()):
+                for span in scope.get("spans", ()):
+                    for name in ("traceId", "spanId", "parentSpanId"):
+                        if name in span:
+                            span[name] = base64.b64decode(span[name]).hex()
+        return found
+
+    try:
+        return [decoded(content)]
+    except DecodeError:
+        pass
+    try:
+        return [decoded(part) for part in _sized_parts(content)]
+    except DecodeError:
+        got = "the file is no OTLP protobuf"
+        raise InputError(
+            "unreadable_record", where, got, hint="export the traces as JSON"
+        ) from None
+
+
+def _sized_parts(content: bytes) -> Iterator[bytes]:
+    """Yield the messages of a file that has the size of each, 4 bytes, before it."""
+    begin = 0
+    while begin < len(content):
+        end = begin + 4 + int.from_bytes(content[begin : begin + 4], "big")
+        yield content[begin + 4 : end]
+        begin = end
