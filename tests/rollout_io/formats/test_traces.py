@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.formats.base import Options
+from rollout_io.formats.dialects.model_spans import PLAIN
 from rollout_io.formats.dialects.spans import tree_of
 from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.traces import (
@@ -16,7 +17,6 @@ from rollout_io.formats.traces import (
     CONTINUED,
     FROM_AGENT,
     NO_ANSWER,
-    PLAIN,
 )
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
