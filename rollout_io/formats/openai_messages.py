@@ -42,7 +42,7 @@ from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError
 
-_GROUPS = "inferred: lines without an id that have the same messages before the first answer"
+GROUPS = "inferred: lines without an id that have the same messages before the first answer"
 _ANOTHER = frozenset(
     {"response", "trajectory_format", "info", "message_log", "sessionId", "events"}
 )
@@ -109,7 +109,7 @@ def find_conversations(inputs: Sequence[Input], progress: Progress) -> Iterator[
         is_inferred |= isinstance(found, Run) and not found.labels.keys() & {*_NAMES}
         yield found
     if is_inferred:
-        yield About("groups", _GROUPS)
+        yield About("groups", GROUPS)
 
 
 def _find(record: Record) -> Run:

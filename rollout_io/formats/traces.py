@@ -60,24 +60,14 @@ from rollout_io.formats.dialects.spans import (
     spans_in,
 )
 from rollout_io.formats.parsing.content import Message
-from rollout_io.formats.parsing.documents import is_document
-from rollout_io.formats.parsing.jsonl import (
-    contained,
-    decode_document,
-    decode_line,
-    decoded,
-    first_lines,
-    refuse_lfs_pointer,
-    refuse_not_utf8,
-)
-from rollout_io.formats.parsing.lines import Record, lines_of, read_record
+from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.records import decode_record, find_records, first_values
 from schemas.errors import ConfigError, InputError, RolloutError
 
 _GROUPS = "inferred: each trace is a separate instance"
 _PROTOBUF = (".pb", ".binpb", ".proto.bin")
-_MARKS = (b'"trace_id"', b'"traceId"', b'"resourceSpans"', b'"observations"', b'"span_id"')
 _CONTENTS = Contents(
     reads={
         "": "name context kind span_kind parent_id start_time status status_code status_message "
@@ -97,75 +87,46 @@ AROUND = "spans around the span of the same model call: left out"
 CONTINUED = "prompts logged as what was new: the messages of the call before were put before them"
 FROM_AGENT = "system messages taken from the agent's span"
 
-_ANY = msgspec.json.Decoder()
-
 
 def find_traces(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield one run per trace, in the order of their first spans."""
     places: dict[str, list[Place]] = {}
     labels: dict[str, dict[str, str]] = {}
-    for record, problem in _records(inputs, progress):
-        try:
-            if problem is not None:
-                raise problem
-            with contained(record.place.where):
-                spans = list(spans_in(_value(record), record.place.where))
-        except RolloutError as error:
-            yield Rejected(record.place, error)
-            continue
+
+    def add(record: Record) -> Iterator[Found]:
+        spans = list(_spans(record))
         for trace in dict.fromkeys(span.trace for span in spans):
             place = msgspec.structs.replace(record.place, part=trace)
             places.setdefault(trace, []).append(place)
         for span in spans:
             labels.setdefault(span.trace, {"trace": span.trace}).update(span.labels)
+        yield from ()
+
+    binary = [given for given in inputs if _is_protobuf(given.path)]
+    yield from find_records([g for g in inputs if g not in binary], progress, add)
+    for given in binary:
+        content = read_input(given.path)
+        progress(len(content))
+        place = Place(given.path, given.name, 0, len(content))
+        try:
+            list(add(Record(place, content)))
+        except RolloutError as error:
+            yield Rejected(place, error)
     for trace, each in places.items():
         yield Run(instance_id=trace, repetition_id=0, places=each, labels=labels[trace])
     if places:
         yield About("groups", _GROUPS)
 
 
-def _records(
-    inputs: Sequence[Input], progress: Progress
-) -> Iterator[tuple[Record, RolloutError | None]]:
-    """Yield the lines or the document of each input, with the error if it is not UTF-8."""
-    for given in inputs:
-        is_text = not given.path.name.endswith(_PROTOBUF)
-        if is_text and not _is_document(given.path):
-            for place, content in lines_of([given], progress):
-                yield Record(place, content), _problem(content, place.where)
-            continue
-        content = read_input(given.path)
-        progress(len(content))
-        place = Place(given.path, given.name, 0, len(content))
-        yield Record(place, content), _problem(content, given.name) if is_text else None
+def _is_protobuf(path: Path) -> bool:
+    return path.name.endswith(_PROTOBUF)
 
 
-def _problem(content: bytes, where: str) -> RolloutError | None:
-    try:
-        refuse_lfs_pointer(content, where)
-        refuse_not_utf8(content, where)
-    except RolloutError as error:
-        return error
-    return None
-
-
-def _is_document(path: Path) -> bool:
-    """True if a file is one JSON document over several lines, rather than JSON Lines."""
-    first = next(iter(first_lines(path)), b"")
-    try:
-        decoded(_ANY, first)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return True
-    return False
-
-
-def _value(record: Record) -> Any:
-    place = record.place
-    if place.path.name.endswith(_PROTOBUF):
-        return protobuf_records(record.content, place.where)
-    if place.where == str(place.path) or place.offset == 0:
-        return decode_document(_ANY, record.content, place.where)
-    return decode_line(_ANY, record.content, place.where)
+def _spans(record: Record) -> Iterator[Span]:
+    where = record.place.where
+    if _is_protobuf(record.place.path):
+        return spans_in(protobuf_records(record.content, where), where)
+    return spans_in(decode_record(record), where)
 
 
 def read_trace(run: Run, options: Options) -> Trajectory:
@@ -179,8 +140,8 @@ def read_trace(run: Run, options: Options) -> Trajectory:
     trace, where = run.instance_id, run.places[0].where
     spans: dict[str, Span] = {}
     for place in run.places:
-        value = _value(Record(place, read_record(place)))
-        spans |= {s.id: s for s in spans_in(value, place.where) if s.trace == place.part}
+        found = _spans(Record(place, read_record(place)))
+        spans |= {span.id: span for span in found if span.trace == place.part}
     ordered = sorted(spans.values(), key=lambda span: span.start)
     calls = list(_calls(ordered, spans, where))
     error = next((s.error for s in ordered if s.error and s.parent not in spans), None)
@@ -317,52 +278,27 @@ def _agent(span: Span, spans: Mapping[str, Span]) -> str | None:
     return None
 
 
-class _Shape(msgspec.Struct, gc=False):
-    """The keys of a document with spans."""
-
-    context: dict[str, Any] | None = None
-    attributes: dict[str, Any] | None = None
-    resource_spans: list[Any] | None = msgspec.field(name="resourceSpans", default=None)
-    trace: dict[str, Any] | None = None
-    id: str | None = None
-    observations: list[Any] | None = None
-    info: dict[str, Any] | None = None
-    data: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        found = msgspec.structs.asdict(self) | {"resourceSpans": self.resource_spans}
-        if form_of(found) is None or not _has_spans(found):
-            raise ValueError("the document has no spans")
-
-
-def _has_spans(record: Mapping[str, Any]) -> bool:
-    context = record.get("context")
-    if isinstance(context, Mapping) and record.get("attributes") is not None:
-        return "trace_id" in context
-    data = record.get("data")
-    if isinstance(data, Mapping):
-        return isinstance(data.get("spans"), list)
-    observations = record.get("observations")
-    if isinstance(observations, list):
-        return any(isinstance(o, Mapping) and "traceId" in o for o in observations)
-    return True
-
-
-_SHAPE_DECODER = msgspec.json.Decoder(_Shape | list[_Shape])
-
-
 def recognizes(path: Path) -> bool:
     """True if a file has spans in one of the forms."""
-    if path.name.endswith(_PROTOBUF):
+    if _is_protobuf(path):
         return path.is_file()
-    for line in first_lines(path):
-        if line.lstrip().startswith((b"{", b"[")) and any(mark in line for mark in _MARKS):
-            try:
-                decoded(_SHAPE_DECODER, line)
-            except (msgspec.MsgspecError, ValueError, RecursionError):
-                continue
-            return True
-    return is_document(path, _SHAPE_DECODER, _MARKS)
+    return any(form_of(value) is not None and _has_spans(value) for value in first_values(path))
+
+
+def _has_spans(record: Any) -> bool:
+    """True for records whose keys other formats may have too, if these hold spans."""
+    record = record[0] if isinstance(record, list) else record
+    context, data = record.get("context"), record.get("data")
+    trace = record.get("trace")
+    inner = trace.get("observations") if isinstance(trace, Mapping) else None
+    observations = record.get("observations") or inner
+    if isinstance(context, Mapping):
+        return "trace_id" in context
+    if isinstance(data, Mapping):
+        return isinstance(data.get("spans"), list)
+    if isinstance(observations, list):
+        return any(isinstance(each, Mapping) and "traceId" in each for each in observations)
+    return "resourceSpans" in record or "resource_spans" in record
 
 
 ADAPTER = Adapter(

@@ -29,7 +29,7 @@ from rollout_io.formats.parsing.messages import read_messages
 
 Fields = Mapping[str, Any]
 
-_LANGCHAIN = {
+LANGCHAIN = {
     "human": "user",
     "HumanMessage": "user",
     "HumanMessageChunk": "user",
@@ -132,8 +132,8 @@ def _one(given: Any, where: str) -> list[Message]:
         given.get("type") == "SystemMessage" and "id" not in given
     ):
         return _of_autogen(given, where)
-    if given.get("type") in _LANGCHAIN and "role" not in given:
-        return _of_langchain(given, _LANGCHAIN[given["type"]], where)
+    if given.get("type") in LANGCHAIN and "role" not in given:
+        return _of_langchain(given, LANGCHAIN[given["type"]], where)
     if "from" in given and "value" in given:
         return _of_sharegpt(given, where)
     if _is_of_gemini(given):
@@ -154,7 +154,7 @@ def _without_wrapper(given: Fields) -> Fields:
         path = given.get("id") or [""]
         return {"type": path[-1]} | dict(given["kwargs"])
     data = given.get("data")
-    if isinstance(data, Mapping) and given.get("type") in _LANGCHAIN:
+    if isinstance(data, Mapping) and given.get("type") in LANGCHAIN:
         return dict(data) | {"type": given["type"]}
     return given
 

@@ -414,6 +414,28 @@ def _trl(messages):
     return sink.getvalue()
 
 
+def _chats(messages):
+    kinds = {"user": "human", "assistant": "ai"}
+    found = []
+    for m in messages:
+        calls = [
+            {"id": c.get("id"), "name": c["function"]["name"], "args": c["function"]["arguments"]}
+            for c in m.get("tool_calls", ())
+        ]
+        found.append(
+            {"type": kinds.get(m["role"], m["role"]), "content": m["content"], "tool_calls": calls}
+        )
+        found[-1] |= {"tool_call_id": m["tool_call_id"]} if "tool_call_id" in m else {}
+        thought = {"reasoning_content": m.get("reasoning_content")}
+        found[-1] |= {"additional_kwargs": thought} if m["role"] == "assistant" else {}
+    return json.dumps({"messages": found})
+
+
+def _hermes(messages):
+    session = {"id": "s", "source": "cli", "system_prompt": None, "message_count": len(messages)}
+    return json.dumps(session | {"messages": messages})
+
+
 def _traces(messages):
     spans = []
     for i, message in enumerate(messages):
@@ -431,9 +453,11 @@ def _traces(messages):
 
 
 WRITERS = {
+    "chats": (_chats, "a.jsonl"),
     "claude_code": (_claude_code, "a.jsonl"),
     "codex_cli": (_codex_cli, "a.jsonl"),
     "gemini_cli": (_gemini_cli, "a.json"),
+    "hermes": (_hermes, "a.jsonl"),
     "inspect_ai": (_inspect_ai, "a.json"),
     "mini_swe_agent": (_mini_swe_agent, "a.traj.json"),
     "openai_messages": (_openai_messages, "a.jsonl"),
