@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from sqlglot import Dialect, ParseError, Tokenizer, TokenType, exp, generator, parser
+from sqlglot import Dialect, ParseError, TokenType, exp, generator, parser
+from sqlglot import Tokenizer as BaseTokenizer
 from sqlglot.errors import SqlglotError
 
 MOST_OPERATORS = 500
@@ -46,9 +47,9 @@ class NotAnExpressionError(Exception):
 class _Dialect(Dialect):
     """SQL whose functions keep their names, because Polars decides what they mean."""
 
-    class Tokenizer(Tokenizer):
+    class Tokenizer(BaseTokenizer):
         KEYWORDS: ClassVar = {
-            **Tokenizer.KEYWORDS,
+            **BaseTokenizer.KEYWORDS,
             "~": TokenType.RLIKE,
             "~*": TokenType.IRLIKE,
             "//": TokenType.DIV,
