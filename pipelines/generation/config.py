@@ -17,6 +17,23 @@ from schemas.metadata import Outcome
 
 History = Literal["append", "one_message", "retokenize", "step_wise"]
 
+HOW_IT_RUNS = frozenset(
+    {
+        *("tasks", "out", "engine", "urls", "dtype", "policy_version"),
+        *("group_size", "groups_per_shard", "requests_per_s", "max_concurrency"),
+        *("trajectories_per_s", "host", "port", "served_model_name"),
+        *("max_retries", "env_timeout_s", "agent_timeout_s"),
+    }
+)
+"""Keys that may change when a dataset is resumed: existing trajectories do not depend on them."""
+_CONFIG_KEYS = {
+    "max_tokens": "max_response_tokens",
+    "max_generate_length": "max_response_tokens",
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "stop", "seed")},
+}
+_ALWAYS = {"skip_special_tokens": True, "include_stop_str_in_output": True, "logprobs": 1}
+_IMPLIED = frozenset({*_ALWAYS, "return_token_ids"})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig:
@@ -164,17 +181,6 @@ class GenerateConfig:
         )
 
 
-HOW_IT_RUNS = frozenset(
-    {
-        *("tasks", "out", "engine", "urls", "dtype", "policy_version"),
-        *("group_size", "groups_per_shard", "requests_per_s", "max_concurrency"),
-        *("trajectories_per_s", "host", "port", "served_model_name"),
-        *("max_retries", "env_timeout_s", "agent_timeout_s"),
-    }
-)
-"""Keys that may change when a dataset is resumed: existing trajectories do not depend on them."""
-
-
 def identity(config: GenerateConfig) -> dict[str, Any]:
     """Return the settings that all trajectories of a dataset share."""
     values = plain_values(config)
@@ -241,15 +247,6 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
             f"{c.engine} and {list(c.urls)}",
             "urls if and only if engine = vllm",
         )
-
-
-_CONFIG_KEYS = {
-    "max_tokens": "max_response_tokens",
-    "max_generate_length": "max_response_tokens",
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "stop", "seed")},
-}
-_ALWAYS = {"skip_special_tokens": True, "include_stop_str_in_output": True, "logprobs": 1}
-_IMPLIED = frozenset({*_ALWAYS, "return_token_ids"})
 
 
 def sampling_params(config: GenerateConfig) -> dict[str, Any]:

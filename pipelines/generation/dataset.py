@@ -22,6 +22,8 @@ from rollout_io.formats.base import Step
 from schemas.errors import ConfigError, RolloutError
 from schemas.metadata import DatasetMetadata
 
+VERB = "generate"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
@@ -71,9 +73,6 @@ def finished_of(
 def rows_of(finished: Sequence[Finished]) -> pa.Table:
     """Concatenate the rows of trajectories, in order."""
     return pa.concat_tables([one.rows for one in finished], promote_options="default")
-
-
-VERB = "generate"
 
 
 def missing_tasks(tasks: Sequence[Task], config: GenerateConfig) -> list[Task]:

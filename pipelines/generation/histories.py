@@ -14,6 +14,8 @@ from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import InputError, count
 
+Messages = Sequence[Mapping[str, Any]]
+
 
 def observation_ids(
     response_ids: Sequence[int],
@@ -65,9 +67,6 @@ def observation_ids(
         raise InputError("fixed_base", where, got)
     is_open = ends_with_eos and (not response_ids or response_ids[-1] != eos)
     return ids[0 if is_open else cut :]
-
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 class Conversation(Protocol):

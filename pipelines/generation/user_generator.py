@@ -29,6 +29,8 @@ from schemas.errors import ConfigError, InputError, RolloutError
 
 TrainingPhase = Literal["train", "eval"]
 
+_RULE = "generator"
+
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
@@ -72,9 +74,6 @@ class GeneratorInterface(Protocol):
             with `trajectory_ids`.
         """
         ...
-
-
-_RULE = "generator"
 
 
 class OwnGenerator:

@@ -35,6 +35,9 @@ OWN_FIELDS = (
 _NO_CODE = frozenset({"base_url", "api_key", "model", "task_file", "reward_file", "repetition_id"})
 """Fields whose values cannot be set by a task."""
 
+_STOP_S = 5.0
+_TAIL_BYTES, _TAIL_CHARACTERS = 64 << 10, 300
+
 
 def is_function(harness: str) -> bool:
     """True if a harness is `module:function`, not a command line.
@@ -145,10 +148,6 @@ def secrets_in(harness: str) -> list[str]:
         before = word
     plain = {value for value in found if not _FIELD.fullmatch(value)}
     return sorted(plain, key=lambda value: (-len(value), value))
-
-
-_STOP_S = 5.0
-_TAIL_BYTES, _TAIL_CHARACTERS = 64 << 10, 300
 
 
 class Output(NamedTuple):

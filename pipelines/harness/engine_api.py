@@ -60,6 +60,10 @@ _TOOL_CHOICES: tuple[Any, ...] = (None, "auto", "none")
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+_OURS = ("model", "cache_salt")
+_NOT_ASKED = ("max_tokens", "return_token_ids", "include_stop_str_in_output", "seed")
+
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
@@ -124,7 +128,7 @@ class EngineApp:
     async def _answer(self, request: Request) -> Response:
         body = await read_body(request, MOST_BYTES)
         try:
-            return await unless_left(request.receive, self._sampled(request.url.path, body))
+            return await unless_left(request.receive, self._sampled(request.scope["path"], body))
         except (RolloutError, ClientDisconnect):
             raise
         except Exception as error:  # raised by the model: out of memory, for example
@@ -341,11 +345,6 @@ class PolicyUpstreams(Upstreams):
             if self._servers is not None:
                 self._servers.lose(*(u for u in self.urls if str(response.url).startswith(u)))
             raise
-
-
-_LENGTHS = ("max_completion_tokens", "max_tokens")
-_OURS = ("model", "cache_salt")
-_NOT_ASKED = ("max_tokens", "return_token_ids", "include_stop_str_in_output", "seed")
 
 
 def usual_fields(

@@ -37,6 +37,9 @@ _EXPECTED = (
     "a finite number, or an object with `reward` or `error`; optional: `metrics`, `stop_reason`"
 )
 
+NO_KEY = "none"
+"""Placeholder for the key of base URLs that need none."""
+
 
 def outcome_of(result: Any, where: str) -> Outcome:
     """Check the result of a run and convert it to an outcome.
@@ -109,10 +112,6 @@ def parse_result(text: str, where: str) -> Outcome:
 
 def _bad(where: str, got: str, hint: str | None = None) -> InputError:
     return InputError(REWARD, where, got, _EXPECTED, hint)
-
-
-NO_KEY = "none"
-"""Placeholder for the key of base URLs that need none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

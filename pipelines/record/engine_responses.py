@@ -19,6 +19,13 @@ _EMPTY_DELTA = msgspec.Raw(b"{}")
 _NO_TOKENS = (NULL, msgspec.Raw(b"[]"))
 _ENCODER = msgspec.json.Encoder()
 
+DONE = b"[DONE]"
+_DATA = b"data:"
+_BLANK = b"\n\n"
+_END_BYTES = 4
+# Possessive \r\n?+: a \r\n split over two reads must not be parsed as two line ends.
+_END = re.compile(rb"(?:\r\n?+|\n)(?:\r\n|\n|\r(?!\Z))")
+
 
 class Unread(ValueError):
     """Error for a response that is not a completion; the response is forwarded unchanged."""
@@ -88,15 +95,6 @@ def _is_for_tokens(choice: Fields) -> bool:
 def _index(choice: Fields) -> int:
     text = bytes(choice.get("index", b"0"))
     return int(text) if text.isdigit() else 0
-
-
-DONE = b"[DONE]"
-_DATA = b"data:"
-_BLANK = b"\n\n"
-_END_BYTES = 4
-
-# Possessive \r\n?+: a \r\n split over two reads must not be parsed as two line ends.
-_END = re.compile(rb"(?:\r\n?+|\n)(?:\r\n|\n|\r(?!\Z))")
 
 
 class Events:

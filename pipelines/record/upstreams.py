@@ -32,6 +32,20 @@ from schemas.errors import EngineError, count
 MOST_INFORMATIONAL = 256
 _SWITCHING = 101
 
+_AWAY = frozenset({502, 503})
+_NOT_PASSED_ON = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
+        *("transfer-encoding", "upgrade", "host", "content-length", "content-encoding"),
+        *("accept-encoding", "date", "server", "expect"),
+    }
+)
+Answered = aiohttp.ClientResponse
+MODELS = "/v1/models"
+VERSION_HEADER = "x-rollouts-policy-version"
+"""Response header with the version of the weights that sampled the response."""
+_MODELS = msgspec.json.Decoder(Models)
+
 
 class BoundedConnector(aiohttp.TCPConnector):
     """A connector with any number of connections, each handled by a `BoundedHandler`."""
@@ -66,24 +80,6 @@ class BoundedHandler(ResponseHandler):
         self.set_exception(HttpProcessingError(code=502, message=f"{got} before the response"))
         if self.transport is not None:
             self.transport.close()
-
-
-_AWAY = frozenset({502, 503})
-_NOT_PASSED_ON = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
-        *("transfer-encoding", "upgrade", "host", "content-length", "content-encoding"),
-        *("accept-encoding", "date", "server", "expect"),
-    }
-)
-
-Answered = aiohttp.ClientResponse
-MODELS = "/v1/models"
-VERSION_HEADER = "x-rollouts-policy-version"
-"""Response header with the version of the weights that sampled the response."""
-
-
-_MODELS = msgspec.json.Decoder(Models)
 
 
 class Upstreams:

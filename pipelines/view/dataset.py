@@ -29,6 +29,8 @@ from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError, InputError
 from schemas.types import PREFIX_TYPES
 
+Label = str | float | None
+
 
 class Dataset:
     """A dataset that a viewer shows; it is checked and indexed on first use.
@@ -166,9 +168,6 @@ class Dataset:
             "num_verdicts": 0 if self.verdicts is None else len(self.verdicts),
             "added": self.added,
         }
-
-
-Label = str | float | None
 
 
 @dataclass(frozen=True, slots=True)

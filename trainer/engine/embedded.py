@@ -29,6 +29,8 @@ from trainer.models.policy import load_policy
 
 _GATHERING_S = 0.005
 
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
 
 class TransformersEngine:
     """An `Engine` that samples from a Transformers model in this process.
@@ -277,9 +279,6 @@ def _cut(text: str, stop: Sequence[str]) -> str:
     """Cut text after the first stop string, which is kept."""
     ends = [text.find(s) + len(s) for s in stop if s in text]
     return text[: min(ends)] if ends else text
-
-
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 def assistant_message(text: str) -> dict[str, Any]:
