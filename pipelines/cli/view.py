@@ -67,8 +67,8 @@ def view(
         from pipelines.view.api import Api
         from pipelines.view.app import Bundle, serve
         from pipelines.view.export import export
+        from pipelines.view.row_tables import kind_of_table
         from pipelines.view.sources import Sources
-        from pipelines.view.verdict_tables import kind_of_table
 
     if sum(kind_of_table(path) is None for path in paths) > 2:
         raise click.UsageError("view shows at most two datasets or runs.")

@@ -16,11 +16,11 @@ from starlette.routing import Match, Route
 from pipelines.http_app import read_body
 from pipelines.view import (
     attempts,
+    row_tables,
     row_tokens,
     run_files,
     table,
     update_records,
-    verdict_tables,
 )
 from pipelines.view.conversation import conversation
 from pipelines.view.dataset import Dataset, write_labels
@@ -227,12 +227,12 @@ class Api:
         verdicts = self.sources.dataset(query.text("dataset")).verdicts
         row = query.text("trajectory_id"), query.number("step_index", 0)
         return json_response(
-            {"spans": [] if verdicts is None else verdict_tables.spans(verdicts, *row)}
+            {"spans": [] if verdicts is None else row_tables.spans(verdicts, *row)}
         )
 
     def _shares(self, query: Query) -> Response:
         limit = query.number("limit", _DEFAULT_LIMIT)
-        return verdict_tables.top_shares(self.sources.share(query.text("share")).rows, limit)
+        return row_tables.top_shares(self.sources.share(query.text("share")).rows, limit)
 
     def _search(self, query: Query) -> Response:
         given = query.optional("ids")

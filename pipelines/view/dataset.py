@@ -13,14 +13,14 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.tables import set_column
-from pipelines.view.tokenizers import Found, Tokenizers
-from pipelines.view.trajectory_index import COMPUTED, TrajectoryIndex, kind_of
-from pipelines.view.verdict_tables import (
+from pipelines.view.row_tables import (
     FAULT_NATS,
     FAULTS,
     faults_of,
     shares_of,
 )
+from pipelines.view.tokenizers import Found, Tokenizers
+from pipelines.view.trajectory_index import COMPUTED, TrajectoryIndex, kind_of
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.retokenize import ChatTokenizer

@@ -18,9 +18,9 @@ from pipelines.view.app import Bundle
 from pipelines.view.dataset import Dataset
 from pipelines.view.packing import Packing
 from pipelines.view.responses import JSON, json_response
+from pipelines.view.row_tables import SHARE
 from pipelines.view.run_files import FLAGS, NUMBERS, read_tokens
 from pipelines.view.sources import Sources
-from pipelines.view.verdict_tables import SHARE
 from rollout_io.dataset.atomic_files import replace_text
 from rollout_io.dataset.locking import destination
 from schemas.errors import InputError, count
@@ -78,7 +78,7 @@ def export(sources: Sources, bundle: Bundle, out: str, *, where: str | None, lim
         raise InputError("nothing_left", where or "dataset", got)
     with destination(out, noun="path"):
         packing = Packing()
-        for key, answer in _answers(sources, chosen, where, limit):
+        for key, answer in _responses(sources, chosen, where, limit):
             _add(packing, key, answer)
         replace_text(Path(out), inlined(bundle, packing.blobs()))
     num = sum(map(len, chosen.values()))
@@ -117,7 +117,7 @@ def _chosen(dataset: Dataset, where: str | None, limit: int) -> IntArray:
     return found[:limit]
 
 
-def _answers(
+def _responses(
     sources: Sources, chosen: dict[str, IntArray], where: str | None, limit: int
 ) -> Iterator[tuple[str, Response]]:
     """Yield the answers that the page requests, with their keys."""

@@ -12,13 +12,13 @@ import polars as pl
 
 from pipelines.view import run_files
 from pipelines.view.dataset import Dataset
-from pipelines.view.tokenizers import Tokenizers
-from pipelines.view.verdict_tables import (
+from pipelines.view.row_tables import (
     SHARE,
-    Findings,
+    RowTable,
     kind_of_table,
-    read_findings,
+    read_row_tables,
 )
+from pipelines.view.tokenizers import Tokenizers
 from rollout_io.dataset.reader import read_metadata
 from rollout_io.retokenize.local import about_other_tokenizer, is_other_tokenizer
 from schemas.errors import InputError, RolloutError, count
@@ -270,7 +270,7 @@ class Sources:
         kind = kind_of_table(path)
         if kind is None:
             raise InputError("readable_file", path, "the file is damaged or not Parquet")
-        for found in read_findings(path, kind):
+        for found in read_row_tables(path, kind):
             numbers = {
                 named: self._dataset_of(found, named, given)
                 for named in found.rows["dataset"].unique(maintain_order=True).to_list()
@@ -287,7 +287,7 @@ class Sources:
                 self._add_shares(found, rows, shown, run or self._run_of(found))
 
     def _add_shares(
-        self, found: Findings, rows: pl.DataFrame, shown: dict[str, pl.DataFrame], run: str | None
+        self, found: RowTable, rows: pl.DataFrame, shown: dict[str, pl.DataFrame], run: str | None
     ) -> None:
         assert found.update is not None
         name = column = f"{SHARE}{found.update}"
@@ -302,7 +302,7 @@ class Sources:
         for number, own in shown.items():
             self.datasets[number].shares[column] = own
 
-    def _run_of(self, found: Findings) -> str | None:
+    def _run_of(self, found: RowTable) -> str | None:
         """Return the id of the run recorded in a table of row shares; None if it is not open."""
         assert found.run is not None
         for number, run in self.runs.items():
@@ -317,7 +317,7 @@ class Sources:
             )
         return None
 
-    def _dataset_of(self, found: Findings, named: str, given: Sequence[str]) -> str | None:
+    def _dataset_of(self, found: RowTable, named: str, given: Sequence[str]) -> str | None:
         """Find the open dataset that has all rows of a table; None if none or several have them."""
         exact = [n for n, one in self.datasets.items() if _absolute(one.path) == _absolute(named)]
         tried = exact or [
@@ -342,7 +342,7 @@ class Sources:
         self.warnings.append(f"{start} are not shown because {reason}.")
         return None
 
-    def _difference(self, found: Findings, named: str, number: str) -> str:
+    def _difference(self, found: RowTable, named: str, number: str) -> str:
         try:
             return found.difference(named, self.datasets[number].path)
         except InputError as error:

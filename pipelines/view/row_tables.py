@@ -74,7 +74,7 @@ def kind_of_table(path: str) -> Kind | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Findings:
+class RowTable:
     """Rows of a table of verdicts or row shares.
 
     Attributes:
@@ -140,7 +140,7 @@ class Findings:
         return f"{differ}, the first in trajectory {trajectory_id}, step {step_index}"
 
 
-def read_findings(path: str, kind: Kind) -> Iterator[Findings]:
+def read_row_tables(path: str, kind: Kind) -> Iterator[RowTable]:
     """Read a table: yield all verdicts as one item, or the row shares of each update as one item.
 
     Raises:
@@ -155,7 +155,7 @@ def read_findings(path: str, kind: Kind) -> Iterator[Findings]:
         raise InputError("readable_file", path, got) from None
     rows = _typed(frame, path, kind)
     if kind == "verdicts":
-        yield Findings(path=path, kind=kind, rows=rows)
+        yield RowTable(path=path, kind=kind, rows=rows)
         return
     repeated = rows.filter(rows.select("run", "global_step", "dataset", *_ROW).is_duplicated())
     if len(repeated):
@@ -163,7 +163,7 @@ def read_findings(path: str, kind: Kind) -> Iterator[Findings]:
         got = f"trajectory {trajectory_id}, step {step_index}, has several shares of one update"
         raise InputError("view_table", path, got)
     for (run, update), part in rows.group_by("run", "global_step", maintain_order=True):
-        yield Findings(path=path, kind=kind, rows=part, run=str(run), update=int(str(update)))
+        yield RowTable(path=path, kind=kind, rows=part, run=str(run), update=int(str(update)))
 
 
 def _typed(frame: pl.DataFrame, path: str, kind: Kind) -> pl.DataFrame:
