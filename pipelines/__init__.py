@@ -30,8 +30,7 @@ if TYPE_CHECKING:
         GeneratorInput,
         GeneratorInterface,
     )
-    from pipelines.merging.merge import merge, part_by_routes
-    from pipelines.merging.unmerge import unmerge
+    from pipelines.merging.merge import merge, part_by_routes, unmerge
     from pipelines.mixing import mix
     from pipelines.rewards import (
         place_outcomes,

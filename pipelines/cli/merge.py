@@ -74,7 +74,7 @@ def unmerge(
     dataset: str, out: str, layout: Any, workers: int | None, engine: Any, *, as_json: bool
 ) -> None:
     """Split merged rows back into the exact steps that they contain."""
-    from pipelines.merging.unmerge import unmerge_table
+    from pipelines.merging.merge import unmerge_table
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.dataset.sources import Sources
 

@@ -19,9 +19,9 @@ from pipelines.drift_diagnosis.readers import TEXTS, decode, read_messages, read
 from pipelines.drift_diagnosis.tokens import Steps, changed
 from pipelines.drift_diagnosis.turns import Reading
 from pipelines.merging.lineage import continued_rows
+from pipelines.merging.merge import unmerge_table
 from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
 from pipelines.merging.segments import is_joined
-from pipelines.merging.unmerge import unmerge_table
 from pipelines.tables import Frame, as_lazy, over_tables
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import Tokens, decode_prefixes, is_encoded

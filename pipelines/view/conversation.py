@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.drift_diagnosis.readers import turns_of_ids
+from pipelines.merging.merge import unmerge_table
 from pipelines.merging.segments import is_joined
-from pipelines.merging.unmerge import unmerge_table
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelines import merge, place_outcomes, place_rewards, trajectory_returns, unmerge
-from pipelines.merging.merge import merge_table
-from pipelines.merging.unmerge import unmerge_table
+from pipelines.merging.merge import merge_table, unmerge_table
 from rollout_io import RolloutWriter, read
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from schemas import check

@@ -3,8 +3,7 @@ import pyarrow as pa
 import pytest
 
 from pipelines import merge, unmerge
-from pipelines.merging.merge import merge_table
-from pipelines.merging.unmerge import unmerge_table
+from pipelines.merging.merge import merge_table, unmerge_table
 from rollout_io import RolloutWriter, read
 from schemas import check
 from schemas.errors import RolloutError

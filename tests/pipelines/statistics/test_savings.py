@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 import rollout_io
 from pipelines.merging.merge import merge_table
 from pipelines.statistics.flops import ModelShape, read_model_shape
-from pipelines.statistics.savings import LAYOUTS, Cost, dataset_savings
-from pipelines.statistics.trie import Group, OpenTries
+from pipelines.statistics.savings import LAYOUTS, Cost, Group, OpenTries, dataset_savings
 from rollout_io import RolloutWriter
 from rollout_io.cli.main import run
 from schemas import DatasetMetadata

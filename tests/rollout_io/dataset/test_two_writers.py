@@ -347,7 +347,7 @@ def test_text_that_is_not_utf_8_is_refused_by_name(given, capsys):
         for line in (["validate"], ["stats"], ["inspect"]):
             assert run([*line, str(given["ds"])]) == 1, line
         said = capsys.readouterr()
-        assert f"the text in column {name} is not UTF-8" in said.err + said.out
+        assert f"column {name} is not UTF-8" in said.err + said.out
         assert "Traceback" not in said.err
         assert "unexpected" not in said.err
 

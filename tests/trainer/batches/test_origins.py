@@ -8,8 +8,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 
-from pipelines.merging.merge import merge_table
-from pipelines.merging.unmerge import unmerge_table
+from pipelines.merging.merge import merge_table, unmerge_table
 from schemas.ragged import Ragged
 from schemas.strategies import rollout_tables
 from schemas.types import as_table
