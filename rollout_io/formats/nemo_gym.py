@@ -49,6 +49,7 @@ from schemas.errors import InputError, RolloutError
 
 _OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}
 _FRAMEWORK = "_ng_"
+UNRELIABLE = "the reward is unreliable"
 _Index = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 
 
@@ -61,6 +62,7 @@ class _Rollout(msgspec.Struct, gc=False):
     responses_create_params: Request = msgspec.field(default_factory=Request)
     reward: float | None = None
     mask_sample: bool | None = None
+    error_kind: str | None = None
     agent_ref: _Agent | None = None
     task: _Index | None = msgspec.field(name="_ng_task_index", default=None)
     rollout: _Index | None = msgspec.field(name="_ng_rollout_index", default=None)
@@ -227,8 +229,9 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
 
     A run without any token ids becomes a conversation, unless it has failed or its input is
     unknown. All numbers of the line become metrics, including its reward and the numbers in objects
-    that contain only numbers (`scores.style`). With `mask_sample`, no token of the run is trained
-    on. With `response.error`, the trajectory has failed.
+    that contain only numbers (`scores.style`). With `response.error` or `mask_sample`, the
+    trajectory has failed: NeMo Gym says by the latter that the reward is unreliable, because the
+    agent, the sandbox or the verifier failed.
 
     Raises:
         RolloutError: The run cannot be used (`no_token_ids`, `no_response`, ..., or an error of
@@ -236,17 +239,24 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
     """
     (place,) = run.places
     record = _decode(read_record(place), place.where)
-    logged, response = record.run, record.run.response
-    failed = run.failed or response.error is not None
+    logged = record.run
+    failed = run.failed or logged.response.error is not None
     steps = _steps(record, place.where, failed=failed)
     for step in steps:
         _complete(step, logged)
     return Trajectory(
         steps=steps,
         reward=logged.reward,
-        error=None if response.error is None else response.error.message,
+        error=_error(logged),
         metrics=record.metrics,
     )
+
+
+def _error(run: _Rollout) -> str | None:
+    """Return why a run failed; None if it did not."""
+    if run.response.error is not None:
+        return run.response.error.message
+    return f"mask_sample: {run.error_kind or UNRELIABLE}" if run.mask_sample else None
 
 
 def _steps(record: _Record, where: str, *, failed: bool) -> Sequence[Step | Conversation]:
@@ -288,7 +298,6 @@ def _complete(step: Step | Conversation, run: _Rollout) -> None:
     if isinstance(step, Step):
         step.sampling_extra = sampling_extra(params)
     step.agent = None if run.agent_ref is None else run.agent_ref.name
-    step.trains = not run.mask_sample
 
 
 def _sent(params: Request) -> list[Any] | None:

@@ -4,6 +4,7 @@ The request (`responses_create_params`) contains the beginning of the chat, and 
 response contains the rest. Each item becomes a message or part of one:
 
     instructions          a system message
+    metadata              `problem_statement` stands for an empty input
     message               a message with its role; `developer` becomes `system`
     reasoning             reasoning of an assistant message
     function_call         a tool call of an assistant message
@@ -50,6 +51,7 @@ _ASSISTANT = "assistant"
 UNSEEN = "answers that directly follow another answer: what the model saw in between is not logged"
 CUMULATIVE = "messages that repeat the beginning of the next one: only the last of them is read"
 WITHOUT_IDS = "messages without ids that are joined with the message before them"
+UNLOGGED = "runs whose prompt is not logged: the problem statement of the task stands for it"
 _HIDDEN = ("previous_response_id", "conversation", "prompt")
 
 
@@ -62,8 +64,13 @@ class Request(SamplingFields, gc=False):
     previous_response_id: msgspec.Raw = NO_JSON
     conversation: msgspec.Raw = NO_JSON
     prompt: msgspec.Raw = NO_JSON
+    metadata: msgspec.Raw = NO_JSON
     temperature: Share | None = None
     top_p: Share | None = None
+
+
+class _Metadata(msgspec.Struct, gc=False):
+    problem_statement: str | None = None
 
 
 class _Item(msgspec.Struct, gc=False):
@@ -79,6 +86,7 @@ class _Item(msgspec.Struct, gc=False):
     output: Content = None
 
 
+_METADATA_DECODER = msgspec.json.Decoder(_Metadata | None)
 _ITEM_DECODER = msgspec.json.Decoder(_Item)
 _INSTRUCTIONS_DECODER = msgspec.json.Decoder(str | list[msgspec.Raw] | None)
 _TOOLS_DECODER = msgspec.json.Decoder(list[dict[str, Any]] | None)
@@ -113,10 +121,11 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
         place = f"{received}.instructions"
         repeated = decode_line(_INSTRUCTIONS_DECODER, bytes(response.instructions), place)
         chat.add(repeated or (), "system", place)
-    chat.add(() if request.input is None else request.input, "user", f"{sent}.input")
+    if request.input or isinstance(request.input, str):
+        chat.add(request.input, "user", f"{sent}.input")
+    else:
+        chat.add(_statement(request, response, sent), "user", f"{sent}.metadata")
     num_given = len(chat.messages)
-    if not num_given:
-        raise bad_message(f"{sent}.input", "the request has no input")
     chat.add(response.output, _ASSISTANT, f"{received}.output")
     tools = _tools(request.tools, f"{sent}.tools")
     incomplete = response.incomplete_details
@@ -127,6 +136,22 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
         num_given=num_given,
         stop_reason=None if incomplete is None else incomplete.reason,
     )
+
+
+def _statement(request: Request, response: Response, where: str) -> str | tuple[()]:
+    """Return what stands for an empty input; nothing if the output begins with the prompt.
+
+    Agents that run a harness of their own in a sandbox send no input, and log only the answers.
+    """
+    first = response.output[0] if response.output else NO_JSON
+    if decode_line(_ITEM_DECODER, bytes(first), where).role in {"user", "system", "developer"}:
+        return ()
+    metadata = decode_line(_METADATA_DECODER, bytes(request.metadata), f"{where}.metadata")
+    if metadata is None or not metadata.problem_statement:
+        raise bad_message(f"{where}.input", "the request has no input")
+    note(UNLOGGED)
+    statement: str = metadata.problem_statement
+    return statement
 
 
 class _Chat:

@@ -132,7 +132,9 @@ def _nemo_gym(rows):
     record = json.loads(content.split(b"\n")[int(match[2]) - 1] if match[2] else content)
     response = record[match[3].rstrip(".")] if match[3] else record
     items = [item for item in response["output"] if item.get("generation_token_ids")]
-    trains = not record.get("mask_sample")
+    trains = True
+    if record.get("mask_sample"):
+        raise NotCompared
     steps = []
     for item in items:
         sampled = ids(item["generation_token_ids"])

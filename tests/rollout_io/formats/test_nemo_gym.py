@@ -199,12 +199,13 @@ def test_two_calls_without_an_answer_between_them_are_two_steps(tmp_path: Path) 
     assert [r["prompt_token_ids"] for r in rows] == [[1], [9]]
 
 
-def test_masked_runs_train_no_token(tmp_path: Path) -> None:
+def test_masked_runs_have_failed_and_have_no_reward(tmp_path: Path) -> None:
     output = message(**tokens([1], [2, 3]))
-    rows = rows_of(
-        tmp_path, run(output, mask_sample=True), run(output, rollout=1, mask_sample=False)
-    )
-    assert [r["loss_mask"] for r in rows] == [[False, False], [True, True]]
+    why = {"mask_sample": True, "error_kind": "sandbox", "reward": 0.0}
+    rows = rows_of(tmp_path, run(output, **why), run(output, rollout=1, mask_sample=False))
+    assert [r["error"] for r in rows] == ["mask_sample: sandbox", None]
+    assert rows[0]["reward"] is None
+    assert [r["response_ids"] for r in rows] == [[2, 3], [2, 3]]
     assert [metrics_dict(r["metrics"])["mask_sample"] for r in rows] == [1.0, 0.0]
 
 

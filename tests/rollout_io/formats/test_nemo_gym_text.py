@@ -6,6 +6,7 @@ import pytest
 
 import rollout_io
 from rollout_io import Choices, convert, read_log, read_metadata
+from rollout_io.formats.nemo_gym import UNRELIABLE
 from rollout_io.formats.nemo_gym_text import CUMULATIVE, UNSEEN, WITHOUT_IDS
 from schemas import check
 from schemas.columns import metrics_dict
@@ -237,14 +238,30 @@ def test_what_the_response_repeats_counts_if_the_request_lacks_it(rows, tokenize
     assert found == [[True, True, False, False], [False, False, True, True]]
 
 
-def test_masked_runs_are_not_trained_on_and_failed_ones_have_no_rows_of_text(rows):
+def test_masked_and_failed_runs_have_no_reward(rows):
     error = {"error": {"code": "server_error", "message": "no answer"}}
     masked, failed = run(message(), mask_sample=True), run(message(), rollout=1, response=error)
     first, second, third = rows(masked, failed, run(message(), rollout=2, mask_sample=False))
-    assert first["response_ids"] == third["response_ids"]
-    assert (any(first["loss_mask"]), any(third["loss_mask"])) == (False, True)
     assert metrics_dict(first["metrics"])["mask_sample"] == 1.0
-    assert (second["error"], second["reward"], second["response_ids"]) == ("no answer", None, [])
+    assert [row["error"] for row in (first, second)] == [f"mask_sample: {UNRELIABLE}", "no answer"]
+    assert [row["reward"] for row in (first, second)] == [None, None]
+    assert first["response_ids"] == third["response_ids"]
+    assert second["response_ids"] == []
+    assert any(third["loss_mask"])
+
+
+def test_the_problem_statement_stands_for_an_input_that_is_not_logged(rows, tokenizer):
+    metadata = {"problem_statement": "Mend it.", "instance_dict": "{}"}
+    (row,) = rows(run(message("Done."), **asked(metadata=metadata)))
+    assert "Mend it." in tokenizer.decode(row["prompt_token_ids"])
+    assert "Done." in tokenizer.decode(row["response_ids"])
+
+
+def test_a_prompt_at_the_beginning_of_the_output_is_the_prompt(rows, tokenizer):
+    asks = {"type": "message", "role": "user", "content": "Mend it."}
+    (row,) = rows(run(asks, message("Done."), **asked()))
+    assert "Mend it." in tokenizer.decode(row["prompt_token_ids"])
+    assert "Mend it." not in tokenizer.decode(row["response_ids"])
 
 
 def test_runs_with_ids_stay_as_they_are_beside_runs_without(rows):
