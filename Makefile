@@ -16,7 +16,7 @@ SKYRL_NEW := .venv-skyrl-0.4
 HARBOR := .venv-harbor
 S3 := .venv-s3
 LOWEST := .venv-lowest
-CLAUDE_CODE := .cache/claude_code
+HARNESSES := .venv-harnesses
 MODEL := .cache/smollm2
 UV_INSTALL := $(BIN)/uv pip install --quiet --python
 READY := $(VENV)/.ready
@@ -62,7 +62,7 @@ test-all: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors  ## Run the 
 test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests, with the slow ones, with the lowest versions allowed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not nightly and not vllm and not gpu and not browser"
 
-test-nightly: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready $(CLAUDE_CODE)/.ready  ## Run the tests that take too long for CI (hours)
+test-nightly: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready $(HARNESSES)/.ready  ## Run the tests that take too long for CI (hours)
 	$(PYTEST) -m "not nightly and not vllm and not gpu and not browser" --hypothesis-profile=new_examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and not vllm and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and vllm"
@@ -179,11 +179,13 @@ $(CLIENTS)/.ready: constraints-clients.txt | $(READY)
 	$(UV_INSTALL) $(CLIENTS)/bin/python -c constraints-clients.txt litellm mcp mini-swe-agent schemathesis
 	@touch $@
 
-# Claude Code, which writes logs for tests; its install script links the program of this platform.
-$(CLAUDE_CODE)/.ready: | $(NODE)/.ready
-	mkdir -p $(CLAUDE_CODE)
-	cd $(CLAUDE_CODE) && $(CURDIR)/$(NODE)/bin/node $(CURDIR)/$(NODE)/lib/node_modules/npm/bin/npm-cli.js install --ignore-scripts --no-audit --no-fund --loglevel=error --prefix . @anthropic-ai/claude-code@2.1.332
-	cd $(CLAUDE_CODE) && $(CURDIR)/$(NODE)/bin/node node_modules/@anthropic-ai/claude-code/install.cjs
+# Harnesses that write logs for tests, installed as their users do. Versions are those whose logs were checked.
+$(HARNESSES)/.ready: | $(NODE)/.ready
+	mkdir -p $(HARNESSES)/npm
+	cd $(HARNESSES)/npm && $(CURDIR)/$(NODE)/bin/node $(CURDIR)/$(NODE)/lib/node_modules/npm/bin/npm-cli.js install --ignore-scripts --no-audit --no-fund --loglevel=error --prefix . \
+		@anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 @google/gemini-cli@0.61.0 opencode-ai@1.18.33 @mariozechner/pi-coding-agent@0.73.1
+	cd $(HARNESSES)/npm && $(CURDIR)/$(NODE)/bin/node node_modules/@anthropic-ai/claude-code/install.cjs
+	cd $(HARNESSES)/npm/node_modules/opencode-ai && $(CURDIR)/$(NODE)/bin/node postinstall.mjs
 	@touch $@
 
 # Without SkyRL's own dependencies, which need a GPU, and with what our package needs in the same process.

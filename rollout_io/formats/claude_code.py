@@ -6,8 +6,9 @@
 
 A session is a run, even if its lines are spread over several files; lines without a `sessionId`
 (titles, snapshots) belong to the first session of their file, and all lines of a file in
-`SESSION/subagents/` to SESSION. `claude_code_contexts` builds conversations from the lines. The log
-has no reward and no token ids.
+`SESSION/subagents/` to SESSION. Recent versions log the requests, from which the prompts are taken
+(`claude_code_requests`); `claude_code_contexts` builds the others from the lines. The column
+`prompts` tells which: `requests`, `messages`, or both. The log has no reward and no token ids.
 
 A fork of a session begins with copies of its lines. Their answers are trained on in the session
 with the fewest answers; in the others, they are part of the prompt.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 
@@ -36,6 +38,7 @@ from rollout_io.formats.base import (
 from rollout_io.formats.claude_code_contents import CONTENTS
 from rollout_io.formats.claude_code_conversations import convert, refused
 from rollout_io.formats.claude_code_lines import SPOKEN, Compaction, Line, read_line
+from rollout_io.formats.claude_code_requests import Requests
 from rollout_io.formats.contents import account
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.content import NO_JSON, canonical_json
@@ -157,6 +160,7 @@ class _Session:
 
 
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
+_ANY_DECODER = msgspec.json.Decoder(dict[str, Any])
 _SAID_DECODER = msgspec.json.Decoder(_Said)
 _SHAPE_DECODER = msgspec.json.Decoder(_Shape)
 _EXPORT_SHAPE_DECODER = msgspec.json.Decoder(_ExportShape)
@@ -281,33 +285,46 @@ def read_session(run: Run, _: Options) -> Trajectory:
         InputError: `record_type`: a line is damaged; `no_calls`: there is no model response;
             `message`: every response follows content that is not text.
     """
-    lines = list(_exported(run.places[0]) if _EXPORT in run.labels else _lines(run))
+    requests = Requests()
+    is_export = _EXPORT in run.labels
+    lines = list(_exported(run.places[0], requests) if is_export else _lines(run, requests))
     messages = [line.message for line in lines if line.message and not line.is_synthetic]
     models = [message.model for message in messages if message.model]
-    made = convert(lines)
+    made = convert(lines, requests)
     if not made.conversations:
         raise refused(made, run.places[0].where)
     for what, number in made.left_out.items():
         note(what, number)
     user_values = {"model": models[-1]} if models else {}
+    if made.num_requested:
+        user_values["prompts"] = "requests and messages" if made.num_rebuilt else "requests"
+    else:
+        user_values["prompts"] = "messages"
     return Trajectory(steps=made.conversations, user_values=user_values)
 
 
-def _lines(run: Run) -> Iterator[Line]:
+def _lines(run: Run, requests: Requests) -> Iterator[Line]:
     """Yield the lines of a session, those of sub-agents' files last: forks refer to the others."""
     sides = [_parent_session(place.where) is not None for place in run.places]
     for i in sorted(range(len(sides)), key=sides.__getitem__):
         place = run.places[i]
         content = read_record(place)
         refuse_not_utf8(content, place.where)
-        account(CONTENTS, content)
+        _take(content, requests, place.where)
         yield read_line(content, place.where, is_side=sides[i], is_copied=i in run.copied)
 
 
-def _exported(place: Place) -> Iterator[Line]:
+def _take(content: bytes, requests: Requests, where: str) -> None:
+    """Count what is not read of a line, and add it to the requests."""
+    record = decode_line(_ANY_DECODER, content, where)
+    account(CONTENTS, record)
+    requests.add(record, where.rpartition(":")[0], where)
+
+
+def _exported(place: Place, requests: Requests) -> Iterator[Line]:
     document = decode_document(_EXPORT_DECODER, read_record(place), place.where)
     for i, logged in enumerate(document.loglines):
-        account(CONTENTS, logged)
+        _take(bytes(logged), requests, f"{place.where}, loglines[{i}]")
         yield read_line(bytes(logged), f"{place.where}, loglines[{i}]")
 
 

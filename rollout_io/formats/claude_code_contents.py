@@ -11,16 +11,18 @@ CONTENTS = Contents(
     reads={
         "*": "uuid parentUuid sessionId agentId timestamp isSidechain requestId",
         "user": "isCompactSummary supersedesUuids retractedMessageUuids isVirtual",
-        "assistant": "isApiErrorMessage apiBlockIndex supersedesUuids retractedMessageUuids",
+        "assistant": "requestRef isApiErrorMessage apiBlockIndex supersedesUuids retractedMessageUuids",
         "system": "retractedMessageUuids",
-        "system:compact_boundary": "compactMetadata content",
+        "system:compact_boundary": "compactMetadata content level",
         "system:microcompact_boundary": "",
         "system:local_command": "content",
         "attachment": "attachment.prompt attachment.source_uuid rendered.content renderedRole",
         "queue-operation": "operation content reason",
         "fork-context-ref": "parentSessionId parentLastUuid contextLength",
         "content-replacement": "replacements",
-        "api-request-shape": "shape.system shape.tools",
+        "api-request-shape": "shapeHash shape.system shape.tools",
+        "api-request-blob": "hash message.role",
+        "api-request": "id shapeHash base tail thread.type params.temperature params.top_p",
     },
     leaves={
         "facts about the line, the process and its settings": "*/session_id */requestSessionId "
@@ -31,6 +33,12 @@ CONTENTS = Contents(
         "user/toolEndsTurn user/sourceToolAssistantUUID user/sourceToolUseID user/imagePasteIds "
         "user/interruptedMessageId user/turnCompanion user/todos user/thinkingMetadata "
         "user/classifierMetaLines user/isVisibleInTranscriptOnly",
+        "parameters that are not part of the prompt": "api-request/params api-request/querySource "
+        "api-request/cacheControl api-request/requestDigest api-request/version",
+        "facts about a call": "assistant/requestedModel assistant/promptCacheRequested "
+        "assistant/thinkingDisplay assistant/madeBy assistant/perTurnEffort",
+        "facts about a message": "*/rowSource */turnOrigin */permissionDecision */renderedBesideToolResult "
+        "*/queueSkipAttachments */turnPosition",
         "failed calls: the model did not write them": "assistant/error assistant/errorDetails "
         "assistant/isAbortedMidStream",
         "shown to the user, not sent": "system summary ai-title custom-title agent-name last-prompt "
@@ -38,11 +46,12 @@ CONTENTS = Contents(
         "what it sends is in `rendered`; without that, it is counted": "attachment/attachment",
         "for undoing edits": "file-history-snapshot",
         "state of the harness": "mode permission-mode pr-link bridge-session frame-link "
-        "relocated worktree-state atis-latch marble-origami-commit marble-origami-snapshot",
+        "relocated worktree-state atis-latch cost-state tools-used marble-origami-commit marble-origami-snapshot",
     },
     inner={
         "user/message": MESSAGE,
         "assistant/message": MESSAGE,
         "attachment/rendered.content": BLOCKS,
+        "api-request-blob/message.content": BLOCKS,
     },
 )

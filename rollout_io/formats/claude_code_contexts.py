@@ -38,6 +38,7 @@ class Context:
         lines: Lines in order, each with a message.
         problem: Why the log does not tell what the model saw; None if it does.
         shape: System prompt and tools of the last answer; None if the log does not have them.
+        is_compacted: True if it begins with a compaction.
         began: ISO time of its beginning; empty for the first context, or if unknown.
     """
 
@@ -45,6 +46,7 @@ class Context:
     lines: list[Line] = field(default_factory=list)
     problem: str | None = None
     shape: Shape | None = None
+    is_compacted: bool = False
     began: str = ""
 
 
@@ -124,6 +126,7 @@ class _Thread:
         lines = context.lines[: context.lines.index(last) + 1]
         self.current.lines[:0] = lines
         self.current.problem = context.problem
+        self.current.is_compacted = context.is_compacted
         self.shape = self.shape or context.shape
         self.uuids |= {line.uuid for line in lines}
         self.spoken |= {line.uuid: line for line in lines if line.uuid}
@@ -138,6 +141,7 @@ class _Thread:
         if self.current.lines and not self.is_cut:
             self._begin([], None)
         self.is_cut = is_boundary
+        self.current.is_compacted = True
         self.current.began = self.current.began or line.at
         self.current.problem = problem or self.current.problem
         if kept and line.kept is not None:

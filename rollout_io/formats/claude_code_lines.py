@@ -8,7 +8,8 @@ Besides user and assistant messages, these lines have text that the model saw:
 - `queue-operation`: a queued message with reason `absorbed_mid_turn` was sent; only recent versions
   write both this line and the attachment.
 - `content-replacement`: what was sent in place of the results of tools.
-- `api-request-shape`: the system prompt and the tools of the requests that follow.
+- `api-request-shape`: the system prompt and the tools of the requests that follow
+  (`claude_code_requests` reads the requests themselves).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.formats.parsing.content import NO_JSON, Content, Part, Parts, known, parts_in
+from rollout_io.formats.dialects.anthropic import tools
+from rollout_io.formats.parsing.content import NO_JSON, Content, Part, Parts, parts_in
 from rollout_io.formats.parsing.jsonl import decode_line
 
 SPOKEN = frozenset({"user", "assistant"})
@@ -89,6 +91,7 @@ class _Spoken(_Head, gc=False):
     is_error: bool | None = msgspec.field(name="isApiErrorMessage", default=None)
     is_virtual: bool | None = msgspec.field(name="isVirtual", default=None)
     index: int | None = msgspec.field(name="apiBlockIndex", default=None)
+    request: str | None = msgspec.field(name="requestRef", default=None)
     retracted: list[str] | None = msgspec.field(name="retractedMessageUuids", default=None)
     superseded: list[str] | None = msgspec.field(name="supersedesUuids", default=None)
     message: msgspec.Raw = NO_JSON
@@ -117,12 +120,6 @@ class _Fork(_Head, gc=False):
     last: str | None = msgspec.field(name="parentLastUuid", default=None)
 
 
-class _Tool(msgspec.Struct, gc=False):
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-
-
 class Shape(msgspec.Struct, gc=False):
     """The system prompt and the tools of a request, as sent."""
 
@@ -135,20 +132,7 @@ class Shape(msgspec.Struct, gc=False):
 
     def definitions(self) -> list[dict[str, Any]] | None:
         """Return the tools in OpenAI's format; None if there are none."""
-        tools = [tool for raw in self.tools or () if (tool := _tool(raw)) is not None]
-        return [
-            {
-                "type": "function",
-                "function": known(
-                    {
-                        "name": tool.name,
-                        "description": tool.description,
-                        "parameters": tool.input_schema,
-                    }
-                ),
-            }
-            for tool in tools
-        ] or None
+        return tools(self.tools)
 
 
 class _Shaped(_Head, gc=False):
@@ -161,7 +145,6 @@ class _Replaced(_Head, gc=False):
 
 _MESSAGE_DECODER = msgspec.json.Decoder(Message)
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
-_TOOL_DECODER = msgspec.json.Decoder(_Tool)
 _TEXT_DECODER = msgspec.json.Decoder(str)
 _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
     "user": msgspec.json.Decoder(_Spoken),
@@ -183,6 +166,7 @@ class Line:
         where: Location of the line.
         at: ISO time of the line; empty if unknown.
         message: What the line adds to the context; None if nothing.
+        request: Name of the logged request that an answer belongs to.
         is_side: True for a line of a sub-agent.
         is_copied: True for a copy of a line of another session, which has the answer.
         is_kept: True for an answer from before a compaction, in the context after it.
@@ -201,6 +185,7 @@ class Line:
     agent_id: str | None = None
     at: str = ""
     message: Message | None = None
+    request: str | None = None
     index: int | None = None
     is_side: bool = False
     is_copied: bool = False
@@ -270,7 +255,7 @@ def read_line(
 def _read_spoken(line: Line, found: _Spoken) -> None:
     message = decode_line(_MESSAGE_DECODER, bytes(found.message), f"{line.where}, message")
     line.is_compaction = bool(found.is_summary)
-    line.index = found.index
+    line.index, line.request = found.index, found.request
     line.retracted = _shortened(found.retracted, found.superseded)
     is_error = line.type == "assistant" and message.model == _SYNTHETIC
     is_error &= bool(found.is_error) or _text(message.content).startswith(_API_ERROR)
@@ -337,14 +322,6 @@ _READERS: dict[str, Any] = {
 def short(uuid: str) -> str:
     """Return the characters of a uuid by which lines are retracted."""
     return uuid[:_NUM_CHARS_OF_UUID]
-
-
-def _tool(raw: msgspec.Raw) -> _Tool | None:
-    """Decode a tool; None for a tool of the API, which has no definition."""
-    try:
-        return _TOOL_DECODER.decode(raw)
-    except msgspec.MsgspecError:
-        return None
 
 
 def _shortened(*lists: Iterable[str] | None) -> frozenset[str]:

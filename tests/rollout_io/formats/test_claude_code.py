@@ -224,7 +224,7 @@ def test_sessions_of_one_file_are_runs_and_titles_belong_to_the_first(tmp_path):
     labels = {"session": "s", "cwd": "/a", "git_branch": "main", "version": "2.0"}
     assert found[0][0].labels == labels
     assert found[1][1].steps[0].stop_reason == "end_turn"
-    assert found[1][1].user_values == {"model": "m"}
+    assert found[1][1].user_values == {"model": "m", "prompts": "messages"}
     assert found[1][1].reward is None
     assert planned(ADAPTER, tmp_path / "both").about["groups"].startswith("inferred: each session")
 
