@@ -4,12 +4,12 @@
     {"timestamp": "...", "type": "response_item", "payload": {"type": "message", ...}}
 
 A file is a run; its `response_item` lines are the conversation, and `compacted` begins a new
-context. `event_msg` lines repeat the conversation for display; only
-rollbacks are read from them. A fork (`forked_from_id`) begins with the lines of another session. The log has no reward, no token ids and no tool definitions; encrypted
-reasoning is not readable.
+context (`codex_cli_thread`). `token_usage_record` lines end a model call. `event_msg` lines repeat the
+conversation for display; only rollbacks are read from them. A fork (`forked_from_id`) begins with the
+lines of another session. The log has no reward and no token ids; encrypted reasoning is not readable.
+Of the tool definitions, it has only those that a client added (`dynamic_tools`, `additional_tools`).
 
-Consecutive items of the model (reasoning, text, tool calls) form one message; a tool result or a
-message with another role ends it. A `developer` message becomes a `system` message before the first
+A `developer` message becomes a `system` message before the first
 answer, and a `user` message after it, as chat templates require.
 
 If an item cannot be read (its type is unknown, or it is encrypted, such as the summary of a
@@ -19,7 +19,7 @@ context, and the answer that it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -39,19 +39,31 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.codex_cli_thread import Thread
 from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.dialects.responses import ITEMS, Item, read_item
-from rollout_io.formats.parsing.content import NO_JSON, Message, bad_message, canonical_json, extend
+from rollout_io.formats.dialects.responses import ITEMS, Item, tools
+from rollout_io.formats.parsing.content import NO_JSON, Message, canonical_json
 from rollout_io.formats.parsing.forks import COPIED, copied_answers, digest, run_of
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import incomplete, lines_of, read_record
 from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError, RolloutError
 
-_Kind = Literal["session_meta", "turn_context", "response_item", "event_msg", "compacted"]
+_Kind = Literal[
+    "session_meta",
+    "turn_context",
+    "response_item",
+    "event_msg",
+    "compacted",
+    "world_state",
+    "token_usage_record",
+]
 _GROUPS = "inferred: each session is a separate instance"
 LOST = "answers after items that are encrypted or of an unknown type: left out"
+SUMMARIES = "summaries that the model wrote for a compaction, without their prompt: left out"
+EDITED = "sessions with the model's own instructions, of which Codex may have sent only a part: it "
+EDITED += "leaves out sections about tools that are off, which the log does not tell"
 _ROLLED_BACK = "thread_rolled_back"
 
 
@@ -60,15 +72,25 @@ CONTENTS = Contents(
     reads={
         "*": "timestamp",
         "session_meta": "payload.id payload.session_id payload.forked_from_id payload.cwd "
-        "payload.originator payload.cli_version payload.base_instructions.text",
+        "payload.originator payload.cli_version payload.base_instructions.text payload.dynamic_tools",
         "turn_context": "payload.model",
-        "compacted": "payload.message",
+        "compacted": "payload.message payload.compaction_response_id",
+        "token_usage_record": "payload.response_id",
     },
     leaves={
         "facts about the session": "session_meta/payload.timestamp session_meta/payload.source "
         "session_meta/payload.model_provider session_meta/payload.git "
-        "session_meta/payload.instructions session_meta/payload.memory_mode",
-        "settings, which the harness sends as messages": "turn_context/payload",
+        "session_meta/payload.instructions session_meta/payload.memory_mode "
+        "session_meta/payload.base_instructions.provenance session_meta/payload.history_mode "
+        "session_meta/payload.runtime_workspace_roots session_meta/payload.thread_source "
+        "session_meta/payload.context_window session_meta/payload.agent_nickname "
+        "session_meta/payload.agent_role session_meta/payload.agent_path",
+        "settings, which the harness sends as messages": "turn_context/payload world_state",
+        "facts about items and calls": "response_item/metadata token_usage_record/payload",
+        "for resuming": "compacted/payload.replacement_history_metadata "
+        "compacted/payload.resume_metadata compacted/payload.retained_context "
+        "compacted/payload.latest_token_usage_record compacted/payload.first_window_id "
+        "compacted/payload.window_id compacted/payload.previous_window_id",
         "repeats the conversation for display; only rollbacks are read": "event_msg",
     },
     inner={"response_item/payload": ITEMS, "compacted/payload.replacement_history": ITEMS},
@@ -86,8 +108,13 @@ class _Shape(msgspec.Struct, gc=False):
     timestamp: str
 
 
+class _Provenance(msgspec.Struct, gc=False):
+    type: str | None = None
+
+
 class _Instructions(msgspec.Struct, gc=False):
     text: str | None = None
+    provenance: _Provenance | None = None
 
 
 class _Meta(msgspec.Struct, gc=False):
@@ -97,13 +124,19 @@ class _Meta(msgspec.Struct, gc=False):
     originator: str | None = None
     cli_version: str | None = None
     base_instructions: _Instructions | str | None = None
+    tools: Any = msgspec.field(name="dynamic_tools", default=None)
 
 
 class _Turn(msgspec.Struct, gc=False):
     model: str | None = None
 
 
+class _Usage(msgspec.Struct, gc=False):
+    response: str | None = msgspec.field(name="response_id", default=None)
+
+
 class _Compacted(msgspec.Struct, gc=False):
+    response: str | None = msgspec.field(name="compaction_response_id", default=None)
     message: str | None = None
     replacement_history: list[Item] | None = None
 
@@ -117,6 +150,7 @@ _SHAPE_DECODER = msgspec.json.Decoder(_Shape)
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
 _META_DECODER = msgspec.json.Decoder(_Meta)
 _ITEM_DECODER = msgspec.json.Decoder(Item)
+_USAGE_DECODER = msgspec.json.Decoder(_Usage)
 _TURN_DECODER = msgspec.json.Decoder(_Turn)
 _COMPACTED_DECODER = msgspec.json.Decoder(_Compacted)
 _EVENT_DECODER = msgspec.json.Decoder(_Event)
@@ -235,7 +269,9 @@ def read_session(run: Run, _: Options) -> Trajectory:
             is encrypted or of an unknown type; `no_calls`: there is no model response.
     """
     thread, texts = Thread(), dict[str, str]()
-    last_copy, num_copied = max(run.copied, default=-1), 0
+    last_copy, num_copied, num_summaries = max(run.copied, default=-1), 0, 0
+    defined: list[Message] | None = None
+    edited = False
     for i, place in enumerate(run.places):
         content = read_record(place)
         refuse_not_utf8(content, place.where)
@@ -244,11 +280,17 @@ def read_session(run: Run, _: Options) -> Trajectory:
         payload, where = bytes(line.payload), f"{place.where}, payload"
         if line.type == "response_item":
             thread.add(decode_line(_ITEM_DECODER, payload, where), where)
+        elif line.type == "token_usage_record":
+            thread.end_call(decode_line(_USAGE_DECODER, payload, where).response)
         elif line.type == "compacted":
             compacted = decode_line(_COMPACTED_DECODER, payload, where)
+            num_summaries += thread.drop_call(compacted.response)
             thread.compact(compacted.message, compacted.replacement_history, where)
         elif line.type == "session_meta":
-            thread.instruct(_instructions(decode_line(_META_DECODER, payload, where)))
+            meta = decode_line(_META_DECODER, payload, where)
+            thread.instruct(_instructions(meta))
+            edited |= _are_edited(meta)
+            defined = tools(meta.tools) or defined
         elif line.type == "turn_context":
             model = decode_line(_TURN_DECODER, payload, where).model
             texts |= {"model": model} if model else {}
@@ -264,11 +306,20 @@ def read_session(run: Run, _: Options) -> Trajectory:
     if not contexts:
         raise InputError("no_calls", run.places[0].where, "the session has no model response")
     steps = [
-        Conversation(source=c.where, messages=c.known, num_given=c.num_given) for c in contexts
+        Conversation(source=c.where, messages=c.known, tools=defined, num_given=c.num_given)
+        for c in contexts
     ]
+    note(SUMMARIES, num_summaries)
+    note(EDITED, int(edited))
     note(LOST, thread.num_lost)
     note(COPIED, num_copied)
     return Trajectory(steps=steps, user_values=texts)
+
+
+def _are_edited(meta: _Meta) -> bool:
+    found = meta.base_instructions
+    kind = found.provenance if isinstance(found, _Instructions) else None
+    return kind is not None and kind.type == "model"
 
 
 def _instructions(meta: _Meta) -> str | None:
@@ -291,153 +342,3 @@ ADAPTER = Adapter(
     line=_Shape,
     contents=CONTENTS,
 )
-
-
-_KEPT_BYTES = 80_000
-"""Codex keeps 20,000 tokens, which it estimates at four bytes each."""
-
-
-@dataclass(slots=True)
-class Context:
-    """One context of the session.
-
-    Attributes:
-        messages: Messages in order.
-        where: Location of the last message.
-        num_given: Number of leading messages that a compaction or rollback kept.
-        end: Number of leading messages before the first item that cannot be read; None if all can.
-    """
-
-    messages: list[Message] = field(default_factory=list)
-    where: str = ""
-    num_given: int = 0
-    end: int | None = None
-
-    @property
-    def known(self) -> list[Message]:
-        """Messages before the first item that cannot be read."""
-        return self.messages[: self.end]
-
-    def is_answered_after(self, start: int) -> bool:
-        """True if the model wrote a known message of this context at or after index `start`."""
-        return _has_answer(self.known[max(start, self.num_given) :])
-
-
-@dataclass(slots=True)
-class Thread:
-    """The contexts of a session, in order.
-
-    Attributes:
-        contexts: The contexts; the last one is current.
-        is_open: True if the last message is a reply that further items may extend.
-        unread: Error of the first item that cannot be read; None if all can.
-        num_lost: Number of answers that depend on such items.
-    """
-
-    contexts: list[Context] = field(default_factory=lambda: [Context()])
-    is_open: bool = False
-    unread: InputError | None = None
-    num_lost: int = 0
-    _summary: Message | None = None
-
-    @property
-    def messages(self) -> list[Message]:
-        """Messages of the current context."""
-        return self.contexts[-1].messages
-
-    def answered(self) -> list[Context]:
-        """Return the contexts in which the model wrote something."""
-        return [context for context in self.contexts if context.is_answered_after(0)]
-
-    def instruct(self, text: str | None) -> None:
-        """Add a system prompt if the context is still empty."""
-        if text and not self.messages:
-            self.messages.append({"role": "system", "content": text})
-
-    def add(self, item: Item, where: str) -> None:
-        """Add an item to the current context."""
-        context = self.contexts[-1]
-        try:
-            piece = read_item(item, where)
-        except InputError as error:
-            self.is_open = self.is_open and not item.is_of_environment
-            self._lose(error, is_of_reply=self.is_open)
-            return
-        if context.end is None:
-            context.where = where
-        if piece is None:
-            return
-        if piece["role"] == "assistant":
-            extend(self._reply(), piece)
-            return
-        self.is_open = False
-        if piece["role"] in {"developer", "system"}:
-            piece["role"] = "user" if _has_answer(self.messages) else "system"
-        self.messages.append(piece)
-
-    def compact(self, summary: str | None, history: Sequence[Item] | None, where: str) -> None:
-        """Begin a new context with the compacted history, or with a summary.
-
-        Without a history, Codex keeps the user's messages, up to `_KEPT_BYTES`, and the summary.
-        """
-        before = [m for m in self.messages if m is not self._summary]
-        system = [m for m in before[:1] if m["role"] == "system"]
-        self.is_open = False
-        self.contexts.append(Context(list(system), where))
-        for item in history or ():
-            self.add(item, where)
-        self.is_open = False
-        if not history and summary:
-            kept = [m for m in before[len(system) :] if m["role"] in {"system", "user"}]
-            if sum(len(str(m["content"]).encode()) for m in kept) > _KEPT_BYTES:
-                got = "a compaction that kept an unknown part of the user's messages"
-                self._lose(bad_message(where, got), is_of_reply=False)
-            self._summary = {"role": "user", "content": summary}
-            self.messages.extend([*kept, self._summary])
-        self.contexts[-1].num_given = len(self.messages)
-
-    def _lose(self, error: InputError, *, is_of_reply: bool) -> None:
-        """End the known part of the context before an item that cannot be read."""
-        context = self.contexts[-1]
-        self.unread = self.unread or error
-        if context.end is None:
-            context.end = len(context.messages) - is_of_reply
-            self.num_lost += is_of_reply
-
-    def roll_back(self, num_turns: int) -> None:
-        """Remove the last `num_turns` user messages and everything after them.
-
-        If the model answered in the removed part, keep the context and begin a new one.
-        """
-        context = self.contexts[-1]
-        turns = [i for i, message in enumerate(context.messages) if message["role"] == "user"]
-        if num_turns <= 0 or not turns:
-            return
-        start = turns[-min(num_turns, len(turns))]
-        self.is_open = False
-        end = context.end if context.end is not None and context.end < start else None
-        if context.is_answered_after(start):
-            self.contexts.append(Context(context.messages[:start], context.where, start, end))
-        else:
-            del context.messages[start:]
-            context.num_given, context.end = min(context.num_given, start), end
-
-    def give(self) -> int:
-        """Make all messages so far part of the prompt; return the number of answers in them."""
-        self.is_open = False
-        answers = [m for c in self.contexts for m in c.messages[c.num_given :]]
-        for context in self.contexts:
-            context.num_given = len(context.messages)
-        return sum(message["role"] == "assistant" for message in answers)
-
-    def _reply(self) -> Message:
-        """Return the assistant message that is being extended; begin one if there is none."""
-        if not self.is_open:
-            self.messages.append({"role": "assistant", "content": ""})
-            self.is_open = True
-            self.num_lost += self.contexts[-1].end is not None
-        return self.messages[-1]
-
-
-def _has_answer(messages: Iterable[dict[str, Any]]) -> bool:
-    return any(message["role"] == "assistant" for message in messages)

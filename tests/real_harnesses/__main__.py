@@ -79,7 +79,7 @@ def compacted(harness: str, home: Home) -> None:
         claude_code(home, "/compact", "-c")
         claude_code(home, "After it.\n" + shell(harness, "echo three"), "-c")
     else:
-        limit = {"model_auto_compact_token_limit": 5}
+        limit = {"model_auto_compact_token_limit": 1100}
         codex(
             home, "After it.\n" + shell(harness, "echo three"), "resume", "--last", settings=limit
         )

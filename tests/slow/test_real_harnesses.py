@@ -5,6 +5,8 @@ import json
 import pytest
 
 from rollout_io.formats.claude_code import ADAPTER as CLAUDE_CODE
+from rollout_io.formats.codex_cli import ADAPTER as CODEX
+from rollout_io.formats.codex_cli import EDITED, SUMMARIES
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all
 from tests.real_harnesses.__main__ import SCENARIOS, make
@@ -111,3 +113,61 @@ def test_prompts_of_claude_code_are_the_requests_message_for_message(scenario, t
     for text in sent.keys() - rows.keys():  # the summary is a message, no answer
         assert "<summary>" in json.dumps(sent[text].request["messages"][-1])
     assert sum(len(made.steps) for _, made in found) >= len(found)
+
+
+def plain_item(item):
+    """What an item of the Responses API says; of a picture, its data."""
+    kind = item["type"]
+    if kind == "reasoning":
+        return [("thought", "\n".join(part["text"] for part in item["summary"]))]
+    if kind == "function_call":
+        arguments = json.dumps(json.loads(item["arguments"]), sort_keys=True)
+        return [("call", item["name"], arguments)]
+    if kind == "function_call_output":
+        return [("result", item["call_id"], (("text", item["output"]),))]
+    pictures = [part for part in item["content"] if part["type"] == "input_image"]
+    if not pictures:
+        return [("text", "\n".join(part["text"] for part in item["content"]))]
+    return [
+        ("image", part["image_url"].partition("base64,")[2])
+        if part["type"] == "input_image"
+        else ("text", part["text"])
+        for part in item["content"]
+    ]
+
+
+def plain_input(items):
+    """(role, what it says) of each message; the engine begins each answer with a thought."""
+    made = []
+    for item in items:
+        role = item.get("role", "assistant")
+        if item["type"] == "function_call_output":
+            made.append(("tool", plain_item(item)))
+        elif role != "assistant":
+            is_answered = any(role == "assistant" for role, _ in made)
+            role = {"developer": "user" if is_answered else "system"}.get(role, role)
+            made.append((role, plain_item(item)))
+        elif item["type"] == "reasoning":
+            made.append(("assistant", plain_item(item)))
+        else:
+            made[-1][1].extend(plain_item(item))
+    return made
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS["codex"])
+def test_prompts_of_codex_are_the_requests_message_for_message(scenario, tmp_path):
+    engine = make("codex", scenario, tmp_path)
+    logs = sorted((tmp_path / ".codex" / "sessions").rglob("*.jsonl"))
+    found, rejected = read_all(CODEX, *logs)
+    assert rejected == []
+    sent = {exchange.text: exchange for exchange in engine.exchanges}
+    rows = {message["content"]: prompt for prompt, _, message in answered(found)}
+    for text, prompt in rows.items():
+        (_, ((_, instructions),)), *got = [(m["role"], plain_message(m)) for m in prompt]
+        (_, ((_, asked),)), *expected = plain_input(sent[text].request["input"])
+        assert got == expected
+        lines = iter(instructions.split("\n"))  # sections about tools that are off are not sent
+        assert all(line in lines for line in asked.split("\n"))
+    assert all((made.unread, made.notes[EDITED]) == ({}, 1) for _, made in found)
+    left_out = sum(made.notes.get(SUMMARIES, 0) for _, made in found)
+    assert len(sent) - len(rows) == left_out == (scenario == "compacted")  # the summary

@@ -304,7 +304,7 @@ def _tools(given: Any, namespace: str) -> list[Message]:
     if not isinstance(name, str):
         kind = given.get("type")
         return [function_tool(kind)] if isinstance(kind, str) else []
-    parameters = given.get("parameters")
+    parameters = given.get("parameters") or given.get("input_schema") or given.get("inputSchema")
     if given.get("type") == "custom":
         parameters = {"type": "object", "properties": {"input": {"type": "string"}}}
         parameters |= known({"format": given.get("format")})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.base import Options
-from rollout_io.formats.codex_cli import ADAPTER, LOST
+from rollout_io.formats.codex_cli import ADAPTER, EDITED, LOST, SUMMARIES
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS, WEB_SEARCHES
 from rollout_io.formats.parsing.notes import UNREAD, noted
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
@@ -262,6 +262,67 @@ def test_items_of_new_codex_versions_are_read(noted_contexts):
     assert messages[-1]["content"] == "Hurry."
     assert last["content"] == "It is sunny."
     assert notes == {WEB_SEARCHES: 1, ENCRYPTED_THOUGHTS: 1}
+
+
+def usage(name):
+    return line("token_usage_record", response_id=name, usage={"input_tokens": 1})
+
+
+def test_the_summary_of_a_compaction_is_no_answer_and_is_counted(noted_contexts):
+    found, notes = noted_contexts(
+        message("user", "Hi."),
+        answer("Ho."),
+        usage("r1"),
+        item("reasoning", summary=[{"type": "summary_text", "text": "Sum up."}]),
+        answer("A summary."),
+        usage("r2"),
+        line(
+            "compacted",
+            message="A summary.",
+            compaction_response_id="r2",
+            replacement_history=[message("user", "A summary.")["payload"]],
+        ),
+        message("user", "Go on."),
+        answer("On."),
+        usage("r3"),
+    )
+    texts = [[text for _, text in said(messages)] for messages in found]
+    assert texts == [["Hi.", "Ho."], ["A summary.", "Go on.", "On."]]
+    assert notes == {SUMMARIES: 1}
+
+
+def test_the_end_of_a_call_ends_its_answer(contexts):
+    ((*_, first, second),) = contexts(
+        message("user", "Hi."), answer("Ho."), usage("r1"), answer("Hm."), usage("r2")
+    )
+    assert [m["content"] for m in (first, second)] == ["Ho.", "Hm."]
+
+
+def test_reasoning_after_a_call_begins_another_message(contexts):
+    thought = {"type": "summary_text", "text": "More."}
+    call = item("function_call", name="ls", arguments="{}", call_id="c1")
+    ((_, first, second),) = contexts(
+        message("user", "Hi."), answer("Ho."), call, item("reasoning", summary=[thought])
+    )
+    assert len(first["tool_calls"]) == 1
+    assert second["reasoning_content"] == "More."
+
+
+def test_tools_that_a_client_added_are_tools(tmp_path):
+    tools = [{"name": "rain", "description": "Rain.", "input_schema": {"type": "object"}}]
+    meta = line("session_meta", id="s", dynamic_tools=tools)
+    path = write_lines(tmp_path / "s", meta, message("user", "Hi."), answer("Ho."))
+    ((_, made),), _ = read_all(ADAPTER, path)
+    function = {"name": "rain", "description": "Rain.", "parameters": {"type": "object"}}
+    assert made.steps[0].tools == [{"type": "function", "function": function}]
+
+
+def test_instructions_of_the_model_may_have_been_sent_in_part(noted_contexts):
+    text = {"text": "Be brief.", "provenance": {"type": "model", "model": "m"}}
+    meta = line("session_meta", id="s", base_instructions=text)
+    (messages,), notes = noted_contexts(meta, message("user", "Hi."), answer("Ho."))
+    assert messages[0] == {"role": "system", "content": "Be brief."}
+    assert notes == {EDITED: 1}
 
 
 def test_what_was_rolled_back_stays_a_context_of_its_own(contexts):
