@@ -26,6 +26,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollout_io.dataset.opening import read_input
+from rollout_io.formats.contents import SELF, Contents, account
+from rollout_io.formats.dialects.responses import TEXTS
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
 from rollout_io.formats.parsing.messages import openai_tools, read_message
@@ -36,6 +39,28 @@ from schemas.errors import InputError
 VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
 
 _NO_JSON = msgspec.Raw(b"null")
+
+
+_CALL = "tool_calls.tool_call_id tool_calls.function_name tool_calls.arguments"
+_RESULT = "observation.results.source_call_id observation.results.subagent_trajectory_ref"
+_STEP = Contents(
+    reads={
+        "": f"source message reasoning_content {_CALL} {_RESULT} metrics extra.context_management"
+    },
+    leaves={
+        "facts about a step or a call": "extra timestamp model_name reasoning_effort "
+        "tool_calls.extra observation.results.extra"
+    },
+    inner={"observation.results.content": TEXTS.plus(reads={"image": "source"})},
+)
+CONTENTS = Contents(
+    reads={
+        "": "schema_version session_id trajectory_id agent.name agent.tool_definitions "
+        "continued_trajectory_ref"
+    },
+    leaves={"facts about the trajectory": "agent notes extra final_metrics"},
+    inner={"steps": _STEP, "subagent_trajectories": SELF},
+)
 
 
 class Metrics(msgspec.Struct, gc=False):
@@ -128,6 +153,7 @@ def read_trajectory(path: Path) -> Document:
             error of `read_document`.
     """
     document, _ = read_document(_DECODER, path)
+    account(CONTENTS, read_input(path))
     _check(document, path, "$")
     return document
 

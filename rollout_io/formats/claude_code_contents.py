@@ -44,6 +44,8 @@ CONTENTS = Contents(
         "shown to the user, not sent": "system summary ai-title custom-title agent-name last-prompt "
         "progress result started tag",
         "what it sends is in `rendered`; without that, it is counted": "attachment/attachment",
+        "facts about a compaction": "system:compact_boundary/trigger "
+        "system:compact_boundary/originalModel system:compact_boundary/fallbackModel",
         "for undoing edits": "file-history-snapshot",
         "state of the harness": "mode permission-mode pr-link bridge-session frame-link "
         "relocated worktree-state atis-latch cost-state tools-used marble-origami-commit marble-origami-snapshot",

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -133,6 +134,24 @@ class Contents:
         part = record.get(self.subkind) if self.subkind else None
         divided = f"{name}:{part}"
         return divided if isinstance(part, str) and divided in self._types else name
+
+    def plus(
+        self,
+        *,
+        reads: Mapping[str, str] = MappingProxyType({}),
+        leaves: Mapping[str, str] = MappingProxyType({}),
+        inner: Mapping[str, Contents | str] = MappingProxyType({}),
+    ) -> Contents:
+        """Return these contents with more entries, such as the fields that a harness adds."""
+        both = {
+            kind: f"{self.reads.get(kind, '')} {paths}".strip() for kind, paths in reads.items()
+        }
+        return replace(
+            self,
+            reads={**self.reads, **both},
+            leaves={**self.leaves, **leaves},
+            inner={**self.inner, **inner},
+        )
 
     def unread(self, record: Any, tell: Callable[[str], object]) -> None:
         """Call `tell` with the name of everything in a record that holds text and is not listed."""

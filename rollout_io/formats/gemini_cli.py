@@ -30,7 +30,15 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.dialects.gemini import Part, Parts, answer_text, joined_content, parts_in
+from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.dialects.gemini import (
+    PARTS,
+    Part,
+    Parts,
+    answer_text,
+    joined_content,
+    parts_in,
+)
 from rollout_io.formats.parsing.content import NO_JSON, Message, joined, json_text, tool_call
 from rollout_io.formats.parsing.documents import find_documents, is_document
 from rollout_io.formats.parsing.jsonl import decode_document
@@ -40,6 +48,28 @@ from schemas.errors import InputError
 
 _GROUPS = "inferred: each session is a separate instance"
 _MARKS = (b'"sessionId"',)
+
+
+_MESSAGE = Contents(
+    kind="type",
+    reads={
+        "*": "id timestamp model",
+        "user": "",
+        "gemini": "thoughts.subject thoughts.description toolCalls.id toolCalls.name toolCalls.args",
+    },
+    leaves={
+        "shown to the user, not sent": "info warning error gemini/toolCalls.displayName "
+        "gemini/toolCalls.description gemini/toolCalls.resultDisplay user/displayContent",
+        "facts about a call": "gemini/toolCalls.status gemini/toolCalls.timestamp gemini/tokens "
+        "gemini/thoughts.timestamp",
+    },
+    inner={"*/content": PARTS, "gemini/toolCalls.result": PARTS},
+)
+CONTENTS = Contents(
+    reads={"": "sessionId projectHash"},
+    leaves={"facts about the session": "startTime lastUpdated summary kind directories meta"},
+    inner={"messages": _MESSAGE},
+)
 
 
 class _Thought(msgspec.Struct, gc=False):
@@ -102,7 +132,9 @@ def read_session(run: Run, _: Options) -> Trajectory:
             response.
     """
     (place,) = run.places
-    session = decode_document(_DECODER, read_record(place), place.where)
+    content = read_record(place)
+    session = decode_document(_DECODER, content, place.where)
+    account(CONTENTS, content)
     messages: list[Message] = []
     for i, logged in enumerate(session.messages):
         messages += _messages(logged, f"{place.where}, messages[{i}]")
@@ -159,5 +191,6 @@ ADAPTER = Adapter(
     find=find_sessions,
     read=read_session,
     is_text=True,
+    contents=CONTENTS,
     noun="session",
 )

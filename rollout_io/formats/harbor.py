@@ -22,7 +22,7 @@ from rollout_io.formats.atif import (
     read_run,
     referred_files,
 )
-from rollout_io.formats.atif_document import read_trajectory
+from rollout_io.formats.atif_document import CONTENTS, read_trajectory
 from rollout_io.formats.base import (
     HAS_TEXT,
     About,
@@ -196,4 +196,5 @@ ADAPTER = Adapter(
     read=read_trial,
     is_text=True,
     is_export=is_export,
+    contents=CONTENTS,
 )

@@ -23,19 +23,14 @@ from rollout_io.formats.detect import has_record
 from rollout_io.formats.openai_messages import find_conversations, read_conversation
 from rollout_io.formats.parsing.messages import MESSAGE
 
-_MESSAGE = Contents(
-    kind=MESSAGE.kind,
-    default=MESSAGE.default,
-    reads=MESSAGE.reads,
+_MESSAGE = MESSAGE.plus(
     leaves={
-        **MESSAGE.leaves,
         "repeats the name of a call": "message/tool_name",
         "names and times of messages": "message/session_id message/timestamp "
         "message/platform_message_id message/active message/observed",
         "repeats the reasoning and the text, for the API": "message/reasoning_details "
         "message/codex_reasoning_items message/codex_message_items",
     },
-    inner=MESSAGE.inner,
 )
 CONTENTS = Contents(
     reads={

@@ -27,6 +27,7 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.documents import (
@@ -37,13 +38,35 @@ from rollout_io.formats.parsing.documents import (
 )
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.lines import read_record
-from rollout_io.formats.parsing.messages import read_message
+from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.sampling import sampling_extra
 
 _SUFFIXES = (".traj.json", ".json", ".traj")
 _MARKS = (b'"messages"', b'"mini_version"', b'"trajectory_format"', b"<returncode>")
 _EXIT = "exit"
+
+
+CONTENTS = Contents(
+    reads={
+        "": "trajectory_format instance_id info.exit_status info.model_stats info.traceback "
+        "info.exception_str info.config.model.model_name info.config.model.model_kwargs"
+    },
+    leaves={
+        "settings, from which the harness renders messages": "info.config info.mini_version",
+        "the result of the run": "info.submission info.exit_status_details",
+    },
+    inner={
+        "messages": MESSAGE.plus(
+            reads={"message": "extra.response"},
+            leaves={
+                "facts about a call, and its output before it was rendered": "message/extra "
+                "message/output message/provider_specific_fields message/usage message/id "
+                "message/created_at message/model"
+            },
+        )
+    },
+)
 
 
 class _Model(msgspec.Struct, gc=False):
@@ -145,7 +168,9 @@ def read_run(run: Run, _: Options) -> Trajectory:
         RolloutError: The run cannot be used (`no_calls`, `no_token_ids`, `record_type`, ...).
     """
     (place,) = run.places
-    logged = _decode(read_record(place), place.where)
+    content = read_record(place)
+    logged = _decode(content, place.where)
+    account(CONTENTS, b'{"messages":%s}' % content if content[:1] == b"[" else content)
     info = logged.info
     error = _error(info)
     failed = run.failed or error is not None
@@ -221,4 +246,5 @@ ADAPTER = Adapter(
     find=find_runs,
     read=read_run,
     is_text=True,
+    contents=CONTENTS,
 )

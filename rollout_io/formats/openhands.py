@@ -29,8 +29,9 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.openhands_events import is_reconstructed, read_calls
+from rollout_io.formats.openhands_events import EVENT, is_reconstructed, read_calls
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.documents import (
     find_documents,
@@ -58,6 +59,21 @@ class _Issue(msgspec.Struct, gc=False):
     @property
     def name(self) -> str:
         return f"{self.owner}/{self.repo}#{self.number}"
+
+
+CONTENTS = Contents(
+    reads={
+        "": "instance_id issue metadata.llm_config.model test_result report metrics resolved success "
+        "error"
+    },
+    leaves={
+        "the task's data: what the agent saw of it is a message": "instance instruction issue_type "
+        "base_commit",
+        "the result of the run": "git_patch comment_success result_explanation",
+        "settings": "metadata",
+    },
+    inner={"history": EVENT},
+)
 
 
 class _LlmConfig(msgspec.Struct, gc=False):
@@ -181,8 +197,10 @@ def read_run(run: Run, _: Options) -> Trajectory:
     if content.lstrip().startswith(b"["):
         where = f"{place.where}, events"
         row = _Row(decode_document(_EVENTS_DECODER, content, place.where))
+        account(CONTENTS, b'{"history":%s}' % content)
     else:
         row = decode_line(_ROW_DECODER, content, place.where)
+        account(CONTENTS, content)
     history = row.history or []
     error = row.error if row.error and not any(mark in row.error for mark in _LIMITS) else None
     calls = list(read_calls(history, where))
@@ -243,4 +261,5 @@ ADAPTER = Adapter(
     find=find_runs,
     read=read_run,
     is_text=True,
+    contents=CONTENTS,
 )

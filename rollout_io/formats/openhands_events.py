@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from rollout_io.formats.contents import Contents
 from rollout_io.formats.parsing.bodies import NO_JSON
 from rollout_io.formats.parsing.content import Message, same_json
 from rollout_io.formats.parsing.jsonl import decode_line
@@ -39,6 +40,26 @@ _TAGS = {
     "browse": "execute_browse",
     "browse_interactive": "execute_browse",
 }
+EVENT = Contents(
+    reads={
+        "": "id source action observation args content tool_call_metadata.tool_call_id "
+        "tool_call_metadata.function_name tool_call_metadata.model_response thought command code "
+        "summary"
+    },
+    leaves={
+        "shown to the user: repeats the event": "message",
+        "facts about the event and its call": "timestamp cause llm_metrics timeout "
+        "tool_call_metadata.total_calls_in_response success images_urls image_urls file_urls "
+        "wait_for_response action_risk keep_prompt is_confirmed command_id exit_code kernel_init_code "
+        "outputs",
+        "details of an observation, of which `content` is the text": "extras.command extras.metadata "
+        "extras.path extras.impl_source extras.old_content extras.new_content extras.diff "
+        "extras._diff_cache extras.error_id extras.agent_state extras.reason extras.code "
+        "extras.image_urls extras.recall_type",
+    },
+)
+"""An event. What OpenHands renders from a recall (the rest of `extras`) is not read: it is counted."""
+
 _SAYS = frozenset({"finish", "think", "reject"})
 _ACTS = frozenset({"delegate", "read", "write", "edit", "call_tool_mcp"})
 _SILENT = frozenset({"recall", "agent_state_changed", "null", "change_agent_state", "success"})

@@ -37,11 +37,12 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.documents import decode_record, is_document, logs_below, parts_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, read_document
 from rollout_io.formats.parsing.lines import DUPLICATE, lines_of, read_record
-from rollout_io.formats.parsing.messages import read_messages
+from rollout_io.formats.parsing.messages import MESSAGE, read_messages
 from rollout_io.formats.parsing.naming import numbers
 from schemas.errors import InputError, InvariantError, RolloutError
 
@@ -49,6 +50,18 @@ RESULTS, PAGE, METADATA = "results.jsonl", "rollouts_raw.json", "metadata.json"
 _TOLERANCE = 1e-5  # reward - advantage differs by rounding within a group
 _GROUPS = "inferred: rows with the same step, problem, prompt and (reward - advantage)"
 _MARKS = (b'"samples"',)
+
+
+CONTENTS = Contents(
+    reads={
+        "": "run_id sample_id problem_id step prompt completion reward advantage metrics env_name "
+        "task tag"
+    },
+    leaves={
+        "the task's reference, not sent": "answer info",
+        "facts about the run": "timing created_at num_input_tokens num_output_tokens",
+    },
+)
 
 
 class _Row(msgspec.Struct, gc=False):
@@ -66,6 +79,10 @@ class _Row(msgspec.Struct, gc=False):
     env_name: str | None = None
     task: str | None = None
     tag: str | None = None
+
+
+_TEXTS = Contents(reads={"": ""}, inner={"messages": MESSAGE})
+"""The JSON texts `prompt` and `completion`."""
 
 
 class _Page(msgspec.Struct, gc=False):
@@ -273,6 +290,7 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
     """
     (place,) = run.places
     row = decode_record(_ROW_DECODER, place)
+    account(CONTENTS, read_record(place))
     messages = [*_messages(row.prompt, f"{place.where}, prompt")]
     messages += _messages(row.completion, f"{place.where}, completion")
     where = f"{place.where}, metrics"
@@ -290,6 +308,7 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
 
 def _messages(text: str, where: str) -> list[dict[str, Any]]:
     messages = decode_line(_MESSAGES_DECODER, text.encode(), where)
+    account(_TEXTS, b'{"messages":%s}' % text.encode())
     return read_messages(messages, where)
 
 
@@ -311,5 +330,6 @@ ADAPTER = Adapter(
     find=find_rollouts,
     read=read_rollout,
     is_text=True,
+    contents=CONTENTS,
     line=_Row,
 )

@@ -33,11 +33,12 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.documents import decode_record, logs_below
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record, find_lines
+from rollout_io.formats.parsing.lines import Record, find_lines, read_record
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import FilesApart
 from schemas.errors import InputError, RolloutError
@@ -50,6 +51,11 @@ _BATCH = b"TrainingInputBatch"
 _HEAD_BYTES = 1 << 12
 _FAILED = "error"
 _EVALUATION = re.compile(r"global_step_(\d+)_evals")
+
+
+CONTENTS = Contents(
+    reads={"": "input_prompt output_response env_class score stop_reason data_source env_extras"},
+)
 
 
 class _Sample(msgspec.Struct, gc=False):
@@ -127,6 +133,7 @@ def read_sample(run: Run, _: Options) -> Trajectory:
     """
     (place,) = run.places
     sample = decode_record(_DECODER, place)
+    account(CONTENTS, read_record(place))
     is_failed = sample.stop_reason == _FAILED
     step = Completion(
         source=place.where,
@@ -186,5 +193,6 @@ ADAPTER = Adapter(
     find=find_dumps,
     read=read_sample,
     is_text=True,
+    contents=CONTENTS,
     line=_Sample,
 )

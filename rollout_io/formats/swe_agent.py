@@ -29,6 +29,7 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.documents import (
     find_documents,
@@ -38,13 +39,32 @@ from rollout_io.formats.parsing.documents import (
 )
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.lines import read_record
-from rollout_io.formats.parsing.messages import read_message, read_messages
+from rollout_io.formats.parsing.messages import MESSAGE, read_message, read_messages
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from schemas.errors import InputError
 
 _SUFFIXES = (".traj", ".json")
 _MARKS = (b'"trajectory"', b'"history"')
 _CRASHES = frozenset({"exit_error", "exit_environment_error", "exit_api"})
+
+
+_MESSAGE = MESSAGE.plus(
+    reads={"message": "agent is_demo"},
+    leaves={
+        "repeats parts of the text": "message/thought message/action message/tags",
+        "facts about the message": "message/message_type",
+    },
+)
+CONTENTS = Contents(
+    reads={"": "info.exit_status info.model_stats trajectory.response replay_config"},
+    leaves={
+        "repeats what is in the history": "trajectory.action trajectory.observation "
+        "trajectory.thought trajectory.state trajectory.extra_info trajectory.thinking_blocks "
+        "trajectory.execution_time",
+        "the result of the run, and facts about it": "info environment",
+    },
+    inner={"history": _MESSAGE, "trajectory.query": _MESSAGE, "trajectory.messages": _MESSAGE},
+)
 
 
 class _Info(msgspec.Struct, gc=False):
@@ -134,7 +154,9 @@ def read_run(run: Run, _: Options) -> Trajectory:
         InputError: The run cannot be used (`no_calls`, `no_prompt`, `record_type`, ...).
     """
     (place,) = run.places
-    logged = decode_document(_RUN_DECODER, read_record(place), place.where)
+    content = read_record(place)
+    logged = decode_document(_RUN_DECODER, content, place.where)
+    account(CONTENTS, content)
     status, stats = logged.info.exit_status, logged.info.model_stats or {}
     failed = run.failed or status in _CRASHES
     steps = steps_of(list(_calls(logged, place.where)), place.where, failed=failed)
@@ -230,4 +252,5 @@ ADAPTER = Adapter(
     find=find_runs,
     read=read_run,
     is_text=True,
+    contents=CONTENTS,
 )
