@@ -1,74 +1,69 @@
-"""The `gemini_cli` format: sessions of Gemini CLI, one JSON document per file.
+"""The `gemini_cli` format: sessions of Gemini CLI, JSON Lines since 0.39 and one document before.
 
-    {"sessionId": "...", "projectHash": "...", "messages": [
-        {"type": "user", "content": "..."},
-        {"type": "gemini", "content": "...", "thoughts": [...], "toolCalls": [...], "model": "..."}]}
+    {"sessionId": "...", "projectHash": "...", "startTime": "...", "kind": "main"}
+    {"id": "1", "type": "user", "content": [{"text": "..."}]}
+    {"id": "2", "type": "gemini", "content": "...", "thoughts": [...], "toolCalls": [...], "model": "..."}
+    {"$set": {"messages": [...]}}
+    {"$rewindTo": "1"}
 
-A session is a run with one conversation. Tool calls contain their results; thoughts are Gemini's
-summaries of its reasoning (a subject and a description). Messages of other types (info, warning,
-error) are only for display. The log has no reward, no token ids, no system prompt and no tool
-definitions.
+    {"sessionId": "...", "projectHash": "...", "messages": [...]}
+
+A line with the id of an earlier message replaces it; `$set` replaces the whole history (a compaction,
+a resumed session), and `$rewindTo` takes back a message and all after it. What the model wrote before
+such a change stays a context of its own. Calls of tools contain their results, which newer versions
+repeat in the next message. Thoughts are Gemini's summaries of its reasoning (a subject and a
+description). Messages of other types (info, warning, error) are only for display.
+
+A session is a run; sub-agents (`chats/SESSION/ID.jsonl`) belong to the run of their session. The log
+has no reward, no token ids, no system prompt and no tool definitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import msgspec
 
-from rollout_io.formats.base import (
-    About,
-    Adapter,
-    Conversation,
-    Found,
-    Input,
-    Options,
-    Place,
-    Progress,
-    Run,
-    Trajectory,
-)
-from rollout_io.formats.contents import Contents, account
-from rollout_io.formats.dialects.gemini import (
-    PARTS,
-    Part,
-    Parts,
-    answer_text,
-    joined_content,
-    parts_in,
-)
+from rollout_io.formats.contents import SELF, Contents
+from rollout_io.formats.dialects import gemini
+from rollout_io.formats.dialects.gemini import Part, Parts, answer_text, joined_content, parts_in
 from rollout_io.formats.parsing.content import NO_JSON, Message, joined, json_text, tool_call
-from rollout_io.formats.parsing.documents import find_documents, is_document
-from rollout_io.formats.parsing.jsonl import decode_document
-from rollout_io.formats.parsing.lines import read_record
+from rollout_io.formats.parsing.jsonl import decode_document, decode_line
+from rollout_io.formats.parsing.lines import Record
 from rollout_io.formats.parsing.media import part_of_data
-from schemas.errors import InputError
+from rollout_io.formats.parsing.records import is_document
+from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions, texts
 
-_GROUPS = "inferred: each session is a separate instance"
-_MARKS = (b'"sessionId"',)
-
-
-_MESSAGE = Contents(
+_SPOKEN = frozenset({"user", "gemini", "model"})
+_SHOWN = "*/displayContent */tokens */timestamp"
+CONTENTS = Contents(
     kind="type",
+    default="session",
     reads={
-        "*": "id timestamp model",
-        "user": "",
-        "gemini": "thoughts.subject thoughts.description toolCalls.id toolCalls.name toolCalls.args",
+        "session": "sessionId projectHash kind $rewindTo",
+        "user": "id",
+        "gemini": "id model thoughts.subject thoughts.description toolCalls.id toolCalls.name "
+        "toolCalls.args toolCalls.result",
+        "model": "id",
     },
     leaves={
-        "shown to the user, not sent": "info warning error gemini/toolCalls.displayName "
-        "gemini/toolCalls.description gemini/toolCalls.resultDisplay user/displayContent",
-        "facts about a call": "gemini/toolCalls.status gemini/toolCalls.timestamp gemini/tokens "
-        "gemini/thoughts.timestamp",
+        "shown to the user, not sent": f"info warning error {_SHOWN} gemini/toolCalls "
+        "session/summary session/$set.summary",
+        "facts about the session": "session/startTime session/lastUpdated session/directories "
+        "session/meta session/$set.lastUpdated session/$set.directories session/$set.sessionId "
+        "session/$set.memoryScratchpad session/$set.hasUserOrAssistantMessage",
+        "facts about a thought": "gemini/thoughts.timestamp",
     },
-    inner={"*/content": PARTS, "gemini/toolCalls.result": PARTS},
-)
-CONTENTS = Contents(
-    reads={"": "sessionId projectHash"},
-    leaves={"facts about the session": "startTime lastUpdated summary kind directories meta"},
-    inner={"messages": _MESSAGE},
+    inner={
+        "user/content": gemini.PARTS,
+        "gemini/content": gemini.PARTS,
+        "model/content": gemini.PARTS,
+        "model/parts": gemini.PARTS,
+        "session/messages": SELF,
+        "session/$set.messages": SELF,
+    },
 )
 
 
@@ -85,85 +80,122 @@ class _ToolCall(msgspec.Struct, gc=False):
 
 
 class _Message(msgspec.Struct, gc=False):
-    type: Literal["user", "gemini", "info", "warning", "error"]
+    type: str
+    id: str | None = None
     content: Parts = None
+    parts: Parts = None
     thoughts: list[_Thought] | None = None
     tool_calls: list[_ToolCall] | None = msgspec.field(name="toolCalls", default=None)
     model: str | None = None
 
 
-class _Session(msgspec.Struct, gc=False):
-    session: str = msgspec.field(name="sessionId")
-    messages: list[_Message]
-    project: str | None = msgspec.field(name="projectHash", default=None)
+class _Set(msgspec.Struct, gc=False):
+    messages: list[_Message] | None = None
 
 
-class _Spoken(msgspec.Struct, gc=False):
-    type: str
+class _Line(msgspec.Struct, gc=False):
+    id: str | None = None
+    type: str | None = None
+    messages: list[_Message] | None = None
+    set: _Set | None = msgspec.field(name="$set", default=None)
+    rewind: str | None = msgspec.field(name="$rewindTo", default=None)
 
 
-class _Shape(msgspec.Struct, gc=False):
-    session: str = msgspec.field(name="sessionId")
-    messages: list[_Spoken]
-    project: str | None = msgspec.field(name="projectHash", default=None)
+_LINE = msgspec.json.Decoder(_Line)
+_MESSAGE = msgspec.json.Decoder(_Message)
+_State = dict[str, tuple[_Message, str]]
+"""Messages by id, in order, each with its location."""
 
 
-_DECODER = msgspec.json.Decoder(_Session)
-_SHAPE_DECODER = msgspec.json.Decoder(_Shape)
+def read_session(records: Sequence[Record]) -> Session:
+    """Read the contexts of a session; a context ends where messages are replaced or taken back."""
+    contexts, state, models = Contexts(), _State(), list[str | None]()
+    for place, content in records:
+        where = place.where
+        decode = decode_document if is_document(place.path) else decode_line
+        line = decode(_LINE, content, where)
+        history = line.messages if line.set is None else line.set.messages
+        if line.rewind is not None:
+            contexts.add(_items(state))
+            ids = list(state)
+            end = ids.index(line.rewind) if line.rewind in state else 0
+            state = dict(list(state.items())[:end])
+        elif history is not None:
+            path = f"{where}, {'messages' if line.set is None else '$set.messages'}"
+            new = _state(history, path)
+            if not _extends(new, state):
+                contexts.add(_items(state))
+            state = new
+        elif line.type is not None:
+            message = decode_line(_MESSAGE, content, where)
+            state[message.id or where] = (message, where)
+            models.append(message.model)
+    contexts.add(_items(state))
+    models += [message.model for message, _ in state.values()]
+    return Session(contexts, values=texts(models))
 
 
-def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per file."""
-    yield About("groups", _GROUPS)
-    yield from find_documents(inputs, progress, _find_session)
+def _state(history: Sequence[_Message], where: str) -> _State:
+    found = _State()
+    for i, message in enumerate(history):
+        place = f"{where}[{i}]"
+        found[message.id if message.id and message.id not in found else place] = (message, place)
+    return found
 
 
-def _find_session(place: Place, document: bytes) -> Iterator[Run]:
-    head = decode_document(_SHAPE_DECODER, document, place.where)
-    labels = {"session": head.session} | ({"project": head.project} if head.project else {})
-    yield Run(instance_id=head.session, repetition_id=0, places=[place], labels=labels)
+def _extends(new: _State, old: _State) -> bool:
+    """True if a history begins with the messages so far."""
+    if not {*old} <= {*new}:
+        return False
+    kept = {key: value for key, value in new.items() if key in old}
+    return _chat(_items(kept)) == _chat(_items(old))
 
 
-def read_session(run: Run, _: Options) -> Trajectory:
-    """Read the conversation of a session.
-
-    Raises:
-        InputError: `record_type`: a field has the wrong type; `no_calls`: there is no model
-            response.
-    """
-    (place,) = run.places
-    content = read_record(place)
-    session = decode_document(_DECODER, content, place.where)
-    account(CONTENTS, content)
-    messages: list[Message] = []
-    for i, logged in enumerate(session.messages):
-        messages += _messages(logged, f"{place.where}, messages[{i}]")
-    if all(message["role"] != "assistant" for message in messages):
-        raise InputError("no_calls", place.where, "the session has no model response")
-    models = [m.model for m in session.messages if m.model]
-    step = Conversation(source=place.where, messages=messages)
-    return Trajectory(steps=[step], user_values={"model": models[-1]} if models else {})
+def _chat(items: Sequence[Item]) -> list[Message]:
+    return [message for item in items for message in item.messages]
 
 
-def _messages(logged: _Message, where: str) -> Iterator[Message]:
-    if logged.type == "user":
-        yield {"role": "user", "content": _text(logged.content, where)}
-    if logged.type != "gemini":
-        return
-    made: Message = {"role": "assistant", "content": _text(logged.content, where)}
+def _items(state: _State) -> list[Item]:
+    answered = {
+        part.function_response.id
+        for message, _ in state.values()
+        if message.type == "user"
+        for part in parts_in(message.content)
+        if part.function_response is not None
+    }
+    items: list[Item] = []
+    for key, (message, where) in state.items():
+        if message.type not in _SPOKEN:
+            continue
+        made = (
+            [*_answer(message, answered, where)]
+            if message.type != "user"
+            else gemini.messages_of("user", message.content, where)
+        )
+        items.append(Item(key, made, where))
+    return items
+
+
+def _answer(logged: _Message, answered: set[str | None], where: str) -> Iterator[Message]:
+    content = logged.content if logged.parts is None else logged.parts
+    made = gemini.messages_of("assistant", content, where)
     thoughts = [joined(t.subject or "", t.description or "") for t in logged.thoughts or ()]
-    if any(thoughts):
-        made["reasoning_content"] = "\n".join(thoughts)
-    calls = logged.tool_calls or []
-    ids = [call.id or f"call_{i}" for i, call in enumerate(calls)]
-    if calls:
-        named = zip(ids, calls, strict=True)
-        made["tool_calls"] = [tool_call(i, c.name, json_text(c.args, where)) for i, c in named]
-    yield made
-    for call_id, call in zip(ids, calls, strict=True):
-        if call.result is not None:
+    if any(thoughts) and all("reasoning_content" not in message for message in made):
+        made[0]["reasoning_content"] = "\n".join(thoughts)
+    called = {c.get("id") for message in made for c in message.get("tool_calls", ())}
+    calls = [(call.id or f"call_{i}", call) for i, call in enumerate(logged.tool_calls or ())]
+    more = [
+        tool_call(name, call.name, json_text(call.args, where))
+        for name, call in calls
+        if name not in called
+    ]
+    if more:
+        made[-1]["tool_calls"] = [*made[-1].get("tool_calls", ()), *more]
+    yield from made
+    for name, call in calls:
+        if call.result is not None and name not in answered:
             text = _text(call.result, where)
-            yield {"role": "tool", "tool_call_id": call_id, "content": text}
+            yield {"role": "tool", "tool_call_id": name, "content": text}
 
 
 def _text(parts: Parts, where: str) -> str | list[Message]:
@@ -180,17 +212,25 @@ def _part_content(part: Part, where: str) -> str | list[Message]:
     return part.text
 
 
-def recognizes(path: Path) -> bool:
-    """True if a file is a session, with `sessionId` and typed `messages`."""
-    return is_document(path, _SHAPE_DECODER, _MARKS)
+def _names(path: Path, records: Sequence[Mapping[str, Any]]) -> Names:
+    head = next((r for r in records if isinstance(r.get("sessionId"), str)), {})
+    session = head.get("sessionId") or str(path)
+    project = head.get("projectHash")
+    labels = {"project": project} if isinstance(project, str) and project else {}
+    parent = path.parent.name if head.get("kind") == "subagent" else None
+    return Names(session, parent, path.stem, labels)
 
 
-ADAPTER = Adapter(
-    summary="sessions of Gemini CLI, one JSON document each; text only",
-    recognizes=recognizes,
-    find=find_sessions,
-    read=read_session,
-    is_text=True,
-    contents=CONTENTS,
-    noun="session",
-)
+def _is_session(record: Mapping[str, Any]) -> bool:
+    if not isinstance(record.get("sessionId"), str):
+        return False
+    messages = record.get("messages")
+    if isinstance(messages, list):
+        kinds = [m.get("type") if isinstance(m, dict) else None for m in messages]
+        return all(isinstance(kind, str) for kind in kinds)
+    return isinstance(record.get("projectHash"), str) and isinstance(record.get("startTime"), str)
+
+
+ADAPTER = Sessions(
+    contents=CONTENTS, names=_names, read=read_session, is_record=_is_session
+).adapter("sessions of Gemini CLI (JSON Lines, or one JSON document each); text only")

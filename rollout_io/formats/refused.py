@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Generic, NoReturn, TypeVar
 
@@ -11,7 +10,7 @@ import msgspec
 
 from rollout_io.formats.base import Adapter, Found, Input, Options, Place, Progress, Rejected, Run
 from rollout_io.formats.parsing.documents import find_documents, is_document, parts_of
-from rollout_io.formats.parsing.jsonl import decode_document, decoded, first_lines
+from rollout_io.formats.parsing.jsonl import decode_document
 from schemas.errors import InputError, RolloutError
 
 T = TypeVar("T")
@@ -80,70 +79,11 @@ def _refused(
     )
 
 
-class _GeminiLine(msgspec.Struct, gc=False):
-    """The first line of a session: it describes the session and contains no messages."""
-
-    session: str = msgspec.field(name="sessionId")
-    project: str = msgspec.field(name="projectHash")
-    start: str = msgspec.field(name="startTime")
-    messages: msgspec.UnsetType = msgspec.UNSET
-
-
-class _GeminiRecord(msgspec.Struct, gc=False):
-    """A later line: a message, an update of the session, or a return to an earlier message."""
-
-    id: str | None = None
-    type: str | None = None
-    set: dict[str, msgspec.Raw] | None = msgspec.field(name="$set", default=None)
-    rewind: str | None = msgspec.field(name="$rewindTo", default=None)
-
-    def __post_init__(self) -> None:
-        is_message = self.id is not None and self.type in _GEMINI_TYPES
-        if not is_message and self.set is None and self.rewind is None:
-            raise ValueError("not a record of a session")
-
-
-_GEMINI_TYPES = frozenset({"user", "gemini", "info", "warning", "error"})
-_GEMINI_FIRST = msgspec.json.Decoder(_GeminiLine)
-_GEMINI_LATER = msgspec.json.Decoder(_GeminiRecord)
-
-
-def _is_gemini_lines(path: Path) -> bool:
-    """True if a file begins as Gemini CLI's sessions do since version 0.39."""
-    first, *later = [*islice(first_lines(path), 2)] or [b""]
-    try:
-        decoded(_GEMINI_FIRST, first)
-        for line in later:
-            decoded(_GEMINI_LATER, line)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _find_gemini_lines(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    for given in inputs:
-        size = given.path.stat().st_size
-        progress(size)
-        got = "the session is in the JSON Lines of Gemini CLI 0.39 and newer, which are not read"
-        hint = "record Gemini's model calls at an OpenAI-compatible engine in the format `calls`, "
-        hint += "or write the conversation as `openai_messages`, without what was taken back"
-        place = Place(given.path, given.name, 0, size)
-        yield Rejected(place, InputError("no_conversation", given.name, got, hint=hint))
-
-
 def _never_read(run: Run, _: Options) -> NoReturn:
     raise AssertionError(f"{run.places[0].where}: every record is rejected when it is found")
 
 
 REFUSED = {
-    "gemini_cli_jsonl": Adapter(
-        summary="sessions of Gemini CLI since 0.39 (JSON Lines): recognized but rejected",
-        recognizes=_is_gemini_lines,
-        find=_find_gemini_lines,
-        read=_never_read,
-        is_text=True,
-        noun="session",
-    ),
     "terminal_bench": _refused(
         "Terminal-Bench 1 results: recognized but rejected, since they have no conversation",
         _TerminalBench,

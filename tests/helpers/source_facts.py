@@ -4,6 +4,8 @@ import json
 import re
 import unicodedata
 
+from tests.helpers.session_facts import SESSIONS
+
 ROLES = {
     "system": r"<\|im_start\|>system",
     "user": r"<\|im_start\|>user",
@@ -127,28 +129,6 @@ def _inspect_ai(path, name):
         yield f"{name}, samples[{index}]", facts_of(messages)
 
 
-def _gemini_cli(path, name):
-    messages = []
-    for logged in json.loads(path.read_text(encoding="utf-8"))["messages"]:
-        if logged["type"] == "user":
-            messages.append({"role": "user", "content": logged["content"]})
-        if logged["type"] != "gemini":
-            continue
-        thoughts = [
-            t.get(k) or "" for t in logged.get("thoughts") or [] for k in ("subject", "description")
-        ]
-        calls = logged.get("toolCalls") or []
-        named = [{"name": c["name"], "arguments": c.get("args")} for c in calls]
-        said = {"role": "assistant", "content": logged.get("content"), "tool_calls": named}
-        messages.append(said | {"reasoning": [t for t in thoughts if t]})
-        for part in [p for c in calls for p in c.get("result") or []]:
-            answer = part["functionResponse"]["response"]
-            messages.append(
-                {"role": "tool", "content": answer.get("output") or answer.get("error")}
-            )
-    yield name, facts_of(messages)
-
-
 def _codex_cli(path, name):
     items = [line["payload"] for line in _lines(path) if line["type"] == "response_item"]
     yield name, facts_of(_chat(items))
@@ -258,10 +238,14 @@ def _events(events):
             yield {"role": "assistant", "content": [part for part in parts if part]}
 
 
+def _session(read):
+    return lambda path, name: [(name, facts_of(read(path)))]
+
+
 READERS = {
+    **{name: _session(read) for name, read in SESSIONS.items()},
     "claude_code": _claude_code,
     "codex_cli": _codex_cli,
-    "gemini_cli": _gemini_cli,
     "inspect_ai": _inspect_ai,
     "mini_swe_agent": _mini_swe_agent,
     "nemo_gym": _nemo_gym,

@@ -14,7 +14,7 @@ from rollout_io.formats.inspect_ai import members_of, read_member
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.structural_mutations import encoded
 from tests.rollout_io.formats.test_fuzz import save_inline
-from tests.rollout_io.formats.test_source_is_kept import EXACT_FORMATS, WRITERS
+from tests.rollout_io.formats.test_source_is_kept import EXACT_FORMATS, SYSTEM_IS_USER, WRITERS
 
 MAX_BYTES = 40_000
 DATA = ROOT / "tests" / "data"
@@ -91,8 +91,7 @@ def _save_made(folder):
     for number, (name, (write, file)) in enumerate((WRITERS | gym).items()):
         path = folder / f"{number}-{name.split(',')[0]}" / file
         path.parent.mkdir()
-        is_user = name in {"claude_code", "gemini_cli"}
-        rename = {"system": "user"} if is_user else {}
+        rename = {"system": "user"} if name in SYSTEM_IS_USER else {}
         messages = [m | {"role": rename.get(m["role"], m["role"])} for m in CONVERSATION]
         asked = [
             m if "tool_calls" in m or m["role"] != "assistant" else m | {"tool_calls": []}
@@ -117,10 +116,6 @@ def _save_made(folder):
     result |= {"parser_results": {"a": "passed"}, "total_input_tokens": 0, "recording_path": "a/b"}
     bench = {"id": "x", "results": [result], "accuracy": 1.0, "n_resolved": 1, "n_unresolved": 0}
     (folder / "results.json").write_text(json.dumps(bench), encoding="utf-8")
-    head = {"sessionId": "s", "projectHash": "p", "startTime": "t", "kind": "main"}
-    said = {"id": "a", "type": "user", "content": [{"text": "Name a fruit."}]}
-    chat = "".join(json.dumps(line) + "\n" for line in (head, said))
-    (folder / "gemini.jsonl").write_text(chat, encoding="utf-8")
     shutil.copy(DATA / "inspect_zstd.eval", folder)
 
 

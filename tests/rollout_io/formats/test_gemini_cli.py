@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.gemini_cli import ADAPTER
-from tests.helpers.adapter_helpers import planned, read_all
+from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_records
 from tests.helpers.text_log_helpers import mutated, read_one, save
@@ -75,14 +75,79 @@ def test_the_result_of_a_tool_is_its_text_and_what_is_none_is_named(result, text
     assert (content.replace(" ", "") if isinstance(content, str) else content) == text
 
 
-def test_messages_for_people_are_left_out_and_unknown_kinds_refused(tmp_path):
+def test_messages_for_people_are_left_out_and_unknown_kinds_are_named(tmp_path):
     notes = [{"type": kind, "content": "x"} for kind in ("info", "warning", "error")]
-    found = read_one(ADAPTER, save(tmp_path / "a", session(*notes, gemini("Done."))))
+    ((_, found),), _ = read_all(ADAPTER, save(tmp_path / "a", session(*notes, gemini("Done."))))
     assert [m["role"] for m in found.steps[0].messages] == ["user", "assistant"]
+    assert found.unread == {}
     odd = save(tmp_path / "b", session({"type": "telepathy", "content": "x"}, gemini("Done.")))
-    _, ((_, error, _),) = read_all(ADAPTER, odd)
-    assert error.rule == "record_type"
-    assert "`$.messages[1].type`" in error.got
+    ((_, found),), _ = read_all(ADAPTER, odd)
+    assert found.unread == {"session.messages[telepathy]": 1}
+
+
+HEAD = {"sessionId": "s", "projectHash": "p", "startTime": "t", "kind": "main"}
+
+
+def user(id, text):
+    return {"id": id, "type": "user", "content": [{"text": text}]}
+
+
+def said(step):
+    return [m["content"] for m in step.messages]
+
+
+def test_a_line_with_the_id_of_another_replaces_it_and_repeated_results_count_once(tmp_path):
+    called = gemini("Look.", id="a", toolCalls=[call("c", [response(output="x")])])
+    repeated = {"id": "r", "type": "user", "content": [response(output="x") | {}]}
+    repeated["content"][0]["functionResponse"]["id"] = "c"
+    lines = [HEAD, user("u", "Go."), gemini("Look.", id="a"), called, repeated]
+    path = write_lines(tmp_path / "s.jsonl", *lines, gemini("Done.", id="b"))
+    found = read_one(ADAPTER, path)
+    (step,) = found.steps
+    assert [(m["role"], m["content"]) for m in step.messages] == [
+        ("user", "Go."),
+        ("assistant", "Look."),
+        ("tool", "x"),
+        ("assistant", "Done."),
+    ]
+    assert step.messages[2]["tool_call_id"] == "c"
+
+
+def test_what_is_taken_back_or_compacted_stays_a_context_of_its_own(tmp_path):
+    lines = [
+        HEAD,
+        user("u", "Go."),
+        gemini("One.", id="a"),
+        user("v", "On."),
+        gemini("Two.", id="b"),
+    ]
+    lines += [{"$rewindTo": "v"}, user("w", "Back."), gemini("Three.", id="c")]
+    history = [user("s", "Summary."), gemini("Three.", id="c")]
+    lines += [{"$set": {"messages": history}}, user("x", "More."), gemini("Four.", id="d")]
+    steps = read_one(ADAPTER, write_lines(tmp_path / "s.jsonl", *lines)).steps
+    assert [said(step) for step in steps] == [
+        ["Go.", "One.", "On.", "Two."],
+        ["Go.", "One.", "Back.", "Three."],
+        ["Summary.", "Three.", "More.", "Four."],
+    ]
+    assert [step.num_given for step in steps] == [0, 2, 2]
+
+
+def test_sub_agents_belong_to_the_run_of_their_session(tmp_path):
+    (tmp_path / "s").mkdir()
+    main = write_lines(tmp_path / "a.jsonl", HEAD, user("u", "Go."), gemini("One."))
+    head = HEAD | {"sessionId": "helper", "kind": "subagent"}
+    sub = write_lines(tmp_path / "s" / "helper.jsonl", head, user("u", "Help."), gemini("Sure."))
+    ((run, found),), rejected = read_all(ADAPTER, sub, main)
+    assert rejected == []
+    assert (run.instance_id, len(run.places)) == ("s", 6)
+    assert [(step.agent, said(step)) for step in found.steps] == [
+        (None, ["Go.", "One."]),
+        ("helper", ["Help.", "Sure."]),
+    ]
+    write_lines(sub, head, b"{")
+    _, rejected = read_all(ADAPTER, sub, main)
+    assert sorted(r.error.rule for r in rejected) == ["incomplete_trajectory"] * 4 + ["json_line"]
 
 
 def test_a_session_in_which_the_model_wrote_nothing_has_no_calls(tmp_path):

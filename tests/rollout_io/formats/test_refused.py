@@ -4,8 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rollout_io
-from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.refused import REFUSED
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with
@@ -52,35 +50,3 @@ def test_no_damage_gives_anything_but_named_errors(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("damaged") / "results.json"
     path.write_bytes(data.draw(mutated(json.dumps(RESULT).encode())))
     check_survives(ADAPTER, path)
-
-
-GEMINI = REFUSED["gemini_cli_jsonl"]
-HEADER = {"sessionId": "s", "projectHash": "p", "startTime": "t", "kind": "main"}
-LATER = [
-    {"id": "a", "type": "user", "content": [{"text": "Name a fruit."}]},
-    {"$set": {"lastUpdated": "t"}},
-    {"$rewindTo": "a"},
-]
-
-
-@pytest.mark.parametrize("later", [[], *([line] for line in LATER), LATER])
-def test_sessions_of_gemini_cli_since_0_39_are_refused_by_name_alone_and_in_a_directory(
-    later, tmp_path
-):
-    path = tmp_path / "chats" / "session.jsonl"
-    path.parent.mkdir()
-    path.write_text("\n".join(map(json.dumps, [HEADER, *later])))
-    assert recognize(path, load_formats().adapters) == ["gemini_cli_jsonl"]
-    for given_path in (path, path.parent):
-        with pytest.raises(RolloutError, match=r"Gemini CLI 0\.39") as caught:
-            rollout_io.convert([str(given_path)], tmp_path / "ds")
-        assert caught.value.rule == "no_conversation"
-
-
-def test_other_sessions_are_no_lines_of_gemini_cli(tmp_path):
-    document = HEADER | {"messages": [{"type": "user", "content": "x"}]}
-    claude = {"sessionId": "s", "type": "user", "uuid": "u", "message": {"role": "user"}}
-    for i, lines in enumerate(([document], [claude], [HEADER, claude], [LATER[0]])):
-        path = tmp_path / f"{i}.jsonl"
-        path.write_text("\n".join(map(json.dumps, lines)))
-        assert not GEMINI.recognizes(path)

@@ -233,24 +233,41 @@ def _inspect_ai(messages):
     )
 
 
-def _gemini_cli(messages):
+def _gemini_messages(messages):
     results = {m["tool_call_id"]: m["content"] for m in messages if m["role"] == "tool"}
-    made = [{"type": "user", "content": m["content"]} for m in messages if m["role"] == "user"][:0]
+    made = []
     for m in messages:
-        calls = [
-            {"id": c["id"], "name": c["function"]["name"], "args": c["function"]["arguments"]}
-            | {"result": [{"functionResponse": {"response": {"output": results[c["id"]]}}}]}
-            for c in m.get("tool_calls", [])
-        ]
-        kind = {"assistant": "gemini", "tool": None}.get(m["role"], "user")
-        thoughts = [{"subject": m["reasoning_content"]}] if "reasoning_content" in m else []
-        fields = {"content": m["content"], "toolCalls": calls, "thoughts": thoughts}
-        made += (
-            [{"type": kind, **(fields if kind == "gemini" else {"content": m["content"]})}]
-            if kind
-            else []
-        )
-    return _document({"sessionId": "s", "projectHash": "p", "messages": made})
+        if m["role"] == "tool":
+            continue
+        message = {"id": f"{len(made)}", "type": "user", "content": m["content"]}
+        if m["role"] == "assistant":
+            calls = [
+                {"id": c["id"], "name": c["function"]["name"], "args": c["function"]["arguments"]}
+                | {"result": [{"functionResponse": {"response": {"output": results[c["id"]]}}}]}
+                for c in m.get("tool_calls", [])
+            ]
+            thoughts = [{"subject": m["reasoning_content"]}] if "reasoning_content" in m else []
+            message |= {"type": "gemini", "toolCalls": calls, "thoughts": thoughts}
+        made.append(message)
+    return made
+
+
+def _gemini_cli(messages):
+    document = {"sessionId": "s", "projectHash": "p", "messages": _gemini_messages(messages)}
+    return _document(document)
+
+
+def _gemini_lines(messages):
+    made = _gemini_messages(messages)
+    head = {"sessionId": "s", "projectHash": "p", "startTime": "t", "kind": "main"}
+    first = [{"$set": {"messages": made[:1]}}]
+    first += [{"id": "x", "type": "user", "content": "Taken back."}, {"$rewindTo": "x"}]
+    later = [
+        line
+        for m in made[1:]
+        for line in (m | {"toolCalls": []}, {"$set": {"lastUpdated": "t"}}, m)
+    ]
+    return "\n".join(map(json.dumps, [head, *first, *later]))
 
 
 def _codex_cli(messages):
@@ -457,6 +474,7 @@ WRITERS = {
     "claude_code": (_claude_code, "a.jsonl"),
     "codex_cli": (_codex_cli, "a.jsonl"),
     "gemini_cli": (_gemini_cli, "a.json"),
+    "gemini_cli, lines": (_gemini_lines, "a.jsonl"),
     "hermes": (_hermes, "a.jsonl"),
     "inspect_ai": (_inspect_ai, "a.json"),
     "mini_swe_agent": (_mini_swe_agent, "a.traj.json"),
@@ -481,7 +499,7 @@ EXACT_FORMATS = {
 ALL_FORMATS = WRITERS | EXACT_FORMATS
 TEXT_ALONE = ("trl",)
 ANSWERS_JOIN = ("codex_cli", "nemo_gym")
-SYSTEM_IS_USER = ("claude_code", "gemini_cli")
+SYSTEM_IS_USER = ("claude_code", "gemini_cli", "gemini_cli, lines")
 SAID = {"role": "assistant", "content": "search", "tool_calls": []}
 TWO_ANSWERS = [{"role": "user", "content": "search"}, SAID, SAID]
 NOTHING = {"role": "assistant", "content": "", "tool_calls": []}

@@ -1,0 +1,287 @@
+"""Sessions of coding agents: one file each, whose records become the contexts of a conversation.
+
+A format describes its files with `Sessions`, and collects what the model saw in `Contexts`. A file is
+a run; a file of a sub-agent belongs to the run of the session that started it. If a record of a file
+is damaged, none of its run is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from rollout_io.dataset.opening import read_input
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Conversation,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.lines import Record, incomplete, lines_of, read_record
+from rollout_io.formats.parsing.records import decode_record, first_values, is_document
+from schemas.errors import InputError, RolloutError
+from schemas.messages import is_answer
+
+GROUPS = "inferred: each session is a separate instance"
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANY = msgspec.json.Decoder()
+_MAX_PARENTS = 100
+
+
+class Names(NamedTuple):
+    """Names of a file.
+
+    Attributes:
+        session: Session of the file.
+        parent: Session that started this one as a sub-agent; None if it is no sub-agent.
+        agent: Name of the sub-agent.
+        labels: Other labels of the run.
+    """
+
+    session: str
+    parent: str | None = None
+    agent: str | None = None
+    labels: Mapping[str, str] = {}
+
+
+class Item(NamedTuple):
+    """What one record adds to a context.
+
+    Attributes:
+        key: Name of the record within the session; an answer is trained on once per key.
+        messages: Its messages.
+        where: Its location.
+        is_given: True if its answers are part of the prompt, such as a history that was kept.
+    """
+
+    key: str
+    messages: Sequence[Message]
+    where: str
+    is_given: bool = False
+
+
+@dataclass(slots=True)
+class Contexts:
+    """The contexts of an agent, in order.
+
+    Attributes:
+        system: System prompt of the next context.
+        tools: Tool definitions of the next context.
+        found: Contexts in which the model wrote something.
+    """
+
+    system: str | None = None
+    tools: list[Message] | None = None
+    found: list[Conversation] = field(default_factory=list)
+    _owned: set[str] = field(default_factory=set)
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Add a context, unless all its answers are given or in an earlier context."""
+        messages: list[Message] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
+        num_given, where, is_new = 0, "", False
+        for item in items:
+            messages += item.messages
+            if not any(map(is_answer, item.messages)):
+                continue
+            where = item.where
+            if item.is_given or item.key in self._owned:
+                num_given = len(messages)
+            else:
+                is_new = True
+        self._owned |= {item.key for item in items if not item.is_given}
+        if is_new and any(map(is_answer, messages[num_given:])):
+            step = Conversation(source=where, messages=messages, tools=self.tools)
+            step.num_given = num_given
+            self.found.append(step)
+
+
+@dataclass(slots=True)
+class Session:
+    """What a file says.
+
+    Attributes:
+        contexts: Its contexts.
+        error: Why the run failed, by the harness's own word.
+        values: Strings about the run.
+    """
+
+    contexts: Contexts
+    error: str | None = None
+    values: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _File:
+    names: Names
+    places: list[Place] = field(default_factory=list)
+    damage: RolloutError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sessions:
+    """How the sessions of a format are found and read.
+
+    Attributes:
+        contents: See `Adapter`.
+        names: Returns the names of a file from its path and its first records.
+        read: Reads the records of a file, each with its location.
+        is_record: True if a decoded record is of this format, for detection.
+    """
+
+    contents: Contents
+    names: Callable[[Path, Sequence[Any]], Names]
+    read: Callable[[Sequence[Record]], Session]
+    is_record: Callable[[Mapping[str, Any]], bool]
+
+    def adapter(self, summary: str, noun: str = "session") -> Adapter:
+        """Return the adapter of the format."""
+        return Adapter(
+            summary=summary,
+            recognizes=self.recognizes,
+            find=self.find,
+            read=self.read_run,
+            is_text=True,
+            noun=noun,
+            contents=self.contents,
+        )
+
+    def recognizes(self, path: Path) -> bool:
+        """True if a file has a record of this format among its first."""
+        values = first_values(path) if path.is_file() else []
+        return any(isinstance(v, dict) and self.is_record(v) for v in values)
+
+    def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+        """Yield one run per session, with the files of its sub-agents."""
+        yield About("groups", GROUPS)
+        files: list[_File] = []
+        for given in inputs:
+            file = _File(self.names(Path(given.name), _first_of(given.path)))
+            yield from _find_file(given, progress, file)
+            if file.places:
+                files.append(file)
+        yield from _runs(files)
+
+    def read_run(self, run: Run, _: Options) -> Trajectory:
+        """Read the contexts of a session and its sub-agents as text.
+
+        Raises:
+            InputError: `record_type`: a field has the wrong type; `no_calls`: there is no answer.
+        """
+        found = [self._read_file([*places]) for _, places in groupby(run.places, lambda p: p.path)]
+        main = found[0]
+        steps = [step for session in found for step in session.contexts.found]
+        if not steps and main.error is None:
+            raise InputError("no_calls", run.places[0].where, "the session has no model response")
+        return Trajectory(
+            steps=steps, error=main.error, user_values=main.values, metrics=main.metrics
+        )
+
+    def _read_file(self, places: Sequence[Place]) -> Session:
+        records = [Record(place, read_record(place)) for place in places]
+        for record in records:
+            refuse_not_utf8(record.content, record.place.where)
+            account(self.contents, record.content)
+        session = self.read(records)
+        name = _file_of(places[0])
+        names = self.names(Path(name), _first_of(places[0].path))
+        if names.parent is not None:
+            for step in session.contexts.found:
+                step.agent = names.agent or names.session
+        return session
+
+
+def _file_of(place: Place) -> str:
+    """Return the name of the file of a record."""
+    start, _, number = place.where.rpartition(":")
+    return start if start and number.isdigit() else place.where
+
+
+def _first_of(path: Path) -> list[Any]:
+    """Return the first records of a file that are JSON objects."""
+    return [value for value in first_values(path) if isinstance(value, dict)]
+
+
+def _find_file(given: Input, progress: Progress, file: _File) -> Iterator[Rejected]:
+    for record in _records(given, progress):
+        place = record.place
+        try:
+            refuse_not_utf8(record.content, place.where)
+            decode_object(record)
+            file.places.append(place)
+        except RolloutError as error:
+            file.damage = file.damage or error
+            yield Rejected(place, error)
+
+
+def _records(given: Input, progress: Progress) -> Iterator[Record]:
+    if is_document(given.path):
+        content = read_input(given.path)
+        progress(len(content))
+        yield Record(Place(given.path, given.name, 0, len(content)), content)
+        return
+    for place, content in lines_of([given], progress):
+        yield Record(place, content)
+
+
+def decode_object(record: Record) -> None:
+    """Check that a record is a JSON object.
+
+    Raises:
+        InputError: `json_line`, `json_document`: it is not JSON; `record_type`: it is no object.
+    """
+    if is_document(record.place.path):
+        decode_record(record)
+    decode_line(_OBJECT, record.content, record.place.where)
+
+
+def _runs(files: Sequence[_File]) -> Iterator[Found]:
+    by_name = {file.names.session: file for file in reversed(files)}
+    runs: dict[int, list[_File]] = {}
+    for file in files:
+        root = _root_of(file, by_name)
+        runs.setdefault(id(root), [] if root is file else [root]).append(file)
+    for own in runs.values():
+        own = list({id(file): file for file in own}.values())
+        main = own[0]
+        places = [place for file in own for place in file.places]
+        damage = next((file.damage for file in own if file.damage is not None), None)
+        if damage is not None:
+            yield from incomplete(places, damage)
+            continue
+        labels = {"session": main.names.session, **main.names.labels}
+        yield Run(instance_id=main.names.session, repetition_id=0, places=places, labels=labels)
+
+
+def _root_of(file: _File, by_name: Mapping[str, _File]) -> _File:
+    """Return the session that a file belongs to: the first of a chain of sub-agents."""
+    root = file
+    for _ in range(_MAX_PARENTS):
+        parent = by_name.get(root.names.parent or "")
+        if parent is None or parent is root or parent is file:
+            return root
+        root = parent
+    return file
+
+
+def texts(values: Iterable[Any]) -> dict[str, str]:
+    """Return the last value that is text, as the model of a session."""
+    found = [value for value in values if isinstance(value, str) and value]
+    return {"model": found[-1]} if found else {}
