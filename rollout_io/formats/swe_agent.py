@@ -56,12 +56,16 @@ _MESSAGE = MESSAGE.plus(
     },
 )
 CONTENTS = Contents(
-    reads={"": "info.exit_status info.model_stats trajectory.response replay_config"},
+    reads={
+        "": "info.exit_status info.model_stats trajectory.response "
+        "replay_config.problem_statement.id"
+    },
     leaves={
         "repeats what is in the history": "trajectory.action trajectory.observation "
         "trajectory.thought trajectory.state trajectory.extra_info trajectory.thinking_blocks "
         "trajectory.execution_time",
         "the result of the run, and facts about it": "info environment",
+        "settings, from which the harness renders messages": "replay_config",
     },
     inner={"history": _MESSAGE, "trajectory.query": _MESSAGE, "trajectory.messages": _MESSAGE},
 )
