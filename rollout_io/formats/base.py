@@ -312,6 +312,8 @@ class Adapter:
             It is used to explain why a line without one of these keys is not recognized.
         is_export: Returns true for a file that this format recognizes but cannot read, because a
             tool exported it from the logs. It is skipped in a directory that also contains logs.
+        is_general: True if the format is a family whose members may be formats of their own: any
+            other format that recognizes a file precedes it.
         contents: Record types and keys that `read` reads, and those that it leaves out; None if the
             format does not declare them. `read` calls `account` with it for every record.
     """
@@ -325,4 +327,5 @@ class Adapter:
     noun: str = "run"
     line: type[msgspec.Struct] | None = None
     is_export: Callable[[Path], bool] | None = None
+    is_general: bool = False
     contents: Contents | None = None

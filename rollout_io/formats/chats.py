@@ -294,7 +294,12 @@ def _is_chat(record: Any, *, may_be_plain: bool = False) -> bool:
     if isinstance(listed, list):
         return _is_chat(listed, may_be_plain=True)
     answer = next((record[name] for name in _ANSWERS if name in record), None)
-    return isinstance(record.get("prompt"), str | list) and isinstance(answer, str | list)
+    return _is_said(record.get("prompt")) and _is_said(answer)
+
+
+def _is_said(value: Any) -> bool:
+    is_list = isinstance(value, list) and bool(value)
+    return isinstance(value, str) or (is_list and all(isinstance(e, Mapping) for e in value))
 
 
 def _is_plain(given: Any) -> bool:
@@ -314,11 +319,12 @@ def _is_of_framework(given: Any) -> bool:
 
 
 ADAPTER = Adapter(
-    summary="chat data sets (ShareGPT, prompt and completion; JSON, Parquet, Arrow), frameworks' messages",
+    summary="chat data sets (ShareGPT, prompt and completion) and messages of agent frameworks",
     recognizes=recognizes,
     find=find_chats,
     read=read_chat,
     is_text=True,
     noun="conversation",
+    is_general=True,
     contents=_CONTENTS,
 )

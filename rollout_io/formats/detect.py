@@ -144,6 +144,8 @@ class Match(NamedTuple):
 def matches(path: Path, formats: Mapping[str, Adapter]) -> list[Match]:
     """Return the formats that recognize an existing file or directory, and what they know of it."""
     found = {name: adapter for name, adapter in formats.items() if adapter.recognizes(path)}
+    special = {name: adapter for name, adapter in found.items() if not adapter.is_general}
+    found = special or found
     declared = [a.contents for a in found.values() if a.contents is not None]
     records = first_records(path) if declared else []
     known = {

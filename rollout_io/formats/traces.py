@@ -64,7 +64,7 @@ from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.records import decode_record, find_records, first_values
-from schemas.errors import ConfigError, InputError, RolloutError
+from schemas.errors import InputError, RolloutError
 
 _GROUPS = "inferred: each trace is a separate instance"
 _PROTOBUF = (".pb", ".binpb", ".proto.bin")
@@ -135,7 +135,6 @@ def read_trace(run: Run, options: Options) -> Trajectory:
     Raises:
         InputError: `no_calls`: no span has both a prompt and an answer; `message`: a message has an
             unknown shape; `record_type`: a span has another form.
-        ConfigError: `reward`: the trace has no score of that name.
     """
     trace, where = run.instance_id, run.places[0].where
     spans: dict[str, Span] = {}
@@ -155,7 +154,7 @@ def read_trace(run: Run, options: Options) -> Trajectory:
     models = [m for s in ordered if isinstance(m := first_value(s, _MODELS), str)]
     return Trajectory(
         steps=steps_of(calls, f"{where}, trace {trace}", failed=run.failed or error is not None),
-        reward=_reward(scores, options, where),
+        reward=_reward(scores, options),
         error=error,
         metrics=scores,
         user_values={"model": models[-1]} if models else {},
@@ -165,12 +164,9 @@ def read_trace(run: Run, options: Options) -> Trajectory:
 _MODELS = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name", "langfuse.model")
 
 
-def _reward(scores: Mapping[str, float], options: Options, where: str) -> float | None:
+def _reward(scores: Mapping[str, float], options: Options) -> float | None:
     if options.reward is not None:
-        if options.reward not in scores:
-            expected = "one of " + ", ".join(map(repr, scores)) if scores else "a trace with scores"
-            raise ConfigError("reward", where, f"no score {options.reward!r}", expected)
-        return scores[options.reward]
+        return scores.get(options.reward)
     return scores.get("reward", next(iter(scores.values())) if len(scores) == 1 else None)
 
 

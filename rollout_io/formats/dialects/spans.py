@@ -19,7 +19,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from rollout_io.formats.dialects.bodies import value_of
-from schemas.errors import ConfigError, InputError
+from schemas.errors import InputError
+from schemas.extras import requires_extra
 
 Tree = dict[str, Any]
 
@@ -344,16 +345,12 @@ def protobuf_records(content: bytes, where: str) -> list[Any]:
 
     Raises:
         InputError: `unreadable_record`: it is neither.
-        ConfigError: `package`: `opentelemetry-proto` is not installed.
+        MissingExtra: `extra_installed`: `opentelemetry-proto` is not installed.
     """
-    try:
+    with requires_extra("otel", where):
         from google.protobuf.json_format import MessageToDict
         from google.protobuf.message import DecodeError
         from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
-    except ImportError:
-        hint = "pip install opentelemetry-proto, or export the traces as JSON"
-        got = "OTLP protobuf needs the package opentelemetry-proto"
-        raise ConfigError("package", where, got, hint=hint) from None
 
     def decoded(part: bytes) -> Any:
         found = MessageToDict(TracesData.FromString(part))

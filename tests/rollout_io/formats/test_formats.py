@@ -129,7 +129,7 @@ def test_an_input_of_no_format_is_refused_by_name_with_the_way_to_the_list(tmp_p
     assert run(["convert", *inputs, "--out", str(tmp_path / "ds")]) == 1
     said = capsys.readouterr().err
     assert f"Error: {ROOT / 'README.md'}: the format is not recognized" in said
-    assert "calls, claude_code, " in said
+    assert "calls, chats, claude_code, " in said
     assert "Hint: list the formats with `rollouts formats`" in said
     assert not (tmp_path / "ds").exists()
 

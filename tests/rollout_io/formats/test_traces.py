@@ -285,10 +285,7 @@ def test_of_several_scores_the_named_one_is_the_reward_and_none_is_guessed(tmp_p
     (run,) = planned(ADAPTER, path).runs
     assert ADAPTER.read(run, Options()).reward is None
     assert ADAPTER.read(run, Options(reward="style")).reward == 0.25
-    with pytest.raises(RolloutError) as error:
-        ADAPTER.read(run, Options(reward="speed"))
-    assert error.value.rule == "reward"
-    assert error.value.expected == "one of 'correctness', 'style'"
+    assert ADAPTER.read(run, Options(reward="speed")).reward is None
 
 
 def test_mlflow_traces_and_their_assessments_are_read(tmp_path):
