@@ -95,6 +95,15 @@ def _openai_messages(rows):
     return conversation(record["messages"], number(reward))
 
 
+def _hermes(rows):
+    record, _ = record_at(rows[0]["source"])
+    if not all(m.get("active", 1) for m in record["messages"]):
+        raise NotCompared
+    prompt = record.get("system_prompt")
+    system = [{"role": "system", "content": prompt}] if prompt else []
+    return conversation([*system, *record["messages"]], number(record.get("score")))
+
+
 def _mini_swe_agent(rows):
     document = document_at(rows[0]["source"].rpartition(", messages[")[0])
     messages = document if isinstance(document, list) else document["messages"]
@@ -207,6 +216,7 @@ def _message(item):
 
 READERS = {
     "mini_swe_agent": _mini_swe_agent,
+    "hermes": _hermes,
     "openai_messages": _openai_messages,
     "prime_hosted": _prime_hosted,
     "skyrl_evals": _skyrl_evals,

@@ -59,9 +59,17 @@ def planned(turns: list[tuple[str, bool, str]]) -> list[dict[str, Any]]:
         asked = [line for line in text.split("\n") if "CALL " in line]
         if role == "user" and asked and not has_results:
             matches = [CALL.findall(line) for line in asked]
-            lines = [[{"name": n, "input": json.loads(a)} for n, a in each] for each in matches]
+            lines = [[{"name": n, "input": _json(a)} for n, a in each] for each in matches]
             num_done = 0
     return lines[num_done] if num_done < len(lines) else []
+
+
+def _json(text: str) -> Any:
+    """Return the arguments of a call; none where a harness quotes a prompt, as for a title."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}
 
 
 class Engine(ThreadingHTTPServer):

@@ -179,6 +179,12 @@ def _openai_messages(messages):
     return json.dumps({"messages": messages})
 
 
+def _hermes(messages):
+    logged = [m | {"id": i, "active": 1} for i, m in enumerate(messages)]
+    session = {"id": "h", "source": "cli", "system_prompt": None, "message_count": len(messages)}
+    return json.dumps(session | {"messages": logged})
+
+
 def _verifiers(messages):
     calls = [m | {"tool_calls": [json.dumps(c) for c in m.get("tool_calls", [])]} for m in messages]
     return json.dumps({"id": 0, "prompt": calls[:1], "completion": calls[1:], "reward": 1.0})
