@@ -68,6 +68,7 @@ OUTPUTS = frozenset(
         "shell_call_output",
         "apply_patch_call_output",
         "computer_call_output",
+        "program_output",
     }
 )
 ITEMS = Contents(
@@ -88,13 +89,17 @@ ITEMS = Contents(
         "file_search_call": "queries results",
         "code_interpreter_call": "code outputs",
         "mcp_call": "name server_label arguments output error",
+        "program": "code",
+        "program_output": "result",
         "additional_tools": "role tools",
         "tool_search_output": "tools",
-        **dict.fromkeys(sorted(OUTPUTS - {"tool_search_output"}), "output"),
+        **dict.fromkeys(sorted(OUTPUTS - {"tool_search_output", "program_output"}), "output"),
     },
     leaves={
         "names of items, calls and their states": "*/id */call_id */status */phase */execution "
         "code_interpreter_call/container_id",
+        "who called: the model's program or the model": "function_call/caller "
+        "function_call_output/caller program/fingerprint",
         "encrypted; counted where the text is missing": "*/encrypted_content "
         "function_call/encrypted_function_args",
         "the engine's tokens, which replace the text where they are read": "*/prompt_token_ids "
@@ -110,6 +115,7 @@ ITEMS = Contents(
 )
 """Items of a request's input or of a response's output."""
 
+PROGRAM_CALLS = "calls that a program of the model made: left out, as is what they returned to it"
 WEB_SEARCHES = "web searches, whose results are not in the log"
 ENCRYPTED_THOUGHTS = "reasoning items that are encrypted: their text is not in the log"
 _ACTIONS = frozenset({"local_shell_call", "web_search_call", "shell_call", "computer_call"})
@@ -140,6 +146,8 @@ class Item(msgspec.Struct, gc=False):
     error: msgspec.Raw = NO_JSON
     server_label: str | None = None
     output: msgspec.Raw = NO_JSON
+    result: msgspec.Raw = NO_JSON
+    caller: dict[str, Any] | None = None
     tools: msgspec.Raw = NO_JSON
     encrypted_content: str | None = None
     encrypted_function_args: list[str] | None = None
@@ -171,13 +179,17 @@ def read_item(item: Item, where: str) -> Message | None:
     """
     if item.type in _CONTROLS:
         return None
+    if item.caller is not None and item.caller.get("type") == "program":
+        note(PROGRAM_CALLS)
+        return None
     if item.type in _COMPACTIONS:
         if item.type == "context_compaction" and item.encrypted_content is None:
             return None
         raise _refused(where, "the summary of a compaction, which is encrypted")
     if item.type in OUTPUTS:
         is_search = item.type == "tool_search_output"
-        text = json_text(item.tools, where) if is_search else _output(item.output, where)
+        output = item.result if item.type == "program_output" else item.output
+        text = json_text(item.tools, where) if is_search else _output(output, where)
         return known({"role": "tool", "content": text, "tool_call_id": item.call_id})
     if item.type == "additional_tools":
         return {"role": item.role or "developer", "content": json_text(item.tools, where)}
@@ -346,9 +358,9 @@ def _call(item: Item, where: str) -> Message:
         return tool_call(call_id, name, arguments)
     if item.type == "tool_search_call":
         return tool_call(call_id, "tool_search", json_text(item.arguments, where))
-    if item.type == "code_interpreter_call":
+    if item.type in {"code_interpreter_call", "program"}:
         arguments = msgspec.json.encode({"code": item.code or ""}).decode()
-        return tool_call(call_id, "code_interpreter", arguments)
+        return tool_call(call_id, item.type.removesuffix("_call"), arguments)
     if item.type == "file_search_call":
         return tool_call(call_id, "file_search", f'{{"queries":{json_text(item.queries, where)}}}')
     if item.type == "apply_patch_call":

@@ -1,0 +1,220 @@
+"""The `tau2` format: results of tau2-bench, one JSON document per experiment.
+
+    {"info": {"environment_info": {"domain_name": "airline", "policy": "..."}}, "tasks": [...],
+     "simulations": [{"id": "...", "task_id": "40", "trial": 0, "termination_reason": "user_stop",
+        "reward_info": {"reward": 1.0}, "messages": [{"role": "assistant", "content": "Hi! ..."},
+            {"role": "user", "content": "..."}, {"role": "tool", "id": "c1", "content": "..."}]}]}
+
+A simulation is a run of its task, and `trial` is the attempt. The agent's context has its own
+messages, the user's texts, and the results of the agent's tool calls; calls of the user's own tools
+and their results are not shown to the agent and are left out. The greeting at the beginning, which
+no model wrote, is part of the prompt. The log does not hold the system prompt as sent: the policy of
+the domain stands for it, which is counted. Voice simulations (`ticks`) are rejected: they have audio
+in place of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollout_io.formats.base import (
+    Adapter,
+    Conversation,
+    Found,
+    Input,
+    Options,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.parsing.content import Message, known, raw_of
+from rollout_io.formats.parsing.documents import index_of
+from rollout_io.formats.parsing.lines import Record, read_record
+from rollout_io.formats.parsing.messages import read_messages
+from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.records import decode_record, find_records, first_values
+from schemas.errors import InputError, RolloutError
+
+POLICY = "runs whose system prompt is not logged: the domain's policy stands for it"
+NO_POLICY = "runs whose system prompt is not logged"
+_FAILED = frozenset({"too_many_errors", "agent_error", "user_error", "infrastructure_error"})
+_MESSAGE = Contents(
+    reads={"": "role content tool_calls id requestor error tool_messages"},
+    leaves={
+        "facts about the call": "turn_idx timestamp cost usage raw_data generation_time_seconds"
+    },
+)
+CONTENTS = Contents(
+    reads={"": "id task_id trial termination_reason reward_info ticks"},
+    leaves={
+        "facts about the run": "timestamp start_time end_time duration agent_cost user_cost seed "
+        "mode review auth_classification hallucination_retries_used speech_environment info"
+    },
+    inner={"messages": _MESSAGE},
+)
+
+
+def find_simulations(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield one run per simulation, in the order of the documents."""
+    return find_records(inputs, progress, _find)
+
+
+def _find(record: Record) -> Iterator[Found]:
+    for i, (where, simulation) in enumerate(_simulations(decode_record(record), record)):
+        place = msgspec.structs.replace(record.place, where=where, part=i)
+        try:
+            yield _run(simulation, place)
+        except RolloutError as error:
+            yield Rejected(place, error)
+
+
+def _run(simulation: Any, place: Any) -> Run:
+    fields = simulation if isinstance(simulation, Mapping) else {}
+    task, trial = fields.get("task_id"), fields.get("trial")
+    if not isinstance(task, str | int) or isinstance(task, bool):
+        raise InputError("group", place.where, "the simulation has no `task_id`")
+    is_number = isinstance(trial, int) and not isinstance(trial, bool) and trial >= 0
+    labels = {"task": str(task)} | ({"id": str(fields["id"])} if fields.get("id") else {})
+    return Run(
+        instance_id=str(task),
+        repetition_id=trial if is_number else None,
+        places=[place],
+        labels=labels,
+    )
+
+
+def _simulations(document: Any, record: Record) -> list[tuple[str, Any]]:
+    where = record.place.where
+    found = document.get("simulations")
+    if isinstance(found, list):
+        return [(f"{where}, simulations[{i}]", each) for i, each in enumerate(found)]
+    return [(where, document)]
+
+
+def read_simulation(run: Run, _: Options) -> Trajectory:
+    """Read the agent's conversation in a simulation; numbers of its evaluation become metrics.
+
+    Raises:
+        InputError: `no_calls`: the agent gave no answer, or the simulation is of voice; `message`: a
+            message is invalid.
+    """
+    (place,) = run.places
+    record = Record(place, read_record(place))
+    document = decode_record(record)
+    simulation = _simulations(document, record)[index_of(place)][1]
+    account(CONTENTS, simulation)
+    if simulation.get("ticks") and not simulation.get("messages"):
+        got = "the simulation is of voice: it has ticks in place of messages"
+        raise InputError("no_calls", place.where, got, hint="convert simulations of text")
+    messages = list(_messages(simulation.get("messages") or [], f"{place.where}, messages"))
+    policy = _policy(document)
+    note(POLICY if policy else NO_POLICY)
+    system: list[Message] = [{"role": "system", "content": policy}] if policy else []
+    if all(message["role"] != "assistant" for message in messages):
+        raise InputError("no_calls", place.where, "the agent gave no answer")
+    num_given = len(system) + _num_greetings(messages, simulation["messages"])
+    reason = simulation.get("termination_reason")
+    info = simulation.get("reward_info")
+    metrics = _numbers(info) if isinstance(info, Mapping) else {}
+    step = Conversation(
+        source=place.where,
+        messages=[*system, *messages],
+        num_given=num_given,
+        stop_reason=reason if isinstance(reason, str) else None,
+    )
+    return Trajectory(
+        steps=[step],
+        reward=metrics.get("reward"),
+        error=reason if reason in _FAILED else None,
+        metrics=metrics,
+    )
+
+
+def _messages(logged: list[Any], where: str) -> Iterator[Message]:
+    """Yield the messages that the agent saw, in OpenAI's format."""
+    for i, each in enumerate(logged):
+        if not isinstance(each, Mapping):
+            raise InputError("message", f"{where}[{i}]", "a message is no object")
+        inner = each.get("tool_messages")  # results of parallel calls
+        if isinstance(inner, list):
+            yield from _messages(inner, f"{where}[{i}]")
+            continue
+        role = each.get("role")
+        if role == "tool" and each.get("requestor", "assistant") != "assistant":
+            continue
+        if role == "user" and not each.get("content"):
+            continue  # a call of the user's own tools
+        calls = [_call(call) for call in each.get("tool_calls") or ()] if role != "user" else []
+        fields = {
+            "role": role,
+            "content": each.get("content") or "",
+            "tool_calls": calls or None,
+            "tool_call_id": each.get("id") if role == "tool" else None,
+        }
+        yield from read_messages([raw_of(known(fields))], f"{where}[{i}]")
+
+
+def _call(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    return {name: call[name] for name in ("id", "name", "arguments") if name in call}
+
+
+def _num_greetings(messages: Sequence[Message], logged: list[Any]) -> int:
+    """Return 1 if the run begins with an assistant message that no model wrote, otherwise 0."""
+    first = logged[0]
+    is_said = bool(first.get("raw_data") or first.get("usage") or first.get("tool_calls"))
+    return int(messages[0]["role"] == "assistant" and not is_said and len(messages) > 1)
+
+
+def _policy(document: Mapping[str, Any]) -> str | None:
+    info = document.get("info")
+    environment = info.get("environment_info") if isinstance(info, Mapping) else None
+    policy = environment.get("policy") if isinstance(environment, Mapping) else None
+    return policy if isinstance(policy, str) and policy else None
+
+
+def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an evaluation, and those of `reward_breakdown`, by name."""
+    found = {n: float(v) for n, v in fields.items() if isinstance(v, int | float)}
+    parts = fields.get("reward_breakdown")
+    for name, value in parts.items() if isinstance(parts, Mapping) else ():
+        if isinstance(value, int | float):
+            found[f"reward_breakdown.{name}"] = float(value)
+    return found
+
+
+def recognizes(path: Path) -> bool:
+    """True if a file has simulations of tasks, or is a single one."""
+    return any(_is_results(value) for value in first_values(path))
+
+
+def _is_results(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    found = value.get("simulations")
+    if isinstance(found, list):
+        return any(isinstance(each, Mapping) and _is_simulation(each) for each in found)
+    return _is_simulation(value)
+
+
+def _is_simulation(value: Mapping[str, Any]) -> bool:
+    is_named = {"task_id", "termination_reason"} <= value.keys()
+    return is_named and ("messages" in value or "ticks" in value)
+
+
+ADAPTER = Adapter(
+    summary="results of tau2-bench: one JSON document per experiment or simulation; text only",
+    recognizes=recognizes,
+    find=find_simulations,
+    read=read_simulation,
+    is_text=True,
+    noun="simulation",
+    contents=CONTENTS,
+)
