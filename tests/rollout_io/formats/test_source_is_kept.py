@@ -454,11 +454,6 @@ def _chats(messages):
     return json.dumps({"messages": found})
 
 
-def _hermes(messages):
-    session = {"id": "s", "source": "cli", "system_prompt": None, "message_count": len(messages)}
-    return json.dumps(session | {"messages": messages})
-
-
 def _traces(messages):
     spans = []
     for i, message in enumerate(messages):
