@@ -24,20 +24,25 @@ from schemas.errors import RolloutError
 PAGE = Path(__file__).parent / "formats.md"
 BEGIN, END = "<!-- begin generated: real logs -->\n", "<!-- end generated: real logs -->\n"
 HEAD = "| file | format | records | trajectories | rows | tokens | not used, and why |"
+BESIDE = {"harness_logs_2026": "2026/", "agent_traces": "agent_traces/"}
 _SKIPPED = {"SOURCES.md"}
 _REASON_CHARS = 150
 
 
 def real_logs_table(logs: Path, tokenizer: Path) -> str:
-    """Build a table with one row per file below a directory of logs."""
-    files = sorted(p for p in logs.rglob("*") if p.is_file() and p.name not in _SKIPPED)
-    return "\n".join(
-        [HEAD, "|---|---|---|---|---|---|---|", *(_row(f, logs, tokenizer) for f in files)]
-    )
+    """Build a table with one row per file below a directory of logs, and in the folders beside it."""
+    beside = [logs.parent / name for name in BESIDE if (logs.parent / name).is_dir()]
+    lines = [_row(f, root, tokenizer) for root in (logs, *beside) for f in files_in(root)]
+    return "\n".join([HEAD, "|---|---|---|---|---|---|---|", *lines])
+
+
+def files_in(logs: Path) -> list[Path]:
+    """List the files below a directory of logs."""
+    return sorted(p for p in logs.rglob("*") if p.is_file() and p.name not in _SKIPPED)
 
 
 def _row(path: Path, logs: Path, tokenizer: Path) -> str:
-    name = path.relative_to(logs).as_posix()
+    name = BESIDE.get(logs.name, "") + path.relative_to(logs).as_posix()
     found = " or ".join(recognize(path, load_formats().adapters)) or "-"
     is_text = found != "-" and load_formats().adapters[found].is_text
     with tempfile.TemporaryDirectory() as folder:

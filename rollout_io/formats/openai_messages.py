@@ -62,7 +62,15 @@ CONTENTS = Contents(
 
 
 class _Role(msgspec.Struct, gc=False):
+    """The role of a message whose content is where OpenAI's format has it."""
+
     role: str
+    blocks: list[Any] | None = None
+    parts: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None or self.parts is not None:
+            raise ValueError("the message has another framework's shape")
 
 
 _Roles = Annotated[list[_Role], msgspec.Meta(min_length=1)]

@@ -35,7 +35,11 @@ def contexts(format_name, path):
         if isinstance(run, RolloutError):
             found.append(None)
             continue
-        cut = [step for step in with_answers(run) if isinstance(step, Conversation)]
+        try:
+            cut = [step for step in with_answers(run) if isinstance(step, Conversation)]
+        except RolloutError:  # every answer of the run is empty
+            found.append(None)
+            continue
         found.append(
             [[(list(texts_of(m)), m["role"] == "assistant") for m in step.messages] for step in cut]
         )
@@ -133,7 +137,7 @@ def claude_code_texts(record):
 def nemo_gym_texts(row):
     sent, output = row["responses_create_params"], row["response"]["output"]
     told = [(plain(sent.get("instructions") or row["response"].get("instructions")), False)]
-    given = sent["input"]
+    given = sent["input"] or sent["metadata"]["problem_statement"]
     given = [{"role": "user", "content": given}] if isinstance(given, str) else given
     items = [item_texts(item) for item in given]
     first = [(texts, False) for texts, _ in items]  # answers of the input are not the run's

@@ -27,7 +27,11 @@ def test_what_becomes_of_every_real_log_is_what_the_page_says(table, capsys):
 
 def test_every_real_log_gives_rows_or_a_named_reason(table, harness_logs):
     rows = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    files = [p for p in harness_logs.rglob("*") if p.is_file() and p.name != "SOURCES.md"]
+    folders = [
+        harness_logs,
+        *(harness_logs.parent / n for n in ("harness_logs_2026", "agent_traces")),
+    ]
+    files = [p for f in folders for p in f.rglob("*") if p.is_file() and p.name != "SOURCES.md"]
     assert len(rows) == len(files) > 50
     for _, _, records, trajectories, num_rows, tokens, reasons in rows:
         assert (int(num_rows) > 0) == (int(trajectories) > 0) == (tokens != "-")
