@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import Options, Trajectory
+from rollout_io.formats.contents import account
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.messages import read_message
+from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call
 from rollout_io.formats.parsing.sampling import sampling_extra
 from schemas.errors import InputError
@@ -30,6 +31,15 @@ _LETTERS = {
 _TIMES = frozenset({"time", "working"})
 _SCORERS = frozenset({"scorer", "scorers"})
 _ATTACHMENT = re.compile(rb'"attachment://([0-9a-f]{32})"')
+MESSAGES = MESSAGE.plus(
+    reads={"message": "error"},
+    leaves={
+        "facts about a message": "message/id message/source message/model message/metadata",
+        "repeats the name of a call": "message/function",
+    },
+)
+"""Messages of Inspect, which have more fields."""
+
 _NOT_JSON = re.compile(rb'"(?:[^"\\]|\\.)*"|NaN|-?Infinity')
 
 
@@ -224,6 +234,7 @@ def _calls_of_messages(sample: Sample, where: str) -> Iterator[Call]:
 def _message(raw: msgspec.Raw, sample: Sample, where: str) -> Message:
     """Read a message as Inspect sends it: the error of a failed tool replaces its result."""
     resolved = _resolved(raw, sample, where)
+    account(MESSAGES, resolved)
     message = read_message(resolved, where)
     if message["role"] == "tool":
         failure = decode_line(_RESULT_DECODER, bytes(resolved), where).error

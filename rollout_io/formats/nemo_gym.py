@@ -36,7 +36,9 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
+from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.detect import has_record
+from rollout_io.formats.dialects.responses import ITEMS
 from rollout_io.formats.nemo_gym_text import Request, read_conversation
 from rollout_io.formats.parsing.bodies import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
@@ -49,6 +51,20 @@ from schemas.errors import InputError, RolloutError
 
 _OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}
 _FRAMEWORK = "_ng_"
+CONTENTS = Contents(
+    reads={
+        "": "responses_create_params.instructions responses_create_params.tools "
+        "responses_create_params.metadata.problem_statement response.instructions response.tools "
+        "response.error response.incomplete_details reward mask_sample error_kind agent_ref "
+        "_ng_task_index _ng_rollout_index"
+    },
+    leaves={
+        "settings of the request and facts about the response": "responses_create_params.* "
+        "response.* responses_create_params.metadata.*",
+        "the verifier's data and results, which the model does not see": "*",
+    },
+    inner={"responses_create_params.input": ITEMS, "response.output": ITEMS},
+)
 UNRELIABLE = "the reward is unreliable"
 _Index = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 
@@ -83,6 +99,7 @@ class _Head(msgspec.Struct, gc=False):
 
 
 class _Record(NamedTuple):
+    content: bytes
     run: _Rollout
     prefix: str
     metrics: dict[str, float]
@@ -266,6 +283,7 @@ def _steps(record: _Record, where: str, *, failed: bool) -> Sequence[Step | Conv
     except InputError as error:
         if error.rule != NO_TOKENS or request.input is None or holds_tokens(response.output):
             raise
+        account(CONTENTS, record.content)
         return [replace(read_conversation(request, response, where), tokenless=error)]
 
 
@@ -273,13 +291,13 @@ def _decode(content: bytes, where: str) -> _Record:
     fields = decode_line(_OBJECT_DECODER, content, where)
     if "response" in fields:
         run = decode_line(_RUN_DECODER, content, where)
-        record = _Record(run, f"{where}, response.", _metrics(fields, where))
+        record = _Record(content, run, f"{where}, response.", _metrics(fields, where))
     elif "output" in fields:
         response = decode_line(_RESPONSE_DECODER, content, where)
-        record = _Record(_Rollout(response=response), f"{where}, ", {})
+        record = _Record(content, _Rollout(response=response), f"{where}, ", {})
     elif bytes(fields.get("input", b"")).startswith(b"{"):
         response = decode_line(_RESPONSE_DECODER, bytes(fields["input"]), f"{where}, input")
-        record = _Record(_Rollout(response=response), f"{where}, input.", {})
+        record = _Record(content, _Rollout(response=response), f"{where}, input.", {})
     else:
         raise _no_response(fields, where)
     return record
@@ -349,4 +367,5 @@ ADAPTER = Adapter(
     find=find_rollouts,
     read=read_rollout,
     is_text=True,
+    contents=CONTENTS,
 )

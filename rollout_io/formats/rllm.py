@@ -33,6 +33,7 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
+from rollout_io.formats.contents import account
 from rollout_io.formats.parsing.bodies import NO_JSON, Int32
 from rollout_io.formats.parsing.documents import (
     find_documents,
@@ -42,7 +43,7 @@ from rollout_io.formats.parsing.documents import (
 )
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.lines import read_record
-from rollout_io.formats.parsing.messages import read_messages, text_of
+from rollout_io.formats.parsing.messages import MESSAGE, read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, contexts_of
 from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.tokens import logprob_array, same_ids, strict_ids
@@ -311,12 +312,17 @@ def _json_list(messages: Sequence[bytes]) -> str | None:
 
 def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
     """Yield the steps as calls; the last assistant message of a chat is the reply."""
+    told: set[bytes] = set()
     for i, step in enumerate(trajectory.steps):
         place = f"{where}.steps[{i}]"
         chat = _chat(step, trajectory, place)
         if not chat:
             got = "the step has neither token ids nor `chat_completions`"
             raise InputError("no_token_ids", place, got, hint=_SAVE_TRAINING)
+        for raw in chat:
+            if raw not in told:
+                account(MESSAGE, raw, "chat_completions")
+        told.update(chat)
         messages = read_messages(map(msgspec.Raw, chat), place)
         spoken = [at for at, message in enumerate(messages) if _is_assistant(message)]
         if spoken:

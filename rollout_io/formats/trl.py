@@ -47,6 +47,7 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.contents import account
 from rollout_io.formats.exporting import (
     Exported,
     Failed,
@@ -62,7 +63,7 @@ from rollout_io.formats.exporting import (
 )
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.documents import index_of
-from rollout_io.formats.parsing.messages import prompt_key, read_messages
+from rollout_io.formats.parsing.messages import MESSAGE, prompt_key, read_messages
 from schemas.errors import InputError, RolloutError
 
 _REQUIRED = frozenset({"step", "prompt", "completion"})
@@ -165,6 +166,7 @@ def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
         got = f"a value of type {type(row[name]).__name__}"
         expected = "messages in both columns, or text in both"
         raise InputError("message", f"{where}, {name}", got, expected)
+    account(MESSAGE, _shown(row[name]), name)
     raws = [msgspec.Raw(msgspec.json.encode(_shown(message))) for message in row[name]]
     return read_messages(raws, f"{where}, {name}")
 

@@ -22,9 +22,10 @@ import numpy.typing as npt
 
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Conversation, Options, Step, Trajectory
+from rollout_io.formats.contents import account
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
-from rollout_io.formats.parsing.messages import openai_tools, read_messages, text_of
+from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
 from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.tokens import broken, logprob_array, same_ids, strict_ids
@@ -244,6 +245,9 @@ def _logprobs(tokens: _Tokens, num: int, where: str) -> npt.NDArray[np.float32] 
 def _conversation(
     row: _Row, where: str, metadata: Metadata, *, failed: bool
 ) -> Sequence[Conversation]:
+    for name, given in (("prompt", row.prompt), ("completion", row.completion)):
+        for raw in _messages(given, "user"):
+            account(MESSAGE, raw, name)
     messages = [
         *read_messages(_messages(row.prompt, "user"), f"{where}, prompt"),
         *read_messages(_messages(row.completion, "assistant"), f"{where}, completion"),

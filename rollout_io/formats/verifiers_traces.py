@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.formats.base import Conversation, Step
+from rollout_io.formats.contents import account
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.messages import openai_tools, read_messages, text_of
+from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.tokens import broken, logprob_array, strict_ids
 from schemas.errors import InputError
@@ -152,6 +153,8 @@ class Graph:
         """
         sampled = set(self.sampled)
         for path, num_shared in self._branches():
+            for i in path[num_shared:]:
+                account(MESSAGE, self._message(i), "nodes.message")
             said = [read_messages([self._message(i)], self._place(i)) for i in path]
             spoken = [i for i in range(num_shared, len(path)) if _is_spoken(said[i])]
             is_sampled = np.array([path[i] in sampled for i in spoken], np.bool_)
