@@ -306,19 +306,6 @@ class _HarborConfig(msgspec.Struct, gc=False):
     jobs_dir: str | None = None
 
 
-class _QwenMessage(msgspec.Struct, gc=False):
-    role: str
-    parts: list[msgspec.Raw]
-
-
-class _QwenLine(msgspec.Struct, gc=False):
-    type: str
-    uuid: str
-    session_id: str = msgspec.field(name="sessionId")
-    message: _QwenMessage
-
-
-_QWEN = msgspec.json.Decoder(_QwenLine)
 _HARBOR = msgspec.json.Decoder(_HarborConfig)
 
 
@@ -338,7 +325,7 @@ def explained(name: str, path: Path) -> InputError | None:
         return None
     if not head:
         return empty_file(name)
-    return pickle_error(name, path) or _harbor_config(name, path) or _qwen_code(name, head)
+    return pickle_error(name, path) or _harbor_config(name, path)
 
 
 def empty_file(name: str) -> InputError:
@@ -386,19 +373,6 @@ def _harbor_config(name: str, path: Path) -> InputError | None:
     else:
         return None
     return InputError("harbor_input", name, got, hint=hint)
-
-
-def _qwen_code(name: str, head: bytes) -> InputError | None:
-    """Return the error for a session of Qwen Code, whose lines resemble those of Claude Code."""
-    for line in head.splitlines():
-        try:
-            _QWEN.decode(line)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            continue
-        got = "the file is a session of Qwen Code, which rollouts cannot read"
-        hint = "record new sessions with `rollouts record`, which keeps the exact tokens"
-        return InputError("known_format", name, got, "", hint)
-    return None
 
 
 def _above(name: str) -> str:

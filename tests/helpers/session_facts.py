@@ -58,4 +58,106 @@ def _gemini_result(found):
     return {"role": "tool", "content": answer.get("output") or answer.get("error")}
 
 
-SESSIONS = {"gemini_cli": gemini_cli}
+def pi(path):
+    """The messages of a session with one branch: each context, one after the other."""
+    kept, records = [], lines_in(path)
+    spoken = [r.get("message", {}).get("role") == "assistant" for r in records]
+    for record in records[: len(spoken) - spoken[::-1].index(True)]:
+        if record["type"] == "compaction":
+            yield from (said for _, said in kept if said)
+            ids = [key for key, _ in kept]
+            first = record["firstKeptEntryId"]
+            before = kept[ids.index(first) :] if first in ids else []
+            kept = [("", {"role": "user", "content": record["summary"]}), *before]
+        said = pi_message(record["message"]) if record["type"] == "message" else None
+        kept.append((record.get("id"), said))
+    yield from (said for _, said in kept if said)
+
+
+def pi_message(message):
+    content = message["content"]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {
+        "role": message["role"].replace("toolResult", "tool"),
+        "reasoning": [b["thinking"] for b in blocks if b["type"] == "thinking"],
+        "content": [b["text"] for b in blocks if b.get("text", "").strip()],
+        "tool_calls": [b for b in blocks if b["type"] == "toolCall"],
+    }
+
+
+def openclaw(path):
+    """The messages of the last end of each agent, the main one first."""
+    ends = {r["sessionKey"]: r["messages"] for r in lines_in(path) if r["type"] == "agent.end"}
+    for key in sorted(ends, key=lambda key: "subagent" in key):
+        yield from map(pi_message, ends[key])
+
+
+def qwen_code(path):
+    """The paths to the last answers of the branches, in the order of the file."""
+    records = {}
+    for record in lines_in(path):
+        parts = record.get("message", {}).get("parts", [])
+        before = records.get(record["uuid"])
+        records[record["uuid"]] = record | {"parts": (before["parts"] if before else []) + parts}
+    parents = {record["parentUuid"] for record in records.values()}
+    for leaf in records.values():
+        found, record = [], leaf if leaf["uuid"] not in parents else None
+        while record is not None:
+            found.insert(0, record)
+            record = records.get(record["parentUuid"])
+        spoken = [each for each in found if each["type"] != "system"]
+        if any(each["type"] == "assistant" for each in spoken):
+            yield from (said for each in spoken for said in _qwen_message(each))
+
+
+def _qwen_message(record):
+    if record["type"] == "tool_result":
+        for part in record["parts"]:
+            yield _gemini_result(part["functionResponse"])
+        return
+    said = {"role": record["type"], "content": [], "tool_calls": []}
+    for part in record["parts"]:
+        if "functionCall" in part:
+            call = part["functionCall"]
+            said["tool_calls"].append({**call, "arguments": call.get("args")})
+            continue
+        if said["tool_calls"]:
+            yield said
+            said = {"role": record["type"], "content": [], "tool_calls": []}
+        said["content"].append(part["text"])
+    yield said
+
+
+def kimi_cli(path):
+    """Wire events: answers by step, in order of their begin."""
+    messages, steps = [], {}
+    for record in lines_in(path):
+        if record.get("systemPrompt") and not messages:
+            messages.append({"role": "system", "content": record["systemPrompt"]})
+        if record["type"] == "context.append_message":
+            said = record["message"]
+            messages.append({"role": said["role"], "content": said["content"]})
+        event = record.get("event", {})
+        step = steps.get(event.get("stepUuid"))
+        if event.get("type") == "step.begin":
+            steps[event["uuid"]] = {"role": "assistant", "content": [], "tool_calls": []}
+            messages.append(steps[event["uuid"]] | {"step": event["uuid"]})
+        elif event.get("type") == "content.part":
+            name = "text" if "text" in event["part"] else "think"
+            step["content"].append(event["part"][name])
+        elif event.get("type") == "tool.call":
+            step["tool_calls"].append({"name": event["name"], "arguments": event["args"]})
+        elif event.get("type") == "tool.result":
+            messages.append({"role": "tool", "content": event["result"]["output"]})
+    for message in messages:
+        if message.get("step") is None or message["content"] or message["tool_calls"]:
+            yield message
+
+
+SESSIONS = {
+    "gemini_cli": gemini_cli,
+    "kimi_cli": kimi_cli,
+    "openclaw": openclaw,
+    "pi": pi,
+    "qwen_code": qwen_code,
+}

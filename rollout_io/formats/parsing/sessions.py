@@ -204,7 +204,7 @@ class Sessions:
         names = self.names(Path(name), _first_of(places[0].path))
         if names.parent is not None:
             for step in session.contexts.found:
-                step.agent = names.agent or names.session
+                step.agent = names.agent or None
         return session
 
 

@@ -408,18 +408,3 @@ def test_a_rewards_file_beside_a_generator_output_is_refused(tmp_path):
         read_outputs(file, rewards=str(REWARDS))
     with pytest.raises(RolloutError, match="duplicate_input"):
         read_outputs(file, tmp_path / "." / "a.json")
-
-
-def test_a_session_of_qwen_code_is_refused_by_name(tmp_path, capsys, formats):
-    record = {
-        "uuid": "u1",
-        "parentUuid": None,
-        "sessionId": "s",
-        "type": "user",
-        "message": {"role": "user", "parts": [{"text": "Hi."}]},
-    }
-    path = tmp_path / "s.jsonl"
-    path.write_text(json.dumps(record) + "\n")
-    assert recognize(path, formats) == []
-    assert run(["convert", str(path), "-o", str(tmp_path / "ds")]) == 1
-    assert "session of Qwen Code" in capsys.readouterr().err

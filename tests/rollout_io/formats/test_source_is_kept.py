@@ -470,6 +470,91 @@ def _traces(messages):
     return "\n".join(map(json.dumps, spans))
 
 
+def _chain(records, key="id", parent="parentId"):
+    """Records of a tree with one branch, as lines."""
+    before, lines = None, []
+    for i, record in enumerate(records):
+        lines.append(json.dumps(record | {key: f"{i}", parent: before}))
+        before = f"{i}"
+    return "\n".join(lines)
+
+
+def _pi_messages(messages):
+    for m in messages:
+        blocks = [{"type": "text", "text": m["content"]}] if m["content"] else []
+        if "reasoning_content" in m:
+            blocks.insert(0, {"type": "thinking", "thinking": m["reasoning_content"]})
+        blocks += [
+            {"type": "toolCall", "id": c["id"], **c["function"]} for c in m.get("tool_calls", ())
+        ]
+        role = m["role"].replace("tool", "toolResult")
+        yield {"role": role, "content": blocks, "toolCallId": m.get("tool_call_id")}
+
+
+def _pi(messages):
+    head = {"type": "session", "id": "s", "version": 3, "timestamp": "t", "cwd": "/"}
+    records = [{"type": "message", "message": m} for m in _pi_messages(messages)]
+    return json.dumps(head) + "\n" + _chain(records)
+
+
+def _openclaw(messages):
+    event = {"sessionKey": "agent:main:main", "agentId": "main"}
+    start = event | {"type": "agent.start", "prompt": "x"}
+    end = event | {"type": "agent.end", "success": True, "messages": [*_pi_messages(messages)]}
+    return "\n".join(map(json.dumps, [start, end]))
+
+
+def _qwen_code(messages):
+    records = []
+    for m in messages:
+        thought = m.get("reasoning_content")
+        parts = [{"text": thought, "thought": True}] if thought else []
+        parts += [{"text": m["content"]}] if m["content"] else []
+        parts += [
+            {"functionCall": {"id": c["id"], "name": f["name"], "args": f["arguments"]}}
+            for c in m.get("tool_calls", ())
+            for f in [c["function"]]
+        ]
+        if m["role"] == "tool":
+            answer = {"id": m["tool_call_id"], "response": {"output": m["content"]}}
+            parts = [{"functionResponse": answer}]
+        kind = m["role"].replace("tool", "tool_result")
+        role = "model" if kind == "assistant" else "user"
+        message = {"role": role, "parts": parts}
+        records.append({"type": kind, "sessionId": "s", "message": message})
+    return _chain(records, "uuid", "parentUuid")
+
+
+def _kimi_cli(messages):
+    lines = [{"type": "metadata", "protocol_version": "1.4"}]
+    for i, m in enumerate(messages):
+        content = [{"type": "text", "text": m["content"]}]
+        events = []
+        if m["role"] == "system":
+            lines.append({"type": "config.update", "systemPrompt": m["content"]})
+        elif m["role"] == "user":
+            said = {"role": "user", "content": content, "toolCalls": []}
+            lines.append({"type": "context.append_message", "message": said})
+        elif m["role"] == "tool":
+            result = {"output": m["content"]}
+            events = [{"type": "tool.result", "toolCallId": m["tool_call_id"], "result": result}]
+        else:
+            thought = {"type": "think", "think": m.get("reasoning_content", "")}
+            events = [{"type": "step.begin", "uuid": f"{i}"}]
+            events += [
+                {"type": "content.part", "stepUuid": f"{i}", "part": part}
+                for part in (thought, *content)
+            ]
+            events += [
+                {"type": "tool.call", "stepUuid": f"{i}", "toolCallId": c["id"], "name": f["name"]}
+                | {"args": f["arguments"]}
+                for c in m.get("tool_calls", ())
+                for f in [c["function"]]
+            ]
+        lines += [{"type": "context.append_loop_event", "event": e, "time": 1} for e in events]
+    return "\n".join(map(json.dumps, lines))
+
+
 WRITERS = {
     "chats": (_chats, "a.jsonl"),
     "claude_code": (_claude_code, "a.jsonl"),
@@ -478,10 +563,14 @@ WRITERS = {
     "gemini_cli, lines": (_gemini_lines, "a.jsonl"),
     "hermes": (_hermes, "a.jsonl"),
     "inspect_ai": (_inspect_ai, "a.json"),
+    "kimi_cli": (_kimi_cli, "a.jsonl"),
     "mini_swe_agent": (_mini_swe_agent, "a.traj.json"),
     "openai_messages": (_openai_messages, "a.jsonl"),
+    "openclaw": (_openclaw, "a.jsonl"),
     "openhands": (_openhands, "a.events.json"),
+    "pi": (_pi, "a.jsonl"),
     "prime_hosted": (_prime_hosted, "a.jsonl"),
+    "qwen_code": (_qwen_code, "a.jsonl"),
     "swe_agent": (_swe_agent, "a.traj"),
     "swe_agent, recorded after": (_recorded_after, "a.traj"),
     "traces": (_traces, "a.jsonl"),
@@ -500,7 +589,7 @@ EXACT_FORMATS = {
 ALL_FORMATS = WRITERS | EXACT_FORMATS
 TEXT_ALONE = ("trl",)
 ANSWERS_JOIN = ("codex_cli", "nemo_gym")
-SYSTEM_IS_USER = ("claude_code", "gemini_cli", "gemini_cli, lines")
+SYSTEM_IS_USER = ("claude_code", "gemini_cli", "gemini_cli, lines", "qwen_code")
 SAID = {"role": "assistant", "content": "search", "tool_calls": []}
 TWO_ANSWERS = [{"role": "user", "content": "search"}, SAID, SAID]
 NOTHING = {"role": "assistant", "content": "", "tool_calls": []}

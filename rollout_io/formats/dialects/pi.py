@@ -1,0 +1,168 @@
+"""Messages of Pi and of the agents that are built on it, such as OpenClaw.
+
+    {"role": "user", "content": [{"type": "text", "text": "..."}]}
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "..."},
+        {"type": "toolCall", "id": "c1", "name": "ls", "arguments": {}}], "stopReason": "toolUse"}
+    {"role": "toolResult", "toolCallId": "c1", "content": [{"type": "text", "text": "..."}]}
+
+Commands that the user ran, messages of extensions and summaries are sent as messages of the user. An
+answer that failed or was interrupted is not sent again, and left out.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rollout_io.formats.contents import Contents
+from rollout_io.formats.dialects import anthropic
+from rollout_io.formats.parsing.content import NO_JSON, Message, Part, known, shown
+from rollout_io.formats.parsing.notes import note
+
+BLOCKS = Contents(
+    kind="type",
+    default="text",
+    reads={
+        "text": "text",
+        "thinking": "thinking",
+        "toolCall": "id name arguments",
+        "image": "data mimeType",
+    },
+    leaves={
+        "encrypted, for the API": "text/textSignature thinking/thinkingSignature "
+        "thinking/signature toolCall/thoughtSignature toolCall/partialJson",
+        "facts about a call": "toolCall/partialArgs",
+    },
+)
+_FACTS = "api provider model usage responseId responseModel timestamp idempotencyKey diagnostics"
+MESSAGE = Contents(
+    kind="role",
+    reads={
+        "user": "",
+        "system": "",
+        "assistant": "stopReason errorMessage model",
+        "toolResult": "toolCallId",
+        "bashExecution": "command output exitCode cancelled truncated fullOutputPath "
+        "excludeFromContext",
+        "custom": "",
+        "branchSummary": "summary",
+        "compactionSummary": "summary",
+    },
+    leaves={
+        "facts about a message": " ".join(f"*/{name}" for name in _FACTS.split()),
+        "details for display": "toolResult/toolName toolResult/details toolResult/isError "
+        "custom/customType custom/display custom/details branchSummary/fromId user/sender",
+    },
+    inner=dict.fromkeys(
+        (f"{role}/content" for role in ("user", "system", "assistant", "toolResult", "custom")),
+        BLOCKS,
+    ),
+)
+CUT = "answers that failed or were interrupted: left out, as they are not sent again"
+FAILED = frozenset({"error", "aborted"})
+_ROLES = {"user": "user", "custom": "user", "system": "system", "assistant": "assistant"}
+_COMPACTED = "The conversation history before this point was compacted into the following summary:"
+_BRANCH = "The following is a summary of a branch that this conversation came back from:"
+_ORDER = {"thinking": 0, "toolCall": 2}
+
+
+class _Block(msgspec.Struct, gc=False):
+    type: str = "text"
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    arguments: msgspec.Raw = NO_JSON
+    data: str | None = None
+    mime_type: str | None = msgspec.field(name="mimeType", default=None)
+
+
+class PiMessage(msgspec.Struct, gc=False, rename="camel"):
+    """A message in the form of this module."""
+
+    role: str
+    content: str | list[_Block] | None = None
+    api: str | None = None
+    model: str | None = None
+    stop_reason: str | None = None
+    error_message: str | None = None
+    tool_call_id: str | None = None
+    summary: str | None = None
+    command: str | None = None
+    output: str | None = None
+    exit_code: int | None = None
+    cancelled: bool | None = None
+    truncated: bool | None = None
+    full_output_path: str | None = None
+    exclude_from_context: bool | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the model's answer failed or was interrupted; None if it did not."""
+        if self.role != "assistant" or self.stop_reason not in FAILED:
+            return None
+        return self.error_message or self.stop_reason
+
+    @property
+    def calls(self) -> list[str]:
+        """Ids of the calls of tools."""
+        blocks = self.content if isinstance(self.content, list) else []
+        return [block.id for block in blocks if block.type == "toolCall" and block.id]
+
+
+def messages_of(given: PiMessage, where: str) -> list[Message]:
+    """Convert a message to those that are sent; a message of an unknown role to none."""
+    if given.failure is not None:
+        note(CUT)
+        return []
+    if given.role == "bashExecution":
+        return [] if given.exclude_from_context else [_user(_command(given))]
+    if given.role in {"branchSummary", "compactionSummary"}:
+        return [summary_of(given.summary or "", is_branch=given.role == "branchSummary")]
+    parts = _parts(given)
+    if given.role == "toolResult":
+        fields = {"role": "tool", "content": shown(parts), "tool_call_id": given.tool_call_id}
+        return [known(fields)]
+    role = _ROLES.get(given.role)
+    return anthropic.messages_of(role, parts, where) if role is not None else []
+
+
+def summary_of(summary: str, *, is_branch: bool) -> Message:
+    """Return the message that stands for a compacted history, or for another branch."""
+    head, end = (_BRANCH, "</summary>") if is_branch else (_COMPACTED, "\n</summary>")
+    return _user(f"{head}\n\n<summary>\n{summary}{end}")
+
+
+def _parts(given: PiMessage) -> list[Part]:
+    if given.content is None or isinstance(given.content, str):
+        return [Part(text=given.content)] if given.content else []
+    blocks = given.content
+    if given.api == "openai-completions":  # its messages have no order of parts
+        blocks = sorted(blocks, key=lambda block: _ORDER.get(block.type, 1))
+    return [_part(block) for block in blocks]
+
+
+def _part(block: _Block) -> Part:
+    if block.type == "toolCall":
+        arguments = msgspec.Raw(b"{}") if bytes(block.arguments) == b"null" else block.arguments
+        return Part(type="tool_use", id=block.id, name=block.name, input=arguments)
+    if block.type == "image":
+        source = {"type": "base64", "media_type": block.mime_type, "data": block.data}
+        return Part(type="image", source=known(source))
+    return Part(type=block.type, text=block.text, thinking=block.thinking)
+
+
+def _command(given: PiMessage) -> str:
+    """Return the text that is sent for a command of the user."""
+    output = f"```\n{given.output}\n```" if given.output else "(no output)"
+    text = f"Ran `{given.command or ''}`\n{output}"
+    if given.cancelled:
+        text += "\n\n(command cancelled)"
+    elif given.exit_code:
+        text += f"\n\nCommand exited with code {given.exit_code}"
+    if given.truncated and given.full_output_path:
+        text += f"\n\n[Output truncated. Full output: {given.full_output_path}]"
+    return text
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}

@@ -1,0 +1,255 @@
+"""Sessions of coding agents: what is in their logs is in the contexts, in order and once."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from rollout_io.formats.detect import load_formats, recognize
+from tests.helpers.adapter_helpers import planned, read_all, write_lines
+from tests.helpers.examples import examples
+from tests.helpers.line_log_helpers import check_lines, mutated_lines
+from tests.helpers.session_facts import SESSIONS
+from tests.helpers.structural_logs import CONVERSATION
+from tests.rollout_io.formats.test_source_is_kept import SYSTEM_IS_USER, WRITERS, check_file
+
+FORMATS = load_formats().adapters
+LINES = [name for name in WRITERS if name in SESSIONS and WRITERS[name][1].endswith(".jsonl")]
+
+
+def written(name):
+    rename = {"system": "user"} if name in SYSTEM_IS_USER else {}
+    messages = [m | {"role": rename.get(m["role"], m["role"])} for m in CONVERSATION]
+    return WRITERS[name][0](messages).encode()
+
+
+def contexts(name, path, *more):
+    """The (agent, texts, number of given messages) of each context of the only run."""
+    ((_, found),), rejected = read_all(FORMATS[name], path, *more)
+    assert rejected == []
+    return [(s.agent, [m["content"] for m in s.messages], s.num_given) for s in found.steps]
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_session_is_recognized_as_one_format_with_all_its_keys(name, tmp_path):
+    path = tmp_path / WRITERS[name][1]
+    path.write_bytes(written(name))
+    assert recognize(path, FORMATS) == [name]
+    ((_, found),), _ = read_all(FORMATS[name], path)
+    assert found.unread == {}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_no_damage_loses_a_line_or_ends_in_a_traceback(name):
+    @given(mutated_lines(written(name)))
+    @settings(deadline=None, max_examples=examples(60))
+    def holds(content):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "s.jsonl"
+            path.write_bytes(content)
+            check_lines(FORMATS[name], path)
+
+    holds()
+
+
+REAL = {
+    "gemini_cli": "gemini_cli/large.json",
+    "kimi_cli": "kimi_cli/assistant_tools.jsonl",
+    "openclaw": "inspect_scout_openclaw/crux1-sample-telemetry.jsonl",
+    "pi": "pi/small.jsonl",
+    "qwen_code": "qwen_code/019f0000-0000-7000-8000-000000000004.jsonl",
+}
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_session_says_what_a_plain_reader_finds(name, harness_logs, smollm2_dir, tmp_path):
+    path = harness_logs.parent / "harness_logs_2026" / REAL[name]
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    assert recognize(path, FORMATS) == [name]
+    (((_, found),), _) = read_all(FORMATS[name], path)
+    assert found.unread == {}
+    choices = {"tokenizer": str(smollm2_dir), "chat_template": "chatml_tools_thinking"}
+    assert check_file(path, name, tmp_path / "ds", **choices) == 1
+
+
+def said(id, parent, role, text, **fields):
+    message = {"role": role, "content": [{"type": "text", "text": text}]} | fields
+    return {"type": "message", "id": id, "parentId": parent, "message": message}
+
+
+PI_HEAD = {"type": "session", "version": 3, "id": "s", "timestamp": "t", "cwd": "/w"}
+
+
+def test_branches_of_pi_share_their_answers_and_the_live_one_is_last(tmp_path):
+    lines = [PI_HEAD, said("a", None, "user", "Go."), said("b", "a", "assistant", "One.")]
+    lines += [said("c", "b", "user", "Left?"), said("d", "c", "assistant", "Left.")]
+    lines += [{"type": "branch_summary", "id": "e", "parentId": "b", "summary": "It was left."}]
+    lines += [said("f", "e", "user", "Right?"), said("g", "f", "assistant", "Right.")]
+    first, live = contexts("pi", write_lines(tmp_path / "s.jsonl", *lines))
+    assert first == (None, ["Go.", "One.", "Left?", "Left."], 0)
+    assert live[1][:2] == ["Go.", "One."]
+    assert "It was left." in live[1][2]
+    assert (live[1][3:], live[2]) == (["Right?", "Right."], 2)
+
+
+def test_what_pi_sends_of_commands_and_extensions_is_read_and_failed_answers_are_not(tmp_path):
+    command = {"role": "bashExecution", "command": "ls", "output": "a", "exitCode": 2}
+    hidden = command | {"excludeFromContext": True}
+    lines = [PI_HEAD, said("a", None, "user", "Go.")]
+    lines += [{"type": "message", "id": "b", "parentId": "a", "message": command}]
+    lines += [{"type": "message", "id": "c", "parentId": "b", "message": hidden}]
+    lines += [{"type": "custom_message", "id": "d", "parentId": "c", "content": "Mind the gap."}]
+    lines += [said("e", "d", "assistant", "Hal", stopReason="aborted")]
+    lines += [said("f", "e", "assistant", "Done.")]
+    lines += [said("g", "f", "assistant", "", stopReason="error", errorMessage="No credit.")]
+    ((_, found),), _ = read_all(FORMATS["pi"], write_lines(tmp_path / "s.jsonl", *lines))
+    assert found.error == "No credit."
+    assert sum(found.notes.values()) == 2
+    texts = [m["content"] for m in found.steps[0].messages]
+    assert texts[0] == "Go."
+    assert texts[1] == "Ran `ls`\n```\na\n```\n\nCommand exited with code 2"
+    assert texts[2:] == ["Mind the gap.", "Done."]
+
+
+def qwen(uuid, parent, kind, **fields):
+    return {"uuid": uuid, "parentUuid": parent, "sessionId": "s", "type": kind} | fields
+
+
+def spoken(role, text):
+    return {"message": {"role": role, "parts": [{"text": text}]}}
+
+
+def test_a_compression_of_qwen_code_begins_a_context_with_its_history(tmp_path):
+    history = [{"role": "user", "parts": [{"text": "In short."}]}]
+    history += [{"role": "model", "parts": [{"text": "I see."}]}]
+    lines = [qwen("a", None, "user", **spoken("user", "Go."))]
+    lines += [qwen("b", "a", "assistant", **spoken("model", "One."))]
+    payload = {"compressedHistory": history, "info": {"x": 1}}
+    lines += [qwen("c", "b", "system", subtype="chat_compression", systemPayload=payload)]
+    lines += [qwen("d", "c", "user", **spoken("user", "More."))]
+    lines += [qwen("e", "d", "assistant", **spoken("model", "Two."))]
+    found = contexts("qwen_code", write_lines(tmp_path / "s.jsonl", *lines))
+    assert found == [
+        (None, ["Go.", "One."], 0),
+        (None, ["In short.", "I see.", "More.", "Two."], 2),
+    ]
+
+
+def test_sub_agents_of_qwen_code_belong_to_their_session(tmp_path):
+    main = [qwen("a", None, "user", **spoken("user", "Go."))]
+    main += [qwen("b", "a", "assistant", **spoken("model", "One."))]
+    side = {"isSidechain": True, "agentId": "explore-1", "agentName": "Explore"}
+    sub = [qwen("c", None, "user", **spoken("user", "Look."), **side)]
+    sub += [qwen("d", "c", "assistant", **spoken("model", "Seen."), **side)]
+    paths = write_lines(tmp_path / "agent.jsonl", *sub), write_lines(tmp_path / "s.jsonl", *main)
+    assert contexts("qwen_code", *paths) == [
+        (None, ["Go.", "One."], 0),
+        ("Explore", ["Look.", "Seen."], 0),
+    ]
+
+
+def wire(kind, **fields):
+    return {"type": kind, "time": 1} | fields
+
+
+def prompt(text, kind="user"):
+    content = [{"type": "text", "text": text}]
+    message = {"role": "user", "content": content, "toolCalls": [], "origin": {"kind": kind}}
+    return wire("context.append_message", message=message)
+
+
+def step(uuid, text):
+    begin = {"type": "step.begin", "uuid": uuid}
+    part = {"type": "content.part", "stepUuid": uuid, "part": {"type": "text", "text": text}}
+    return [wire("context.append_loop_event", event=event) for event in (begin, part)]
+
+
+def test_a_compaction_of_kimi_keeps_prompts_and_the_summary_and_undo_takes_back(tmp_path):
+    lines = [wire("metadata", protocol_version="1.4"), wire("config.update", systemPrompt="Be.")]
+    lines += [prompt("Go."), *step("1", "One."), prompt("Mind.", "injection"), prompt("On.")]
+    lines += [
+        *step("2", "Two."),
+        prompt("Wrong."),
+        *step("3", "Three."),
+        wire("context.undo", count=1),
+    ]
+    lines += [wire("context.apply_compaction", contextSummary="In short.", keptUserMessageCount=1)]
+    lines += [
+        prompt("More."),
+        *step("4", "Four."),
+        wire("context.append_loop_event", event={"type": "step.begin"}),
+    ]
+    found = contexts("kimi_cli", write_lines(tmp_path / "s.jsonl", *lines))
+    before = ["Be.", "Go.", "One.", "Mind.", "On.", "Two."]
+    assert found == [
+        (None, [*before, "Wrong.", "Three."], 0),
+        (None, ["Be.", "On.", "In short.", "More.", "Four."], 0),
+    ]
+
+
+def test_agents_of_kimi_and_older_contexts_are_one_run(tmp_path):
+    head = wire("metadata", protocol_version="1.4")
+    agents = tmp_path / "session_1" / "agents"
+    paths = [agents / name / "wire.jsonl" for name in ("main", "agent-0")]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        write_lines(path, head, prompt("Go."), *step("1", path.parent.name))
+    assert contexts("kimi_cli", *paths) == [
+        (None, ["Go.", "main"], 0),
+        ("agent-0", ["Go.", "agent-0"], 0),
+    ]
+    old = [{"role": "_system_prompt", "content": "Be."}, {"role": "user", "content": "Go."}]
+    old += [{"role": "_checkpoint", "id": 0}]
+    call = {"type": "function", "id": "c", "function": {"name": "ls", "arguments": "{}"}}
+    thought = [{"type": "think", "think": "Hm."}, {"type": "text", "text": "One."}]
+    old += [{"role": "assistant", "content": thought, "tool_calls": [call]}]
+    old += [
+        {"role": "tool", "content": "a", "tool_call_id": "c"},
+        {"role": "_usage", "token_count": 3},
+    ]
+    path = write_lines(tmp_path / "session_1" / "context.jsonl", *old)
+    ((run, found),), _ = read_all(FORMATS["kimi_cli"], path)
+    assert run.instance_id == "session_1"
+    *_, reply, result = found.steps[0].messages
+    assert (reply["reasoning_content"], reply["content"]) == ("Hm.", "One.")
+    assert reply["tool_calls"][0]["function"]["name"] == "ls"
+    assert result == {"role": "tool", "content": "a", "tool_call_id": "c"}
+
+
+def test_repeated_messages_of_openclaw_are_answers_once_whatever_the_ids_of_calls(tmp_path):
+    def end(key, *messages, **fields):
+        return {"type": "agent.end", "sessionKey": key, "messages": list(messages)} | fields
+
+    def call(id):
+        block = {"type": "toolCall", "id": id, "name": "ls", "arguments": {}}
+        return {"role": "assistant", "content": [block]}
+
+    user = {"role": "user", "content": "Go."}
+    again, more = {"role": "assistant", "content": "Again."}, {"role": "user", "content": "On."}
+    sub = "agent:main:subagent:1"
+    lines = [end(sub, user, again, success=True), end("agent:main:main", user, call("a_1"))]
+    lines += [end("agent:main:main", user, call("a1"), more, again, success=False, error="Late.")]
+    ((_, found),), _ = read_all(FORMATS["openclaw"], write_lines(tmp_path / "t.jsonl", *lines))
+    assert [(s.agent, len(s.messages), s.num_given) for s in found.steps] == [
+        (None, 2, 0),
+        (None, 4, 2),
+        (sub, 2, 0),
+    ]
+    assert found.error == "Late."
+
+
+def test_records_without_a_parent_in_the_file_follow_the_line_before(tmp_path):
+    lines = [PI_HEAD, said("a", "s", "user", "Go."), said("b", "lost", "assistant", "One.")]
+    path = write_lines(tmp_path / "s.jsonl", *lines)
+    ((_, found),), _ = read_all(FORMATS["pi"], path)
+    assert [m["content"] for m in found.steps[0].messages] == ["Go.", "One."]
+    assert list(found.notes.values()) == [1]
+    assert (
+        json.loads(path.read_text().splitlines()[0])["id"]
+        == planned(FORMATS["pi"], path).runs[0].instance_id
+    )
