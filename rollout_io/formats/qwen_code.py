@@ -96,7 +96,7 @@ _HISTORIES = frozenset({"chat_compression", "agent_bootstrap"})
 def read_session(records: Sequence[Record]) -> Session:
     """Read the branches of a session, and each of its compressions, as contexts."""
     contexts, models = Contexts(), list[str | None]()
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[Part | str]] = {}
     nodes: dict[str, Node] = {}
     for place, content in records:
         where = place.where
