@@ -154,6 +154,18 @@ def kimi_cli(path):
             yield message
 
 
+def opencode(path):
+    """The messages of all sessions of a storage directory, by the time of their creation."""
+    for session in sorted(path.glob("session/*/*.json")):
+        name = json.loads(session.read_text())["id"]
+        found = [
+            json.loads(f.read_text()) for f in sorted((path / "message" / name).glob("*.json"))
+        ]
+        for message in sorted(found, key=lambda each: each["time"]["created"]):
+            files = sorted((path / "part" / message["id"]).glob("*.json"))
+            yield name, message["role"], [json.loads(file.read_text()) for file in files]
+
+
 SESSIONS = {
     "gemini_cli": gemini_cli,
     "kimi_cli": kimi_cli,

@@ -2,8 +2,9 @@
 
 import json
 import shutil
+import sqlite3
 import zipfile
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +15,13 @@ from rollout_io.formats.inspect_ai import members_of, read_member
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.structural_mutations import encoded
 from tests.rollout_io.formats.test_fuzz import save_inline
-from tests.rollout_io.formats.test_source_is_kept import EXACT_FORMATS, SYSTEM_IS_USER, WRITERS
+from tests.rollout_io.formats.test_source_is_kept import (
+    EXACT_FORMATS,
+    OPENCODE_TABLES,
+    SYSTEM_IS_USER,
+    WRITERS,
+    save_opencode,
+)
 
 MAX_BYTES = 40_000
 DATA = ROOT / "tests" / "data"
@@ -98,7 +105,7 @@ def _save_made(folder):
             for m in messages
         ]
         text = write(asked)
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     rows = "".join(json.dumps(_gym_row(i)) + "\n" for i in range(3))
     (folder / "gym.jsonl").write_text(rows, encoding="utf-8")
     runs = {
@@ -164,6 +171,8 @@ class Log:
             return [json.loads(line) for line in _some_lines(self.file.read_bytes(), rng)]
         if self.file.suffix == ".parquet":
             return pq.read_table(self.file).to_pylist()
+        if self.file.suffix == ".db":
+            return _opencode_tables(self.file)
         if self.file.suffix == ".pt":
             import torch
 
@@ -185,6 +194,8 @@ class Log:
             self.file.write_bytes(b"".join(encoded(line, rng) + b"\n" for line in tree))
         elif self.file.suffix == ".parquet":
             pq.write_table(pa.Table.from_pylist(tree), self.file)
+        elif self.file.suffix == ".db":
+            save_opencode(self.file, tree)
         elif self.file.suffix == ".pt":
             import torch
 
@@ -195,6 +206,17 @@ class Log:
                     archive.writestr(name, encoded(tree, rng) if name == self.member else content)
         else:
             self.file.write_bytes(encoded(tree, rng))
+
+
+def _opencode_tables(path):
+    found = {}
+    with closing(sqlite3.connect(path)) as database:
+        for name, columns in OPENCODE_TABLES.items():
+            rows = database.execute(f"SELECT {', '.join(columns)} FROM {name}").fetchall()
+            found[name] = [dict(zip(columns, row, strict=True)) for row in rows]
+            for row in found[name]:
+                row |= {"data": json.loads(row["data"])} if "data" in row else {}
+    return found
 
 
 def _some_lines(content, rng):

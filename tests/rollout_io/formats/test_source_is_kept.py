@@ -4,8 +4,12 @@ In order, to the last answer; or the record was refused by name. Logs are read b
 which shares no code with the adapters.
 """
 
+import contextlib
 import io
 import json
+import pathlib
+import sqlite3
+import tempfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -555,6 +559,66 @@ def _kimi_cli(messages):
     return "\n".join(map(json.dumps, lines))
 
 
+def opencode_tables(messages):
+    """Rows of OpenCode's database; `data` is decoded."""
+    tables = {"session": [{"id": "s", "parent_id": None, "directory": "/"}]}
+    tables |= {"message": [], "part": []}
+    results = {m["tool_call_id"]: m["content"] for m in messages if m["role"] == "tool"}
+    for i, m in enumerate(messages):
+        if m["role"] == "tool":
+            continue
+        row = {"session_id": "s", "time_created": i, "time_updated": i}
+        tables["message"].append({"id": f"m{i}", **row, "data": {"role": m["role"]}})
+        parts = [{"type": "text", "text": m["content"]}]
+        if "reasoning_content" in m:
+            parts.insert(0, {"type": "reasoning", "text": m["reasoning_content"]})
+        for c in m.get("tool_calls", ()):
+            state = {"status": "completed", "input": c["function"]["arguments"]}
+            state |= {"output": results[c["id"]]}
+            call = {"callID": c["id"], "tool": c["function"]["name"], "state": state}
+            parts.append({"type": "tool"} | call)
+        tables["part"] += [
+            {"id": f"p{i:03}{j}", "message_id": f"m{i}", **row, "data": part}
+            for j, part in enumerate(parts)
+        ]
+    return tables
+
+
+def save_opencode(path, tables):
+    """Write OpenCode's database.
+
+    Raises:
+        ValueError: A database has no place for such tables.
+    """
+    path.unlink(missing_ok=True)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        try:
+            for name, columns in OPENCODE_TABLES.items():
+                database.execute(f"CREATE TABLE {name} ({', '.join(columns)})")
+                for row in tables.get(name, ()):
+                    texts = {k: json.dumps(v) if k == "data" else v for k, v in row.items()}
+                    values = [texts.get(column) for column in columns]
+                    marks = ", ".join("?" * len(columns))
+                    database.execute(f"INSERT INTO {name} VALUES ({marks})", values)
+            database.commit()
+        except (sqlite3.Error, AttributeError) as error:
+            raise ValueError(error) from None
+
+
+OPENCODE_TABLES = {
+    "session": ("id", "parent_id", "directory"),
+    "message": ("id", "session_id", "time_created", "time_updated", "data"),
+    "part": ("id", "message_id", "session_id", "time_created", "time_updated", "data"),
+}
+
+
+def _opencode(messages):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "opencode.db"
+        save_opencode(path, opencode_tables(messages))
+        return path.read_bytes()
+
+
 WRITERS = {
     "chats": (_chats, "a.jsonl"),
     "claude_code": (_claude_code, "a.jsonl"),
@@ -567,6 +631,7 @@ WRITERS = {
     "mini_swe_agent": (_mini_swe_agent, "a.traj.json"),
     "openai_messages": (_openai_messages, "a.jsonl"),
     "openclaw": (_openclaw, "a.jsonl"),
+    "opencode": (_opencode, "opencode.db"),
     "openhands": (_openhands, "a.events.json"),
     "pi": (_pi, "a.jsonl"),
     "prime_hosted": (_prime_hosted, "a.jsonl"),

@@ -1,0 +1,203 @@
+"""Sessions of OpenCode: its database, which is never changed, and the files of older versions."""
+
+import hashlib
+import json
+import shutil
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from rollout_io.formats.detect import load_formats, recognize
+from rollout_io.formats.opencode import ADAPTER
+from tests.helpers.adapter_helpers import read_all
+from tests.helpers.session_facts import opencode
+from tests.helpers.structural_logs import CONVERSATION
+from tests.rollout_io.formats.test_source_is_kept import opencode_tables, save_opencode
+
+FORMATS = load_formats().adapters
+
+
+def database(path, *messages, **session):
+    """A database with one session; each message is (id, role, fields, parts)."""
+    tables = {"session": [{"id": "s"} | session], "message": [], "part": []}
+    for i, (key, role, fields, parts) in enumerate(messages):
+        row = {"session_id": "s", "time_created": i, "time_updated": i}
+        tables["message"].append({"id": key, **row, "data": {"role": role} | fields})
+        tables["part"] += [
+            {"id": f"{key}{j}", "message_id": key, **row, "data": part}
+            for j, part in enumerate(parts)
+        ]
+    save_opencode(path, tables)
+    return path
+
+
+def text(said):
+    return {"type": "text", "text": said}
+
+
+def tool(status="completed", **state):
+    return {"type": "tool", "callID": "c", "tool": "ls", "state": {"status": status} | state}
+
+
+def read_one(*paths):
+    ((run, found),), rejected = read_all(ADAPTER, *paths)
+    assert rejected == []
+    return run, found
+
+
+def said(step):
+    return [m["content"] for m in step.messages]
+
+
+def save_storage(root, tables):
+    """The same session as files."""
+    for row in tables["session"]:
+        fields = {"id": row["id"], "parentID": row.get("parent_id")}
+        write(root / "session" / "p" / f"{row['id']}.json", fields)
+    for row in tables["message"]:
+        fields = row["data"] | {"id": row["id"], "time": {"created": row["time_created"]}}
+        write(root / "message" / row["session_id"] / f"{row['id']}.json", fields)
+    for row in tables["part"]:
+        write(root / "part" / row["message_id"] / f"{row['id']}.json", row["data"])
+    return root
+
+
+def write(path, fields):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(fields))
+
+
+def test_the_database_and_the_files_read_the_same_and_a_session_in_both_counts_once(tmp_path):
+    tables = opencode_tables(CONVERSATION)
+    path = tmp_path / "opencode.db"
+    save_opencode(path, tables)
+    storage = save_storage(tmp_path / "storage", tables)
+    assert recognize(path, FORMATS) == recognize(storage, FORMATS) == ["opencode"]
+    (_, one), (_, other), (run, both) = read_one(path), read_one(storage), read_one(storage, path)
+    assert one.steps[0].messages == other.steps[0].messages == both.steps[0].messages
+    assert one.unread == other.unread == {}
+    assert (len(both.steps), len(run.places)) == (1, 2)
+
+
+def test_a_database_in_use_is_read_with_its_log_and_not_changed(tmp_path):
+    path = database(tmp_path / "opencode.db", ("a", "user", {}, [text("Go.")]))
+    with closing(sqlite3.connect(path)) as writer:
+        writer.execute("PRAGMA journal_mode=WAL")
+        row = ("b", "s", 1, 1, '{"role": "assistant"}')
+        writer.execute("INSERT INTO message VALUES (?, ?, ?, ?, ?)", row)
+        part = ("p", "b", "s", 1, 1, json.dumps(text("Done.")))
+        writer.execute("INSERT INTO part VALUES (?, ?, ?, ?, ?, ?)", part)
+        writer.commit()
+        copy = tmp_path / "copy" / path.name
+        copy.parent.mkdir()
+        for file in (path, path.with_name("opencode.db-wal")):
+            shutil.copy(file, copy.parent)
+        before = digests(copy.parent)
+        assert said(read_one(copy)[1].steps[0]) == ["Go.", "Done."]
+        assert digests(copy.parent) == before
+
+
+def digests(folder):
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.iterdir())}
+
+
+def test_a_compaction_begins_a_context_with_the_summary_and_the_kept_end(tmp_path):
+    compaction = {"type": "compaction", "auto": True, "tail_start_id": "c"}
+    path = database(
+        tmp_path / "opencode.db",
+        ("a", "user", {}, [text("Go.")]),
+        ("b", "assistant", {}, [text("One.")]),
+        ("c", "user", {}, [text("On.")]),
+        ("d", "assistant", {}, [text("Two.")]),
+        ("e", "user", {}, [compaction]),
+        ("f", "assistant", {"summary": True}, [text("In short.")]),
+        ("g", "assistant", {}, [text("Three.")]),
+    )
+    first, second = read_one(path)[1].steps
+    assert said(first) == ["Go.", "One.", "On.", "Two.", "What did we do so far?"]
+    ask = "What did we do so far?"
+    assert said(second) == [ask, "In short.", "On.", "Two.", "Three."]
+    assert second.num_given == 4
+
+
+def test_steps_results_and_failures_of_calls_are_read_in_order(tmp_path):
+    parts = [{"type": "step-start"}, {"type": "reasoning", "text": "Hm."}, text("Look.")]
+    parts += [tool(input={"n": 1}, output="a"), {"type": "step-finish"}, {"type": "step-start"}]
+    parts += [tool("error", input={}, error="No."), tool("running", input={}), text("Done.")]
+    path = database(
+        tmp_path / "opencode.db",
+        ("a", "user", {}, [text("Go."), text("Hidden") | {"ignored": True}]),
+        ("b", "assistant", {"modelID": "m"}, parts),
+    )
+    found = read_one(path)[1]
+    (step,) = found.steps
+    assert said(step) == [
+        "Go.",
+        "Look.",
+        "a",
+        "",
+        "No.",
+        "[Tool execution was interrupted]",
+        "Done.",
+    ]
+    assert step.messages[1]["reasoning_content"] == "Hm."
+    assert found.user_values == {"model": "m"}
+
+
+def test_failed_answers_are_left_out_and_fail_the_run_if_they_are_the_last(tmp_path):
+    error = {"error": {"name": "APIError", "data": {"message": "No credit."}}}
+    messages = [("a", "user", {}, [text("Go.")]), ("b", "assistant", error, [text("Ha")])]
+    messages += [("c", "assistant", {}, [text("Done.")])]
+    found = read_one(database(tmp_path / "a.db", *messages))[1]
+    assert (found.error, said(found.steps[0])) == (None, ["Go.", "Done."])
+    found = read_one(database(tmp_path / "b.db", *messages[:2]))[1]
+    assert (found.error, found.steps) == ("No credit.", [])
+
+
+def test_child_sessions_are_sub_agents(tmp_path):
+    tables = opencode_tables(CONVERSATION)
+    child = opencode_tables([{"role": "user", "content": "Help."}, CONVERSATION[-1]])
+    for name in ("message", "part"):
+        for row in child[name]:
+            row |= {key: f"x{row[key]}" for key in ("id", "message_id") if key in row}
+            tables[name].append(row | {"session_id": "t"})
+    tables["session"].append({"id": "t", "parent_id": "s", "directory": "/"})
+    path = tmp_path / "opencode.db"
+    save_opencode(path, tables)
+    run, found = read_one(path)
+    assert (run.instance_id, [step.agent for step in found.steps]) == ("s", [None, "t"])
+    assert said(found.steps[1]) == ["Help.", "Bye \U0001f600"]
+
+
+def test_damage_is_named(tmp_path):
+    path = tmp_path / "opencode.db"
+    save_opencode(path, opencode_tables(CONVERSATION))
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    made, rejected = read_all(ADAPTER, path)
+    assert (made, [r.error.rule for r in rejected]) == ([], ["sqlite_file"])
+    storage = save_storage(tmp_path / "storage", opencode_tables(CONVERSATION))
+    (storage / "part" / "m0" / "p0000.json").write_text('{"type": 1}')
+    made, rejected = read_all(ADAPTER, storage)
+    assert (made, [r.error.rule for r in rejected]) == ([], ["record_type"])
+    (storage / "session" / "p" / "s.json").write_text("{")
+    _, rejected = read_all(ADAPTER, storage)
+    assert [r.error.rule for r in rejected] == ["json_document"]
+
+
+def test_the_real_files_say_what_a_plain_reader_finds(harness_logs):
+    path = harness_logs.parent / "harness_logs_2026" / "opencode" / "storage_v2"
+    if not path.is_dir():
+        pytest.skip(f"no {path}")
+    assert recognize(path, FORMATS) == ["opencode"]
+    made, rejected = read_all(ADAPTER, path)
+    assert rejected == []
+    assert all(found.unread == {} for _, found in made)
+    texts = {run.instance_id: json.dumps(found.steps[0].messages) for run, found in made}
+    for name, role, parts in opencode(path):
+        for part in parts:
+            if part["type"] in {"text", "reasoning"}:
+                assert json.dumps(part["text"])[1:-1] in texts[name], role
+            elif part["type"] == "tool":
+                assert json.dumps(part["state"]["output"])[1:-1] in texts[name]
