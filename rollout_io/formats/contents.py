@@ -22,7 +22,7 @@ entirely. The type `*` stands for all types that are listed elsewhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -123,6 +123,11 @@ class Contents:
                 if kind in {EVERY, name}:
                     node.add(path, contents if isinstance(contents, Contents) else self)
         return found
+
+    @property
+    def types(self) -> Collection[str]:
+        """The types of records that are listed."""
+        return self._types.keys()
 
     @cached_property
     def _marks(self) -> set[str]:

@@ -166,10 +166,25 @@ def opencode(path):
             yield name, message["role"], [json.loads(file.read_text()) for file in files]
 
 
+def openhands_sdk(path):
+    """The actions, results and messages of a conversation, one after the other."""
+    for event in lines_in(path):
+        if event["kind"] == "SystemPromptEvent":
+            yield {"role": "system", "content": [event["system_prompt"]]}
+        elif event["kind"] == "MessageEvent":
+            yield event["llm_message"]
+        elif event["kind"] == "ActionEvent":
+            said = {"role": "assistant", "reasoning": event["reasoning_content"]}
+            yield said | {"content": event["thought"], "tool_calls": [event["tool_call"]]}
+        elif event["kind"] == "ObservationEvent":
+            yield {"role": "tool", "content": event["observation"]["content"]}
+
+
 SESSIONS = {
     "gemini_cli": gemini_cli,
     "kimi_cli": kimi_cli,
     "openclaw": openclaw,
+    "openhands_sdk": openhands_sdk,
     "pi": pi,
     "qwen_code": qwen_code,
 }

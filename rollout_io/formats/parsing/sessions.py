@@ -27,12 +27,14 @@ from rollout_io.formats.base import (
     Progress,
     Rejected,
     Run,
+    Step,
     Trajectory,
 )
 from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import Record, incomplete, lines_of, read_record
+from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.records import decode_record, first_values, is_document
 from schemas.errors import InputError, RolloutError
 from schemas.messages import is_answer
@@ -41,6 +43,8 @@ GROUPS = "inferred: each session is a separate instance"
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
 _MAX_PARENTS = 100
+_OF_MANY = "event"
+"""Part of the place of a record that is a file of its own."""
 
 
 class Names(NamedTuple):
@@ -120,12 +124,13 @@ class Session:
         contexts: Its contexts.
         error: Why the run failed, by the harness's own word.
         values: Strings about the run.
+        exact: Calls with the engine's tokens, which take the place of the contexts.
     """
 
     contexts: Contexts
     error: str | None = None
     values: dict[str, str] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    exact: list[Step] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -144,12 +149,14 @@ class Sessions:
         names: Returns the names of a file from its path and its first records.
         read: Reads the records of a file, each with its location.
         is_record: True if a decoded record is of this format, for detection.
+        files: Pattern of the files with one record each, if a session may be a directory of them.
     """
 
     contents: Contents
     names: Callable[[Path, Sequence[Any]], Names]
     read: Callable[[Sequence[Record]], Session]
     is_record: Callable[[Mapping[str, Any]], bool]
+    files: str = ""
 
     def adapter(self, summary: str, noun: str = "session") -> Adapter:
         """Return the adapter of the format."""
@@ -164,9 +171,18 @@ class Sessions:
         )
 
     def recognizes(self, path: Path) -> bool:
-        """True if a file has a record of this format among its first."""
-        values = first_values(path) if path.is_file() else []
-        return any(isinstance(v, dict) and self.is_record(v) for v in values)
+        """True if a file has a record of this format among its first, or a directory has files of them."""
+        first = next(iter(self._files(path)), path) if path.is_dir() else path
+        return any(map(self.is_record, _first_of(first)))
+
+    def _files(self, folder: Path) -> list[Path]:
+        found = folder.glob(self.files) if self.files else ()
+        return sorted(found, key=lambda path: natural_key(str(path)))
+
+    def _key(self, place: Place) -> Path:
+        """Return the file of a record, or the directory of a session of many files."""
+        depth = len(Path(self.files).parts) if place.part == _OF_MANY else 0
+        return place.path.parents[depth - 1] if depth else place.path
 
     def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         """Yield one run per session, with the files of its sub-agents."""
@@ -174,10 +190,34 @@ class Sessions:
         files: list[_File] = []
         for given in inputs:
             file = _File(self.names(Path(given.name), _first_of(given.path)))
-            yield from _find_file(given, progress, file)
+            yield from self._find_file(given, progress, file)
             if file.places:
                 files.append(file)
         yield from _runs(files)
+
+    def _find_file(self, given: Input, progress: Progress, file: _File) -> Iterator[Rejected]:
+        for record in self._records(given, progress):
+            place = record.place
+            try:
+                refuse_not_utf8(record.content, place.where)
+                decode_object(record)
+                file.places.append(place)
+            except RolloutError as error:
+                file.damage = file.damage or error
+                yield Rejected(place, error)
+
+    def _records(self, given: Input, progress: Progress) -> Iterator[Record]:
+        if not given.path.is_dir() and not is_document(given.path):
+            for place, content in lines_of([given], progress):
+                yield Record(place, content)
+            return
+        for path in self._files(given.path) if given.path.is_dir() else [given.path]:
+            is_of_many = path != given.path
+            name = f"{given.name}/{path.relative_to(given.path)}" if is_of_many else given.name
+            content = read_input(path)
+            progress(len(content))
+            part = _OF_MANY if is_of_many else None
+            yield Record(Place(path, name, 0, len(content), part), content)
 
     def read_run(self, run: Run, _: Options) -> Trajectory:
         """Read the contexts of a session and its sub-agents as text.
@@ -185,14 +225,12 @@ class Sessions:
         Raises:
             InputError: `record_type`: a field has the wrong type; `no_calls`: there is no answer.
         """
-        found = [self._read_file([*places]) for _, places in groupby(run.places, lambda p: p.path)]
+        found = [self._read_file([*places]) for _, places in groupby(run.places, self._key)]
         main = found[0]
-        steps = [step for session in found for step in session.contexts.found]
+        steps = [step for each in found for step in each.exact or each.contexts.found]
         if not steps and main.error is None:
             raise InputError("no_calls", run.places[0].where, "the session has no model response")
-        return Trajectory(
-            steps=steps, error=main.error, user_values=main.values, metrics=main.metrics
-        )
+        return Trajectory(steps=steps, error=main.error, user_values=main.values)
 
     def _read_file(self, places: Sequence[Place]) -> Session:
         records = [Record(place, read_record(place)) for place in places]
@@ -200,8 +238,7 @@ class Sessions:
             refuse_not_utf8(record.content, record.place.where)
             account(self.contents, record.content)
         session = self.read(records)
-        name = _file_of(places[0])
-        names = self.names(Path(name), _first_of(places[0].path))
+        names = self.names(Path(_file_of(places[0])), _first_of(places[0].path))
         if names.parent is not None:
             for step in session.contexts.found:
                 step.agent = names.agent or None
@@ -216,29 +253,8 @@ def _file_of(place: Place) -> str:
 
 def _first_of(path: Path) -> list[Any]:
     """Return the first records of a file that are JSON objects."""
-    return [value for value in first_values(path) if isinstance(value, dict)]
-
-
-def _find_file(given: Input, progress: Progress, file: _File) -> Iterator[Rejected]:
-    for record in _records(given, progress):
-        place = record.place
-        try:
-            refuse_not_utf8(record.content, place.where)
-            decode_object(record)
-            file.places.append(place)
-        except RolloutError as error:
-            file.damage = file.damage or error
-            yield Rejected(place, error)
-
-
-def _records(given: Input, progress: Progress) -> Iterator[Record]:
-    if is_document(given.path):
-        content = read_input(given.path)
-        progress(len(content))
-        yield Record(Place(given.path, given.name, 0, len(content)), content)
-        return
-    for place, content in lines_of([given], progress):
-        yield Record(place, content)
+    values = first_values(path) if path.is_file() else []
+    return [value for value in values if isinstance(value, dict)]
 
 
 def decode_object(record: Record) -> None:

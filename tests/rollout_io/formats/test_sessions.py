@@ -12,8 +12,14 @@ from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
 from tests.helpers.session_facts import SESSIONS
+from tests.helpers.source_facts import missing_fact, read_source
 from tests.helpers.structural_logs import CONVERSATION
-from tests.rollout_io.formats.test_source_is_kept import SYSTEM_IS_USER, WRITERS, check_file
+from tests.rollout_io.formats.test_source_is_kept import (
+    SYSTEM_IS_USER,
+    WRITERS,
+    check_file,
+    spelled,
+)
 
 FORMATS = load_formats().adapters
 LINES = [name for name in WRITERS if name in SESSIONS and WRITERS[name][1].endswith(".jsonl")]
@@ -54,10 +60,14 @@ def test_no_damage_loses_a_line_or_ends_in_a_traceback(name):
     holds()
 
 
+NO_PROMPT = ("openhands_sdk",)
+"""Logs that begin with an answer, so that there is nothing to sample from: refused by name."""
+
 REAL = {
     "gemini_cli": "gemini_cli/large.json",
     "kimi_cli": "kimi_cli/assistant_tools.jsonl",
     "openclaw": "inspect_scout_openclaw/crux1-sample-telemetry.jsonl",
+    "openhands_sdk": "openhands_sdk/events.jsonl",
     "pi": "pi/small.jsonl",
     "qwen_code": "qwen_code/019f0000-0000-7000-8000-000000000004.jsonl",
 }
@@ -73,8 +83,10 @@ def test_a_real_session_says_what_a_plain_reader_finds(name, harness_logs, smoll
     assert recognize(path, FORMATS) == [name]
     (((_, found),), _) = read_all(FORMATS[name], path)
     assert found.unread == {}
+    said = "".join(spelled(step.messages) for step in found.steps)
+    assert missing_fact([*read_source(name, path).values()][0], said) is None
     choices = {"tokenizer": str(smollm2_dir), "chat_template": "chatml_tools_thinking"}
-    assert check_file(path, name, tmp_path / "ds", **choices) == 1
+    assert check_file(path, name, tmp_path / "ds", **choices) == (name not in NO_PROMPT)
 
 
 def said(id, parent, role, text, **fields):
@@ -253,3 +265,124 @@ def test_records_without_a_parent_in_the_file_follow_the_line_before(tmp_path):
         json.loads(path.read_text().splitlines()[0])["id"]
         == planned(FORMATS["pi"], path).runs[0].instance_id
     )
+
+
+def event(id, kind, **fields):
+    return {"id": id, "timestamp": "t", "source": "agent", "kind": kind} | fields
+
+
+def oh_text(text):
+    return [{"type": "text", "text": text, "cache_prompt": False}]
+
+
+def message(id, role, text):
+    return event(id, "MessageEvent", llm_message={"role": role, "content": oh_text(text)})
+
+
+def action(id, response, text, name="ls"):
+    call = {"id": id, "name": name, "arguments": "{}"}
+    fields = {"tool_call": call, "llm_response_id": response, "thought": oh_text(text)}
+    return event(id, "ActionEvent", **fields)
+
+
+def result(id, call, text, **fields):
+    observed = {"content": oh_text(text)} | fields
+    return event(id, "ObservationEvent", tool_call_id=call, observation=observed)
+
+
+TERMINAL = {"exit_code": 1, "working_dir": "/w", "prefix": "", "suffix": " (end)"}
+
+
+def test_a_conversation_of_openhands_is_what_the_sdk_sends(tmp_path):
+    prompt = event(
+        "s", "SystemPromptEvent", system_prompt={"type": "text", "text": "Be."}, tools=[]
+    )
+    lines = [
+        prompt | {"dynamic_context": {"type": "text", "text": "Now."}},
+        message("u", "user", "Go."),
+    ]
+    lines += [action("a", "r1", "Both."), action("b", "r1", "", "cat"), result("c", "a", "x")]
+    lines += [result("d", "b", "y", is_error=True, metadata=TERMINAL)]
+    lines += [event("e", "AgentErrorEvent", tool_call_id="z", error="No tool.")]
+    lines += [event("f", "UserRejectObservation", tool_call_id="z", rejection_reason="Never.")]
+    lines += [message("g", "assistant", "Done."), event("h", "PauseEvent")]
+    ((_, found),), _ = read_all(FORMATS["openhands_sdk"], write_lines(tmp_path / "e.jsonl", *lines))
+    (step,) = found.steps
+    assert found.unread == {}
+    failed = "[An error occurred during execution.]\ny (end)"
+    failed += "\n[Current working directory: /w]\n[Command finished with exit code 1]"
+    assert [m["content"] for m in step.messages] == [
+        "Be.\nNow.",
+        "Go.",
+        "Both.",
+        "x",
+        failed,
+        "No tool.",
+        "Action rejected: Never.",
+        "Done.",
+    ]
+    assert [c["function"]["name"] for c in step.messages[2]["tool_calls"]] == ["ls", "cat"]
+
+
+def test_a_condensation_forgets_events_and_puts_the_summary_in_their_place(tmp_path):
+    lines = [message("u", "user", "Go."), message("a", "assistant", "One.")]
+    lines += [message("v", "user", "On."), message("b", "assistant", "Two.")]
+    forgotten = {"forgotten_event_ids": ["a", "v"], "summary": "In short.", "summary_offset": 1}
+    lines += [event("c", "Condensation", **forgotten), message("d", "assistant", "Three.")]
+    lines += [event("e", "ConversationErrorEvent", code="x", detail="No credit.")]
+    path = write_lines(tmp_path / "e.jsonl", *lines)
+    ((_, found),), _ = read_all(FORMATS["openhands_sdk"], path)
+    assert found.error == "No credit."
+    texts = [([m["content"] for m in s.messages], s.num_given) for s in found.steps]
+    assert texts == [
+        (["Go.", "One.", "On.", "Two."], 0),
+        (["Go.", "In short.", "Two.", "Three."], 3),
+    ]
+
+
+def test_a_directory_of_events_is_one_conversation_and_token_events_are_exact(tmp_path):
+    lines = [message("u", "user", "Go."), message("a", "assistant", "One.")]
+    (tmp_path / "c" / "events").mkdir(parents=True)
+    (tmp_path / "c" / "base_state.json").write_text("{}")
+    for i, line in enumerate(lines):
+        (tmp_path / "c" / "events" / f"event-{i}.json").write_text(json.dumps(line, indent=1))
+    assert recognize(tmp_path / "c", FORMATS) == ["openhands_sdk"]
+    assert contexts("openhands_sdk", tmp_path / "c") == [(None, ["Go.", "One."], 0)]
+    tokens = event("t", "TokenEvent", prompt_token_ids=[1, 2], response_token_ids=[3])
+    (tmp_path / "c" / "events" / "event-2.json").write_text(json.dumps(tokens))
+    ((run, found),), _ = read_all(FORMATS["openhands_sdk"], tmp_path / "c")
+    (step,) = found.steps
+    assert len(run.places) == 3
+    assert (step.prompt_token_ids.tolist(), step.response_ids.tolist()) == ([1, 2], [3])
+    assert json.loads(step.messages) == [{"role": "user", "content": "Go."}]
+
+
+def test_calls_of_openhands_in_a_directory_are_one_run_in_the_order_of_time(tmp_path):
+    chat = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "One."}]
+    chat += [{"role": "user", "content": "On."}, {"role": "assistant", "content": "Two."}]
+    for end, name in ((3, "a.json"), (1, "b.json")):
+        response = {"choices": [{"message": chat[end]}]}
+        record = {"messages": chat[:end], "response": response, "timestamp": end, "latency_sec": 1}
+        (tmp_path / name).write_text(json.dumps(record))
+    ((run, found),), _ = read_all(FORMATS["openhands_llm"], *sorted(tmp_path.iterdir()))
+    assert [place.path.name for place in run.places] == ["b.json", "a.json"]
+    assert [(s.messages, s.num_given) for s in found.steps] == [(chat, 1)]
+
+
+def test_the_real_log_of_a_call_is_read(harness_logs):
+    found = [*(harness_logs.parent / "harness_logs_2026" / "openhands_sdk").glob("litellm*")]
+    if not found:
+        pytest.skip("no log of a call")
+    assert recognize(found[0], FORMATS) == ["openhands_llm"]
+    ((_, read),), _ = read_all(FORMATS["openhands_llm"], found[0])
+    record = json.loads(found[0].read_text())
+    (step,) = read.steps
+    assert read.unread == {}
+    assert len(step.messages) == len(record["messages"]) + 1
+    assert [t["function"]["name"] for t in step.tools] == [
+        t["function"]["name"] for t in record["tools"]
+    ]
+    assert step.messages[0]["content"] == record["messages"][0]["content"][0]["text"]
+    call = record["response"]["choices"][0]["message"]["tool_calls"][0]["function"]
+    arguments = step.messages[-1]["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(arguments) == json.loads(call["arguments"])

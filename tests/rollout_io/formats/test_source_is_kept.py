@@ -619,6 +619,48 @@ def _opencode(messages):
         return path.read_bytes()
 
 
+def _openhands_sdk(messages):
+    events = []
+    for i, m in enumerate(messages):
+        text = [{"type": "text", "text": m["content"]}]
+        thought = {"reasoning_content": m.get("reasoning_content")}
+        calls = m.get("tool_calls", ())
+        if m["role"] == "system":
+            events.append({"kind": "SystemPromptEvent", "system_prompt": text[0], "tools": []})
+        elif m["role"] == "tool":
+            result = {"tool_name": "x", "tool_call_id": m["tool_call_id"]}
+            events.append({"kind": "ObservationEvent", "observation": {"content": text}} | result)
+        elif not calls:
+            said = {"role": m["role"], "content": text} | thought
+            events.append({"kind": "MessageEvent", "llm_message": said})
+        for j, c in enumerate(calls):
+            call = {"id": c["id"], "name": c["function"]["name"]}
+            call |= {"arguments": json.dumps(c["function"]["arguments"])}
+            first = {"thought": text, **thought} if j == 0 else {"thought": []}
+            action = {"kind": "ActionEvent", "tool_call": call, "llm_response_id": f"r{i}"}
+            events.append(action | first)
+    place = {"source": "agent", "timestamp": "t"}
+    return "\n".join(json.dumps({"id": f"{i}", **place, **e}) for i, e in enumerate(events))
+
+
+def _openhands_llm(messages):
+    said = [bool(m["content"] or m.get("tool_calls")) for m in messages]
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    end = max([i for i in answers if said[i]] or answers)
+    sent = [
+        m | {"tool_calls": [_as_openai(c) for c in m["tool_calls"]]} if "tool_calls" in m else m
+        for m in messages
+    ]
+    response = {"choices": [{"message": sent[end]}]}
+    record = {"messages": sent[:end], "response": response, "timestamp": 1.5, "latency_sec": 1}
+    return _document(record)
+
+
+def _as_openai(call):
+    function = call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}
+    return call | {"type": "function", "function": function}
+
+
 WRITERS = {
     "chats": (_chats, "a.jsonl"),
     "claude_code": (_claude_code, "a.jsonl"),
@@ -633,6 +675,8 @@ WRITERS = {
     "openclaw": (_openclaw, "a.jsonl"),
     "opencode": (_opencode, "opencode.db"),
     "openhands": (_openhands, "a.events.json"),
+    "openhands_llm": (_openhands_llm, "a.json"),
+    "openhands_sdk": (_openhands_sdk, "a.jsonl"),
     "pi": (_pi, "a.jsonl"),
     "prime_hosted": (_prime_hosted, "a.jsonl"),
     "qwen_code": (_qwen_code, "a.jsonl"),
