@@ -217,7 +217,8 @@ class Sessions:
             content = read_input(path)
             progress(len(content))
             part = _OF_MANY if is_of_many else None
-            yield Record(Place(path, name, 0, len(content), part), content)
+            if content.strip() or is_of_many:
+                yield Record(Place(path, name, 0, len(content), part), content)
 
     def read_run(self, run: Run, _: Options) -> Trajectory:
         """Read the contexts of a session and its sub-agents as text.

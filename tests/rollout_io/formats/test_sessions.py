@@ -11,7 +11,6 @@ from rollout_io.formats.detect import load_formats, recognize
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
-from tests.helpers.session_facts import SESSIONS
 from tests.helpers.source_facts import missing_fact, read_source
 from tests.helpers.structural_logs import CONVERSATION
 from tests.rollout_io.formats.test_source_is_kept import (
@@ -22,7 +21,8 @@ from tests.rollout_io.formats.test_source_is_kept import (
 )
 
 FORMATS = load_formats().adapters
-LINES = [name for name in WRITERS if name in SESSIONS and WRITERS[name][1].endswith(".jsonl")]
+LINES = ["copilot_cli", "cursor", "droid", "grok_cli", "kimi_cli", "openclaw", "openhands_sdk"]
+LINES += ["pi", "qwen_code"]
 
 
 def written(name):
@@ -84,7 +84,7 @@ def test_a_real_session_says_what_a_plain_reader_finds(name, harness_logs, smoll
     (((_, found),), _) = read_all(FORMATS[name], path)
     assert found.unread == {}
     said = "".join(spelled(step.messages) for step in found.steps)
-    assert missing_fact([*read_source(name, path).values()][0], said) is None
+    assert missing_fact(next(iter(read_source(name, path).values())), said) is None
     choices = {"tokenizer": str(smollm2_dir), "chat_template": "chatml_tools_thinking"}
     assert check_file(path, name, tmp_path / "ds", **choices) == (name not in NO_PROMPT)
 
@@ -386,3 +386,89 @@ def test_the_real_log_of_a_call_is_read(harness_logs):
     call = record["response"]["choices"][0]["message"]["tool_calls"][0]["function"]
     arguments = step.messages[-1]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == json.loads(call["arguments"])
+
+
+def copilot(kind, id, **data):
+    return {"type": kind, "id": id, "parentId": None, "timestamp": "t", "data": data}
+
+
+def test_sub_agents_of_copilot_have_the_prompt_of_their_call_and_a_compaction_its_summary(tmp_path):
+    task = {"toolCallId": "c", "name": "task", "arguments": {"prompt": "Look around."}}
+    lines = [
+        copilot("session.start", "1", sessionId="s"),
+        copilot("user.message", "2", content="Go."),
+    ]
+    lines += [copilot("assistant.message", "3", content="One.", toolRequests=[task])]
+    lines += [copilot("subagent.started", "4", toolCallId="c", agentName="explore")]
+    lines += [copilot("assistant.message", "5", content="Seen.", parentToolCallId="c")]
+    lines += [copilot("tool.execution_complete", "6", toolCallId="c", result={"content": "Seen."})]
+    lines += [copilot("assistant.message", "7", content="Two.")]
+    lines += [copilot("session.snapshot_rewind", "8", upToEventId="7")]
+    lines += [copilot("assistant.message", "9", content="Three.")]
+    lines += [copilot("session.compaction_complete", "10", summaryContent="In short.")]
+    lines += [copilot("assistant.message", "11", content="Four.")]
+    lines += [copilot("session.error", "12", message="No credit.")]
+    ((_, found),), _ = read_all(FORMATS["copilot_cli"], write_lines(tmp_path / "e.jsonl", *lines))
+    assert found.error == "No credit."
+    assert [(s.agent, [m["content"] for m in s.messages], s.num_given) for s in found.steps] == [
+        (None, ["Go.", "One.", "Seen.", "Two."], 0),
+        (None, ["Go.", "One.", "Seen.", "Three."], 2),
+        (None, ["In short.", "Four."], 0),
+        ("explore", ["Look around.", "Seen."], 0),
+    ]
+
+
+def test_the_printed_events_of_droid_are_one_conversation(tmp_path):
+    def line(kind, **fields):
+        return {"type": kind, "session_id": "s"} | fields
+
+    lines = [line("system", subtype="init", model="m"), line("message", role="user", text="Go.")]
+    lines += [line("message", role="assistant", text="Look.")]
+    lines += [line("tool_call", id="c", toolName="ls", parameters={"n": 1})]
+    lines += [
+        line("tool_result", id="c", value="a"),
+        line("message", role="assistant", text="Done."),
+    ]
+    lines += [line("completion", finalText="Done."), line("error", message="No credit.")]
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    assert recognize(path, FORMATS) == ["droid"]
+    ((run, found),), _ = read_all(FORMATS["droid"], path)
+    (step,) = found.steps
+    assert (run.instance_id, found.error, found.user_values) == ("s", "No credit.", {"model": "m"})
+    assert [m["content"] for m in step.messages] == ["Go.", "Look.", "a", "Done."]
+    assert step.messages[1]["tool_calls"][0]["function"] == {"name": "ls", "arguments": '{"n":1}'}
+
+
+def test_the_printed_events_of_cursor_are_one_conversation(tmp_path):
+    def line(kind, **fields):
+        return {"type": kind, "session_id": "s"} | fields
+
+    def spoke(role, text):
+        return line(role, message={"role": role, "content": [{"type": "text", "text": text}]})
+
+    used = {"readToolCall": {"args": {"path": "a"}, "result": {"success": {"content": "x"}}}}
+    init = {"subtype": "init", "apiKeySource": "env", "permissionMode": "default", "model": "m"}
+    lines = [line("system", **init), spoke("user", "Go."), spoke("assistant", "Look.")]
+    lines += [line("tool_call", subtype="started", call_id="c", tool_call={})]
+    lines += [line("tool_call", subtype="completed", call_id="c", tool_call=used)]
+    lines += [spoke("assistant", "Done."), line("result", subtype="success", result="Done.")]
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    assert recognize(path, FORMATS) == ["cursor"]
+    ((run, found),), _ = read_all(FORMATS["cursor"], path)
+    (step,) = found.steps
+    assert (run.instance_id, found.error, found.unread) == ("s", None, {})
+    *_, look, result, _ = step.messages
+    assert look["tool_calls"][0]["function"] == {"name": "read", "arguments": '{"path":"a"}'}
+    assert json.loads(result["content"]) == {"success": {"content": "x"}}
+
+
+def test_calls_and_results_of_cursor_without_ids_belong_together_in_order(tmp_path):
+    calls = [{"type": "tool_use", "name": name, "input": {}} for name in ("ls", "cat")]
+    results = [{"type": "tool-result", "name": "x", "content": text} for text in ("a", "b")]
+    lines = [{"role": "user", "message": {"content": [{"type": "text", "text": "Go."}]}}]
+    lines += [{"role": "assistant", "message": {"content": calls}}]
+    lines += [{"role": "user", "message": {"content": results}}]
+    ((_, found),), _ = read_all(FORMATS["cursor"], write_lines(tmp_path / "a.jsonl", *lines))
+    _, reply, *answers = found.steps[0].messages
+    assert [m["tool_call_id"] for m in answers] == [c["id"] for c in reply["tool_calls"]]
+    assert [m["content"] for m in answers] == ["a", "b"]

@@ -661,12 +661,81 @@ def _as_openai(call):
     return call | {"type": "function", "function": function}
 
 
+def _copilot_cli(messages):
+    start = {"sessionId": "s", "version": 1, "context": {"cwd": "/"}}
+    records = [{"type": "session.start", "data": start}]
+    for m in messages:
+        data = {"content": m["content"]}
+        kind = {"tool": "tool.execution_complete"}.get(m["role"], f"{m['role']}.message")
+        if m["role"] == "tool":
+            data = {"toolCallId": m["tool_call_id"], "success": True, "result": data}
+        if m["role"] == "assistant":
+            data["reasoningText"] = m.get("reasoning_content")
+            data["toolRequests"] = [
+                {"toolCallId": c["id"], "type": "function", **c["function"]}
+                for c in m.get("tool_calls", ())
+            ]
+        records.append({"type": kind, "data": data})
+    return _chain(records)
+
+
+def _anthropic(m):
+    """The content of a message as blocks of Anthropic's API."""
+    if m["role"] == "tool":
+        result = {"type": "tool_result", "tool_use_id": m["tool_call_id"]}
+        return [result | {"content": m["content"]}]
+    thought = m.get("reasoning_content")
+    blocks = [{"type": "thinking", "thinking": thought}] if thought else []
+    blocks += [{"type": "text", "text": m["content"]}] if m["content"] else []
+    return blocks + [
+        {"type": "tool_use", "id": c["id"], "name": f["name"], "input": f["arguments"]}
+        for c in m.get("tool_calls", ())
+        for f in [c["function"]]
+    ]
+
+
+def _blocks(messages):
+    for m in messages:
+        role = "assistant" if m["role"] == "assistant" else "user"
+        yield {"role": role, "content": _anthropic(m)}
+
+
+def _droid(messages):
+    records = [{"type": "message", "message": m} for m in _blocks(messages)]
+    return json.dumps({"type": "session_start", "id": "s", "cwd": "/"}) + "\n" + _chain(records)
+
+
+def _cursor(messages):
+    lines = [{"role": m["role"], "message": {"content": m["content"]}} for m in _blocks(messages)]
+    return "\n".join(map(json.dumps, lines))
+
+
+def _grok_cli(messages):
+    lines = []
+    for m in messages:
+        if m.get("reasoning_content"):
+            summary = [{"type": "summary_text", "text": m["reasoning_content"]}]
+            lines.append({"type": "reasoning", "id": "r", "summary": summary})
+        line = {"type": m["role"], "content": m["content"]}
+        if m["role"] == "tool":
+            line |= {"type": "tool_result", "tool_call_id": m["tool_call_id"]}
+        if m["role"] == "assistant":
+            calls = [{"id": c["id"], **_as_openai(c)["function"]} for c in m.get("tool_calls", ())]
+            line |= {"tool_calls": calls, "model_id": "g"}
+        lines.append(line)
+    return "\n".join(map(json.dumps, lines))
+
+
 WRITERS = {
     "chats": (_chats, "a.jsonl"),
     "claude_code": (_claude_code, "a.jsonl"),
     "codex_cli": (_codex_cli, "a.jsonl"),
+    "copilot_cli": (_copilot_cli, "a.jsonl"),
+    "cursor": (_cursor, "a.jsonl"),
+    "droid": (_droid, "a.jsonl"),
     "gemini_cli": (_gemini_cli, "a.json"),
     "gemini_cli, lines": (_gemini_lines, "a.jsonl"),
+    "grok_cli": (_grok_cli, "a.jsonl"),
     "hermes": (_hermes, "a.jsonl"),
     "inspect_ai": (_inspect_ai, "a.json"),
     "kimi_cli": (_kimi_cli, "a.jsonl"),
@@ -698,7 +767,14 @@ EXACT_FORMATS = {
 ALL_FORMATS = WRITERS | EXACT_FORMATS
 TEXT_ALONE = ("trl",)
 ANSWERS_JOIN = ("codex_cli", "nemo_gym")
-SYSTEM_IS_USER = ("claude_code", "gemini_cli", "gemini_cli, lines", "qwen_code")
+SYSTEM_IS_USER = (
+    "claude_code",
+    "cursor",
+    "droid",
+    "gemini_cli",
+    "gemini_cli, lines",
+    "qwen_code",
+)
 SAID = {"role": "assistant", "content": "search", "tool_calls": []}
 TWO_ANSWERS = [{"role": "user", "content": "search"}, SAID, SAID]
 NOTHING = {"role": "assistant", "content": "", "tool_calls": []}
