@@ -2,92 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import msgspec
 
-from rollout_io.formats.base import Adapter, Found, Input, Options, Place, Progress, Rejected, Run
-from rollout_io.formats.parsing.documents import find_documents, is_document, parts_of
-from rollout_io.formats.parsing.jsonl import decode_document
-from schemas.errors import InputError, RolloutError
-
-T = TypeVar("T")
+from rollout_io.formats.base import Adapter, Found, Input, Options, Progress, Rejected, Run
+from rollout_io.formats.parsing.lines import Record
+from rollout_io.formats.parsing.records import decode_record, find_records, first_values
+from schemas.errors import InputError
 
 
-class _TerminalBench(msgspec.Struct, gc=False):
-    trial_name: str
-    task_id: str
-    is_resolved: bool | None
-    failure_mode: str | None = None
-
-    def __str__(self) -> str:
-        resolved = {True: "true", False: "false", None: "null"}[self.is_resolved]
-        mode = " ".join((self.failure_mode or "unset").split())[:80]
-        state = f"(is_resolved {resolved}, failure_mode {mode})"
-        return f"the result of trial {self.trial_name!r} has no conversation {state}"
-
-
-class _Results(msgspec.Struct, Generic[T], gc=False):
-    results: Annotated[list[T], msgspec.Meta(min_length=1)]
-
-
-_PARTS: msgspec.json.Decoder[_Results[msgspec.Raw]] = msgspec.json.Decoder(_Results[msgspec.Raw])
-
-
-def _refused(
-    summary: str, record: type[msgspec.Struct], marks: Sequence[bytes], hint: str
-) -> Adapter:
+def _refused(summary: str, told: Callable[[Any], str | None], hint: str) -> Adapter:
     """Return an adapter that rejects every record of its logs.
-
-    A log is a document that is one record, or that has a list `results` of records.
 
     Args:
         summary: One-line description of the format.
-        record: Type of a record, whose `str` describes the record in errors.
-        marks: Byte strings, one of which occurs in the first 64 KiB of every log.
+        told: Returns what a record is, for errors; None if it is no record of the format. A log is
+            JSON Lines, or a document that is one record or has a list `results` of records.
         hint: Hint that names the log to convert instead.
     """
-    decoder = msgspec.json.Decoder(record)
-    list_decoder = msgspec.json.Decoder(_Results[record])  # type: ignore[valid-type]
 
     def recognizes(path: Path) -> bool:
-        return any(is_document(path, known, marks) for known in (decoder, list_decoder))
+        return any(told(each) is not None for v in first_values(path) for each in _parts(v))
 
-    def reject(place: Place, content: bytes) -> Rejected:
-        try:
-            got = str(decode_document(decoder, content, place.where))
-        except RolloutError as error:
-            return Rejected(place, error)
-        return Rejected(place, InputError("no_conversation", place.where, got, hint=hint))
-
-    def find_in(place: Place, document: bytes) -> Iterator[Rejected]:
-        try:
-            records = _PARTS.decode(document).results
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            yield reject(place, document)
-            return
-        parts = parts_of(place, document, "results", records)
-        yield from (reject(part, bytes(raw)) for part, raw in zip(parts, records, strict=True))
+    def find_in(record: Record) -> Iterator[Rejected]:
+        parts = _parts(decode_record(record))
+        for i, part in enumerate(parts):
+            where = record.place.where + (f", results[{i}]" if len(parts) > 1 else "")
+            place = msgspec.structs.replace(record.place, where=where, part=i)
+            got = told(part) or "the record has no conversation"
+            yield Rejected(place, InputError("no_conversation", where, got, hint=hint))
 
     def find(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-        yield from find_documents(inputs, progress, find_in)
+        return find_records(inputs, progress, find_in)
 
     return Adapter(
         summary=summary, recognizes=recognizes, find=find, read=_never_read, is_text=True
     )
 
 
+def _parts(value: Any) -> list[Any]:
+    results = value.get("results") if isinstance(value, Mapping) else None
+    return results if isinstance(results, list) and results else [value]
+
+
 def _never_read(run: Run, _: Options) -> NoReturn:
     raise AssertionError(f"{run.places[0].where}: every record is rejected when it is found")
 
 
+def _terminal_bench(record: Any) -> str | None:
+    names = {"trial_name", "task_id", "is_resolved"}
+    if not isinstance(record, Mapping) or not names <= record.keys():
+        return None
+    resolved = {True: "true", False: "false"}.get(record["is_resolved"], "null")
+    mode = " ".join(str(record.get("failure_mode") or "unset").split())[:80]
+    trial = str(record["trial_name"])
+    state = f"(is_resolved {resolved}, failure_mode {mode})"
+    return f"the result of trial {trial!r} has no conversation {state}"
+
+
+def _agents_sdk_trace(record: Any) -> str | None:
+    is_trace = isinstance(record, Mapping) and record.get("object") in {"trace", "trace.span"}
+    return "the trace of OpenAI's Agents SDK has no texts" if is_trace else None
+
+
+def _prime_rl_annotation(record: Any) -> str | None:
+    names = {"trace_id", "advantage", "subset"}
+    is_one = isinstance(record, Mapping) and names <= record.keys()
+    return "an annotation of prime-rl has no conversation" if is_one else None
+
+
 REFUSED = {
+    "openai_agents_trace": _refused(
+        "traces of OpenAI's Agents SDK: recognized but rejected, since they have no texts",
+        _agents_sdk_trace,
+        "convert the run's saved state or items, or traces of OpenInference or OpenTelemetry",
+    ),
+    "prime_rl_annotations": _refused(
+        "annotations of prime-rl: recognized but rejected, since they have no conversation",
+        _prime_rl_annotation,
+        "convert the traces beside them",
+    ),
     "terminal_bench": _refused(
         "Terminal-Bench 1 results: recognized but rejected, since they have no conversation",
-        _TerminalBench,
-        (b'"is_resolved"', b'"recording_path"'),
+        _terminal_bench,
         "convert the agent's logs (sessions/ and agent-logs/ of the trial) with --rewards",
     ),
 }

@@ -33,7 +33,7 @@ def test_each_result_of_a_benchmark_is_refused(tmp_path):
     path = save(tmp_path / "results.json", {"results": [RESULT, RESULT | {"is_resolved": False}]})
     assert ADAPTER.recognizes(path)
     _, rejected, _ = found_in(ADAPTER, path)
-    assert [r.place.where for r in rejected] == [f"{path}, results[{i}]" for i in (0, 1)]
+    assert [r.place.where for r in rejected] == [f"{path}:1, results[{i}]" for i in (0, 1)]
     assert "is_resolved null" in rejected[0].error.got
     with pytest.raises(RolloutError, match=r"and 1 more record rejected.*\[no_conversation\]"):
         convert_with(ADAPTER, [path], tmp_path)
@@ -50,3 +50,20 @@ def test_no_damage_gives_anything_but_named_errors(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("damaged") / "results.json"
     path.write_bytes(data.draw(mutated(json.dumps(RESULT).encode())))
     check_survives(ADAPTER, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("openai_agents_trace", {"object": "trace.span", "id": "s", "span_data": {}}),
+        ("prime_rl_annotations", {"trace_id": "t", "step": 0, "advantage": 0.5, "subset": "all"}),
+    ],
+)
+def test_lines_without_a_conversation_are_refused_one_by_one(name, line, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps(line)}\n" * 2)
+    assert REFUSED[name].recognizes(path)
+    _, rejected, _ = found_in(REFUSED[name], path)
+    assert [(r.error.rule, r.place.where) for r in rejected] == [
+        ("no_conversation", f"{path}:{i}") for i in (1, 2)
+    ]
