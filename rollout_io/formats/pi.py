@@ -9,13 +9,14 @@ begins a context with the summary and the messages that were kept. A summary of 
 message of an extension are messages of the user. Sessions of version 1 have no ids: each record
 follows the line before.
 
-A session is a run. It failed if its last answer did. The log has no reward, no token ids, no system
+A session is a run; a fork begins with records of another session, whose answers are trained on in one
+of them. A run failed if its last answer did. The log has no reward, no token ids, no system
 prompt and no tool definitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,18 @@ _LINE = msgspec.json.Decoder(_Line)
 _MESSAGE = msgspec.json.Decoder(pi.PiMessage)
 
 
-def read_session(records: Sequence[Record]) -> Session:
+def answer(content: bytes) -> str | None:
+    """Return the id, time and message of an answer, which a fork copies."""
+    try:
+        line = _LINE.decode(content)
+        given = _MESSAGE.decode(line.message) if line.type == "message" else None
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None  # the reader reports the damage
+    is_answer = given is not None and given.role == "assistant" and given.failure is None
+    return f"{line.id} {bytes(line.message)!r}" if is_answer else None
+
+
+def read_session(records: Sequence[Record], copied: Collection[str] = ()) -> Session:
     """Read the branches of a session, and each of its compactions, as contexts."""
     nodes: dict[str, Node] = {}
     models: list[str | None] = []
@@ -92,7 +104,7 @@ def read_session(records: Sequence[Record]) -> Session:
             node = node._replace(compacts=_compaction(line, where))
         nodes[key] = node
         before = key
-    contexts = Contexts()
+    contexts = Contexts(copied=copied)
     add_branches(list(nodes.values()), contexts)
     return Session(contexts, error, texts(models))
 
@@ -128,5 +140,5 @@ def _is_session(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS, names=_names, read=read_session, is_record=_is_session
+    contents=CONTENTS, names=_names, read=read_session, is_record=_is_session, answer=answer
 ).adapter("sessions of Pi and OpenClaw: JSONL, a tree of records; text only")

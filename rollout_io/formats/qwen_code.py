@@ -12,13 +12,14 @@ Messages are contents of Gemini's API. Records form a tree, whose branches becom
 (`parsing.trees`); records with one uuid are parts of one message. A compression begins a context with
 the history that replaces the messages, and so does the history that a forked sub-agent starts with.
 
-A session is a run; the files of its sub-agents (`isSidechain`) belong to it. The log has no reward, no
+A session is a run; a branch in a file of its own begins with records of another session, whose answers
+are trained on in one of them. The files of its sub-agents (`isSidechain`) belong to it. The log has no reward, no
 token ids, no system prompt and no tool definitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,31 @@ class _Line(msgspec.Struct, gc=False, rename="camel"):
     system_payload: msgspec.Raw = NO_JSON
 
 
+class _Answer(msgspec.Struct, gc=False):
+    type: str
+    uuid: str
+    message: msgspec.Raw
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
 _LINE = msgspec.json.Decoder(_Line)
 _ANY = msgspec.json.Decoder()
 _PAYLOAD = msgspec.json.Decoder(_Payload)
 _HISTORIES = frozenset({"chat_compression", "agent_bootstrap"})
 
 
-def read_session(records: Sequence[Record]) -> Session:
+def answer(content: bytes) -> str | None:
+    """Return the id and the message of an answer, which a branch in another file copies."""
+    try:
+        line = _ANSWER.decode(content)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None  # the reader reports the damage
+    return f"{line.uuid} {bytes(line.message)!r}" if line.type == "assistant" else None
+
+
+def read_session(records: Sequence[Record], copied: Collection[str] = ()) -> Session:
     """Read the branches of a session, and each of its compressions, as contexts."""
-    contexts, models = Contexts(), list[str | None]()
+    contexts, models = Contexts(copied=copied), list[str | None]()
     parts: dict[str, list[Part | str]] = {}
     nodes: dict[str, Node] = {}
     for place, content in records:
@@ -151,5 +168,5 @@ def _is_session(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS, names=_names, read=read_session, is_record=_is_session
+    contents=CONTENTS, names=_names, read=read_session, is_record=_is_session, answer=answer
 ).adapter("sessions of Qwen Code: JSONL, a tree of records; text only")

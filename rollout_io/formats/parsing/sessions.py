@@ -7,7 +7,7 @@ is damaged, none of its run is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -32,9 +32,11 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.forks import COPIED, copied_answers, digest, run_of
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import Record, incomplete, lines_of, read_record
 from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.records import decode_record, first_values, is_document
 from schemas.errors import InputError, RolloutError
 from schemas.messages import is_answer
@@ -86,11 +88,13 @@ class Contexts:
     Attributes:
         system: System prompt of the next context.
         tools: Tool definitions of the next context.
+        copied: Locations of answers that another session has too: they are part of the prompt.
         found: Contexts in which the model wrote something.
     """
 
     system: str | None = None
     tools: list[Message] | None = None
+    copied: Collection[str] = ()
     found: list[Conversation] = field(default_factory=list)
     _owned: set[str] = field(default_factory=set)
 
@@ -105,7 +109,7 @@ class Contexts:
             if not any(map(is_answer, item.messages)):
                 continue
             where = item.where
-            if item.is_given or item.key in self._owned:
+            if item.is_given or item.key in self._owned or item.where in self.copied:
                 num_given = len(messages)
             else:
                 is_new = True
@@ -137,6 +141,7 @@ class Session:
 class _File:
     names: Names
     places: list[Place] = field(default_factory=list)
+    answers: dict[int, list[bytes]] = field(default_factory=dict)
     damage: RolloutError | None = None
 
 
@@ -147,16 +152,20 @@ class Sessions:
     Attributes:
         contents: See `Adapter`.
         names: Returns the names of a file from its path and its first records.
-        read: Reads the records of a file, each with its location.
+        read: Reads the records of a file, each with its location; with `answer`, its second argument
+            are the locations of copied answers.
         is_record: True if a decoded record is of this format, for detection.
         files: Pattern of the files with one record each, if a session may be a directory of them.
+        answer: Returns what identifies an answer in all its copies, for sessions that begin with the
+            records of another one (forks); None for any other record.
     """
 
     contents: Contents
     names: Callable[[Path, Sequence[Any]], Names]
-    read: Callable[[Sequence[Record]], Session]
+    read: Callable[..., Session]
     is_record: Callable[[Mapping[str, Any]], bool]
     files: str = ""
+    answer: Callable[[bytes], str | None] | None = None
 
     def adapter(self, summary: str, noun: str = "session") -> Adapter:
         """Return the adapter of the format."""
@@ -201,6 +210,9 @@ class Sessions:
             try:
                 refuse_not_utf8(record.content, place.where)
                 decode_object(record)
+                told = self.answer(record.content) if self.answer is not None else None
+                if told is not None:
+                    file.answers[len(file.places)] = [digest(told)]
                 file.places.append(place)
             except RolloutError as error:
                 file.damage = file.damage or error
@@ -226,19 +238,23 @@ class Sessions:
         Raises:
             InputError: `record_type`: a field has the wrong type; `no_calls`: there is no answer.
         """
-        found = [self._read_file([*places]) for _, places in groupby(run.places, self._key)]
+        copied = {run.places[i].where for i in run.copied}
+        note(COPIED, len(copied))
+        files = groupby(run.places, self._key)
+        found = [self._read_file([*places], copied) for _, places in files]
         main = found[0]
         steps = [step for each in found for step in each.exact or each.contexts.found]
         if not steps and main.error is None:
             raise InputError("no_calls", run.places[0].where, "the session has no model response")
         return Trajectory(steps=steps, error=main.error, user_values=main.values)
 
-    def _read_file(self, places: Sequence[Place]) -> Session:
+    def _read_file(self, places: Sequence[Place], copied: Collection[str]) -> Session:
         records = [Record(place, read_record(place)) for place in places]
         for record in records:
             refuse_not_utf8(record.content, record.place.where)
             account(self.contents, record.content)
-        session = self.read(records)
+        more = () if self.answer is None else (copied,)
+        session = self.read(records, *more)
         names = self.names(Path(_file_of(places[0])), _first_of(places[0].path))
         if names.parent is not None:
             for step in session.contexts.found:
@@ -275,6 +291,10 @@ def _runs(files: Sequence[_File]) -> Iterator[Found]:
     for file in files:
         root = _root_of(file, by_name)
         runs.setdefault(id(root), [] if root is file else [root]).append(file)
+    mains = {str(id(own[0])): own[0].answers for own in runs.values()}
+    copies = copied_answers(dict(sorted(mains.items(), key=lambda each: len(each[1]))))
+    names = {str(id(file)): file.names.session for file in files}
+    copies = {key: {i: names[keeper] for i, keeper in each.items()} for key, each in copies.items()}
     for own in runs.values():
         own = list({id(file): file for file in own}.values())
         main = own[0]
@@ -284,7 +304,8 @@ def _runs(files: Sequence[_File]) -> Iterator[Found]:
             yield from incomplete(places, damage)
             continue
         labels = {"session": main.names.session, **main.names.labels}
-        yield Run(instance_id=main.names.session, repetition_id=0, places=places, labels=labels)
+        name = main.names.session
+        yield from run_of(name, places, labels, main.answers, copies.get(str(id(main)), {}))
 
 
 def _root_of(file: _File, by_name: Mapping[str, _File]) -> _File:

@@ -128,6 +128,20 @@ def test_what_pi_sends_of_commands_and_extensions_is_read_and_failed_answers_are
     assert texts[2:] == ["Mind the gap.", "Done."]
 
 
+def test_a_fork_of_pi_has_the_copied_answers_in_its_prompt_and_a_copy_is_refused(tmp_path):
+    lines = [PI_HEAD, said("a", None, "user", "Go."), said("b", "a", "assistant", "One.")]
+    more = [said("c", "b", "user", "On."), said("d", "c", "assistant", "Two.")]
+    fork = [PI_HEAD | {"id": "f", "parentSession": "s.jsonl"}, *lines[1:], *more]
+    paths = [write_lines(tmp_path / "f.jsonl", *fork), write_lines(tmp_path / "s.jsonl", *lines)]
+    made, rejected = read_all(FORMATS["pi"], *paths)
+    assert rejected == []
+    assert {run.instance_id: found.steps[0].num_given for run, found in made} == {"s": 0, "f": 2}
+    copy = write_lines(tmp_path / "g.jsonl", PI_HEAD | {"id": "g"}, *lines[1:])
+    made, rejected = read_all(FORMATS["pi"], *paths, copy)
+    assert len(made) == 2
+    assert {r.error.rule for r in rejected} == {"duplicate_record"}
+
+
 def qwen(uuid, parent, kind, **fields):
     return {"uuid": uuid, "parentUuid": parent, "sessionId": "s", "type": kind} | fields
 
