@@ -212,6 +212,17 @@ def _bad_metrics(draw: Draw, rows: list[Row]) -> None:
     _any(draw, rows)["metrics"] = [entry, draw(st.sampled_from(bad))]
 
 
+def _bad_image(draw: Draw, rows: list[Row]) -> None:
+    row, blob = _any(draw, rows), f"sha256:{'0' * 64}"
+    num = len(row["prompt_token_ids"]) + len(row["response_ids"])
+    bad = [("a.png", None), (blob.upper(), 0), (blob, -1), (blob, num), (None, num)]
+    found = [
+        {"blob": blob, "position": 0},
+        dict(zip(["blob", "position"], draw(st.sampled_from(bad)), strict=True)),
+    ]
+    row["images"] = found
+
+
 BREAKERS: dict[str, Breaker] = {
     "unique_trajectory": Breaker(_duplicate),
     "contiguous_trajectory": Breaker(_split),
@@ -235,4 +246,5 @@ BREAKERS: dict[str, Breaker] = {
     "prefix_reference": Breaker(_bad_prefix),
     "routing_shape": Breaker(_long_routes, ("rollout_expert_indices",)),
     "metrics_keys": Breaker(_bad_metrics, ("metrics",)),
+    "image_reference": Breaker(_bad_image, ("images",)),
 }

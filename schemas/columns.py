@@ -52,6 +52,9 @@ SEGMENT_FIELDS: tuple[pa.Field, ...] = (
 )
 """Fields of every segment. Per-step values (reward, stop_reason, user columns) follow them."""
 
+IMAGES_TYPE = pa.list_(pa.struct([("blob", pa.string()), ("position", pa.int32())]))
+"""Type of `images`."""
+
 JOINED = "joined"
 """Field of `segments`: true for a segment that a merge created from one step. All other segments
 only mark the sampled ranges of a row; `unmerge` does not split them."""
@@ -188,6 +191,16 @@ COLUMNS: tuple[Column, ...] = (
         ),
     ),
     Column(
+        name="images",
+        type=IMAGES_TYPE,
+        nullable=True,
+        meaning=(
+            "the pictures, documents and recordings in `messages`, in order: `sha256:` and the "
+            "digest of the file in `DS.blobs` (null: the log has only a URL), and the index of its "
+            "placeholder in prompt + response (null: the row has none)"
+        ),
+    ),
+    Column(
         name="response_text",
         type=pa.string(),
         nullable=True,
@@ -259,6 +272,8 @@ def documentation_table(columns: Iterable[Column] = COLUMNS) -> str:
 def _type_name(kind: pa.DataType) -> str:
     if kind == METRICS_TYPE:
         return "list<struct<key, value>>"
+    if kind == IMAGES_TYPE:
+        return "list<struct<blob, position>>"
     if pa.types.is_list(kind):
         inner = kind.value_type
         return "list<struct>" if pa.types.is_struct(inner) else f"list<{inner}>"

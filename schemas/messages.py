@@ -14,33 +14,45 @@ SAID = ("content", "reasoning_content", "tool_calls")
 
 
 MEDIA = frozenset({"image", "document", "audio", "video"})
-"""Types of parts of a message that are not text, each with its `source`."""
+"""Types of parts of a message that are not text, each with its `blob` or its `source`."""
 
 
-def marked(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def marked(message: Mapping[str, Any], picture: str | None = None) -> Mapping[str, Any]:
     """Return a message with a text such as `[image]` in place of each part that is not text.
+
+    Args:
+        message: The message.
+        picture: Text for an image; the content is then one text, as chat templates with a placeholder
+            render it.
 
     Example:
         >>> marked({"role": "user", "content": [{"type": "image", "source": {"url": "a.png"}}]})
         {'role': 'user', 'content': [{'type': 'text', 'text': '[image]'}]}
     """
-    if not num_media(message):
+    if not media_in(message):
         return message
     parts = [
-        {"type": "text", "text": f"[{part['type']}]"} if _is_media(part) else part
+        {"type": "text", "text": _mark(part, picture)} if _is_media(part) else part
         for part in message["content"]
     ]
+    if picture is not None and all(isinstance(part.get("text"), str) for part in parts):
+        return {**message, "content": "".join(part["text"] for part in parts)}
     return {**message, "content": parts}
 
 
-def num_media(message: Mapping[str, Any]) -> int:
-    """Return the number of parts of a message that are not text."""
+def media_in(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the parts of a message that are not text."""
     content = message.get("content")
-    return sum(_is_media(part) for part in content) if isinstance(content, list) else 0
+    return [part for part in content if _is_media(part)] if isinstance(content, list) else []
+
+
+def _mark(part: Mapping[str, Any], picture: str | None) -> str:
+    return picture if picture is not None and part["type"] == "image" else f"[{part['type']}]"
 
 
 def _is_media(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in MEDIA and "source" in part
+    is_known = isinstance(part, dict) and part.get("type") in MEDIA
+    return is_known and not part.keys().isdisjoint({"source", "blob"})
 
 
 def is_answer(message: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.columns import COLUMNS, JOINED, METRICS_TYPE, Length
+from schemas.columns import COLUMNS, IMAGES_TYPE, JOINED, METRICS_TYPE, Length
 from schemas.numpy_arrays import filled, to_arrow, to_frame, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.structure_checks import first_rows
@@ -212,6 +212,33 @@ def check_routing(view: View) -> Iterator[pl.DataFrame]:
         yield view.breaches("routing_shape", rows, name, got, ">= 0", sentence)
 
 
+BLOB = r"sha256:[0-9a-f]{64}"
+"""Pattern of a reference to a file in `DS.blobs`."""
+
+
+def check_images(view: View) -> Iterator[pl.DataFrame]:
+    """Check image_reference: blobs are named by a digest, and positions are tokens of the row."""
+    prompts = view.prompt_lengths()
+    if not view.has("images", "response_ids") or prompts is None:
+        return
+    column = cast_column(view.table.column("images"), IMAGES_TYPE)
+    lengths, entries = list_lengths(column), pc.list_flatten(column)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    sizes = prompts + view.ragged("response_ids").lengths
+    flat = to_frame(
+        {name: pc.struct_field(entries, name) for name in ("blob", "position")}
+        | {"row": to_arrow(row), "size": to_arrow(sizes[row])}
+    )
+    is_named = pl.col("blob").str.contains(f"^{BLOB}$").fill_null(value=True)
+    is_inside = pl.col("position").is_between(0, pl.col("size"), closed="left")
+    is_inside = is_inside.fill_null(value=True)
+    bad = flat.filter(~(is_named & is_inside)).unique("row", keep="first", maintain_order=True)
+    got = [f"{blob}, position {at}" for blob, at in bad.select("blob", "position").iter_rows()]
+    expected = "sha256: and 64 hexadecimal digits, and a position inside prompt + response"
+    sentence = "an entry of {column} is {got}; expected {expected}"
+    yield view.breaches("image_reference", bad["row"].to_numpy(), "images", got, expected, sentence)
+
+
 def check_metrics(view: View) -> Iterator[pl.DataFrame]:
     """Check metrics_keys: each metric of a row has a value and a name that occurs once."""
     if not view.has("metrics"):
@@ -377,6 +404,7 @@ ROW_CHECKS: tuple[RowCheck, ...] = (
     check_segments,
     check_routing,
     check_metrics,
+    check_images,
     check_prompts,
 )
 

@@ -130,6 +130,14 @@ _RULES = (
         meaning="each metric of a row has a value and a name that occurs once in the row",
         hint="write one {key, value} per metric; leave out a metric without a value",
     ),
+    Rule(
+        name="image_reference",
+        meaning=(
+            "each blob in images is `sha256:` and the digest of a file in DS.blobs, and its position "
+            "is inside prompt + response"
+        ),
+        hint="copy or move DS.blobs together with DS, or convert the log again",
+    ),
 )
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in _RULES}

@@ -359,7 +359,8 @@ def _write(
     num_rows = frame.select(pl.len()).collect(engine="streaming").item()
     progress = progress_bar(num_rows, " rows", "filter")
     layout = choices.layout or read_layout(sources[0].path)
-    with RolloutWriter(out, layout=layout, metadata=metadata) as writer, progress as bar:
+    writing = RolloutWriter(out, layout=layout, metadata=metadata, parents=paths)
+    with writing as writer, progress as bar:
         for rows in frame.collect_batches(engine="streaming"):
             writer.write(rows)
             bar(len(rows))

@@ -17,11 +17,12 @@ import pyarrow as pa
 from pipelines.record.journal import FOLDER
 from pipelines.record.sessions import Session, trajectory_id
 from rollout_io.conversion import rejections
-from rollout_io.conversion.chunk import Reader, Settings, sound, tabulated
+from rollout_io.conversion.chunk import Reader, Settings, sound, stored_in, tabulated
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
 from rollout_io.conversion.staging import rejected_path
 from rollout_io.dataset.atomic_files import writable
+from rollout_io.dataset.blobs import Blobs
 from rollout_io.dataset.locking import Destination, remove_leftovers
 from rollout_io.dataset.reader import footers, scan
 from rollout_io.dataset.storage import Location
@@ -93,7 +94,8 @@ class Shards:
         self._num_published = 0  # bytes of rejected calls whose sessions are in a shard
         close_files()  # an earlier recorder of this process may have had files of the same names
         tokenizer = metadata.tokenizer if metadata.tokenizer_fingerprint else None
-        self._settings = _settings(metadata.made(VERB), tokenizer)
+        blobs = Blobs.of(out).folder.url
+        self._settings = replace(_settings(metadata.made(VERB), tokenizer), blobs=blobs)
 
     def trajectory_ids(self) -> set[str]:
         """Return the trajectory ids that the dataset contains.
@@ -213,7 +215,8 @@ class Shards:
         reader = Reader(self._settings, {_key(ended): ended.outcome for ended in sessions})
         broken: list[Rejected] = []
         vocab_size = self._settings.metadata.vocab_size
-        parts = reader.parts([ended.run for ended in sessions])
+        with stored_in(self._settings.blobs):
+            parts = list(reader.parts([ended.run for ended in sessions]))
         tables = [table for part in parts if (table := sound(part, broken, vocab_size)).num_rows]
         made = {name for table in tables for name in table["trajectory_id"].to_pylist()}
         left = [e for e in sessions if f"{e.run.instance_id}_{e.run.repetition_id}" not in made]

@@ -107,6 +107,7 @@ class Api:
                     ("datasets/{dataset}/recorded", self._recorded),
                     ("datasets/{dataset}/tree", self._tree),
                     ("datasets/{dataset}/conversation", self._conversation),
+                    ("datasets/{dataset}/picture", self._picture),
                     ("datasets/{dataset}/tokens", self._tokens),
                     ("datasets/{dataset}/verdicts", self._verdicts),
                     ("datasets/{dataset}/search", self._search),
@@ -214,6 +215,10 @@ class Api:
     def _conversation(self, query: Query) -> Response:
         dataset = self.sources.dataset(query.text("dataset"))
         return json_response(conversation(dataset, query.text("trajectory_id")))
+
+    def _picture(self, query: Query) -> Response:
+        dataset = self.sources.dataset(query.text("dataset"))
+        return json_response({"url": dataset.picture(query.text("blob"))})
 
     def _tokens(self, query: Query) -> Response:
         dataset, step_index = (

@@ -18,7 +18,7 @@ from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from rollout_io.retokenize.messages import REASONING_FIELDS
-from schemas.messages import RETOKENIZED, is_answer, sent_messages
+from schemas.messages import MEDIA, RETOKENIZED, is_answer, sent_messages
 from schemas.numpy_arrays import to_arrow, to_numpy
 
 _COLUMNS = (
@@ -195,7 +195,7 @@ class _Lane:
             parts.append(_part("thinking", _as_text(thought)))
         if message.get("role") in {"tool", "function"}:
             name = message.get("name") or self._calls.get(str(message.get("tool_call_id")))
-            return [*parts, _part("tool_result", _as_text(message.get("content")), name)]
+            return [*parts, *_result(message.get("content"), name)]
         for piece in _pieces(message.get("content")):
             parts += self._piece(piece)
         calls = message.get("tool_calls")
@@ -209,11 +209,13 @@ class _Lane:
         if not isinstance(piece, Mapping):
             return [_part("text", _as_text(piece))]
         kind = piece.get("type")
+        if (shown := _picture(piece)) is not None:
+            return [shown]
         if kind == "tool_use":
             return [self._call({**piece, "arguments": piece.get("input")})]
         if kind == "tool_result":
             name = self._calls.get(str(piece.get("tool_use_id")))
-            return [_part("tool_result", _as_text(piece.get("content")), name)]
+            return _result(piece.get("content"), name)
         if kind in {"thinking", "reasoning"}:
             return [_part("thinking", _as_text(piece.get("thinking") or piece.get("text")))]
         text = piece.get("text")
@@ -316,6 +318,28 @@ def _name_in(call: str) -> str | None:
 
 def _part(kind: str, text: str, name: str | None = None) -> Part:
     return {"type": kind, "name": None if name is None else str(name)[:200], "text": text}
+
+
+def _result(content: Any, name: str | None) -> list[Part]:
+    """Return the parts of a tool's result: its text, then its pictures."""
+    pieces = content if isinstance(content, list) else []
+    pictures = [part for piece in pieces if (part := _picture(piece)) is not None]
+    if pictures:
+        content = [piece for piece in pieces if _picture(piece) is None]
+    text = [_part("tool_result", _as_text(content), name)] if content or not pictures else []
+    return [*text, *pictures]
+
+
+def _picture(piece: Any) -> Part | None:
+    """Return a part that is not text: `text` is the reference to its file, or its URL."""
+    if not isinstance(piece, Mapping) or piece.get("type") not in MEDIA:
+        return None
+    source = piece.get("source")
+    place = piece.get("blob") or (source.get("url") if isinstance(source, Mapping) else None)
+    if not isinstance(place, str):
+        return None
+    name = piece.get("name") or piece.get("media_type") or piece["type"]
+    return _part("image" if piece["type"] == "image" else "file", place, str(name))
 
 
 def _pieces(content: Any) -> Sequence[Any]:

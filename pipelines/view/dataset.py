@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -21,6 +23,7 @@ from pipelines.view.row_tables import (
 )
 from pipelines.view.tokenizers import Found, Tokenizers
 from pipelines.view.trajectory_index import COMPUTED, TrajectoryIndex, kind_of
+from rollout_io.dataset.blobs import MEDIA_TYPES, Blobs, stores_of
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.retokenize import ChatTokenizer
@@ -145,6 +148,24 @@ class Dataset:
         if "prompt_token_ids" in names:  # a prompt is decoded from the rows before it
             return self.reader.rows(begin, begin + step_index + 1, names)[step_index:]
         return self.reader.rows(begin + step_index, begin + step_index + 1, names)
+
+    def picture(self, name: str) -> str | None:
+        """Return a picture of the dataset's store as a data URL; None if it is no picture, or missing.
+
+        Args:
+            name: Reference to the picture, as in the column `images`.
+        """
+        for store in self._stores:
+            path = store.files.get(name)
+            media_type = None if path is None else MEDIA_TYPES.get(Path(path).suffix)
+            content = store.read(name) if str(media_type).startswith("image/") else None
+            if content is not None:
+                return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+        return None
+
+    @cached_property
+    def _stores(self) -> list[Blobs]:
+        return stores_of(self.path)
 
     def describe(self) -> dict[str, Any]:
         """Return the dataset's entry in the response of `/api/sources`."""

@@ -147,9 +147,14 @@ def _responses(
             yield asked(f"{root}/tree", instance_id=instance_id)
             if sources.runs:
                 yield asked(f"{root}/recorded", instance_id=instance_id)
+        pictures = set[str]()
         for name, num_rows in lines.select("trajectory_id", "num_rows").rows():
             yield asked(f"{root}/tree", trajectory_id=name)
-            yield asked(f"{root}/conversation", trajectory_id=name)
+            key, answer = asked(f"{root}/conversation", trajectory_id=name)
+            yield key, answer
+            for blob in _pictures(answer) - pictures:
+                yield asked(f"{root}/picture", blob=blob)
+                pictures.add(blob)
             for step in range(num_rows):
                 yield asked(f"{root}/tokens", trajectory_id=name, step_index=step)
                 if sources.datasets[number].verdicts is not None:
@@ -173,6 +178,17 @@ def _responses(
         both = tasks[0].join(tasks[1], on="instance_id", how="semi")
         for instance_id in both["instance_id"].unique(maintain_order=True):
             yield asked("/api/diff/pair", a=a, b=b, instance_id=instance_id)
+
+
+def _pictures(conversation: Response) -> set[str]:
+    """Return the references to the pictures that a conversation shows."""
+    lanes = json.loads(bytes(conversation.body))["lanes"]
+    parts = (part for lane in lanes for turn in lane["turns"] for part in turn["parts"])
+    return {
+        part["text"]
+        for part in parts
+        if part["type"] == "image" and part["text"].startswith("sha256:")
+    }
 
 
 def _updates(described: dict[str, object], number: str) -> list[int]:

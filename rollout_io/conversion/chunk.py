@@ -33,11 +33,14 @@ from rollout_io.conversion.text import (
     is_of_tokenizer,
     with_tokens,
 )
+from rollout_io.dataset.blobs import Blobs
 from rollout_io.dataset.footer import Part
+from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Adapter, Input, Options, Place, Rejected, Run, Trajectory
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
+from rollout_io.formats.parsing.media import storing
 from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.parsing.tokens import strict_ids
@@ -164,7 +167,7 @@ def convert_chunk(
     )
     broken: list[Rejected] = []
     columns = pa.schema([])
-    with without_collector(), writer:
+    with without_collector(), stored_in(settings.blobs), writer:
         for runs, num_bytes in _batches(chunk.runs):
             for part in reader.parts(runs):
                 table = sound(part, broken, metadata.vocab_size)
@@ -189,6 +192,16 @@ def convert_chunk(
         report.summary.reject(report.rejected)
         writer.footer = footer_of(chunk.record, report.summary)
     return report
+
+
+@contextmanager
+def stored_in(folder: str | None) -> Iterator[None]:
+    """Store the pictures of all runs that are read in this block in a directory, if there is one."""
+    if folder is None:
+        yield
+        return
+    with storing(Blobs(Location.of(folder))):
+        yield
 
 
 def _batches(runs: Sequence[Run]) -> Iterator[tuple[list[Run], int]]:
@@ -225,6 +238,7 @@ class Settings:
         format: Name of the format, for hints.
         tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
         spool: Directory with copies of remote directories; None if there are none.
+        blobs: Directory to store pictures in; None keeps them in the messages.
         strict: If true, a run with content that its adapter does not know is rejected.
     """
 
@@ -236,6 +250,7 @@ class Settings:
     layout: Literal["prefix", "full"]
     metadata: DatasetMetadata
     spool: Path | None = None
+    blobs: str | None = None
     strict: bool = False
 
 
@@ -299,7 +314,9 @@ class Reader:
                         with noted() as notes:
                             if run.places:
                                 logged = self.settings.adapter.read(run, options)
-                            steps = with_tokens(logged, self.settings.retokenizer)
+                            steps = with_tokens(
+                                logged, self.settings.retokenizer, self.settings.tokenizer
+                            )
                         if self.settings.strict:
                             refuse_unread(notes, run)
                         given = self.outcomes.get((run.instance_id, run.repetition_id))

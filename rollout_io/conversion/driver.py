@@ -227,6 +227,7 @@ class _Sources:
         rewards: The rewards file; None if there is none.
         spool: Directory with decompressed files and copies of remote directories.
         versions: See `versions_of`.
+        blobs: Directory for the pictures of the logs; None keeps them in the messages.
     """
 
     choices: Choices
@@ -234,6 +235,7 @@ class _Sources:
     rewards: Input | None
     spool: Path
     versions: Mapping[Path, tuple[str, Version]]
+    blobs: str | None = None
 
     @classmethod
     def open(
@@ -260,7 +262,8 @@ class _Sources:
         )
         rewards = open_file(choices.rewards, spool) if choices.rewards else None
         versions = versions_of([*opened.inputs, *([rewards] if rewards else [])])
-        return cls(choices, opened, rewards, spool, versions)
+        blobs = None if staging is None else staging.blobs.folder.url
+        return cls(choices, opened, rewards, spool, versions, blobs)
 
     def plan(self, progress: Callable[[int], object]) -> tuple[list[Plan], Mapping[Key, Outcome]]:
         """Find, name and order the runs of all logs; return a plan for each, and the outcomes."""
@@ -275,7 +278,7 @@ class _Sources:
     def settings(self, plans: Sequence[Plan]) -> list[Settings]:
         """Return the settings for reading the runs of each log."""
         abouts = [planned.about for planned in plans]
-        return settings_of(self.choices, self.opened.logs, abouts, self.spool)
+        return settings_of(self.choices, self.opened.logs, abouts, self.spool, self.blobs)
 
     def fail(
         self, rejected: Iterable[Rejected], plans: Sequence[Plan], num_usable: int = 0

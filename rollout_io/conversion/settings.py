@@ -61,7 +61,11 @@ class Choices(Options):
 
 
 def settings_of(
-    choices: Choices, logs: Sequence[Log], abouts: Sequence[Mapping[str, Any]], spool: Path
+    choices: Choices,
+    logs: Sequence[Log],
+    abouts: Sequence[Mapping[str, Any]],
+    spool: Path,
+    blobs: str | None = None,
 ) -> list[Settings]:
     """Return the settings for reading and writing the runs of each log of a dataset.
 
@@ -73,6 +77,7 @@ def settings_of(
         logs: The logs to read, one per format.
         abouts: Facts about each log, by name.
         spool: Directory with copies of remote directories.
+        blobs: Directory to store pictures in; None keeps them in the messages.
 
     Raises:
         ConfigError: `choices`, `tokenizer`, `chat_template`: an option cannot be used.
@@ -118,6 +123,7 @@ def settings_of(
             layout=choices.layout,
             metadata=metadata,
             spool=spool if holds_copies(spool) else None,
+            blobs=blobs,
             strict=choices.strict,
         )
         for log, retokenizer in zip(logs, retokenizers, strict=True)

@@ -2,13 +2,15 @@
 
     DS/.converting/plan.json            identity of the conversion: files, choices, version
     DS/.converting/inputs/              decompressed files, and copies of pipes
+    DS/.converting/blobs/               pictures of the logs, each once
     DS/.converting/chunk-00000/         shards of a finished chunk, and report.json
     DS/.converting/chunk-00001.4f.tmp/  unfinished chunk, with its writer's id
     DS.rejected.jsonl                   rejected records, beside the dataset
+    DS.blobs/                           pictures that the rows refer to, beside the dataset
 
 A local chunk directory is renamed once it is complete. In an object store, the files of a chunk are
 moved one by one, and the report is written last. A directory with the final name and a report is
-therefore complete. Publishing moves the shards into the dataset, in order; an interrupted
+therefore complete. Publishing moves the pictures and then the shards, in order; an interrupted
 publication can be resumed too.
 
 No file here says what to move where. Each shard's footer says which shard of which conversion it is
@@ -22,12 +24,13 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rollout_io.dataset.atomic_files import writable
+from rollout_io.dataset.blobs import Blobs, names_in_files, stores_of
 from rollout_io.dataset.footer import Part, Place
 from rollout_io.dataset.locking import destination
 from rollout_io.dataset.reader import footers
@@ -39,9 +42,11 @@ _LINE = re.compile(rb'\{"source":"(?:[^"\\]|\\.)*","rule":"')  # start of `rejec
 _MOST_SHARDS = 1 << 20  # more than any chunk has: a report is only a file, and may say anything
 # After these errors the input is fine, and another attempt can reuse the finished chunks.
 _KEEPS_CHUNKS = frozenset({"output_file", "remote_store", "worker"})
-_PLAN, _REPORT = "plan.json", "report.json"
+_PLAN, _REPORT, _BLOBS = "plan.json", "report.json", "blobs"
 _CHUNK = re.compile(r"chunk-(\d{5,})(\.[0-9a-f]{8}\.tmp)?")
-_OURS = frozenset({_PLAN, f"{_PLAN}.tmp", "inputs", REJECTED[1:]})  # names in the staging directory
+_OURS = frozenset(
+    {_PLAN, f"{_PLAN}.tmp", "inputs", _BLOBS, REJECTED[1:]}
+)  # names in the staging directory
 
 
 class Staging:
@@ -113,6 +118,7 @@ class Staging:
             if found and (found[2] or not is_same):
                 _remove(Location(self.folder.fs, path))
         if not is_same:
+            _remove(self.blobs.folder)
             _write_json(self.folder.join(_PLAN), identity)
 
     def resume(self, whole: Part) -> dict[int, dict[str, Any]]:
@@ -217,19 +223,29 @@ class Staging:
         """Return the shards of a chunk, in order."""
         return [Location(self.out.fs, path) for path in self._finished(index).shards()]
 
-    def publish(self, whole: Part) -> None:
+    @property
+    def blobs(self) -> Blobs:
+        """Store for the pictures of the logs until the dataset is published."""
+        return Blobs(self.folder.join(_BLOBS))
+
+    def publish(self, whole: Part, parents: Sequence[str] = ()) -> None:
         """Move the shards of all chunks, which must be finished, into the dataset.
+
+        The pictures that the rows refer to become part of the dataset's store before the first shard.
 
         Args:
             whole: Any part of the dataset being written.
+            parents: Datasets that the rows come from, with stores of their own.
 
         Raises:
+            InvariantError: `image_reference`: a picture is missing or was changed.
             InputError: `out_is_free`: a chunk is not of this conversion, or another writer has
                 published a shard.
         """
         if self.resume(whole).keys() != set(range(whole.num_parts)):
             got, hint = "the staging directory was changed", "run the same command again"
             raise InputError("out_is_free", self.folder.path, got, "", hint)
+        self._publish_blobs(parents)
         first = 0
         for index, (num_shards, _) in sorted(self._entries().items()):
             for number in range(num_shards):
@@ -241,6 +257,13 @@ class Staging:
                     publish(shard, final)
             first += num_shards
         self.clear()
+
+    def _publish_blobs(self, parents: Sequence[str]) -> None:
+        shards = [shard.url for index in self._entries() for shard in self.shards(index)]
+        stores = [self.blobs, *(store for parent in parents for store in stores_of(parent))]
+        target = Blobs.of(self.where)
+        for name in sorted(names_in_files(shards)):
+            target.take(name, stores)
 
     def clear(self) -> None:
         """Remove the staging directory, and the dataset directory if the conversion created it."""

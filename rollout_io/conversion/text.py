@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from rollout_io.conversion.images import MEDIA_ROWS, images_of, with_images
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory
+from rollout_io.formats.parsing.media import restored
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import parse_ids, token_ids
 from rollout_io.formats.parsing.witnesses import holds, missing_word, shortened
 from rollout_io.retokenize.local import tokenizer_directory
+from rollout_io.retokenize.tokenizer import PICTURE
 from schemas.errors import ConfigError, InputError, InvariantError, RolloutError
-from schemas.messages import RETOKENIZED, SAID, is_answer, marked, num_media
+from schemas.messages import RETOKENIZED, SAID, is_answer, marked, media_in
 from schemas.metadata import DatasetMetadata
 
 if TYPE_CHECKING:
-    from rollout_io.retokenize import ChatTokenizer
+    from rollout_io.retokenize import ChatTokenizer, Retokenized
 
 MEDIA = "images and other parts that are not text, each replaced by a mark such as [image]"
+PLACED = "images encoded as the placeholder of the chat template"
 LITERALS = "special tokens in texts, encoded as plain text"
 NO_TOKENS = "no_token_ids"
 _NEEDS_TOKENIZER = "pass --tokenizer DIR to re-tokenize the text (approximate), or "
@@ -63,8 +67,8 @@ class Retokenizer:
         """
         from rollout_io.retokenize import retokenize
 
-        messages = [dict(marked(message)) for message in conversation.messages]
-        note(MEDIA, sum(map(num_media, conversation.messages)))
+        picture = self.picture(conversation.messages)
+        messages = [dict(marked(message, picture)) for message in conversation.messages]
         encoded = retokenize(
             messages,
             self.tokenizer,
@@ -95,9 +99,35 @@ class Retokenizer:
             top_p=conversation.top_p,
             agent=conversation.agent,
             messages=_json(conversation.messages),
-            response_text=_readable(messages[first:]),
+            images=self._images(conversation.messages, picture, encoded),
+            response_text=_readable(messages[first:]).replace(PICTURE, "[image]"),
             metrics=conversation.metrics,
         )
+
+    def picture(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the text that stands for a picture in these messages until they are rendered.
+
+        Returns:
+            None if there is no picture, or if the chat template has no placeholder for one.
+        """
+        has_pictures = any(part["type"] == "image" for m in messages for part in media_in(m))
+        if not has_pictures or self.tokenizer.placeholder is None:
+            return None
+        return None if PICTURE in _json(messages) else PICTURE
+
+    def _images(
+        self, messages: Sequence[Mapping[str, Any]], picture: str | None, encoded: Retokenized
+    ) -> list[dict[str, Any]] | None:
+        """Return the entries of the column `images`, and count what became of the parts."""
+        parts = [part for message in messages for part in media_in(message)]
+        if not parts:
+            return None
+        note(MEDIA_ROWS)
+        num_placed = sum(picture is not None and part["type"] == "image" for part in parts)
+        note(PLACED, num_placed)
+        note(MEDIA, len(parts) - num_placed)
+        token = None if picture is None else self.tokenizer.placeholder_id
+        return images_of(parts, token, encoded.prompt_token_ids, encoded.response_ids)
 
     def completion(self, text: Completion) -> Step:
         """Encode a prompt and a response without roles as one row, verbatim, without a template.
@@ -192,8 +222,15 @@ def about_template(retokenizer: Retokenizer | None) -> dict[str, str]:
     return {}
 
 
-def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list[Step]:
+def with_tokens(
+    trajectory: Trajectory, retokenizer: Retokenizer | None, tokenizer: str | None = None
+) -> list[Step]:
     """Return the steps of a trajectory; conversations and completions are re-tokenized.
+
+    Args:
+        trajectory: The trajectory.
+        retokenizer: Tokenizer and template; None if the log must have token ids.
+        tokenizer: Directory of the tokenizer of exact ids; None if it is unknown.
 
     Raises:
         InputError: `no_token_ids`: there is text but no re-tokenizer; `no_calls`: see `with_answers`.
@@ -202,14 +239,19 @@ def with_tokens(trajectory: Trajectory, retokenizer: Retokenizer | None) -> list
     steps = []
     for step in with_answers(trajectory):
         if isinstance(step, Step):
-            steps.append(step)
+            steps.append(with_images(step, partial(_placeholder_id, tokenizer)))
         elif retokenizer is None:
             raise text_alone(step)
         elif isinstance(step, Completion):
             steps.append(retokenizer.completion(step))
         else:
+            step.messages = restored(step.messages)
             steps.append(retokenizer.conversation(step))
     return steps
+
+
+def _placeholder_id(tokenizer: str | None) -> int | None:
+    return None if tokenizer is None else cached_tokenizer(tokenizer, None).placeholder_id
 
 
 class TextAlone(InputError):
@@ -233,7 +275,7 @@ def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | None) -> boo
     )
 
 
-def _json(sent: Sequence[dict[str, Any]] | str) -> str:
+def _json(sent: Sequence[Mapping[str, Any]] | str) -> str:
     return msgspec.json.encode(sent).decode()
 
 

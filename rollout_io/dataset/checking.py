@@ -7,12 +7,15 @@ Code that rewrites a dataset or trains on it reads it with `checked_tables`, or 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from rollout_io.dataset.blobs import IMAGES, RULE, fault_of, names_in, stores_of
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import (
     iter_tables,
@@ -21,9 +24,11 @@ from rollout_io.dataset.reader import (
     small_together,
     stored_tables,
 )
+from rollout_io.dataset.shard_files import open_shards
 from rollout_io.dataset.storage import PathLike
 from schemas.checker import Checker, raise_errors
 from schemas.structure_checks import STRUCTURE_COLUMNS
+from schemas.view import View
 
 
 def check(path: PathLike, workers: Workers | None = None) -> pl.DataFrame:
@@ -33,7 +38,7 @@ def check(path: PathLike, workers: Workers | None = None) -> pl.DataFrame:
         path: Directory, glob or file, local or an fsspec URL.
         workers: Processes that check the shards; None: this process.
     """
-    return pl.concat(list(_breaches(path, workers)))
+    return pl.concat([*_breaches(path, workers), *check_blobs(path)])
 
 
 def validate(path: PathLike, workers: Workers | None = None) -> None:
@@ -43,8 +48,34 @@ def validate(path: PathLike, workers: Workers | None = None) -> None:
         ValidationError: The dataset breaks a named invariant; unlike `check`, this stops at the
             first piece that does.
     """
-    for breaches in _breaches(path, workers):
+    for breaches in (*_breaches(path, workers), *check_blobs(path)):
         raise_errors(breaches, os.fspath(path))
+
+
+def check_blobs(path: PathLike) -> Iterator[pl.DataFrame]:
+    """Yield the rows of a dataset whose pictures are missing or were changed; each file is read once."""
+    stores, faults, num_rows = stores_of(path), dict[str, str | None](), 0
+    for shard in open_shards(path):
+        names = [name for name in (IMAGES, "trajectory_id", "step_index") if name in shard.names]
+        tables = shard.row_groups(names, is_checked=False) if IMAGES in names else ()
+        at = num_rows
+        for _, table in tables:
+            for name in sorted(names_in(table) - faults.keys()):
+                faults[name] = fault_of(name, stores)
+            if any(faults.values()):
+                yield View(table, at).breaches(RULE, *_faulty(table, faults))
+            at += table.num_rows
+        num_rows += shard.num_rows
+
+
+def _faulty(table: pa.Table, faults: Mapping[str, str | None]) -> tuple[Any, ...]:
+    rows, got = [], []
+    for row, entries in enumerate(table.column(IMAGES).to_pylist()):
+        names = [entry["blob"] for entry in entries or () if entry is not None]
+        if found := next((fault for name in names if (fault := faults.get(name))), None):
+            rows.append(row)
+            got.append(found)
+    return np.array(rows, np.int64), IMAGES, got, "a file in DS.blobs", "{got}"
 
 
 def _breaches(path: PathLike, workers: Workers | None = None) -> Iterator[pl.DataFrame]:

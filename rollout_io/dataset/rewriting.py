@@ -113,7 +113,7 @@ def rewrite(
                 done[missing[index]], checkers[missing[index]] = counts, checker
         refuse_split(dataset, [checkers[i] for i in range(len(parts))])
         read_from.refuse_changed()
-        staging.publish(whole)
+        staging.publish(whole, [dataset])
     return sum(done.values(), Counts())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from typing import Any, Literal, Self
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io.dataset.atomic_files import writable
+from rollout_io.dataset.blobs import Blobs, carry, names_in
 from rollout_io.dataset.footer import Part, Place, Places, seal
 from rollout_io.dataset.id_filters import IdFilters
 from rollout_io.dataset.locking import Destination, mark_alive, remove_leftovers
@@ -20,6 +21,7 @@ from rollout_io.dataset.prefix_layout import encode_prefixes, trajectory_starts
 from rollout_io.dataset.storage import (
     SHARD_PREFIX,
     Location,
+    PathLike,
     occupied,
     publish,
     shard_name,
@@ -60,6 +62,8 @@ class RolloutWriter:
         row_group_rows: Maximum rows of a row group, unless one trajectory has more.
         shard_bytes: Size in bytes, encoded but uncompressed, after which a new shard begins.
         checked: If true, skip the checks, because the caller has checked the tables.
+        parents: Datasets that the rows come from; the pictures that the rows refer to become part of
+            the new dataset.
         part: Part of the dataset that this writer writes; None: the entire dataset. Ignored with
             `append`, because appended shards are independent of each other.
 
@@ -89,6 +93,7 @@ class RolloutWriter:
         row_group_rows: int = ROW_GROUP_ROWS,
         shard_bytes: int = SHARD_BYTES,
         checked: bool = False,
+        parents: Sequence[PathLike] = (),
         part: Part | None = None,
     ) -> None:
         self.num_rows = self.num_trajectories = 0
@@ -98,6 +103,8 @@ class RolloutWriter:
         self._metadata = metadata
         self._row_group_rows, self._shard_bytes = row_group_rows, shard_bytes
         self._is_checked = checked
+        self._parents, self._blobs = parents, Blobs.of(path)
+        self._referred, self._carried = set[str](), list[str]()
         self._checker: Checker | None = None
         self._pending: list[pa.Table] = []
         self._empty = empty_table(arrow_schema(optional=()))
@@ -200,6 +207,7 @@ class RolloutWriter:
         for location in self._published:
             location.fs.rm_file(location.path)
         self._published, self._pending = [], []
+        self._blobs.remove(self._carried)
         folder = self._location
         if self._made_folder and folder.fs.isdir(folder.path) and not folder.fs.ls(folder.path):
             folder.fs.rmdir(folder.path)
@@ -227,6 +235,8 @@ class RolloutWriter:
         table = cast_table(table)
         self.num_rows += table.num_rows
         self.num_trajectories += len(trajectory_starts(table))
+        if self._parents:
+            self._referred |= names_in(table)
         table = encode_prefixes(table) if self._layout == "prefix" else table
         if self._shard is not None and self._shard.num_bytes >= self._shard_bytes:
             self._publish(is_last=False)
@@ -248,6 +258,8 @@ class RolloutWriter:
 
     def _publish(self, *, is_last: bool) -> None:
         if self._shard is not None:
+            self._carried += carry(self._referred, self._parents, self._blobs)
+            self._referred.clear()
             place = None if self._places is None else self._places.next(is_last=is_last)
             footer = self.footer if is_last else {}
             self._published.append(self._shard.publish(place, footer))

@@ -1,7 +1,8 @@
 """Export to a Hugging Face dataset folder, for `datasets.load_dataset(folder)` and the Hub.
 
 `data/train-*.parquet` contain the complete logical table (layout `full`); README.md is the dataset
-card with the configuration, features and sizes that `datasets` 5.2.0 reads.
+card with the configuration, features and sizes that `datasets` 5.2.0 reads. Pictures are in
+`data.blobs/`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Self
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rollout_io.dataset.blobs import Blobs, carry, names_in
 from rollout_io.dataset.reader import read_metadata
 from rollout_io.dataset.writer import SHARD_BYTES
 from rollout_io.formats.exporting import (
@@ -200,10 +202,12 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         metadata = read_metadata(dataset)
         folder.mkdir()
         (folder / "data").mkdir()
+        blobs = Blobs.of(folder / "data")
         with _Shards(folder / "data", metadata) as shards:
             for piece in declared_tables(dataset):
                 table = without_maps(piece)
                 statistics.add(table)
+                carry(names_in(table), [dataset], blobs)
                 shards.write(table)
                 schema = table.schema
         done = Exported(num_rows_read=statistics.num_rows, num_rows_written=statistics.num_rows)

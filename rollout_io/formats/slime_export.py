@@ -25,6 +25,7 @@ from rollout_io.formats.exporting import (
     new_export,
     rewards_of,
 )
+from rollout_io.formats.picture_bytes import PictureBytes
 from schemas.columns import metrics_dict
 from schemas.errors import InputError, count
 from schemas.extras import requires_extra
@@ -68,8 +69,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     samples: list[dict[str, Any]] = []
     num_removed = 0
     with new_export(out, dataset) as path:
-        failures = Failures.of(dataset, failed)
-        for piece in declared_tables(dataset):
+        failures, pictures = Failures.of(dataset, failed), PictureBytes(dataset)
+        for piece in map(pictures.restored_in, declared_tables(dataset)):
             is_failed, masked = failures.failed(piece), failures.masked(piece)
             healthy = piece.filter(pa.array(~masked))
             uniform.check(healthy)

@@ -64,6 +64,7 @@ from rollout_io.formats.exporting import (
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.messages import MESSAGE, prompt_key, read_messages
+from rollout_io.formats.picture_bytes import PictureBytes
 from schemas.errors import InputError, RolloutError
 
 _REQUIRED = frozenset({"step", "prompt", "completion"})
@@ -239,9 +240,9 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     """
     uniform, done, groups = Uniform(dataset, ["rollout_logprobs"]), Exported(), Groups()
     with new_export(out, dataset) as path, ParquetFile(path) as file:
-        failures = Failures.of(dataset, failed)
+        failures, pictures = Failures.of(dataset, failed), PictureBytes(dataset)
         for piece in declared_tables(dataset):
-            table = failures.leave_out(piece, done)
+            table = pictures.restored_in(failures.leave_out(piece, done))
             uniform.check(table)
             rewards_of(dataset, table)
             if "rollout_logprobs" not in table.column_names:

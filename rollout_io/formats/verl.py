@@ -63,6 +63,7 @@ from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import Record, find_lines, read_record
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import FilesApart, label, numbers
+from rollout_io.formats.picture_bytes import PictureBytes
 from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 
 _GROUPS = "inferred: lines of one file and step with the same input"
@@ -177,9 +178,9 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     """
     uniform, done = Uniform(dataset, ["rollout_logprobs", ROUTES]), Exported()
     with new_export(out, dataset) as path, ParquetFile(path) as file:
-        failures = Failures.of(dataset, failed)
+        failures, pictures = Failures.of(dataset, failed), PictureBytes(dataset)
         for piece in declared_tables(dataset):
-            table = failures.leave_out(piece, done)
+            table = pictures.restored_in(failures.leave_out(piece, done))
             uniform.check(table)
             added = {"rm_scores": _scores(table, rewards_of(dataset, table))}
             if ROUTES in table.column_names:

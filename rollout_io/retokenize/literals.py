@@ -117,6 +117,7 @@ class LiteralTokenizer(ChatTokenizer):
     def encode(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
         """Return the ids of rendered texts; see `ChatTokenizer.encode`."""
         self.refuse_lone_surrogates(texts, places)
+        texts = self.with_placeholders(texts)
         literals = {mark: token for token, mark in self.marks.items()}
         pattern, spelled = _pattern(self.names), _pattern(literals)
         made = [pattern.sub(lambda match: self.names[match[0]], text) for text in texts]

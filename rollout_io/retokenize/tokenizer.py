@@ -26,6 +26,8 @@ Tools = Sequence[Mapping[str, Any]]
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _IN_TEXT = frozenset({"", "<think>", "</think>"})
 _MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
+PICTURE = "\ufdd0picture\ufdd1"
+"""Text that stands for a picture until a conversation is rendered: no text has these code points."""
 _LONE = re.compile("[\ud800-\udfff]")
 
 
@@ -124,6 +126,39 @@ class ChatTokenizer:
         text = template if is_text else json.dumps(template, sort_keys=True)
         return template_fingerprint(text)
 
+    @cached_property
+    def placeholder(self) -> str | None:
+        """Text that the chat template writes for a picture; None if it has none.
+
+        Example: "<|vision_start|><|image_pad|><|vision_end|>" of Qwen's vision models.
+        """
+        parts = ({"type": "text", "text": "before"}, {"type": "text", "text": "after"})
+        with_picture = [{"role": "user", "content": [parts[0], {"type": "image"}, parts[1]]}]
+        try:
+            whole = self.render(with_picture)
+            text = self.render([{"role": "user", "content": [*parts]}])
+        except RolloutError:
+            return None
+        found = re.search("before(.*?)after", whole, re.DOTALL)
+        if found is None or "before" + "after" not in text:
+            return None
+        marks = [str(token) for token in self._added_tokens]
+        return found[1] if any(mark in found[1] for mark in marks) else None
+
+    @cached_property
+    def placeholder_id(self) -> int | None:
+        """The token of `placeholder` that stands for the picture itself; None without one."""
+        if self.placeholder is None:
+            return None
+        named = getattr(self.backend, "image_token", None)
+        added = [
+            token
+            for token in self.backend(self.placeholder, add_special_tokens=False)["input_ids"]
+            if token in self.backend.added_tokens_decoder
+        ]
+        known = [token for token in added if self.decode([token]) == named]
+        return int((known or added[len(added) // 2 :])[0]) if added else None
+
     def added_text(self, *, system: bool) -> str:
         """Return the text that the chat template adds to a user message.
 
@@ -210,9 +245,10 @@ class ChatTokenizer:
         """
         if not texts:
             return []
+        texts = self.with_placeholders(texts)
         try:
             batch = self.backend(
-                list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+                texts, add_special_tokens=False, return_attention_mask=False, verbose=False
             )
         except Exception as error:  # tokenizers raises bare TypeError
             self.refuse_lone_surrogates(texts, places)
@@ -220,6 +256,11 @@ class ChatTokenizer:
             raise InputError("tokenizer", places[0], got) from None
         ids: list[list[int]] = batch["input_ids"]
         return ids
+
+    def with_placeholders(self, texts: Sequence[str]) -> list[str]:
+        """Replace each `PICTURE` by the placeholder of the chat template."""
+        given = self.placeholder if any(PICTURE in text for text in texts) else None
+        return [text.replace(PICTURE, given) if given else text for text in texts]
 
     @staticmethod
     def refuse_lone_surrogates(texts: Sequence[str], places: Sequence[str]) -> None:

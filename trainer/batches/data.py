@@ -13,6 +13,7 @@ from torch import Tensor
 import pipelines
 from pipelines.tables import ROUTING
 from schemas.ragged import BoolArray, IntArray, Ragged
+from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
@@ -27,7 +28,7 @@ OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
     "reward": pl.Float64(),
     "rewards": pl.List(pl.Float64()),
 }
-UNUSED_COLUMNS = ("messages", "response_text", "metrics", "source")
+UNUSED_COLUMNS = ("messages", "images", "response_text", "metrics", "source")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
     `num_untrained_at_start` is the number of tokens before the first trained one (undefined if none
     is trained).
     """
-    rollouts = _with_optional_columns(rollouts)
+    rollouts = with_absent(_with_optional_columns(rollouts), ["images"])
     greedy = _is_greedy()
     names = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards")
     prompt, response, mask, logprobs, rewards = (pl.col(name).list for name in names)
@@ -104,6 +105,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         num_untrained_at_start=num_prompt + num_masked_first.cast(pl.Int64),
         lowest_token=pl.min_horizontal(prompt.min(), response.min()),
         highest_token=pl.max_horizontal(prompt.max(), response.max()),
+        has_images=(pl.col("images").list.len() > 0).fill_null(value=False),
         has_logprobs=pl.col("rollout_logprobs").is_not_null(),
         has_reward=pl.col("reward").is_not_null() | pl.col("rewards").is_not_null(),
         finite_reward=pl.col("reward").is_finite().fill_null(value=True)

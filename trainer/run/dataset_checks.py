@@ -23,6 +23,8 @@ RECORD_MODE = (
 MOST_SAID = 80
 """Maximum length of a JSON value in a message, in characters."""
 IMITATE = "--set loss.policy_loss_type=cross_entropy"
+PICTURES = "its messages have images, which training does not show to the model"
+AS_TEXT = "pass --set data.images=text to train on the tokens alone, or filter out these rows"
 VALIDATE = "run `rollouts validate DATASET` to list all such rows"
 
 
@@ -54,6 +56,8 @@ def check_rows(
     if must_learn:
         _refuse_nothing_to_learn(rows, plan, config)
         refuse_all_cut(rows, config, limit.num_tokens)
+    if config.data.images == "refuse":
+        _refuse(rows, pl.col("has_images"), "images_in_row", PICTURES, hint=AS_TEXT)
     _check_tokens(rows, vocab_size)
     # A merged row and its longest step end with the same trained token, so their costs are equal.
     forwarded = rows["num_forwarded_tokens"].clip(upper_bound=config.batch.max_row_tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.parsing.jsonl import decode_line, decoded, refuse_not_utf8
-from rollout_io.formats.parsing.media import media_part
+from rollout_io.formats.parsing.media import is_media, media_part
 from schemas.errors import InputError
 
 Message = dict[str, Any]
@@ -39,6 +39,7 @@ class Part(msgspec.Struct, gc=False):
     refusal: str | None = None
     source: Any = None
     image_url: Any = None
+    image: Any = None
     file: Any = None
     file_id: str | None = None
     file_data: str | None = None
@@ -52,6 +53,11 @@ class Part(msgspec.Struct, gc=False):
     def said(self) -> str:
         """Text of the part, whatever its type; empty for a redacted thought."""
         return self.text or self.thinking or self.reasoning or ""
+
+    @property
+    def is_media(self) -> bool:
+        """True if the part is a picture or another kind of media."""
+        return is_media(msgspec.structs.asdict(self))
 
     @property
     def media(self) -> Message | None:
@@ -79,7 +85,7 @@ def is_text(part: Part) -> bool:
 
 def is_shown(part: Part) -> bool:
     """True if a part is text or media, and thus can be part of a message."""
-    return is_text(part) or part.media is not None
+    return is_text(part) or part.is_media
 
 
 def _text(part: Part) -> str:

@@ -21,6 +21,7 @@ from rollout_io.formats.parsing.jsonl import (
     refuse_lfs_pointer,
     refuse_not_utf8,
 )
+from rollout_io.formats.parsing.media import slimmed
 from schemas.errors import InputError, RolloutError
 
 DUPLICATE = "duplicate_record"
@@ -40,7 +41,7 @@ class Record(NamedTuple):
 
 
 def read_record(place: Place) -> bytes:
-    """Read the bytes of a record.
+    """Read the bytes of a record; while a dataset is written, its pictures are stored (`slimmed`).
 
     Raises:
         InputError: `input_file`: the file was shortened or removed.
@@ -52,7 +53,7 @@ def read_record(place: Place) -> bytes:
         got = "the file shrank while it was being read"
         hint = "convert the log after its writer has finished"
         raise InputError("input_file", place.where, got, hint=hint)
-    return content
+    return slimmed(content)
 
 
 class _Descriptor:

@@ -4,7 +4,7 @@ import pytest
 
 from rollout_io.formats.dialects import anthropic, gemini, responses
 from rollout_io.formats.parsing.media import media_part
-from schemas.messages import marked, num_media
+from schemas.messages import marked, media_in
 
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 IMAGE = {"type": "image", "source": PNG}
@@ -211,6 +211,6 @@ def test_pictures_have_one_form_whatever_the_api(part, source):
 
 def test_pictures_are_marked_in_the_text_for_the_tokenizer():
     message = {"role": "user", "content": [{"type": "text", "text": "See:"}, IMAGE]}
-    assert num_media(message) == 1
+    assert len(media_in(message)) == 1
     assert marked(message)["content"][1] == {"type": "text", "text": "[image]"}
     assert marked({"role": "user", "content": "x"}) == {"role": "user", "content": "x"}

@@ -324,8 +324,9 @@ export function tree(dataset: string, of: Parameters, joined: Joined): Promise<T
 }
 
 export interface Part {
-  type: "text" | "thinking" | "tool_call" | "tool_result";
+  type: "text" | "thinking" | "tool_call" | "tool_result" | "image" | "file";
   name: string | null;
+  /** Of an image or a file: the reference to it in the dataset's store, or its URL. */
   text: string;
 }
 
@@ -349,6 +350,11 @@ export interface Conversation {
 
 export function conversation(dataset: string, trajectory: string): Promise<Conversation> {
   return json(datasetPath(dataset, "conversation"), { trajectory_id: trajectory });
+}
+
+/** Return a picture as a data URL; null if the store does not have it. */
+export function picture(dataset: string, blob: string): Promise<{ url: string | null }> {
+  return json(datasetPath(dataset, "picture"), { blob });
 }
 
 export function tokens(dataset: string, trajectory: string, step: number, joined: Joined): Promise<Table> {

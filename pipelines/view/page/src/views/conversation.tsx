@@ -3,7 +3,7 @@
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { go } from "../address";
-import { type Conversation, conversation, type Part, type Turn } from "../answers";
+import { type Conversation, conversation, type Part, picture, type Turn } from "../answers";
 import { useKeys } from "../keys";
 import { Awaited, Empty, Go, Num, Text, useAnswer } from "../parts";
 import { useSession } from "../session";
@@ -14,6 +14,8 @@ const KINDS: Record<Part["type"], string> = {
   thinking: "thinking",
   tool_call: "calls",
   tool_result: "result of",
+  image: "image",
+  file: "file",
 };
 
 export function ConversationView(): JSX.Element {
@@ -150,12 +152,14 @@ function TurnCard({ turn, open }: { turn: Turn; open: boolean }): JSX.Element {
 
 /** Collapsed by default: thinking, tools, and long system prompts. */
 function isFolded(part: Part, role: string): boolean {
+  if (part.type === "image" || part.type === "file") return false;
   return part.type !== "text" || (role === "system" && part.text.length > 600);
 }
 
 function PartOf({ part, open, folds }: { part: Part; open: boolean; folds: boolean }): JSX.Element {
   const [own, setOwn] = useState<{ with: boolean; open: boolean } | null>(null);
   const isOpen = own !== null && own.with === open ? own.open : open;
+  if (part.type === "image" || part.type === "file") return <Picture part={part} />;
   if (!folds) return <div class="said"><Text value={part.text} /></div>;
   return (
     <details
@@ -171,5 +175,21 @@ function PartOf({ part, open, folds }: { part: Part; open: boolean; folds: boole
       </summary>
       {isOpen && <div class="said"><Text value={part.text} /></div>}
     </details>
+  );
+}
+
+/** A picture of the dataset's store; a file, or a picture that only has a URL, is named. */
+function Picture({ part }: { part: Part }): JSX.Element {
+  const { dataset } = useSession();
+  const isStored = part.type === "image" && part.text.startsWith("sha256:") && dataset !== null;
+  const answer = useAnswer(isStored ? `${dataset.id} ${part.text}` : null, () => picture(dataset!.id, part.text));
+  const url = answer.value?.url;
+  const name = plain(part.name ?? part.type, 80);
+  if (url !== undefined && url !== null) return <img class="picture" src={url} alt={name} title={part.text} />;
+  return (
+    <div class="said">
+      {KINDS[part.type]} <code><Text value={name} /></code>: <Text value={plain(part.text, 200)} />
+      {isStored && url === null && " (the store of the dataset does not have it)"}
+    </div>
   );
 }

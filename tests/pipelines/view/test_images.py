@@ -1,0 +1,80 @@
+"""The pictures of a conversation, from the dataset's store only."""
+
+import base64
+import hashlib
+import json
+
+import pytest
+
+import rollout_io
+from pipelines.view.app import Bundle
+from pipelines.view.export import export, key_of
+from tests.helpers.conversion_helpers import write
+from tests.helpers.report_helpers import answers_in
+from tests.helpers.view_helpers import Asked, bundle_in
+
+PICTURE = b"\x89PNG\r\n\x1a\n a picture" * 100
+DOCUMENT = b"%PDF-1.7 a document" * 100
+DATA = base64.b64encode(PICTURE).decode()
+BLOB = f"sha256:{hashlib.sha256(PICTURE).hexdigest()}"
+FILE = f"sha256:{hashlib.sha256(DOCUMENT).hexdigest()}"
+REPORT = '<html><head></head><body><script id="answers">__ANSWERS__</script></body></html>'
+URL = f"data:image/png;base64,{DATA}"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    file = {"file_data": base64.b64encode(DOCUMENT).decode(), "filename": "plan.pdf"}
+    shown = [
+        {"type": "text", "text": "See"},
+        {"type": "image_url", "image_url": {"url": URL}},
+        {"type": "file", "file": file},
+    ]
+    result = [{"type": "text", "text": "done"}, {"type": "image_url", "image_url": {"url": URL}}]
+    web = [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]
+    messages = [
+        {"role": "user", "content": shown},
+        {"role": "tool", "tool_call_id": "c", "content": result},
+        {"role": "user", "content": web},
+    ]
+    message = {"role": "assistant", "content": "A cat."}
+    line = {
+        "session": "a/0",
+        "request": {"messages": messages},
+        "response": {
+            "prompt_token_ids": [1],
+            "choices": [{"index": 0, "token_ids": [2], "message": message}],
+        },
+    }
+    rollout_io.convert([write(folder / "a.calls.jsonl", line)], folder / "ds")
+    return folder / "ds"
+
+
+def test_a_conversation_lists_pictures_and_files_where_they_are(dataset):
+    found = Asked(dataset)("/api/datasets/d0/conversation", trajectory_id="a_0")
+    parts = [
+        [(part["type"], part["text"][:9]) for part in turn["parts"]]
+        for turn in found["lanes"][0]["turns"]
+    ]
+    assert parts[:3] == [
+        [("text", "See"), ("image", BLOB[:9]), ("file", FILE[:9])],
+        [("tool_result", "done"), ("image", BLOB[:9])],
+        [("image", "https://e")],
+    ]
+
+
+def test_a_picture_is_served_by_its_digest_and_nothing_else_is(dataset):
+    ask = Asked(dataset)
+    assert ask("/api/datasets/d0/picture", blob=BLOB) == {"url": URL}
+    for other in (FILE, "../ds/part-00000.parquet", "/etc/passwd", "sha256:" + "0" * 64, BLOB[7:]):
+        assert ask("/api/datasets/d0/picture", blob=other) == {"url": None}, other
+
+
+def test_a_report_has_each_picture_once(dataset, tmp_path):
+    bundle_in(tmp_path / "bundle")
+    (tmp_path / "bundle" / "report.html").write_text(REPORT)
+    bundle, out = Bundle.read(tmp_path / "bundle"), tmp_path / "report.html"
+    export(Asked(dataset).sources, bundle, str(out), where=None, limit=5)
+    key = key_of("/api/datasets/d0/picture", blob=BLOB)
+    assert json.loads(answers_in(out)[key]) == {"url": URL}
