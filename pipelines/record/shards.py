@@ -17,7 +17,8 @@ import pyarrow as pa
 from pipelines.record.journal import FOLDER
 from pipelines.record.sessions import Session, trajectory_id
 from rollout_io.conversion import rejections
-from rollout_io.conversion.chunk import Reader, Settings, sound, stored_in, tabulated
+from rollout_io.conversion.chunk import Reader, Settings, sound, tabulated
+from rollout_io.conversion.images import stored_in
 from rollout_io.conversion.rewards import Key, Outcome
 from rollout_io.conversion.rows import Settled
 from rollout_io.conversion.staging import rejected_path

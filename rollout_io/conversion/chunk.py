@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.conversion import rejections
+from rollout_io.conversion.images import stored_in
 from rollout_io.conversion.rejections import pointed
 from rollout_io.conversion.remote import named_rejection, named_table
 from rollout_io.conversion.rewards import Key, Outcome, settle
@@ -33,14 +34,11 @@ from rollout_io.conversion.text import (
     is_of_tokenizer,
     with_tokens,
 )
-from rollout_io.dataset.blobs import Blobs
 from rollout_io.dataset.footer import Part
-from rollout_io.dataset.storage import Location
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Adapter, Input, Options, Place, Rejected, Run, Trajectory
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
-from rollout_io.formats.parsing.media import storing
 from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.parsing.tokens import strict_ids
@@ -192,16 +190,6 @@ def convert_chunk(
         report.summary.reject(report.rejected)
         writer.footer = footer_of(chunk.record, report.summary)
     return report
-
-
-@contextmanager
-def stored_in(folder: str | None) -> Iterator[None]:
-    """Store the pictures of all runs that are read in this block in a directory, if there is one."""
-    if folder is None:
-        yield
-        return
-    with storing(Blobs(Location.of(folder))):
-        yield
 
 
 def _batches(runs: Sequence[Run]) -> Iterator[tuple[list[Run], int]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 
+from rollout_io.dataset.blobs import Blobs
+from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Ids, Step
-from rollout_io.formats.parsing.media import stored_messages
+from rollout_io.formats.parsing.media import stored_messages, storing
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import parse_ids
 from schemas.messages import media_in
@@ -23,6 +26,16 @@ _LEFT = {
     "file": "images and other parts that only the API has, under an id",
     "base64": "images and other parts with invalid base64, kept as they are",
 }
+
+
+@contextmanager
+def stored_in(folder: str | None) -> Iterator[None]:
+    """Store the pictures of all runs that are read in this block in a directory, if there is one."""
+    if folder is None:
+        yield
+        return
+    with storing(Blobs(Location.of(folder))):
+        yield
 
 
 def images_of(
