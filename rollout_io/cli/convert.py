@@ -23,9 +23,12 @@ from rollout_io.startup import keep_pandas_out_of_arrow
 from schemas.errors import count
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rollout_io.conversion.driver import Conversion
     from rollout_io.dataset.parallel import Engine
 
+_NAMED = 10  # calls named in the summary
 _SHOWN = 100  # maximum number of file names in --json
 _READS = 2  # every log is read twice: to find its runs, then to convert them
 
@@ -64,6 +67,13 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     "--chat-template",
     metavar="NAME|FILE",
     help="Template for re-tokenization.  [default: the tokenizer's own]",
+)
+@click.option(
+    "--join",
+    type=click.Path(),
+    metavar="RECORDED",
+    help="Calls that were recorded of these runs, as a dataset or a log of calls: the rows get their "
+    "exact tokens.",
 )
 @click.option(
     "--on-error",
@@ -131,6 +141,7 @@ def convert(
     group_by: str | None,
     tokenizer: str | None,
     chat_template: str | None,
+    join: str | None,
     on_error: Literal["fail", "skip"],
     timeouts: str,
     overflows: str,
@@ -168,6 +179,7 @@ def convert(
         group_size=group_size,
         tokenizer=tokenizer,
         chat_template=chat_template,
+        join=join,
         layout=layout,
         logprobs_mode=logprobs_mode,
         on_error=on_error,
@@ -202,7 +214,8 @@ def convert(
             "was_done": done.was_done,
             "num_resumed_chunks": done.num_resumed,
         }
-        emit_json({"format": done.format, **done.summary.to_dict(), **state})
+        joined = {} if done.joined is None else {"joined": done.joined}
+        emit_json({"format": done.format, **done.summary.to_dict(), **joined, **state})
     else:
         _report(done, out, time.monotonic() - start_s, _num_bytes(inputs), tokenizer)
 
@@ -232,6 +245,8 @@ def _report(
         text = ", ".join(value) if name == MODELS else text
         note(f"{name}: {text}")
     note(done.summary.text(out))
+    for text in _joined_texts(done):
+        note(text)
     if about_tokenizer := done.summary.tokenizer_text(out, tokenizer):
         note(about_tokenizer)
     if not done.was_done:
@@ -243,6 +258,18 @@ def _report(
         rejected = count(done.summary.num_rejected, "record")
         warn(f"{rejected} rejected: see {rejected_path(out)}")
     next_command(f"rollouts validate {out}")
+
+
+def _joined_texts(done: Conversion) -> Iterator[str]:
+    """Yield the names of the calls that were not joined."""
+    if done.joined is None:
+        return
+    for kind, of in (("call", "answers of the log"), ("answer", "recorded calls")):
+        number, names = done.joined[f"num_without_{kind}"], done.joined[f"without_{kind}"]
+        if number:
+            more = f", and {number - _NAMED:,} more" if number > _NAMED else ""
+            article = "an answer in the log" if kind == "answer" else "a recorded call"
+            yield f"{of} without {article}: {number:,} ({'; '.join(names[:_NAMED])}{more})"
 
 
 def _found(done: Conversion) -> str:

@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 
 from rollout_io.conversion import rejections
 from rollout_io.conversion.images import stored_in
-from rollout_io.conversion.rejections import pointed
+from rollout_io.conversion.joining import Recorded
+from rollout_io.conversion.rejections import of_run, pointed
 from rollout_io.conversion.remote import named_rejection, named_table
 from rollout_io.conversion.rewards import Key, Outcome, settle
 from rollout_io.conversion.rows import Settled, table_of
@@ -29,21 +30,20 @@ from rollout_io.conversion.staging import emptied
 from rollout_io.conversion.summary import Record, Summary, footer_of, refuse_unread
 from rollout_io.conversion.text import (
     Retokenizer,
-    TextAlone,
     check_decoded,
     is_of_tokenizer,
     with_tokens,
 )
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
-from rollout_io.formats.base import Adapter, Input, Options, Place, Rejected, Run, Trajectory
+from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Step, Trajectory
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
 from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.checker import Checker
-from schemas.errors import InputError, InvariantError, RolloutError
+from schemas.errors import InvariantError, RolloutError
 from schemas.metadata import DatasetMetadata
 from schemas.rules import RULES
 
@@ -85,12 +85,14 @@ class Report:
         trajectory_ids: For table formats, the document that contains each trajectory id, because
             the plan does not list the trajectories of a document.
         routing: (layers, experts per token); None if there is no routing.
+        joined: State of the recorded calls (`Recorded.state`); None if there are none.
     """
 
     summary: Summary = field(default_factory=Summary)
     rejected: list[Rejected] = field(default_factory=list)
     trajectory_ids: dict[str, str] = field(default_factory=dict)
     routing: tuple[int, int] | None = None
+    joined: dict[str, Any] | None = None
 
     def encode(self) -> dict[str, Any]:
         """Return a JSON-serialisable dict; `decode` reads it."""
@@ -99,6 +101,7 @@ class Report:
             "rejected": [rejections.encode(r) for r in self.rejected],
             "trajectory_ids": self.trajectory_ids,
             "routing": self.routing,
+            "joined": self.joined,
         }
 
     @classmethod
@@ -109,6 +112,7 @@ class Report:
             rejected=[rejections.decode(r) for r in values["rejected"]],
             trajectory_ids=values["trajectory_ids"],
             routing=values["routing"] and tuple(values["routing"]),
+            joined=values["joined"],
         )
 
     def take_names(self, table: pa.Table, where: str) -> None:
@@ -187,6 +191,7 @@ def convert_chunk(
         rejected, spool = reader.rejected + broken, settings.spool
         report.rejected = [named_rejection(r, spool) for r in rejected] if spool else rejected
         report.routing = reader.routing
+        report.joined = None if settings.recorded is None else settings.recorded.state()
         report.summary.reject(report.rejected)
         writer.footer = footer_of(chunk.record, report.summary)
     return report
@@ -227,6 +232,7 @@ class Settings:
         tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
         spool: Directory with copies of remote directories; None if there are none.
         blobs: Directory to store pictures in; None keeps them in the messages.
+        recorded: Recorded calls with the tokens of the log's answers; None if there are none.
         strict: If true, a run with content that its adapter does not know is rejected.
     """
 
@@ -239,6 +245,7 @@ class Settings:
     metadata: DatasetMetadata
     spool: Path | None = None
     blobs: str | None = None
+    recorded: Recorded | None = None
     strict: bool = False
 
 
@@ -302,9 +309,7 @@ class Reader:
                         with noted() as notes:
                             if run.places:
                                 logged = self.settings.adapter.read(run, options)
-                            steps = with_tokens(
-                                logged, self.settings.retokenizer, self.settings.tokenizer
-                            )
+                            steps = self._with_tokens(logged)
                         if self.settings.strict:
                             refuse_unread(notes, run)
                         given = self.outcomes.get((run.instance_id, run.repetition_id))
@@ -322,6 +327,10 @@ class Reader:
                         raise
                     self.rejected += of_run(run, pointed(error, self.settings.format))
         return batch
+
+    def _with_tokens(self, logged: Trajectory) -> list[Step]:
+        made = self.settings
+        return with_tokens(logged, made.retokenizer, made.tokenizer, made.recorded)
 
     def _take_routing(self, shapes: Iterable[tuple[int, ...] | None], run: Run) -> None:
         for shape in shapes:
@@ -428,18 +437,3 @@ def _breach(breach: dict[str, Any], where: str) -> RolloutError:
     got = f"{column}: {breach['got']}" if column else breach["got"]
     message = f"{where}: {breach['message']}"
     return InvariantError(rule, where, got, breach["expected"], RULES[rule].hint, message=message)
-
-
-def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
-    """Reject all records of a run: the faulty record with `error`, the others as incomplete."""
-    guilty = {place for place in run.places if _is_at(error.where, place)}
-    for place in run.places:
-        if guilty and place not in guilty:
-            got = f"a different record of this run was rejected ({error.rule}: {error.where})"
-            yield Rejected(place, InputError(INCOMPLETE, place.where, got, "", error.hint))
-        else:
-            yield Rejected(place, error, "text" if isinstance(error, TextAlone) else "record")
-
-
-def _is_at(where: str, place: Place) -> bool:
-    return where == place.where or where.startswith(f"{place.where},")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
@@ -18,7 +18,6 @@ from msgspec import structs
 
 from rollout_io.conversion import rejections
 from rollout_io.conversion.chunk import (
-    Chunk,
     Reader,
     Report,
     Settings,
@@ -37,19 +36,26 @@ from rollout_io.conversion.inputs import (
     refuse_changed,
     versions_of,
 )
+from rollout_io.conversion.joining import Recorded, recorded_calls
 from rollout_io.conversion.opened_logs import Log, Opened, open_log
-from rollout_io.conversion.plan import Plan, chunk_size, chunks, plan_logs, refuse_nothing, size_of
+from rollout_io.conversion.plan import (
+    Plan,
+    chunk_size,
+    chunks_of,
+    plan_logs,
+    refuse_nothing,
+    size_of,
+)
 from rollout_io.conversion.remote import naming_errors
 from rollout_io.conversion.rewards import Key, Outcome, read_rewards
 from rollout_io.conversion.settings import Choices, identity_of, refuse_misfits, settings_of
 from rollout_io.conversion.staging import Staging, rejected_path, spool_path
 from rollout_io.conversion.summary import Summary, finished, record_of
-from rollout_io.dataset.footer import Part
 from rollout_io.dataset.opening import Version
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import read_metadata, refuse_mixed_types
 from rollout_io.dataset.storage import occupied
-from rollout_io.formats.base import Input, Rejected, Run
+from rollout_io.formats.base import Input, Rejected
 from rollout_io.formats.parsing.sampling import MODELS
 from rollout_io.retokenize.local import tokenizer_directory
 from schemas.errors import InputError, RolloutError
@@ -71,6 +77,8 @@ class Conversion:
         left: Names of skipped files and other entries inside directories (see `Opened.left`).
         num_resumed: Number of chunks that an earlier, interrupted run had finished.
         was_done: True if the dataset was already complete.
+        joined: Numbers and names of calls that were joined or not (`Recorded.report`); None without
+            `Choices.join`, and if the dataset was already complete.
     """
 
     summary: Summary
@@ -78,6 +86,7 @@ class Conversion:
     left: Sequence[str] = ()
     num_resumed: int = 0
     was_done: bool = False
+    joined: Mapping[str, Any] | None = None
 
     @property
     def format(self) -> str:
@@ -140,6 +149,8 @@ def convert(
         staging.refuse_foreign()
         sources = _Sources.open(inputs, choices, spool, staging)
         opened, num_bytes = sources.opened, size_of(sources.opened.inputs)
+        if choices.join is not None:  # each recorded call is used once, in the order of the log
+            workers, chunk_bytes = Workers(), num_bytes + 1
         chunk_bytes = chunk_size(num_bytes) if chunk_bytes is None else chunk_bytes
         # Hash the logs in a thread: it takes as long as finding their runs, and releases the GIL.
         identified = _in_background(
@@ -154,14 +165,18 @@ def convert(
         identity = identified.result()
         refuse_changed(sources.versions)  # or the digests may be of other files than the runs
         staging.begin(identity)
-        settings, planned = sources.settings(plans), _planned(opened.logs, plans)
-        whole, every = _chunks(plans, outcomes, chunk_bytes, settings[0].metadata, staging)
+        recorded = stack.enter_context(recorded_calls(choices.join, _convert_calls))
+        settings = sources.settings(plans, recorded)
+        planned = _planned(opened.logs, plans)
+        whole, every = chunks_of(plans, outcomes, chunk_bytes, settings[0].metadata, staging)
         for chunk in every:
             chunk.record = record_of(identity, None if chunk.index else planned)
         reports = _reports_before(staging.resume(whole), spool)
         num_resumed = len(reports)
         for i, known in reports.items():
             report(every[i].num_bytes, known.summary.num_rows)
+            if recorded is not None:
+                recorded.restore(known.joined or {"used": (), "alone": ()})
         missing = [chunk for chunk in every if chunk.index not in reports]
         in_process = report if workers == Workers() else None
         work = partial(convert_chunk, logs=settings, progress=in_process)
@@ -174,8 +189,11 @@ def convert(
         results = [reports[i] for i in range(len(every))]
         summary = _conclude(staging, sources, plans, planned, results)
         about = _facts(settings[0].metadata)
-        staging.publish(whole)
-    return Conversion(summary=summary, about=about, left=opened.left, num_resumed=num_resumed)
+        staging.publish(whole, [] if recorded is None else [recorded.path])
+        joined = None if recorded is None else recorded.report()
+    return Conversion(
+        summary=summary, about=about, left=opened.left, num_resumed=num_resumed, joined=joined
+    )
 
 
 def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = None) -> pa.Table:
@@ -193,13 +211,17 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
         205
     """
     choices = _checked(choices)
-    with tempfile.TemporaryDirectory() as folder, naming_errors(Path(folder)):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        naming_errors(Path(folder)),
+        recorded_calls(choices.join, _convert_calls) as recorded,
+    ):
         sources = _Sources.open(inputs, choices, Path(folder))
         refuse_misfits(choices, sources.opened.logs)
         plans, outcomes = sources.plan(lambda _num_bytes: None)
         rejected = [rejected for planned in plans for rejected in planned.rejected]
         tables = []
-        each = sources.settings(plans)
+        each = sources.settings(plans, recorded)
         for settings, planned in zip(each, plans, strict=True):
             reader = Reader(settings, outcomes, rejected)
             vocab_size = settings.metadata.vocab_size
@@ -209,6 +231,11 @@ def read_log(inputs: PathLike | Sequence[PathLike], choices: Choices | None = No
             sources.fail(rejected, plans)
     table = pa.concat_tables(tables, promote_options="permissive")
     return table.replace_schema_metadata(each[0].metadata.encode("full"))
+
+
+def _convert_calls(log: str, out: str) -> None:
+    """Convert a log of recorded calls, to join it with the log of a harness."""
+    convert(log, out, Choices(on_error="skip"))
 
 
 def _checked(choices: Choices | None) -> Choices:
@@ -275,10 +302,11 @@ class _Sources:
         refuse_nothing(plans, self.opened.inputs)
         return plans, outcomes
 
-    def settings(self, plans: Sequence[Plan]) -> list[Settings]:
+    def settings(self, plans: Sequence[Plan], recorded: Recorded | None) -> list[Settings]:
         """Return the settings for reading the runs of each log."""
         abouts = [planned.about for planned in plans]
-        return settings_of(self.choices, self.opened.logs, abouts, self.spool, self.blobs)
+        logs = self.opened.logs
+        return settings_of(self.choices, logs, abouts, self.spool, self.blobs, recorded)
 
     def fail(
         self, rejected: Iterable[Rejected], plans: Sequence[Plan], num_usable: int = 0
@@ -344,30 +372,6 @@ def _located(rejected: Rejected, spool: Path) -> Rejected:
     return rejected._replace(place=structs.replace(place, path=copy))
 
 
-def _chunks(
-    plans: Sequence[Plan],
-    outcomes: Mapping[Key, Outcome],
-    chunk_bytes: int,
-    metadata: DatasetMetadata,
-    staging: Staging,
-) -> tuple[Part, list[Chunk]]:
-    """Cut the runs into chunks; also return the part of the dataset that all have in common."""
-    parts = [(i, runs) for i, made in enumerate(plans) for runs in chunks(made.runs, chunk_bytes)]
-    every = (run for _, runs in parts for run in runs)
-    facts = [[run.instance_id, run.repetition_id, run.num_bytes] for run in every]
-    whole = Part.of([metadata.made_by, facts], num_parts=len(parts))
-    return whole, [
-        Chunk(
-            part=replace(whole, index=i),
-            runs=runs,
-            outcomes=_outcomes_of(runs, outcomes),
-            out=staging.chunk_path(i),
-            log=log,
-        )
-        for i, (log, runs) in enumerate(parts)
-    ]
-
-
 def _conclude(
     staging: Staging,
     sources: _Sources,
@@ -419,11 +423,6 @@ def _refuse_mixtures(reports: Sequence[Report], logs: Sequence[Log], plans: Sequ
     if len(routings) > 1:
         known, other, *_ = sorted(r for r in routings if r is not None)
         raise other_routing("the logs", other, known)
-
-
-def _outcomes_of(runs: Sequence[Run], outcomes: Mapping[Key, Outcome]) -> dict[Key, Outcome]:
-    keys = ((run.instance_id, run.repetition_id) for run in runs)
-    return {(i, r): outcomes[i, r] for i, r in keys if r is not None and (i, r) in outcomes}
 
 
 def _planned(logs: Sequence[Log], plans: Sequence[Plan]) -> Summary:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rollout_io.conversion.chunk import Chunk
 from rollout_io.conversion.inputs import files_of
 from rollout_io.conversion.rewards import Key, Outcome, by_run
+from rollout_io.conversion.staging import Staging
+from rollout_io.dataset.footer import Part
 from rollout_io.formats.base import About, Found, Input, Rejected, Run
 from rollout_io.formats.detect import empty_file
 from schemas.errors import ConfigError, InputError, InvariantError
+from schemas.metadata import DatasetMetadata
 
 # Size of the log records of one chunk. An interruption loses at most one chunk per worker.
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 32 << 20, 128 << 20
@@ -198,3 +202,32 @@ def _unique(runs: Iterable[Run], first: dict[str, Run], rejected: list[Rejected]
 def _key(run: Run) -> Key:
     assert run.repetition_id is not None
     return run.instance_id, run.repetition_id
+
+
+def chunks_of(
+    plans: Sequence[Plan],
+    outcomes: Mapping[Key, Outcome],
+    chunk_bytes: int,
+    metadata: DatasetMetadata,
+    staging: Staging,
+) -> tuple[Part, list[Chunk]]:
+    """Cut the runs into chunks; also return the part of the dataset that all have in common."""
+    parts = [(i, runs) for i, made in enumerate(plans) for runs in chunks(made.runs, chunk_bytes)]
+    every = (run for _, runs in parts for run in runs)
+    facts = [[run.instance_id, run.repetition_id, run.num_bytes] for run in every]
+    whole = Part.of([metadata.made_by, facts], num_parts=len(parts))
+    return whole, [
+        Chunk(
+            part=replace(whole, index=i),
+            runs=runs,
+            outcomes=_outcomes_of(runs, outcomes),
+            out=staging.chunk_path(i),
+            log=log,
+        )
+        for i, (log, runs) in enumerate(parts)
+    ]
+
+
+def _outcomes_of(runs: Sequence[Run], outcomes: Mapping[Key, Outcome]) -> dict[Key, Outcome]:
+    keys = ((run.instance_id, run.repetition_id) for run in runs)
+    return {(i, r): outcomes[i, r] for i, r in keys if r is not None and (i, r) in outcomes}

@@ -10,9 +10,9 @@ import msgspec
 
 from rollout_io import formats
 from rollout_io.conversion.inputs import DUPLICATE_INPUT
-from rollout_io.conversion.text import NO_TOKENS
+from rollout_io.conversion.text import NO_TOKENS, TextAlone
 from rollout_io.dataset.opening import open_input
-from rollout_io.formats.base import Place, Rejected
+from rollout_io.formats.base import Place, Rejected, Run
 from rollout_io.formats.parsing.jsonl import WrongType
 from rollout_io.formats.parsing.lines import DUPLICATE, INCOMPLETE
 from rollout_io.formats.parsing.naming import natural_key
@@ -39,6 +39,21 @@ def decode(values: dict[str, Any]) -> Rejected:
     path, where, offset, num_bytes = values["place"]
     place = Place(Path(path), where, offset, num_bytes)
     return Rejected(place, errors.decode(values["error"]), values["kind"])
+
+
+def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
+    """Reject all records of a run: the faulty record with `error`, the others as incomplete."""
+    guilty = {place for place in run.places if _is_at(error.where, place)}
+    for place in run.places:
+        if guilty and place not in guilty:
+            got = f"a different record of this run was rejected ({error.rule}: {error.where})"
+            yield Rejected(place, InputError(INCOMPLETE, place.where, got, "", error.hint))
+        else:
+            yield Rejected(place, error, "text" if isinstance(error, TextAlone) else "record")
+
+
+def _is_at(where: str, place: Place) -> bool:
+    return where == place.where or where.startswith(f"{place.where},")
 
 
 def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:

@@ -11,9 +11,10 @@ from rollout_io import __version__
 from rollout_io.configuration import out_of_bounds
 from rollout_io.conversion.chunk import Settings
 from rollout_io.conversion.inputs import digests_of
+from rollout_io.conversion.joining import Recorded, states_of, with_recorded
 from rollout_io.conversion.opened_logs import AUTO, Log, Opened
 from rollout_io.conversion.remote import holds_copies, shown
-from rollout_io.conversion.text import Retokenizer, about_template, retokenizer_of
+from rollout_io.conversion.text import Retokenizer, retokenizer_of
 from rollout_io.dataset.opening import digest_of
 from rollout_io.formats.base import HAS_TEXT, Input, Options
 from rollout_io.formats.parsing.sampling import MODELS
@@ -32,6 +33,8 @@ class Choices(Options):
         tokenizer: Tokenizer to re-tokenize text and to check exact tokens: a local directory, or
             the Hub id of a model in the local Hugging Face cache.
         chat_template: Name or file of the template for re-tokenization; None uses the tokenizer's.
+        join: Dataset or log of the calls that were recorded of the runs, with exact tokens; None if
+            there is none.
         layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
         logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
         on_error: Whether invalid records stop the conversion (`fail`) or are rejected (`skip`).
@@ -45,6 +48,7 @@ class Choices(Options):
     group_by: tuple[str, ...] = ()
     tokenizer: str | None = None
     chat_template: str | None = None
+    join: str | None = None
     layout: Literal["prefix", "full"] = "prefix"
     logprobs_mode: Literal["raw", "processed"] | None = None
     on_error: Literal["fail", "skip"] = "fail"
@@ -66,6 +70,7 @@ def settings_of(
     abouts: Sequence[Mapping[str, Any]],
     spool: Path,
     blobs: str | None = None,
+    recorded: Recorded | None = None,
 ) -> list[Settings]:
     """Return the settings for reading and writing the runs of each log of a dataset.
 
@@ -78,13 +83,14 @@ def settings_of(
         abouts: Facts about each log, by name.
         spool: Directory with copies of remote directories.
         blobs: Directory to store pictures in; None keeps them in the messages.
+        recorded: Recorded calls with the tokens of the logs' answers; None if there are none.
 
     Raises:
         ConfigError: `choices`, `tokenizer`, `chat_template`: an option cannot be used.
     """
     refuse_misfits(choices, logs)
     needs = [
-        log.adapter.is_text and about.get(HAS_TEXT, True)
+        recorded is None and log.adapter.is_text and about.get(HAS_TEXT, True)
         for log, about in zip(logs, abouts, strict=True)
     ]
     found = [
@@ -103,6 +109,8 @@ def settings_of(
         models=tuple(sorted(models)),
         chat_template_fingerprint=templates.pop() if len(templates) == 1 else None,
     )
+    if recorded is not None:
+        metadata = with_recorded(metadata, recorded.path)
     for log, about in zip(logs, facts, strict=True):
         metadata = metadata.made(
             "convert",
@@ -110,6 +118,7 @@ def settings_of(
             format=log.format,
             inputs=[given.name for given in log.inputs],
             rewards=choices.rewards and shown(choices.rewards),
+            **({} if choices.join is None else {"join": shown(choices.join)}),
             **{name: value for name, value in about.items() if name not in {MODELS, HAS_TEXT}},
         )
     is_verified = metadata.tokenizer_fingerprint is not None
@@ -124,10 +133,25 @@ def settings_of(
             metadata=metadata,
             spool=spool if holds_copies(spool) else None,
             blobs=blobs,
+            recorded=recorded,
             strict=choices.strict,
         )
         for log, retokenizer in zip(logs, retokenizers, strict=True)
     ]
+
+
+def about_template(retokenizer: Retokenizer | None) -> dict[str, str]:
+    """Describe the text that a chat template adds to prompts, for the dataset's history."""
+    if retokenizer is None:
+        return {}
+    always, alone = (retokenizer.tokenizer.added_text(system=system) for system in (True, False))
+    if always:
+        return {"template_text": f"the chat template adds to every prompt: {always!r}"}
+    if alone:
+        return {
+            "template_text": f"the chat template adds to prompts without a system message: {alone!r}"
+        }
+    return {}
 
 
 def _with_template(
@@ -168,6 +192,7 @@ def identity_of(
         "chunk_bytes": chunk_bytes,
         "inputs": [[file.name, digests_of(file)] for file in files],
         "tokenizer": [digests_of(file) for file in _tokenizer_files(choices)],
+        "join": None if choices.join is None else states_of(choices.join),
         "unused": [[r.place.where, digest_of(r.place.path)] for r in opened.unused],
     }
 

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from rollout_io.conversion.images import MEDIA_ROWS, images_of, with_images
+from rollout_io.conversion.joining import Recorded
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory
 from rollout_io.formats.parsing.media import restored
@@ -208,22 +209,11 @@ def retokenizer_of(
     return made, metadata
 
 
-def about_template(retokenizer: Retokenizer | None) -> dict[str, str]:
-    """Describe the text that a chat template adds to prompts, for the dataset's history."""
-    if retokenizer is None:
-        return {}
-    always, alone = (retokenizer.tokenizer.added_text(system=system) for system in (True, False))
-    if always:
-        return {"template_text": f"the chat template adds to every prompt: {always!r}"}
-    if alone:
-        return {
-            "template_text": f"the chat template adds to prompts without a system message: {alone!r}"
-        }
-    return {}
-
-
 def with_tokens(
-    trajectory: Trajectory, retokenizer: Retokenizer | None, tokenizer: str | None = None
+    trajectory: Trajectory,
+    retokenizer: Retokenizer | None,
+    tokenizer: str | None = None,
+    recorded: Recorded | None = None,
 ) -> list[Step]:
     """Return the steps of a trajectory; conversations and completions are re-tokenized.
 
@@ -231,11 +221,14 @@ def with_tokens(
         trajectory: The trajectory.
         retokenizer: Tokenizer and template; None if the log must have token ids.
         tokenizer: Directory of the tokenizer of exact ids; None if it is unknown.
+        recorded: Recorded calls, which have the tokens of the answers; None if there are none.
 
     Raises:
         InputError: `no_token_ids`: there is text but no re-tokenizer; `no_calls`: see `with_answers`.
         InvariantError: `response_in_prompt`: see `with_answers`.
     """
+    if recorded is not None:
+        return recorded.joined(trajectory, with_answers(trajectory))
     steps = []
     for step in with_answers(trajectory):
         if isinstance(step, Step):
