@@ -33,6 +33,7 @@ from schemas.errors import ConfigError, InputError
 from schemas.types import PREFIX_TYPES
 
 Label = str | float | None
+_MOST_BYTES = 32 << 20
 
 
 class Dataset:
@@ -150,7 +151,9 @@ class Dataset:
         return self.reader.rows(begin + step_index, begin + step_index + 1, names)
 
     def picture(self, name: str) -> str | None:
-        """Return a picture of the dataset's store as a data URL; None if it is no picture, or missing.
+        """Return a picture of the dataset's store as a data URL.
+
+        None if it is no picture, missing, changed, or larger than 32 MiB.
 
         Args:
             name: Reference to the picture, as in the column `images`.
@@ -158,7 +161,10 @@ class Dataset:
         for store in self._stores:
             path = store.files.get(name)
             media_type = None if path is None else MEDIA_TYPES.get(Path(path).suffix)
-            content = store.read(name) if str(media_type).startswith("image/") else None
+            if path is None or media_type is None or not media_type.startswith("image/"):
+                continue
+            is_short = store.folder.fs.size(path) <= _MOST_BYTES
+            content = store.read(name) if is_short else None
             if content is not None:
                 return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
         return None

@@ -27,7 +27,6 @@ from rollout_io.dataset.prefix_layout import trajectory_starts
 from rollout_io.dataset.reader import RowReader, iter_tables, read_metadata
 from rollout_io.dataset.storage import SHARD_SUFFIX, Location, find_shards
 from rollout_io.formats.base import Conversation, Logged, Step, Trajectory
-from rollout_io.formats.parsing.content import canonical_json
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.notes import note
 from schemas.columns import JOINED
@@ -85,9 +84,10 @@ class _Answer(NamedTuple):
 
     def is_said_by(self, call: _Call) -> bool:
         """True if a recorded call has this text; it may begin with reasoning that the log lacks."""
-        return call.text.endswith(self.text) and (
-            not self.thought or call.text in {self.text, self.thought + self.text}
-        )
+        if not call.text.endswith(self.text):
+            return False
+        before = call.text[: len(call.text) - len(self.text)]
+        return not self.thought or not before or self.thought in before
 
 
 @dataclass(slots=True)
@@ -275,10 +275,29 @@ def _split(response: str) -> tuple[str, str]:
 
 
 def _spelled(calls: Sequence[tuple[Any, Any]]) -> str:
-    """Return calls as text: names and arguments, in their order."""
-    texts = [a if isinstance(a, str) else json.dumps(a) for _, a in calls]
-    named = [[str(n), canonical_json(t or "{}")] for (n, _), t in zip(calls, texts, strict=True)]
-    return json.dumps(named) if named else ""
+    """Return calls as text: names and arguments, in their order.
+
+    Harnesses write arguments anew: 1.0 may become 1, and keys may have another order.
+    """
+    named = [[str(name), _value(arguments)] for name, arguments in calls]
+    return json.dumps(named, sort_keys=True) if named else ""
+
+
+def _value(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            return _number(json.loads(arguments or "{}"))
+        except (ValueError, RecursionError):
+            return _plain(arguments)
+    return _number(arguments)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    return {k: _number(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _plain(text: str) -> str:

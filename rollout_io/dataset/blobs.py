@@ -173,12 +173,13 @@ class Blobs:
         self.files[PREFIX + posixpath.basename(final.path).partition(".")[0]] = final.path
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if the store lacks it."""
+        """Return the content of a file; None if the store lacks it, or if it was changed."""
         path = self.files.get(name)
         if path is None:
             return None
         with self.folder.fs.open(path, "rb") as file:
-            return bytes(file.read())
+            content = bytes(file.read())
+        return content if PREFIX + hashlib.sha256(content).hexdigest() == name else None
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, and the directory if it is then empty."""

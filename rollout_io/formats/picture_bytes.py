@@ -45,7 +45,7 @@ class PictureBytes:
         """Return the JSON of messages with the bytes of all pictures.
 
         Raises:
-            InvariantError: `image_reference`: a picture is missing.
+            InvariantError: `image_reference`: a picture is missing or was changed.
         """
         if text is None or '"blob"' not in text:
             return text
@@ -68,7 +68,10 @@ class PictureBytes:
         store = next((store for store in self._stores if name in store.files), None)
         content = None if store is None else store.read(name)
         if content is None:
-            got, hint = f"the file {name} is missing", f"move DS{SUFFIX} together with DS"
+            got, hint = (
+                f"the file {name} is missing or was changed",
+                f"move DS{SUFFIX} together with DS",
+            )
             raise InvariantError(RULE, str(self._dataset), got, "", hint)
         kind, data = part["type"], base64.b64encode(content).decode()
         mime = part.get("media_type") or MEDIA_TYPES.get(extension_of(content))

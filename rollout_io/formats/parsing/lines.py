@@ -53,7 +53,7 @@ def read_record(place: Place) -> bytes:
         got = "the file shrank while it was being read"
         hint = "convert the log after its writer has finished"
         raise InputError("input_file", place.where, got, hint=hint)
-    return slimmed(content)
+    return slimmed(content, place.path.parent)
 
 
 class _Descriptor:

@@ -62,6 +62,7 @@ _LONG = re.compile(
     rb'("(?:url|image_url|image|data|file_data|base64)"\s*:\s*"(?:data:[\w.+/-]+;base64,)?)'
     rb'([A-Za-z0-9+/]{1024,}={0,2})"'
 )
+_FOLDER: ContextVar[Path] = ContextVar("folder", default=Path())
 _STORE: ContextVar[Store | None] = ContextVar("store", default=None)
 _NAMES = ("title", "filename", "name", "displayName")
 
@@ -154,7 +155,7 @@ def _content_of(source: Mapping[str, Any]) -> bytes | None:
 def _file(path: str) -> bytes | None:
     """Return the content of a local file that has one of the known media types."""
     try:
-        descriptor = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(_FOLDER.get() / Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError, RuntimeError):
         return None
     with os.fdopen(descriptor, "rb") as file:
@@ -187,13 +188,19 @@ def storing(store: Store) -> Iterator[None]:
         _STORE.reset(token)
 
 
-def slimmed(record: bytes) -> bytes:
+def slimmed(record: bytes, folder: Path) -> bytes:
     """Return the JSON of a record with the pictures in the store, each replaced by a short text.
 
     Decoders of records then need no memory for pictures. Where such a text is not in a part that is a
     picture, `restored` puts the base64 back.
+
+    Args:
+        record: The record.
+        folder: Directory of its log, from which relative paths of pictures start.
     """
     store = _STORE.get()
+    if store is not None:
+        _FOLDER.set(folder)
     if store is None or b"base64" not in record:
         return record
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import rollout_io
+import rollout_io.formats.exports
 from pipelines.view.app import Bundle
 from pipelines.view.export import export, key_of
 from tests.helpers.conversion_helpers import write
@@ -78,3 +79,11 @@ def test_a_report_has_each_picture_once(dataset, tmp_path):
     export(Asked(dataset).sources, bundle, str(out), where=None, limit=5)
     key = key_of("/api/datasets/d0/picture", blob=BLOB)
     assert json.loads(answers_in(out)[key]) == {"url": URL}
+
+
+def test_a_picture_that_was_changed_is_not_shown(dataset, tmp_path):
+    rollout_io.formats.exports.export(dataset, tmp_path / "ds", "parquet")
+    (tmp_path / "ds.blobs" / f"{BLOB[7:]}.png").unlink()
+    (tmp_path / "ds.blobs" / f"{BLOB[7:]}.png").symlink_to("/etc/hostname")
+    ask = Asked(tmp_path / "ds")
+    assert ask("/api/datasets/d0/picture", blob=BLOB) == {"url": None}

@@ -154,7 +154,7 @@ def test_what_the_log_does_not_have_is_kept_as_it_is_and_counted(tmp_path, choic
     there, text = tmp_path / "there.png", tmp_path / "secret.txt"
     there.write_bytes(ONE)
     text.write_text("no picture")
-    urls = ["https://example.com/a.png", str(there), (tmp_path / "gone.png").as_uri(), str(text)]
+    urls = ["https://example.com/a.png", "there.png", (tmp_path / "gone.png").as_uri(), str(text)]
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     parts.append({"type": "input_image", "file_id": "file-1"})
     parts.append({"type": "image", "source": {"type": "base64", "data": "not base64!"}})
@@ -167,6 +167,17 @@ def test_what_the_log_does_not_have_is_kept_as_it_is_and_counted(tmp_path, choic
     assert counts["that only the API has, u"] == 1
     assert counts["with invalid base64, kep"] == 1
     assert list(stored(tmp_path / "ds").values()) == [ONE]
+
+
+@pytest.mark.model
+def test_a_file_is_found_by_its_path_or_its_url(tmp_path, choices):
+    there = tmp_path / "there.png"
+    there.write_bytes(ONE)
+    for number, url in enumerate((str(there), there.as_uri(), "./there.png")):
+        part = {"type": "image_url", "image_url": {"url": url}}
+        log = write(tmp_path / f"{number}.jsonl", {"messages": chat(part)})
+        rollout_io.convert([log], tmp_path / f"ds{number}", choices)
+        assert blobs_of(tmp_path / f"ds{number}") == [[name_of(ONE)]]
 
 
 @pytest.mark.model

@@ -221,3 +221,18 @@ def test_pictures_of_recorded_calls_come_along(tmp_path):
     assert images == [[{"blob": name_of(ONE), "position": None}]]
     assert list(stored(tmp_path / "ds").values()) == [ONE]
     assert rollout_io.check(tmp_path / "ds").is_empty()
+
+
+def test_what_a_harness_writes_differently_is_still_the_same_answer(tmp_path):
+    session = Session("s")
+    session.ask("Add.")
+    session.answer("Sum:", ("add", {"b": 1, "a": [2, "\u00e9"]}))
+    session.answer("3")
+    first, second = (call["response"]["choices"][0]["message"] for call in session.calls)
+    first["tool_calls"][0]["function"]["arguments"] = '{"a": [2.0, "\\u00e9"], "b": 1.0}'
+    second["content"] = "<think>\nTwo and one.\n</think>\n\n3"
+    said = session.log[-1]["message"]
+    said["content"] = [{"type": "thinking", "thinking": "Two and one."}, *said["content"]]
+    logs, calls = saved(tmp_path, session)
+    rollout_io.convert([logs], tmp_path / "ds", Choices(join=str(calls)))
+    assert ids(rollout_io.read(tmp_path / "ds")) == [1, 2]
