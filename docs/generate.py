@@ -102,6 +102,13 @@ of a shard also stores a digest of its schema, metadata and row counts, and its 
 a footer, a missing shard, and a shard of a different dataset under the same name are therefore detected (`readable_file`,
 `shards_complete`). Shards written by `record`, `generate` and `rl` are independent: any of them may be removed.
 
+Pictures, documents and recordings are files in the directory `DS.blobs` beside the dataset, named by the SHA-256 of their
+content. A file is complete before a shard refers to it. Verbs that write a new dataset link or copy the files that its rows
+refer to, and check their content. In Python, `RolloutWriter(OUT, parents=[DS])` does the same. Move and copy `DS.blobs`
+together with `DS`: `rollouts validate` reports every row whose files are missing or were changed (`image_reference`).
+`export` to `hf` and `parquet` writes the directory too; `trl`, `verl` and `slime` get the bytes in the messages, as data
+URLs; `skyrl` has no messages.
+
 A directory of directories named `COLUMN=VALUE` (Hive partitions, such as `DS/run=a/part-00000.parquet`) is also a dataset:
 every verb reads `run` as a column, and writes it as an ordinary column. Its values are integers if all of them are written as
 integers without leading zeros, and strings otherwise; a column of the table above keeps its type. A file that has the column
