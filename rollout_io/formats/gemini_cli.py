@@ -28,7 +28,7 @@ import msgspec
 
 from rollout_io.formats.contents import SELF, Contents
 from rollout_io.formats.dialects import gemini
-from rollout_io.formats.dialects.gemini import Part, Parts, answer_text, joined_content, parts_in
+from rollout_io.formats.dialects.gemini import Part, Parts, joined_content, parts_in, result_content
 from rollout_io.formats.parsing.content import NO_JSON, Message, joined, json_text, tool_call
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.lines import Record
@@ -205,7 +205,7 @@ def _text(parts: Parts, where: str) -> str | list[Message]:
 
 def _part_content(part: Part, where: str) -> str | list[Message]:
     if part.function_response is not None:
-        return answer_text(part.function_response.response, where)
+        return result_content(part.function_response, where)
     data = part.inline_data or part.file_data
     if data is not None or part.text is None:
         return [part_of_data(data or {}) or {"type": "data"}]

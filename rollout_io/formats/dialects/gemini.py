@@ -218,13 +218,17 @@ def _result(response: _Response, waiting: list[tuple[str, str]], where: str) -> 
     )
     if call is not None:
         waiting.remove(call)
-    text: str | list[Message] = answer_text(response.response, where)
-    media = [
-        part_of_data(p.get("inlineData") or p.get("fileData") or {}) for p in response.parts or ()
-    ]
-    content = joined_content([text, [part for part in media if part is not None]])
+    content = result_content(response, where)
     call_id = response.id or (call and call[0])
     return known({"role": "tool", "content": content, "tool_call_id": call_id})
+
+
+def result_content(response: _Response, where: str) -> str | list[Message]:
+    """Return the text of a function's response; with its pictures, the result is a list of parts."""
+    text: str | list[Message] = answer_text(response.response, where)
+    data = [p.get("inlineData") or p.get("fileData") or {} for p in response.parts or ()]
+    media = [part_of_data(each) for each in data]
+    return joined_content([text, [part for part in media if part is not None]])
 
 
 def answer_text(raw: msgspec.Raw, where: str) -> str:

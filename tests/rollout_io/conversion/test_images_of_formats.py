@@ -62,7 +62,9 @@ def _codex_cli():
 
 def _gemini_cli():
     inline = {"inlineData": {"mimeType": "image/png", "data": DATA}}
-    call = {"id": "c", "name": "shot", "args": {}, "result": [{"text": "shot"}, inline]}
+    response = {"id": "c", "name": "shot", "response": {"output": "shot"}, "parts": [inline]}
+    result = [{"functionResponse": response}]
+    call = {"id": "c", "name": "shot", "args": {}, "result": result}
     messages = [
         {"id": "1", "type": "user", "content": [{"text": "See."}, inline]},
         {"id": "2", "type": "gemini", "content": "", "toolCalls": [call]},
