@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from schemas.errors import InputError, RolloutError
 
 Headers = Sequence[tuple[bytes, bytes]]
-Refuse = Callable[[RolloutError], Response]
+Refuse = Callable[[RolloutError, str], Response]
+"""Builds the response to an error of a request to a path."""
 T = TypeVar("T")
 
 BODY_TIMEOUT_S = 60.0
@@ -62,16 +63,25 @@ def status_of(error: RolloutError) -> int:
     return STATUS.get(error.rule, 400)
 
 
+def message_of(error: RolloutError) -> str:
+    """Return the message of an error for a client, with its hint."""
+    return f"{error} Hint: {error.hint}" if error.hint else str(error)
+
+
 def error_body(error: RolloutError) -> bytes:
     """Encode an error in the format of OpenAI's API."""
-    hint = f" Hint: {error.hint}" if error.hint else ""
-    fields = {"message": f"{error}{hint}", "type": error.rule, "code": status_of(error)}
+    fields = {"message": message_of(error), "type": error.rule, "code": status_of(error)}
     return msgspec.json.encode({"error": {**fields, "param": None}})
 
 
-def error_response(error: RolloutError) -> Response:
-    """Respond with an error in the format of OpenAI's API."""
+def error_response(error: RolloutError, path: str = "") -> Response:  # noqa: ARG001
+    """Respond with an error in the format of OpenAI's API, whatever the path."""
     return Response(error_body(error), status_of(error), media_type=JSON)
+
+
+def error_event(error: RolloutError) -> bytes:
+    """Return the event that ends a stream of OpenAI's API with an error."""
+    return b"data: " + error_body(error) + b"\n\n"
 
 
 def application(
@@ -93,20 +103,21 @@ def application(
     """
     known = ", ".join(available)
 
-    async def refused(_: Request, error: Exception) -> Response:
+    async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RolloutError)
-        return refuse(error)
+        return refuse(error, request.scope["path"])
 
     async def unknown_path(request: Request, _: Exception) -> Response:
         got = f"unknown path; available: {known}" if known else "unknown path"
-        return refuse(InputError("no_such_path", request.scope["path"], got, hint=hint))
+        path = request.scope["path"]
+        return refuse(InputError("no_such_path", path, got, hint=hint), path)
 
     async def wrong_method(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         where, method = request.scope["path"], request.method
         allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         message = f"{where}: method {method} is not allowed; use {allowed}"
-        response = refuse(InputError("method", where, method, allowed, message=message))
+        response = refuse(InputError("method", where, method, allowed, message=message), where)
         response.headers["allow"] = allowed
         return response
 
@@ -224,11 +235,15 @@ class WorkingResponse(Response):
     Args:
         work: Sends the response. An error that it raises becomes the response, or the last event
             of a stream that has begun.
-        refuse: Builds the response to an error.
+        last_event: Builds that event.
     """
 
-    def __init__(self, work: Callable[[Reply], Awaitable[None]], refuse: Refuse) -> None:
-        self._work, self._refuse = work, refuse
+    def __init__(
+        self,
+        work: Callable[[Reply], Awaitable[None]],
+        last_event: Callable[[RolloutError], bytes] = error_event,
+    ) -> None:
+        self._work, self._last_event = work, last_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Run the work."""
@@ -240,4 +255,4 @@ class WorkingResponse(Response):
         except RolloutError as error:
             if not reply.status:
                 raise
-            await reply.finish(b"data: " + bytes(self._refuse(error).body) + b"\n\n")
+            await reply.finish(self._last_event(error))

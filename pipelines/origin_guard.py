@@ -70,7 +70,7 @@ class Guard:
         try:
             self.check(scope)
         except RolloutError as error:
-            response = self._refuse(error)
+            response = self._refuse(error, scope.get("path", ""))
             if scope["type"] == "http":
                 await response(scope, receive, send)
             else:

@@ -117,10 +117,10 @@ class EngineApp:
         """Handle one request."""
         await self._app(scope, receive, send)
 
-    def _refuse(self, error: RolloutError) -> Response:
+    def _refuse(self, error: RolloutError, path: str) -> Response:
         if error.rule in ENDS_THE_RUN:
             self.failure = error
-        return error_response(error)
+        return error_response(error, path)
 
     async def _models(self, _: Request) -> Response:
         return models_response(self._name)

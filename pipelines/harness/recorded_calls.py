@@ -47,19 +47,27 @@ from pipelines.http_app import (
     Reply,
     WorkingResponse,
     application,
-    error_response,
     raw_path,
     read_body,
 )
 from pipelines.http_server import answering, listen
 from pipelines.origin_guard import Guard, is_loopback
-from pipelines.record.engine_requests import MODEL_APIS, Asked, Fields, Kind, read_request
+from pipelines.record.dialects.base import DialectCall
+from pipelines.record.engine_requests import MODEL_APIS, Asked, Fields, Kind, ModelApi, read_request
 from pipelines.record.model_call import Call
 from pipelines.record.recorder import Recorder, losses_of
 from pipelines.record.sessions import Session
 from pipelines.record.settings import RecordSettings
 from pipelines.record.shards import ended_of, settle
-from pipelines.record.targets import api_key_of, target_of
+from pipelines.record.spoken import (
+    CHAT_PATH,
+    count_tokens,
+    engine_headers,
+    last_event,
+    refusal,
+    spoken_call,
+)
+from pipelines.record.targets import api_key_of, target_of, without_key
 from pipelines.record.upstreams import MODELS, Upstreams, engine_response, models_response
 from rollout_io.conversion.rewards import Outcome
 from rollout_io.formats.base import Step
@@ -141,12 +149,10 @@ class Calls:
         self._recorder, self._upstreams, self._engine = recorder, upstreams, engine
         self._vocab_size, self._turn = vocab_size, turn
         self._open: dict[str, OpenTrajectory] = {}
-        calls = [
-            Route(api.path, partial(self._call, api.kind), methods=["POST"]) for api in MODEL_APIS
-        ]
+        calls = [Route(api.path, partial(self._call, api), methods=["POST"]) for api in MODEL_APIS]
         self._routes = Router([*calls, Route(MODELS, self._models)], redirect_slashes=False)
         self._app = application(
-            *([], error_response),
+            *([], refusal),
             default=self._of_trajectory,
             available=[*(api.path for api in MODEL_APIS), MODELS],
         )
@@ -202,7 +208,7 @@ class Calls:
         self._check_token(headers, path, opened)
         if opened is None:
             raise InputError("no_session", path, "no running trajectory has this URL")
-        headers.pop("authorization", None)
+        headers = without_key(headers)
         state = {"trajectory": opened, "agent": target.agent, "headers": headers}
         await self._routes({**scope, "path": target.rest, "state": state}, receive, send)
 
@@ -230,9 +236,13 @@ class Calls:
             hint = "send the endpoint's api_key (OPENAI_API_KEY) as `Authorization: Bearer`"
             raise InputError("endpoint_token", path, got, hint=hint)
 
-    async def _call(self, kind: Kind, request: Request) -> Response:
+    async def _call(self, api: ModelApi, request: Request) -> Response:
         opened: OpenTrajectory = request.state.trajectory
         body = await read_body(request, self._recorder.settings.max_request_bytes)
+        spoken = spoken_call(api, body, request)
+        if spoken is not None and api.is_count:
+            model = (await self._upstreams.model()).id
+            return await count_tokens(spoken, self._upstreams, request.state.headers, model)
 
         async def run(reply: Reply) -> None:
             if self._open.get(opened.session.name) is not opened:
@@ -241,30 +251,40 @@ class Calls:
             assert running is not None
             opened.running.add(running)
             try:
-                await self._in_turn(kind, request, opened, body, reply)
+                await self._in_turn(api, request, spoken, body, reply)
             finally:
                 opened.running.discard(running)
 
-        return WorkingResponse(run, error_response)
+        return WorkingResponse(run, partial(last_event, api))
 
     async def _in_turn(
-        self, kind: Kind, request: Request, opened: OpenTrajectory, body: bytes, reply: Reply
+        self,
+        api: ModelApi,
+        request: Request,
+        spoken: DialectCall | None,
+        body: bytes,
+        reply: Reply,
     ) -> None:
         """Wait for the call's turn on the engine, and serve it with the current weights."""
+        opened: OpenTrajectory = request.state.trajectory
+        path, headers = request.scope["path"], request.state.headers
+        if spoken is not None:
+            path, body = CHAT_PATH, msgspec.json.encode(spoken.chat)
+            headers = engine_headers(headers)
         async with self._turn():
             await self._upstreams.model()  # caches it, so that the code below does not wait
             self._recorder.policy_version = self._engine.policy_version
-            path = request.scope["path"]
             call = Call(
                 recorder=self._recorder,
                 upstreams=self._upstreams,
                 reply=reply,
-                headers=request.state.headers,
+                headers=headers,
                 path=path,
-                asked=await self._asked(kind, path, body, opened),
+                asked=await self._asked(api.kind, path, body, opened),
                 body=body,
                 session=opened.session,
                 agent=request.state.agent,
+                dialect=spoken,
             )
             try:
                 await call.run()
@@ -361,7 +381,7 @@ async def answering_at(app: ASGIApp, host: str = _LOOPBACK, port: int = 0) -> As
     """
     host = host.strip("[]")
     with listen(host, port) as listener:
-        async with answering(Guard(app, host, error_response), listener, stop_s=_STOP_S):
+        async with answering(Guard(app, host, refusal), listener, stop_s=_STOP_S):
             name = _own_address(listener.family) if host in _WILDCARDS else host
             shown = f"[{name}]" if ":" in name else name
             yield f"http://{shown}:{listener.getsockname()[1]}"

@@ -41,18 +41,34 @@ from pipelines.http_app import (
     Reply,
     WorkingResponse,
     application,
-    error_response,
     json_response,
     raw_path,
     read_body,
 )
-from pipelines.record.engine_requests import MODEL_APIS, Kind, read_request
+from pipelines.record.engine_requests import MODEL_APIS, ModelApi, read_request
 from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.model_call import Call
 from pipelines.record.openapi import OF_SESSION, Name, Operation, Repetition, description
 from pipelines.record.recorder import Recorder
 from pipelines.record.recorder_metrics import CONTENT_TYPE
-from pipelines.record.targets import Target, api_key_of, is_session_key, key_of, path_of, target_of
+from pipelines.record.spoken import (
+    CHAT_PATH,
+    count_tokens,
+    engine_headers,
+    last_event,
+    refusal,
+    spoken_call,
+)
+from pipelines.record.targets import (
+    Target,
+    api_key_of,
+    is_session_key,
+    key_of,
+    path_of,
+    session_in,
+    target_of,
+    without_key,
+)
 from pipelines.record.upstreams import MODELS, Upstreams, engine_response
 from pipelines.sampling_defaults import request_defaults
 from rollout_io.formats.parsing.jsonl import decode_line
@@ -141,7 +157,7 @@ class App:
             post("/policy_version", self._version, "Set the version.", version, version),
         ]
         of_sessions = [
-            *(calls(a.path, partial(self._call, a.kind), a.summary, a.body) for a in MODEL_APIS),
+            *(calls(a.path, partial(self._call, a), a.summary, a.body) for a in MODEL_APIS),
             get(MODELS, self._models, "List the engine's models."),
             get(MODELS + "/{model:path}", self._models, "Describe a model.", prefixes=()),
             post("/end", self._end, "End a session.", Outcome, prefixes=here),
@@ -154,9 +170,9 @@ class App:
         # Routes see the path as received: decoded, the session math%2F12/3 would have three parts.
         await self._app({**scope, "path": raw_path(scope)}, receive, send)
 
-    def _refuse(self, error: RolloutError) -> Response:
+    def _refuse(self, error: RolloutError, path: str) -> Response:
         self.recorder.metrics.refused.inc()
-        return error_response(error)
+        return refusal(error, path)
 
     async def _with_session(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the key of a request, and route it by the path that follows its session."""
@@ -167,7 +183,7 @@ class App:
         if admin is not None and not is_admin:
             _check_key(admin, target, scope["path"])
         if is_admin or is_session_key(headers):
-            headers.pop("authorization", None)  # a key for the recorder is none for the engine
+            headers = without_key(headers)  # a key for the recorder is none for the engine
         state = {"target": target, "headers": headers}
         inner = {**scope, "path": target.rest or "/", "state": state}
         await self._in_session(inner, receive, send)
@@ -179,27 +195,39 @@ class App:
             got = "the admin key is missing or wrong"
             raise InputError("admin_key", request.scope["path"], got, hint=hint)
 
-    async def _call(self, kind: Kind, request: Request) -> Response:
+    async def _call(self, api: ModelApi, request: Request) -> Response:
         settings, target, path = self.recorder.settings, request.state.target, request.scope["path"]
-        if target.session is None and settings.unassigned == "refuse":
+        headers = request.state.headers
+        body = await read_body(request, settings.max_request_bytes)
+        spoken, names = spoken_call(api, body, request), await self._models_named()
+        if spoken is not None and api.is_count:
+            model = names[1] if names is not None and spoken.model == names[0] else None
+            return await count_tokens(spoken, self.upstreams, headers, model)
+        own = session_in(headers, None if spoken is None else spoken.session)
+        name = target.session or own
+        if name is None and settings.unassigned == "refuse":
             hint = f"use the base URL {self.url}/s/INSTANCE/REPETITION/v1"
             raise InputError("no_session", path, "the request names no session", hint=hint)
-        body = await read_body(request, settings.max_request_bytes)
-        asked = read_request(kind, body, await self._models_named(), self._defaults)
+        if spoken is not None:
+            path, body = CHAT_PATH, msgspec.json.encode(spoken.chat)
+            headers = engine_headers(headers)
+        asked = read_request(api.kind, body, names, self._defaults)
 
         async def run(reply: Reply) -> None:
-            session = self.recorder.session_for(target.session)
+            session = self.recorder.session_for(name)
+            session.is_of_harness |= target.session is None
             call = Call(
                 recorder=self.recorder,
                 upstreams=self.upstreams,
                 reply=reply,
-                headers=request.state.headers,
+                headers=headers,
                 path=path,
                 asked=asked,
                 body=body,
                 session=session,
                 agent=target.agent,
                 exact=self.exact,
+                dialect=spoken,
             )
             self.recorder.metrics.under_way.inc()
             try:
@@ -207,10 +235,14 @@ class App:
                     await call.run()
             finally:
                 self.recorder.metrics.under_way.dec()
-                if target.session is None:
+                if name is None:
                     await self.recorder.end_unassigned(session)
 
-        return WorkingResponse(run, self._refuse)
+        def refused(error: RolloutError) -> bytes:
+            self.recorder.metrics.refused.inc()
+            return last_event(api, error)
+
+        return WorkingResponse(run, refused)
 
     async def _models_named(self) -> tuple[str, str] | None:
         """Return the model's names for clients and for engines; None if no name is configured."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ANSWER_SIZE, ANSWER_ENCODING, REDIRECT = "answer_size", "answer_encoding", "engine_redirect"
 ANSWER_STATUS = "answer_status"
 REFUSED_ANSWERS = frozenset({ANSWER_SIZE, ANSWER_ENCODING, REDIRECT, ANSWER_STATUS})
-MOST_EVENTS, MOST_ITEMS = 1 << 20, 4096
+MOST_EVENTS, MOST_ITEMS, MOST_VALUES = 1 << 20, 4096, 1 << 21
 
 _LARGE_BYTES, _OTHER_BYTES = 1 << 20, 4 << 20
 # Above _LARGE_BYTES, fields other than the known long ones may take at most _OTHER_BYTES.
@@ -126,6 +126,17 @@ def check_request(body: bytes) -> None:
         return
     if _num_other(body, _LARGE_REQUEST.decode(body)) > _OTHER_BYTES:
         got = f"fields other than messages, prompt and tools exceed {_OTHER_BYTES:,} bytes"
+        raise InputError("request_size", "request", got)
+
+
+def check_density(body: bytes) -> None:
+    """Reject a request that is mostly punctuation, before all of it is decoded.
+
+    Raises:
+        InputError: `request_size`: the request has too many lists, objects and items.
+    """
+    if len(body) > _LARGE_BYTES and sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        got = f"more than {MOST_VALUES:,} values"
         raise InputError("request_size", "request", got)
 
 

@@ -9,24 +9,19 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from pipelines.record.bounds import check_request, num_prompts
+from pipelines.record.dialects.anthropic import MessagesCall, MessagesShape
+from pipelines.record.dialects.base import DialectCall, PlainMessage
 from pipelines.record.secrets import without_secrets
 
 Fields = dict[str, msgspec.Raw]
 Kind = Literal["chat", "text"]
 
 
-class Message(msgspec.Struct):
-    """A message of a chat."""
-
-    role: str
-    content: str = ""
-
-
 class ChatRequest(msgspec.Struct):
     """The fields of a chat completion that most clients send; engines know more."""
 
     model: str
-    messages: list[Message]
+    messages: list[PlainMessage]
     stream: bool = False
     n: Annotated[int, msgspec.Meta(ge=1, le=4)] = 1
     logprobs: bool = False
@@ -48,17 +43,29 @@ class ModelApi(NamedTuple):
         kind: How its requests and responses are read.
         summary: One line for the API description.
         body: Shape of a request, for the API description.
+        dialect: Translator of its requests to chat completions; None if it needs none.
+        is_count: True if it returns the length of a prompt, without a call.
     """
 
     path: str
     kind: Kind
     summary: str
     body: type[msgspec.Struct]
+    dialect: type[DialectCall] | None = None
+    is_count: bool = False
 
 
 MODEL_APIS = (
     ModelApi("/v1/chat/completions", "chat", "Create and record a chat completion.", ChatRequest),
     ModelApi("/v1/completions", "text", "Create and record a text completion.", TextRequest),
+    ModelApi(
+        *("/v1/messages", "chat", "Create and record a message (Anthropic's API)."),
+        *(MessagesShape, MessagesCall),
+    ),
+    ModelApi(
+        *("/v1/messages/count_tokens", "chat", "Count the tokens of a prompt (Anthropic's API)."),
+        *(MessagesShape, MessagesCall, True),
+    ),
 )
 """The APIs that `rollouts record` and the endpoint of harnesses serve; a line adds one."""
 

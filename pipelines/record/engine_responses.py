@@ -17,6 +17,7 @@ _ANSWER = msgspec.json.Decoder(Fields)
 _CHOICES = msgspec.json.Decoder(list[Fields] | None)
 _EMPTY_DELTA = msgspec.Raw(b"{}")
 _NO_TOKENS = (NULL, msgspec.Raw(b"[]"))
+_PROMPT = "prompt_token_ids"
 _ENCODER = msgspec.json.Encoder()
 
 DONE = b"[DONE]"
@@ -76,6 +77,12 @@ class Answer:
     def finished(self) -> list[int]:
         """Return the indices of the choices that end in this response or chunk."""
         return [_index(c) for c in self.choices if c.get("finish_reason", NULL) != NULL]
+
+    def num_prompt(self) -> int:
+        """Return the length of the prompt, if the response or chunk has its ids; else 0."""
+        holders = [self.fields, *self.choices]
+        raw = next((bytes(h[_PROMPT]) for h in holders if h.get(_PROMPT, NULL) != NULL), b"")
+        return raw.count(b",") + 1 if raw not in (b"", b"[]") else 0
 
     def sampled(self) -> list[int]:
         """Return the indices of the choices that have tokens in this response or chunk."""
@@ -156,6 +163,7 @@ class StreamedCall:
 
     Attributes:
         is_done: True once the engine has marked the end of the stream.
+        num_prompt: Length of the prompt; 0 while it is unknown.
     """
 
     def __init__(self, asked: Asked, show: Callable[[Answer], bytes | None]) -> None:
@@ -165,7 +173,7 @@ class StreamedCall:
         self._num_events = 0
         self._finished: set[int] = set()
         self._sampled: set[int] = set()
-        self.is_done = False
+        self.is_done, self.num_prompt = False, 0
 
     @property
     def is_whole(self) -> bool:
@@ -182,7 +190,7 @@ class StreamedCall:
         if self._num_events > MOST_EVENTS:
             got = f"more than {MOST_EVENTS:,} events"
             raise EngineError(ANSWER_SIZE, "engine", got, message=f"The engine sent {got}")
-        content, others = _data_of(event)
+        content, others = data_of(event)
         if content == DONE:
             self.is_done = True
             return event
@@ -190,6 +198,7 @@ class StreamedCall:
             answer = Answer(content)
         except Unread:
             return event
+        self.num_prompt = self.num_prompt or answer.num_prompt()
         self._content += content + b","
         self._ends.append(len(self._content))
         self._finished.update(answer.finished())
@@ -225,7 +234,7 @@ class StreamedCall:
         )
 
 
-def _data_of(event: bytes) -> tuple[bytes, list[bytes]]:
+def data_of(event: bytes) -> tuple[bytes, list[bytes]]:
     """Return the data of an event, and its other lines."""
     if event.startswith(_DATA) and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
         return event[len(_DATA) :].strip(), []  # fast path: a single line

@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 
 from pipelines.generation.engines.http_pool import BROKEN
-from pipelines.http_app import Reply
+from pipelines.http_app import JSON, Reply
 from pipelines.record.bounds import REFUSED_ANSWERS
+from pipelines.record.dialects.base import DialectCall
 from pipelines.record.engine_requests import Asked
 from pipelines.record.engine_responses import Answer, Events, StreamedCall, Unread
 from pipelines.record.exact_prefix import FIRST, PATH, ChatShown, ExactPrefix, Unsure
 from pipelines.record.recorder import Recorder
 from pipelines.record.sessions import Seen, Session
+from pipelines.record.spoken import SpokenStream, engine_error, whole
 from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
 from schemas.errors import EngineError, RolloutError
 
@@ -44,6 +46,7 @@ class Call:
             text completion.
         about: Additional fields to record.
         is_recorded: True if part of a cut-off response was recorded.
+        dialect: The call in the harness's dialect; None if that is OpenAI's chat or completions.
     """
 
     recorder: Recorder
@@ -59,6 +62,7 @@ class Call:
     as_chat: ChatShown | None = None
     about: dict[str, Any] = field(default_factory=dict)
     is_recorded: bool = False
+    dialect: DialectCall | None = None
 
     async def run(self) -> None:
         """Send the call, record the response, and return it to the client.
@@ -136,9 +140,10 @@ class Call:
 
     async def _stream(self, response: Answered, asked: Asked, parts: AsyncIterator[bytes]) -> None:
         stream = StreamedCall(asked, self._shown if self.as_chat is None else self.as_chat.chunk)
-        await self.reply.begin(200, passed_on(response))
+        spoken = None if self.dialect is None else SpokenStream(self.dialect)
+        await self.reply.begin(200, self._head(response, is_stream=True))
         try:
-            held = await self._forward(parts, stream)
+            held = await self._forward(parts, stream, spoken)
         except asyncio.CancelledError:
             await self._record_cut(stream, ABORTED)
             raise
@@ -158,21 +163,29 @@ class Call:
         await self.reply.finish(bytes(held))
         self._count(seen)
 
-    async def _forward(self, parts: AsyncIterator[bytes], stream: StreamedCall) -> bytearray:
+    async def _forward(
+        self, parts: AsyncIterator[bytes], stream: StreamedCall, spoken: SpokenStream | None
+    ) -> bytearray:
         """Forward events as they arrive, but hold back and return the end of the response."""
         # The client receives the end only once the call is on disk, so every response that it
         # receives completely is recorded.
         events, held = Events(self.recorder.settings.max_answer_bytes // 4), bytearray()
+
+        def said(event: bytes) -> bytes:
+            part = stream.take(event) or b""
+            return part if spoken is None else spoken.events(part, stream.num_prompt)
+
         async for content in parts:
             shown = bytearray()
             for event in events.feed(content):
-                part = stream.take(event)
-                if part is not None:
-                    to = held if stream.is_whole or stream.is_done else shown
-                    to += part
+                part = said(event)
+                to = held if stream.is_whole or stream.is_done else shown
+                to += part
             if shown:
                 await self.reply.more(bytes(shown))
-        held += stream.take(events.rest()) or b""  # some engines omit the end of the last event
+        held += said(events.rest())  # some engines omit the end of the last event
+        if spoken is not None:
+            held += spoken.end(is_whole=stream.is_whole)
         return held
 
     async def _record_cut(self, stream: StreamedCall, reason: str) -> None:
@@ -193,19 +206,34 @@ class Call:
             content = b"".join([part async for part in parts])
         except BROKEN as error:
             raise self._broken(error) from None
-        headers = passed_on(response)
+        headers = self._head(response)
         try:
             answer = Answer(content)
         except Unread:
             self._unrecorded("responses that are not completions", self.path)
+            if self.dialect is not None:
+                got = "the engine's response is no chat completion"
+                raise EngineError("engine_answer", self.path, got) from None
             await self.reply.answer(200, content, headers)
             return
         recorded = msgspec.Raw(content)
         await self._record(asked, recorded)
         seen = await self._read(recorded)
         shown = self._shown(answer) if self.as_chat is None else self.as_chat.whole(answer)
-        await self.reply.answer(200, shown or content, headers)
+        content = shown or content
+        if self.dialect is not None:
+            content = whole(self.dialect, content)
+        await self.reply.answer(200, content, headers)
         self._count(seen)
+
+    def _head(self, response: Answered, *, is_stream: bool = False) -> list[tuple[bytes, bytes]]:
+        """Return the headers for the client; those of a dialect have its own content type."""
+        headers = passed_on(response)
+        if self.dialect is None:
+            return headers
+        kind = self.dialect.media_type if is_stream else JSON
+        kept = [(name, value) for name, value in headers if name != b"content-type"]
+        return [*kept, (b"content-type", kind.encode())]
 
     def _broken(self, error: Exception) -> EngineError:
         got = f"the connection broke before the response was complete ({type(error).__name__})"
@@ -219,6 +247,14 @@ class Call:
         """Forward an error, or a response that cannot be recorded."""
         if response.status == 200:
             self._unrecorded("echo, beam-search and non-JSON requests", self.path)
+        if self.dialect is not None:
+            try:
+                content = await self.upstreams.whole(response)
+            except BROKEN as error:
+                raise self._broken(error) from None
+            told = engine_error(self.dialect, response.status, content)
+            await self.reply.answer(response.status, told, self._head(response))
+            return
         await self.reply.begin(response.status, passed_on(response))
         try:
             async for content in self.upstreams.parts(response):

@@ -308,9 +308,10 @@ class Recorder:
             try:
                 idle_s = self.settings.idle_timeout_s
                 for session in self.sessions.idle(idle_s):
-                    await self.end(
-                        session.name, {"error": f"{ABANDONED}: no call for {idle_s:g} s"}
-                    )
+                    # No one who reports rewards knows the name that a harness chose itself.
+                    is_left = not session.is_of_harness or not session.places
+                    error = f"{ABANDONED}: no call for {idle_s:g} s"
+                    await self.end(session.name, {"error": error} if is_left else {})
                 await self._keep_losses()
                 is_due = time.monotonic() - last > self.settings.flush_s
                 if is_due or self.num_waiting >= MOST_A_SHARD:

@@ -26,10 +26,10 @@ with requires_extra("record", "rollouts record"):
     import uvicorn
     from starlette.responses import Response
 
-    from pipelines.http_app import error_response
     from pipelines.http_server import answering, listen
     from pipelines.origin_guard import Guard
     from pipelines.record.app import App
+    from pipelines.record.spoken import refusal
     from pipelines.record.upstreams import Upstreams
 
 from pipelines.generation.engines.http_pool import Limits
@@ -92,9 +92,9 @@ async def serving(
             max_answer_bytes=settings.max_answer_bytes,
         )
 
-        def refuse(error: RolloutError) -> Response:
+        def refuse(error: RolloutError, path: str) -> Response:
             recorder.refused(error)
-            return error_response(error)
+            return refusal(error, path)
 
         async with recorder, upstreams:
             app = App(recorder, upstreams, url, exact)

@@ -4,6 +4,9 @@
     /k/KEY/INSTANCE/REPETITION[/AGENT]/v1/...     the same, with the session's key
     X-Rollouts-Session: INSTANCE/REPETITION[/AGENT]
     Authorization: Bearer sk-rollouts-INSTANCE/REPETITION[/AGENT]
+    x-api-key, x-goog-api-key: the same key, as Anthropic's and Google's clients send it
+
+A call without a session may have one of its harness: `session_in` finds it.
 
 Each part is percent-encoded: the instance "math/12" becomes "math%2F12".
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -21,6 +25,13 @@ from schemas.errors import InputError
 
 KEY_PREFIX = "sk-rollouts-"
 SESSION_HEADER = "x-rollouts-session"
+KEY_HEADERS = ("authorization", "x-api-key", "x-goog-api-key")
+_HARNESS_HEADERS = (
+    "x-claude-code-session-id",
+    "x-session-affinity",  # OpenCode
+    *("session_id", "session-id", "conversation_id", "conversation-id"),  # Codex
+)
+_HARNESS_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.:-]{0,199}")
 _APIS = ("v1", "v1beta")
 """First parts of the engines' APIs: what comes before one of them is an agent."""
 
@@ -80,9 +91,32 @@ def is_session_key(headers: Mapping[str, str]) -> bool:
 
 
 def api_key_of(headers: Mapping[str, str]) -> str:
-    """Return the bearer token, or ""."""
+    """Return the bearer token or, if there is none, the key in another header of a key; or ""."""
     kind, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else ""
+    if kind.lower() == "bearer":
+        return token.strip()
+    return next((headers[name] for name in KEY_HEADERS[1:] if name in headers), "").strip()
+
+
+def without_key(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers without the client's API key."""
+    return {name: value for name, value in headers.items() if name not in KEY_HEADERS}
+
+
+def session_in(headers: Mapping[str, str], named: str | None = None) -> str | None:
+    """Return the session for a harness that names its own; None if it names none.
+
+    Args:
+        headers: Headers by lower-case name.
+        named: Name in the body of the request, or None.
+
+    Example:
+        >>> session_in({"x-session-affinity": "ses_1"}), session_in({}, "0b7c-11"), session_in({})
+        ('ses_1/0', '0b7c-11/0', None)
+    """
+    given = [named, *(headers.get(name) for name in _HARNESS_HEADERS)]
+    found = next((name for name in given if name and _HARNESS_NAME.fullmatch(name)), None)
+    return None if found is None else f"{found}/0"
 
 
 def path_of(session: str, key: str | None = None) -> str:

@@ -136,7 +136,7 @@ class App:
             raise InputError("view_token", path, "the token is missing or wrong", hint=hint)
 
 
-def _refuse(error: RolloutError) -> Response:
+def _refuse(error: RolloutError, _path: str) -> Response:
     hint = "open the address that `rollouts view` printed"
     hint = hint if error.rule in _FORBIDDEN else error.hint or ""
     response = json_response({"error": str(error), "hint": hint or None})

@@ -50,8 +50,9 @@ class FakeEngine:
                 break
         try:
             body = json.loads(b"".join(parts))
-            is_chat = "chat" in scope["path"]
-            made = FakeAnswer(body, text_of(body, is_chat), is_chat, self.num_tokens)
+            if await self.other(body, scope["path"], send):
+                return
+            made = self.answer_to(body, scope["path"])
         except (ValueError, KeyError, TypeError, AttributeError):
             await answer(send, {"error": {"message": "no such request", "code": 400}}, 400)
             return
@@ -67,9 +68,17 @@ class FakeEngine:
             await asyncio.sleep(self.gap_s * self.num_tokens)
             await answer(send, made.whole())
 
+    def answer_to(self, body, path):
+        is_chat = "chat" in path
+        return FakeAnswer(body, text_of(body, is_chat), is_chat, self.num_tokens)
+
+    async def other(self, *request):
+        """Answers a request (body, path, send) that asks for no completion; True if it did."""
+        return not request
+
     def _events(self, made):
         """Of one request always the same, and made once."""
-        key = json.dumps(made.body)
+        key = json.dumps([made.body, made.texts])
         if key not in self._made:
             self._made[key] = [event(chunk) for chunk in made.chunks()]
         return self._made[key]

@@ -349,7 +349,7 @@ def test_the_description_lists_every_route_and_its_references_lead_somewhere(eng
     described = asyncio.run(main())
     session = "/s/{instance}/{repetition}"
     assert {f"{method} {path}" for path, of in described["paths"].items() for method in of} == {
-        *(f"post {prefix}/v1/{path}" for prefix in ("", session) for path in PATHS),
+        *(f"post {prefix}{api.path}" for prefix in ("", session) for api in MODEL_APIS),
         *("get /v1/models", "get /health", "get /metrics", "get /openapi.json"),
         *("post /sessions", "post /policy_version", f"post {session}/end", f"get {session}"),
     }

@@ -1,0 +1,221 @@
+"""Calls in the dialects of harnesses: their routes, headers, streams and errors.
+
+The recorder serves and records them as chat completions (`model_call`); this module says what the
+harness gets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import compile_path
+
+from pipelines.http_app import JSON, error_event, error_response, message_of, status_of
+from pipelines.record.dialects.base import Chat, DialectCall, Usage
+from pipelines.record.engine_requests import MODEL_APIS, ModelApi
+from pipelines.record.engine_responses import DONE, Events, data_of
+from pipelines.record.targets import KEY_HEADERS, api_key_of
+from pipelines.record.upstreams import Upstreams
+from schemas.errors import EngineError, RolloutError
+
+CHAT_PATH = "/v1/chat/completions"
+TOKENIZE_PATH = "/tokenize"
+ESTIMATED = "x-rollouts-estimated"
+"""Header of an answer that is an estimate."""
+
+_CHAT = msgspec.json.Decoder(Chat)
+_OWN_HEADERS = ("anthropic-", "x-goog-", "x-stainless-", "openai-")
+_BYTES_A_TOKEN = 4
+
+
+class _Length(msgspec.Struct):
+    count: int
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error | str | None = None
+    message: str | None = None
+    detail: Any = None
+
+
+_LENGTH, _REFUSAL = msgspec.json.Decoder(_Length), msgspec.json.Decoder(_Refusal)
+
+
+def spoken_call(api: ModelApi, body: bytes, request: Request) -> DialectCall | None:
+    """Translate a request; None if its API needs no translation.
+
+    Raises:
+        InputError: The request is invalid or cannot be expressed.
+    """
+    if api.dialect is None:
+        return None
+    return api.dialect(body, request.scope["path"], request.query_params)
+
+
+@cache
+def _patterns(apis: tuple[ModelApi, ...]) -> list[tuple[re.Pattern[str], type[DialectCall]]]:
+    found = [(compile_path(api.path)[0].pattern, api.dialect) for api in apis]
+    return [(re.compile(p.removeprefix("^")), d) for p, d in found if d is not None]
+
+
+def dialect_at(path: str) -> type[DialectCall] | None:
+    """Return the dialect of a path, with or without a session; None for OpenAI's API."""
+    return next((d for pattern, d in _patterns(MODEL_APIS) if pattern.search(path)), None)
+
+
+def refusal(error: RolloutError, path: str) -> Response:
+    """Build the response to an error in the dialect of a path."""
+    dialect = dialect_at(path)
+    if dialect is None:
+        return error_response(error)
+    status = status_of(error)
+    content = msgspec.json.encode(dialect.error(status, message_of(error)))
+    return Response(content, status, media_type=JSON)
+
+
+def last_event(api: ModelApi, error: RolloutError) -> bytes:
+    """Return the event that ends a stream with an error."""
+    dialect = api.dialect
+    return (
+        error_event(error)
+        if dialect is None
+        else dialect.error_event(status_of(error), message_of(error))
+    )
+
+
+def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers for the engine: the client's key as a bearer token."""
+    kept = {
+        name: value
+        for name, value in headers.items()
+        if name not in KEY_HEADERS and not name.startswith(_OWN_HEADERS)
+    }
+    key = api_key_of(headers)
+    return kept | ({"authorization": f"Bearer {key}"} if key else {})
+
+
+def decoded_chat(content: bytes) -> Chat:
+    """Decode a chat completion, or a chunk of one.
+
+    Raises:
+        EngineError: `engine_answer`: it is none.
+    """
+    try:
+        return _CHAT.decode(content)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        got = f"the engine's response is no chat completion: {error}"
+        raise EngineError("engine_answer", CHAT_PATH, got) from None
+
+
+def whole(call: DialectCall, content: bytes) -> bytes:
+    """Translate a complete answer.
+
+    Raises:
+        EngineError: `engine_answer`: the answer is no chat completion.
+    """
+    return msgspec.json.encode(call.answer(decoded_chat(content)))
+
+
+def engine_error(call: DialectCall, status: int, content: bytes) -> bytes:
+    """Translate an error response of an engine."""
+    text = content[:2000].decode(errors="replace")
+    try:
+        refusal = _REFUSAL.decode(content)
+        error = refusal.error
+        told = error.message if isinstance(error, _Error) else error
+        text = told or refusal.message or text
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        pass  # no JSON: its text is the message
+    return msgspec.json.encode(call.error(status, text or f"status {status}"))
+
+
+class SpokenStream:
+    """The stream that a harness gets.
+
+    Args:
+        call: The call.
+    """
+
+    def __init__(self, call: DialectCall) -> None:
+        self._call, self._stream = call, call.stream()
+        self._num_seen, self._has_failed = 0, False
+
+    def events(self, part: bytes, num_prompt: int) -> bytes:
+        """Translate events of a chat completion.
+
+        Args:
+            part: One or more events, each complete.
+            num_prompt: Length of the prompt, which engines report only at the end.
+
+        Raises:
+            EngineError: `engine_answer`: an event is no chunk of a chat completion.
+        """
+        events = Events(len(part) + 1)
+        made = b""
+        for event in [*events.feed(part), events.rest()]:
+            data = data_of(event)[0]
+            if not data or data == DONE or self._has_failed:
+                continue
+            chat = decoded_chat(data)
+            if chat.error is not None:
+                self._has_failed = True
+                content = engine_error(self._call, 500, data)
+                told = msgspec.json.decode(content, type=_Refusal).error
+                text = told.message if isinstance(told, _Error) else "the engine failed"
+                made += self._call.error_event(500, text)
+                continue
+            made += self._stream.take(self._with_prompt(chat, num_prompt))
+        return made
+
+    def _with_prompt(self, chat: Chat, num_prompt: int) -> Chat:
+        self._num_seen += 1
+        if self._num_seen == 1 and chat.usage is None:
+            chat.usage = Usage(prompt_tokens=num_prompt)
+        return chat
+
+    def end(self, *, is_whole: bool) -> bytes:
+        """Return what follows the last event: the end, or an error if the answer was cut off."""
+        if self._has_failed:
+            return b""
+        if is_whole:
+            return self._stream.end()
+        text = "The engine ended the stream before the answer was complete."
+        return self._call.error_event(502, text)
+
+
+async def count_tokens(
+    call: DialectCall, upstreams: Upstreams, headers: Mapping[str, str], model: str | None
+) -> Response:
+    """Answer a request for the length of a prompt, by the engine or, if it cannot, by an estimate.
+
+    Raises:
+        EngineError: Any error of `Upstreams.answer`.
+    """
+    names = ("model", "messages", "tools", "chat_template_kwargs")
+    asked = {name: call.chat[name] for name in names if name in call.chat}
+    asked |= {} if model is None else {"model": model}
+    body = msgspec.json.encode(asked)
+    own = engine_headers(headers) | {"content-type": JSON}
+    async with upstreams.answer("POST", TOKENIZE_PATH, body, own, None) as response:
+        content = await upstreams.whole(response)
+        is_exact = response.status == 200
+    try:
+        number = _LENGTH.decode(content).count if is_exact else 0
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        is_exact = False
+    if not is_exact:
+        number = len(body) // _BYTES_A_TOKEN + 1
+    made = Response(msgspec.json.encode(call.count(number)), media_type=JSON)
+    if not is_exact:
+        made.headers[ESTIMATED] = f"{_BYTES_A_TOKEN} bytes a token"
+    return made
