@@ -104,10 +104,17 @@ class FakeEngine:
 
 def text_of(body, is_chat):
     if is_chat:
-        return "".join(message.get("content") or "" for message in body["messages"])
+        return "".join(map(_text, body["messages"]))
     if not isinstance(body["prompt"], str):
         raise TypeError
     return body["prompt"]
+
+
+def _text(message):
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
 
 
 class FakeAnswer:

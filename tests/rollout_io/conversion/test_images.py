@@ -357,3 +357,49 @@ def test_a_long_session_of_repeated_pictures_needs_little_memory_and_disk(tmp_pa
     assert on_disk <= 1.05 * (sum(map(len, pictures)) + text)
     entries = pc.list_flatten(rollout_io.read(tmp_path / "ds", ["images"])["images"])
     assert len(entries) == 2331
+
+
+def test_several_processes_store_each_picture_once(tmp_path):
+    lines = [exact(f"t{i}/0", [1, 2], ANTHROPIC, OPENAI) for i in range(20)]
+    log = write(tmp_path / "a.calls.jsonl", *lines)
+    rollout_io.convert([log], tmp_path / "ds", workers=2, chunk_bytes=20_000)
+    assert sorted(stored(tmp_path / "ds").values()) == sorted([ONE, TWO])
+    assert rollout_io.check(tmp_path / "ds").is_empty()
+    arguments = ["merge", str(tmp_path / "ds"), "--out", str(tmp_path / "m"), "--workers", "2"]
+    assert run(arguments) == 0
+    assert stored(tmp_path / "m") == stored(tmp_path / "ds")
+
+
+def test_a_mixture_has_the_pictures_of_all_its_datasets(tmp_path):
+    for name, part in (("one", ANTHROPIC), ("two", OPENAI)):
+        log = write(tmp_path / f"{name}.calls.jsonl", exact(f"{name}/0", [1, 2], part))
+        rollout_io.convert([log], tmp_path / name)
+    mixed = [str(tmp_path / "one"), "--mix", str(tmp_path / "two"), "--out", str(tmp_path / "m")]
+    assert run(["filter", *mixed]) == 0
+    assert sorted(stored(tmp_path / "m").values()) == sorted([ONE, TWO])
+
+
+def test_an_interrupted_publication_resumes_with_its_pictures(tmp_path, monkeypatch):
+    log = write(
+        tmp_path / "a.calls.jsonl", exact("a/0", [1, 2], ANTHROPIC), exact("b/0", [1], OPENAI)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("rollout_io.conversion.staging.publish", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            rollout_io.convert([log], tmp_path / "ds", chunk_bytes=1)
+    done = rollout_io.convert([log], tmp_path / "ds", chunk_bytes=1)
+    assert done.num_resumed == 2
+    assert sorted(stored(tmp_path / "ds").values()) == sorted([ONE, TWO])
+    assert rollout_io.check(tmp_path / "ds").is_empty()
+    assert rollout_io.convert([log], tmp_path / "ds", chunk_bytes=1).was_done
+
+
+def _killed(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_log_that_names_an_unknown_digest_gets_no_other_file(tmp_path):
+    marked = {"type": "image_url", "image_url": {"url": f"@rollouts-blob {name_of(THREE)}"}}
+    log = write(tmp_path / "a.calls.jsonl", exact("a/0", [1, 2], ANTHROPIC, marked))
+    rollout_io.convert([log], tmp_path / "ds")
+    assert blobs_of(tmp_path / "ds") == [[name_of(ONE), None]]
