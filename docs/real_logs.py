@@ -25,6 +25,7 @@ PAGE = Path(__file__).parent / "formats.md"
 BEGIN, END = "<!-- begin generated: real logs -->\n", "<!-- end generated: real logs -->\n"
 HEAD = "| file | format | records | trajectories | rows | tokens | not used, and why |"
 BESIDE = {"harness_logs_2026": "2026/", "agent_traces": "agent_traces/"}
+_STORAGE = "storage_v2"
 _SKIPPED = {"SOURCES.md"}
 _REASON_CHARS = 150
 
@@ -37,8 +38,9 @@ def real_logs_table(logs: Path, tokenizer: Path) -> str:
 
 
 def files_in(logs: Path) -> list[Path]:
-    """List the files below a directory of logs."""
-    return sorted(p for p in logs.rglob("*") if p.is_file() and p.name not in _SKIPPED)
+    """List the files below a directory of logs; OpenCode's storage, a directory, is one log."""
+    files = [p for p in logs.rglob("*") if p.is_file() and p.name not in _SKIPPED]
+    return sorted({next((d for d in p.parents if d.name == _STORAGE), p) for p in files})
 
 
 def _row(path: Path, logs: Path, tokenizer: Path) -> str:
