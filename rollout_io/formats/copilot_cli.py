@@ -237,6 +237,6 @@ def _is_event(record: Mapping[str, Any]) -> bool:
     return is_event and record.get("type") in CONTENTS.types
 
 
-ADAPTER = Sessions(contents=CONTENTS, names=_names, read=read_session, is_record=_is_event).adapter(
-    "sessions of GitHub Copilot CLI (events.jsonl); text only"
-)
+ADAPTER = Sessions(
+    contents=CONTENTS, names=_names, read=read_session, is_record=_is_event, marks=(b'"parentId"',)
+).adapter("sessions of GitHub Copilot CLI (events.jsonl); text only")

@@ -174,5 +174,9 @@ def _is_record(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS, names=_names, read=read_session, is_record=_is_record
+    contents=CONTENTS,
+    names=_names,
+    read=read_session,
+    is_record=_is_record,
+    marks=(b'"message"', b'"call_id"', b'"permissionMode"'),
 ).adapter("transcripts of Cursor's agent, and the events of its CLI: JSONL; text only")

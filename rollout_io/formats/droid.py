@@ -157,5 +157,9 @@ def _is_record(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS, names=_names, read=read_session, is_record=_is_record
+    contents=CONTENTS,
+    names=_names,
+    read=read_session,
+    is_record=_is_record,
+    marks=(b'"session_start"', b'"session_id"', b'"sessionId"'),
 ).adapter("sessions of Factory's Droid, and the events of droid exec: JSONL; text only")

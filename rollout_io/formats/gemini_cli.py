@@ -33,7 +33,6 @@ from rollout_io.formats.parsing.content import NO_JSON, Message, joined, json_te
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.lines import Record
 from rollout_io.formats.parsing.media import part_of_data
-from rollout_io.formats.parsing.records import is_document
 from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions, texts
 
 _SPOKEN = frozenset({"user", "gemini", "model"})
@@ -112,7 +111,7 @@ def read_session(records: Sequence[Record]) -> Session:
     contexts, state, models = Contexts(), _State(), list[str | None]()
     for place, content in records:
         where = place.where
-        decode = decode_document if is_document(place.path) else decode_line
+        decode = decode_line if place.part is None else decode_document
         line = decode(_LINE, content, where)
         history = line.messages if line.set is None else line.set.messages
         if line.rewind is not None:
@@ -232,5 +231,10 @@ def _is_session(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS, names=_names, read=read_session, is_record=_is_session
+    contents=CONTENTS,
+    names=_names,
+    read=read_session,
+    is_record=_is_session,
+    marks=(b'"sessionId"',),
+    has_documents=True,
 ).adapter("sessions of Gemini CLI (JSON Lines, or one JSON document each); text only")

@@ -144,6 +144,6 @@ def _is_line(record: Mapping[str, Any]) -> bool:
     return kind == "tool_result" and isinstance(record.get("tool_call_id"), str)
 
 
-ADAPTER = Sessions(contents=CONTENTS, names=_names, read=read_session, is_record=_is_line).adapter(
-    "sessions of Grok's CLI (chat_history.jsonl); text only"
-)
+ADAPTER = Sessions(
+    contents=CONTENTS, names=_names, read=read_session, is_record=_is_line, marks=(b'"type"',)
+).adapter("sessions of Grok's CLI (chat_history.jsonl); text only")

@@ -324,5 +324,9 @@ def _is_session(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS, names=_names, read=read_session, is_record=_is_session
+    contents=CONTENTS,
+    names=_names,
+    read=read_session,
+    is_record=_is_session,
+    marks=(b'"protocol_version"', b'"context.append_', b'"llm.', b'"_'),
 ).adapter("sessions of Kimi CLI and Kimi Code (wire.jsonl, context.jsonl); text only")

@@ -110,5 +110,9 @@ def _is_telemetry(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS, names=_names, read=read_session, is_record=_is_telemetry
+    contents=CONTENTS,
+    names=_names,
+    read=read_session,
+    is_record=_is_telemetry,
+    marks=(b'"sessionKey"',),
 ).adapter("telemetry of OpenClaw with messages: JSONL; text only", noun="run")

@@ -353,5 +353,6 @@ ADAPTER = Sessions(
     names=_names,
     read=read_session,
     is_record=_is_event,
+    marks=(b'"kind"',),
     files="events/*.json",
 ).adapter("conversations of OpenHands' SDK (v1): events as JSONL, or a directory; text only")

@@ -140,5 +140,10 @@ def _is_session(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS, names=_names, read=read_session, is_record=_is_session, answer=answer
+    contents=CONTENTS,
+    names=_names,
+    read=read_session,
+    is_record=_is_session,
+    marks=(b'"session"',),
+    answer=answer,
 ).adapter("sessions of Pi and OpenClaw: JSONL, a tree of records; text only")

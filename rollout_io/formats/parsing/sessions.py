@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout_io.dataset.opening import read_input
+from rollout_io.dataset.opening import open_input, read_input
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -33,11 +33,17 @@ from rollout_io.formats.base import (
 from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.forks import COPIED, copied_answers, digest, run_of
-from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.jsonl import (
+    decode_document,
+    decode_line,
+    decoded,
+    first_lines,
+    refuse_not_utf8,
+)
 from rollout_io.formats.parsing.lines import Record, incomplete, lines_of, read_record
 from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.records import decode_record, first_values, is_document
+from rollout_io.formats.parsing.records import first_values, is_document
 from schemas.errors import InputError, RolloutError
 from schemas.messages import is_answer
 
@@ -45,8 +51,10 @@ GROUPS = "inferred: each session is a separate instance"
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
 _MAX_PARENTS = 100
-_OF_MANY = "event"
-"""Part of the place of a record that is a file of its own."""
+DOCUMENT, _OF_MANY = "document", "event"
+"""Parts of the places of records that are a whole file, and one of a directory's files."""
+_MAX_SMALL = 1 << 20
+_START_BYTES = 1 << 16
 
 
 class Names(NamedTuple):
@@ -156,6 +164,8 @@ class Sessions:
             are the locations of copied answers.
         is_record: True if a decoded record is of this format, for detection.
         files: Pattern of the files with one record each, if a session may be a directory of them.
+        marks: Byte strings, one of which is in the first 64 KiB of every session; this check is fast.
+        has_documents: True if sessions may be large documents.
         answer: Returns what identifies an answer in all its copies, for sessions that begin with the
             records of another one (forks); None for any other record.
     """
@@ -164,7 +174,9 @@ class Sessions:
     names: Callable[[Path, Sequence[Any]], Names]
     read: Callable[..., Session]
     is_record: Callable[[Mapping[str, Any]], bool]
+    marks: Sequence[bytes]
     files: str = ""
+    has_documents: bool = False
     answer: Callable[[bytes], str | None] | None = None
 
     def adapter(self, summary: str, noun: str = "session") -> Adapter:
@@ -182,7 +194,16 @@ class Sessions:
     def recognizes(self, path: Path) -> bool:
         """True if a file has a record of this format among its first, or a directory has files of them."""
         first = next(iter(self._files(path)), path) if path.is_dir() else path
-        return any(map(self.is_record, _first_of(first)))
+        if not first.is_file() or not any(mark in _start_of(first) for mark in self.marks):
+            return False
+        return any(map(self.is_record, self._first_of(first)))
+
+    def _first_of(self, path: Path) -> list[Any]:
+        """Return the first records of a file that are JSON objects, in lines or as a document."""
+        found = [value for line in first_lines(path) if (value := _value(line)) is not None]
+        if not found and (self.has_documents or path.stat().st_size <= _MAX_SMALL):
+            found = first_values(path)
+        return [value for value in found if isinstance(value, dict)]
 
     def _files(self, folder: Path) -> list[Path]:
         found = folder.glob(self.files) if self.files else ()
@@ -198,7 +219,8 @@ class Sessions:
         yield About("groups", GROUPS)
         files: list[_File] = []
         for given in inputs:
-            file = _File(self.names(Path(given.name), _first_of(given.path)))
+            first = self._first_of(given.path) if given.path.is_file() else []
+            file = _File(self.names(Path(given.name), first))
             yield from self._find_file(given, progress, file)
             if file.places:
                 files.append(file)
@@ -228,7 +250,7 @@ class Sessions:
             name = f"{given.name}/{path.relative_to(given.path)}" if is_of_many else given.name
             content = read_input(path)
             progress(len(content))
-            part = _OF_MANY if is_of_many else None
+            part = _OF_MANY if is_of_many else DOCUMENT
             if content.strip() or is_of_many:
                 yield Record(Place(path, name, 0, len(content), part), content)
 
@@ -255,7 +277,7 @@ class Sessions:
             account(self.contents, record.content)
         more = () if self.answer is None else (copied,)
         session = self.read(records, *more)
-        names = self.names(Path(_file_of(places[0])), _first_of(places[0].path))
+        names = self.names(Path(_file_of(places[0])), self._first_of(places[0].path))
         if names.parent is not None:
             for step in session.contexts.found:
                 step.agent = names.agent or None
@@ -268,10 +290,19 @@ def _file_of(place: Place) -> str:
     return start if start and number.isdigit() else place.where
 
 
-def _first_of(path: Path) -> list[Any]:
-    """Return the first records of a file that are JSON objects."""
-    values = first_values(path) if path.is_file() else []
-    return [value for value in values if isinstance(value, dict)]
+def _start_of(path: Path) -> bytes:
+    try:
+        with open_input(path) as file:
+            return file.read(_START_BYTES)
+    except (OSError, RolloutError):
+        return b""
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return decoded(_ANY, line) if line.lstrip().startswith(b"{") else None
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
 
 
 def decode_object(record: Record) -> None:
@@ -280,9 +311,8 @@ def decode_object(record: Record) -> None:
     Raises:
         InputError: `json_line`, `json_document`: it is not JSON; `record_type`: it is no object.
     """
-    if is_document(record.place.path):
-        decode_record(record)
-    decode_line(_OBJECT, record.content, record.place.where)
+    decode = decode_line if record.place.part is None else decode_document
+    decode(_OBJECT, record.content, record.place.where)
 
 
 def _runs(files: Sequence[_File]) -> Iterator[Found]:
