@@ -193,7 +193,7 @@ def _system(fields: Mapping[str, Any], messages: Iterable[Message]) -> list[Mess
 
 def messages_of(given: list[Any], where: str) -> list[Message]:
     """Convert messages of any framework, or items of OpenAI's Responses API."""
-    if any(isinstance(each, Mapping) and each.get("type") in _ITEMS for each in given):
+    if any(isinstance(each, Mapping) and str(each.get("type")) in _ITEMS for each in given):
         return responses.messages(given, where)
     return frameworks.messages(given, where)
 
@@ -311,9 +311,9 @@ def _is_of_framework(given: Any) -> bool:
         return False
     if "from" in given and "value" in given:
         return True
-    if given.get("type") in _ITEMS or ("kind" in given and "parts" in given):
+    if str(given.get("type")) in _ITEMS or ("kind" in given and "parts" in given):
         return True
-    if given.get("type") in frameworks.LANGCHAIN and ("data" in given or "content" in given):
+    if str(given.get("type")) in frameworks.LANGCHAIN and ("data" in given or "content" in given):
         return True
     return "lc" in given or "blocks" in given or _is_plain(given)
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -57,6 +59,23 @@ CONTENTS = Contents(
 )
 
 
+class _Named(msgspec.Struct, gc=False):
+    name: str | None = None
+
+
+class _Generated(msgspec.Struct, gc=False):
+    raw_item: dict[str, Any] | None = None
+
+
+class _State(msgspec.Struct, gc=False):
+    original_input: str | list[dict[str, Any]]
+    generated_items: list[_Generated]
+    current_agent: _Named | None = None
+
+
+_DECODER = msgspec.json.Decoder(_State)
+
+
 def find_states(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield one run per state; runs with the same input form a group."""
     yield About("groups", _GROUPS)
@@ -64,16 +83,15 @@ def find_states(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 
 
 def _find(record: Record) -> Iterator[Found]:
-    state = decode_record(record)
+    state = decode_record(record, _DECODER)
     key = prompt_key(_input(state, record.place.where))
-    agent = state.get("current_agent")
-    name = agent.get("name") if isinstance(agent, Mapping) else None
-    labels = {"prompt": key} | ({"agent": name} if isinstance(name, str) else {})
+    name = state.current_agent.name if state.current_agent else None
+    labels = {"prompt": key} | ({"agent": name} if name else {})
     yield Run(instance_id=key, repetition_id=None, places=[record.place], labels=labels)
 
 
-def _input(state: Mapping[str, Any], where: str) -> list[Message]:
-    given = state["original_input"]
+def _input(state: _State, where: str) -> list[Message]:
+    given = state.original_input
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     return responses.messages(given, f"{where}, original_input")
@@ -86,10 +104,11 @@ def read_state(run: Run, _: Options) -> Trajectory:
         InputError: `no_calls`: nothing was generated; `message`: an item is invalid.
     """
     (place,) = run.places
-    state = decode_record(Record(place, read_record(place)))
-    account(CONTENTS, state)
+    content = read_record(place)
+    account(CONTENTS, content)
+    state = decode_record(Record(place, content), _DECODER)
     given = _input(state, place.where)
-    items = [each.get("raw_item") for each in state["generated_items"] if each.get("raw_item")]
+    items = [each.raw_item for each in state.generated_items if each.raw_item]
     account(responses.ITEMS, items, "generated_items")
     made = responses.messages(items, f"{place.where}, generated_items", given)
     messages = [*given, *made]

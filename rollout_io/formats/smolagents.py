@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -53,6 +55,16 @@ CONTENTS = Contents(
 )
 
 
+class _Step(msgspec.Struct, gc=False):
+    task: str | None = None
+    step_number: int | None = None
+    model_input_messages: list[dict[str, Any]] | None = None
+    model_output_message: dict[str, Any] | None = None
+
+
+_DECODER = msgspec.json.Decoder(list[_Step])
+
+
 def find_runs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield one run per list; runs of the same task form a group."""
     yield About("groups", _GROUPS)
@@ -60,9 +72,8 @@ def find_runs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 
 
 def _find(record: Record) -> Iterator[Found]:
-    steps = decode_record(record)
-    task = next((str(s["task"]) for s in steps if isinstance(s, Mapping) and "task" in s), "")
-    key = prompt_key(task)
+    steps = decode_record(record, _DECODER)
+    key = prompt_key(next((step.task for step in steps if step.task), ""))
     yield Run(instance_id=key, repetition_id=None, places=[record.place], labels={"prompt": key})
 
 
@@ -74,13 +85,15 @@ def read_run(run: Run, _: Options) -> Trajectory:
     """
     (place,) = run.places
     calls: list[Call] = []
-    for i, step in enumerate(decode_record(Record(place, read_record(place)))):
-        account(CONTENTS, step)
-        given, answer = step.get("model_input_messages"), step.get("model_output_message")
+    content = read_record(place)
+    account(CONTENTS, content)
+    steps: list[_Step] = decode_record(Record(place, content), _DECODER)
+    for i, step in enumerate(steps):
+        given, answer = step.model_input_messages, step.model_output_message
         where = f"{place.where}[{i}]"
         if given and answer:
             calls += _calls(given, answer, where)
-        elif "step_number" in step:
+        elif step.step_number is not None:
             note(NO_ANSWER)
     return Trajectory(steps=steps_of(calls, place.where, failed=run.failed))
 

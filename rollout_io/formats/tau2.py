@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -27,18 +27,22 @@ from rollout_io.formats.base import (
     Found,
     Input,
     Options,
+    Place,
     Progress,
     Rejected,
     Run,
     Trajectory,
 )
 from rollout_io.formats.contents import Contents, account
-from rollout_io.formats.parsing.content import Message, known, raw_of
+from rollout_io.formats.parsing.content import NO_JSON, Message, known, raw_of
 from rollout_io.formats.parsing.documents import index_of
+from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.messages import read_messages
+from rollout_io.formats.parsing.naming import numbers
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.records import decode_record, find_records, first_values
+from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError, RolloutError
 
 POLICY = "runs whose system prompt is not logged: the domain's policy stands for it"
@@ -65,8 +69,36 @@ def find_simulations(inputs: Sequence[Input], progress: Progress) -> Iterator[Fo
     return find_records(inputs, progress, _find)
 
 
+class _Simulation(msgspec.Struct, gc=False):
+    task_id: str | int
+    id: str | None = None
+    trial: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)] | None = None
+    termination_reason: str | None = None
+    reward_info: msgspec.Raw = NO_JSON
+    messages: list[dict[str, Any]] | None = None
+    ticks: list[msgspec.Raw] | None = None
+
+
+class _Environment(msgspec.Struct, gc=False):
+    policy: str | None = None
+
+
+class _Info(msgspec.Struct, gc=False):
+    environment_info: _Environment | None = None
+
+
+class _Results(msgspec.Struct, gc=False):
+    simulations: list[msgspec.Raw] | None = None
+    info: _Info | None = None
+
+
+_RESULTS = msgspec.json.Decoder(_Results)
+_SIMULATION = msgspec.json.Decoder(_Simulation)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
+
+
 def _find(record: Record) -> Iterator[Found]:
-    for i, (where, simulation) in enumerate(_simulations(decode_record(record), record)):
+    for i, (where, simulation) in enumerate(_simulations(record)):
         place = msgspec.structs.replace(record.place, where=where, part=i)
         try:
             yield _run(simulation, place)
@@ -74,27 +106,23 @@ def _find(record: Record) -> Iterator[Found]:
             yield Rejected(place, error)
 
 
-def _run(simulation: Any, place: Any) -> Run:
-    fields = simulation if isinstance(simulation, Mapping) else {}
-    task, trial = fields.get("task_id"), fields.get("trial")
-    if not isinstance(task, str | int) or isinstance(task, bool):
-        raise InputError("group", place.where, "the simulation has no `task_id`")
-    is_number = isinstance(trial, int) and not isinstance(trial, bool) and trial >= 0
-    labels = {"task": str(task)} | ({"id": str(fields["id"])} if fields.get("id") else {})
+def _run(simulation: bytes, place: Place) -> Run:
+    fields = decode_line(_SIMULATION, simulation, place.where)
+    labels = {"task": str(fields.task_id)} | ({"id": fields.id} if fields.id else {})
     return Run(
-        instance_id=str(task),
-        repetition_id=trial if is_number else None,
+        instance_id=str(fields.task_id),
+        repetition_id=fields.trial,
         places=[place],
         labels=labels,
     )
 
 
-def _simulations(document: Any, record: Record) -> list[tuple[str, Any]]:
+def _simulations(record: Record) -> list[tuple[str, bytes]]:
     where = record.place.where
-    found = document.get("simulations")
-    if isinstance(found, list):
-        return [(f"{where}, simulations[{i}]", each) for i, each in enumerate(found)]
-    return [(where, document)]
+    found = decode_record(record, _RESULTS).simulations
+    if found is None:
+        return [(where, record.content)]
+    return [(f"{where}, simulations[{i}]", bytes(each)) for i, each in enumerate(found)]
 
 
 def read_simulation(run: Run, _: Options) -> Trajectory:
@@ -106,27 +134,27 @@ def read_simulation(run: Run, _: Options) -> Trajectory:
     """
     (place,) = run.places
     record = Record(place, read_record(place))
-    document = decode_record(record)
-    simulation = _simulations(document, record)[index_of(place)][1]
-    account(CONTENTS, simulation)
-    if simulation.get("ticks") and not simulation.get("messages"):
+    content = _simulations(record)[index_of(place)][1]
+    account(CONTENTS, content)
+    simulation = decode_line(_SIMULATION, content, place.where)
+    logged = simulation.messages or []
+    if simulation.ticks and not logged:
         got = "the simulation is of voice: it has ticks in place of messages"
         raise InputError("no_calls", place.where, got, hint="convert simulations of text")
-    messages = list(_messages(simulation.get("messages") or [], f"{place.where}, messages"))
-    policy = _policy(document)
+    messages = list(_messages(logged, f"{place.where}, messages"))
+    info = decode_record(record, _RESULTS).info
+    policy = info.environment_info.policy if info and info.environment_info else None
     note(POLICY if policy else NO_POLICY)
     system: list[Message] = [{"role": "system", "content": policy}] if policy else []
     if all(message["role"] != "assistant" for message in messages):
         raise InputError("no_calls", place.where, "the agent gave no answer")
-    num_given = len(system) + _num_greetings(messages, simulation["messages"])
-    reason = simulation.get("termination_reason")
-    info = simulation.get("reward_info")
-    metrics = _numbers(info) if isinstance(info, Mapping) else {}
+    reason = simulation.termination_reason
+    metrics = _metrics(simulation.reward_info, f"{place.where}, reward_info")
     step = Conversation(
         source=place.where,
         messages=[*system, *messages],
-        num_given=num_given,
-        stop_reason=reason if isinstance(reason, str) else None,
+        num_given=len(system) + _num_greetings(messages, logged),
+        stop_reason=reason,
     )
     return Trajectory(
         steps=[step],
@@ -173,21 +201,14 @@ def _num_greetings(messages: Sequence[Message], logged: list[Any]) -> int:
     return int(messages[0]["role"] == "assistant" and not is_said and len(messages) > 1)
 
 
-def _policy(document: Mapping[str, Any]) -> str | None:
-    info = document.get("info")
-    environment = info.get("environment_info") if isinstance(info, Mapping) else None
-    policy = environment.get("policy") if isinstance(environment, Mapping) else None
-    return policy if isinstance(policy, str) and policy else None
-
-
-def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
+def _metrics(logged: msgspec.Raw, where: str) -> dict[str, float]:
     """Return the numbers of an evaluation, and those of `reward_breakdown`, by name."""
-    found = {n: float(v) for n, v in fields.items() if isinstance(v, int | float)}
-    parts = fields.get("reward_breakdown")
-    for name, value in parts.items() if isinstance(parts, Mapping) else ():
-        if isinstance(value, int | float):
-            found[f"reward_breakdown.{name}"] = float(value)
-    return found
+    fields = decode_line(_FIELDS, bytes(logged), where) or {}
+    found = numbers(fields, where)
+    parts = fields.get("reward_breakdown", NO_JSON)
+    inner = decode_line(_FIELDS, bytes(parts), f"{where}.reward_breakdown") or {}
+    named = numbers(inner, f"{where}.reward_breakdown")
+    return found | {f"reward_breakdown.{name}": value for name, value in named.items()}
 
 
 def recognizes(path: Path) -> bool:

@@ -126,13 +126,13 @@ def _one(given: Any, where: str) -> list[Message]:
     if not isinstance(given, Mapping):
         raise bad_message(where, f"a message is {type(given).__name__}", "an object or a string")
     given = _without_wrapper(given)
-    if given.get("kind") in {"request", "response"} and "parts" in given:
+    if _word(given.get("kind")) in {"request", "response"} and "parts" in given:
         return _of_pydantic_ai(given, where)
-    if given.get("type") in _AUTOGEN or (
+    if _word(given.get("type")) in _AUTOGEN or (
         given.get("type") == "SystemMessage" and "id" not in given
     ):
         return _of_autogen(given, where)
-    if given.get("type") in LANGCHAIN and "role" not in given:
+    if _word(given.get("type")) in LANGCHAIN and "role" not in given:
         return _of_langchain(given, LANGCHAIN[given["type"]], where)
     if "from" in given and "value" in given:
         return _of_sharegpt(given, where)
@@ -154,7 +154,7 @@ def _without_wrapper(given: Fields) -> Fields:
         path = given.get("id") or [""]
         return {"type": path[-1]} | dict(given["kwargs"])
     data = given.get("data")
-    if isinstance(data, Mapping) and given.get("type") in LANGCHAIN:
+    if isinstance(data, Mapping) and _word(given.get("type")) in LANGCHAIN:
         return dict(data) | {"type": given["type"]}
     return given
 
@@ -197,7 +197,9 @@ def _of_langchain(given: Fields, role: str, where: str) -> list[Message]:
     calls = [*(given.get("tool_calls") or ()), *(given.get("invalid_tool_calls") or ())]
     content = given.get("content")
     if calls and isinstance(content, list):
-        content = [p for p in content if not (isinstance(p, Mapping) and p.get("type") in _CALLS)]
+        content = [
+            p for p in content if not (isinstance(p, Mapping) and _word(p.get("type")) in _CALLS)
+        ]
     more = given.get("additional_kwargs") or {}
     fields = {
         "role": role,
@@ -237,7 +239,7 @@ def _semantic_block(part: Any) -> Fields | str:
     """Return a part of OpenTelemetry's GenAI conventions as a block of Anthropic's API."""
     if not isinstance(part, Mapping):
         return str(part)
-    kind, content = part.get("type"), part.get("content", part.get("text"))
+    kind, content = _word(part.get("type")), part.get("content", part.get("text"))
     if kind == "tool_call":
         arguments = _value(part.get("arguments"))
         return {
@@ -267,14 +269,14 @@ def _semantic_block(part: Any) -> Fields | str:
 
 
 def _is_of_vercel(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _OF_VERCEL
+    return isinstance(part, Mapping) and _word(part.get("type")) in _OF_VERCEL
 
 
 _OF_VERCEL = frozenset({"tool-call", "tool-result"})
 
 
 def _vercel_block(part: Fields) -> Fields:
-    kind = part.get("type")
+    kind = _word(part.get("type"))
     if kind == "tool-call":
         arguments = _value(part.get("input", part.get("args")))
         name, call_id = part.get("toolName"), part.get("toolCallId")
@@ -295,7 +297,7 @@ def _of_pydantic_ai(given: Fields, where: str) -> list[Message]:
         return _of_blocks("assistant", blocks, where)
     found: list[Message] = []
     for part in given["parts"]:
-        kind, content = part.get("part_kind"), part.get("content")
+        kind, content = _word(part.get("part_kind")), part.get("content")
         if kind == "system-prompt":
             found.append({"role": "system", "content": _text(content)})
         elif kind == "user-prompt":
@@ -311,7 +313,7 @@ def _of_pydantic_ai(given: Fields, where: str) -> list[Message]:
 
 
 def _pydantic_block(part: Fields, where: str) -> Fields:
-    kind = part.get("part_kind")
+    kind = _word(part.get("part_kind"))
     if kind in {"text", "thinking"}:
         return {"type": kind, ("text" if kind == "text" else "thinking"): part.get("content") or ""}
     if kind in {"tool-call", "builtin-tool-call"}:
@@ -395,7 +397,7 @@ def _of_llama_index(given: Fields, where: str) -> list[Message]:
     more, role = given.get("additional_kwargs") or {}, str(given.get("role"))
     blocks = []
     for block in given["blocks"]:
-        kind = block.get("block_type")
+        kind = _word(block.get("block_type"))
         if kind not in makers:
             raise bad_message(
                 where, f"a block of the type {kind!r}", "text, image, thinking, tool_call"
@@ -431,6 +433,11 @@ def _result_block(call_id: Any, result: Any) -> Fields:
     )
     content = result if is_parts and result else _text(result)
     return known({"type": "tool_result", "tool_use_id": call_id, "content": content})
+
+
+def _word(value: Any) -> str:
+    """Return a value that names a kind; damaged logs may have anything in its place."""
+    return value if isinstance(value, str) else ""
 
 
 def _text(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,7 +22,8 @@ from rollout_io.formats.parsing.jsonl import (
 from rollout_io.formats.parsing.lines import Record, lines_of
 from schemas.errors import RolloutError
 
-_ANY = msgspec.json.Decoder()
+T = TypeVar("T")
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _MAX_DOCUMENT_BYTES = 1 << 26
 """Largest document that detection decodes completely."""
 
@@ -65,14 +66,15 @@ def is_document(path: Path) -> bool:
     return all(_value(line) is None for line in first_lines(path))
 
 
-def decode_record(record: Record) -> Any:
+def decode_record(record: Record, decoder: msgspec.json.Decoder[T] = _ANY) -> T:
     """Decode a record.
 
     Raises:
-        InputError: `json_line`, or for a document `json_document`: the record is not JSON.
+        InputError: `json_line`, or for a document `json_document`: the record is not JSON;
+            `record_type`: a field is missing or has the wrong type.
     """
     decode = decode_document if is_document(record.place.path) else decode_line
-    return decode(_ANY, record.content, record.place.where)
+    return decode(decoder, record.content, record.place.where)
 
 
 def first_values(path: Path) -> list[Any]:

@@ -1,15 +1,23 @@
 """smolagents, tau2-bench and OpenAI's Agents SDK: what the model saw is what the row holds."""
 
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollout_io.formats import openai_agents, smolagents, tau2
 from rollout_io.formats.base import Options
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.dialects.responses import PROGRAM_CALLS
+from rollout_io.formats.parsing.jsonl import UNREADABLE
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import planned, read_all
+from tests.helpers.examples import examples
+from tests.helpers.text_log_helpers import check_survives, mutated
+from tests.helpers.text_log_helpers import read_all as read_all_runs
 
 FORMATS = load_formats().adapters
 
@@ -180,3 +188,48 @@ def test_real_logs_of_these_programs_are_read_or_refused_by_name(harness_logs):
         assert recognize(path, FORMATS) == ["tau2"]
         _, rejected = read_all(tau2.ADAPTER, path)
         assert [each.error.rule for each in rejected] == ["no_calls"]
+
+
+SPAN = {
+    "context": {"trace_id": "0xt", "span_id": "0xs"},
+    "parent_id": None,
+    "start_time": 1,
+    "attributes": {
+        "openinference.span.kind": "LLM",
+        "llm.input_messages.0.message.role": "user",
+        "llm.input_messages.0.message.content": "Files?",
+        "llm.output_messages.0.message.role": "assistant",
+        "llm.output_messages.0.message.tool_calls.0.tool_call.function.name": "ls",
+        "gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text"}]}]),
+    },
+    "events": [{"name": "gen_ai.choice", "attributes": {"message": "{}"}}],
+}
+PARTS = [{"part_kind": "user-prompt", "content": ["Files?", {"kind": "image-url", "url": "u"}]}]
+CHATS = [
+    {"kind": "request", "parts": PARTS},
+    {"type": "ai", "content": "One.", "tool_calls": [{"name": "ls", "args": {}, "id": "c"}]},
+    {"role": "user", "blocks": [{"block_type": "text", "text": "x"}], "additional_kwargs": {}},
+    {"from": "function_call", "value": json.dumps({"name": "ls", "arguments": {}})},
+    {"type": "AssistantMessage", "content": [{"id": "c", "name": "ls", "arguments": "{}"}]},
+    {"role": "model", "parts": [{"function_call": {"name": "ls", "args": {}}}]},
+]
+LOGS = {
+    "smolagents": SMOL,
+    "tau2": simulation(),
+    "openai_agents": state({"type": "message", "role": "assistant", "content": "One."}),
+    "traces": SPAN,
+    "chats": CHATS,
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+@given(st.data())
+@settings(deadline=None, max_examples=examples(250))
+def test_no_damage_loses_a_record_or_ends_in_a_traceback(name, data):
+    content = data.draw(mutated(json.dumps(LOGS[name]).encode()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log.json"
+        path.write_bytes(content)
+        check_survives(FORMATS[name], path)
+        for found in read_all_runs(FORMATS[name], path):
+            assert getattr(found, "rule", "") != UNREADABLE, content
