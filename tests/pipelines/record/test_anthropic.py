@@ -202,7 +202,10 @@ def test_the_engine_gets_the_conversation_as_chat_messages(engine, tmp_path):
     assert headers["authorization"] == "Bearer k"
     assert not [name for name in headers if name.startswith(("x-api", "anthropic"))]
     (row,) = rows(tmp_path / "ds", *COLUMNS)
-    assert json.loads(row["messages"]) == request["messages"]
+    held = json.loads(row["messages"])
+    assert held[:-1] == request["messages"][:-1]
+    assert held[-1]["content"][0] == picture[0]
+    assert held[-1]["content"][1]["blob"].startswith("sha256:")  # its bytes are in the store
     assert (row["temperature"], row["top_k"]) == (0.5, 7)
 
 
