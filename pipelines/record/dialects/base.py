@@ -306,7 +306,7 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes, path: str) -> T:
     try:
         return decode_line(decoder, body, path)
     except InputError as error:
-        raise error.at(path, "") from None
+        raise error.at(path, "send the fields that the API documents") from None
 
 
 def inexpressible(path: str, what: str) -> InputError:
