@@ -118,7 +118,8 @@ def with_json(texts):
 
 
 FOLDERS = ("claude_code", "codex_cli", "gemini_cli", "harbor", "hermes", "mini_swe_agent")
-FOLDERS += ("openhands", "prime_hosted_rl", "swe_agent")
+FOLDERS += ("inspect_scout_openclaw", "openhands", "pi", "prime_hosted_rl", "qwen_code")
+FOLDERS += ("swe_agent",)
 
 
 @pytest.mark.model
