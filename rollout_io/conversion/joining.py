@@ -172,7 +172,9 @@ class Recorded:
             hint = "pass the dataset or the log of the calls that were recorded of this run"
             raise InputError("join", answers[0].conversation.source, got, "", hint)
         pairs = sorted(matched.items(), key=lambda pair: pair[1].row)
-        made = [self._step(call, answers[i].conversation) for i, call in pairs]
+        numbers = {call.session for call in matched.values()}
+        sessions = {number: self._session(number) for number in numbers}
+        made = [self._step(call, answers[i], sessions[call.session]) for i, call in pairs]
         if trajectory.reward is None and "reward" in self._reader_of().schema.names:
             last = self._reader_of().take(np.array([pairs[-1][1].row]), ["reward"])
             made[-1].reward = last.column("reward")[0].as_py()
@@ -209,11 +211,15 @@ class Recorded:
         assert self._reader is not None
         return self._reader
 
-    def _step(self, call: _Call, conversation: Conversation) -> Step:
-        reader, (begin, end) = self._reader_of(), self._bounds[call.session]
+    def _session(self, number: int) -> pa.Table:
+        """Read all calls of a session: each prompt is stored as a part of earlier calls."""
+        reader = self._reader_of()
         there = [name for name in _KEPT if name in reader.schema.names]
-        whole = reader.rows(begin, end, ["prompt_token_ids", "response_ids", *there])
-        row = whole.slice(call.row - begin, 1)
+        return reader.rows(*self._bounds[number], ["prompt_token_ids", "response_ids", *there])
+
+    def _step(self, call: _Call, answer: _Answer, session: pa.Table) -> Step:
+        conversation = answer.conversation
+        row = session.slice(call.row - self._bounds[call.session][0], 1)
         values = row.drop_columns([n for n in _ARRAYS if n in row.column_names]).to_pylist()[0]
         arrays = {
             name: np.asarray(row.column(name)[0].values.to_numpy(zero_copy_only=False), kind)
