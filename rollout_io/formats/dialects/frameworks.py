@@ -17,7 +17,6 @@ Each shape is brought into the form of one of the large APIs, whose converter do
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -55,19 +54,6 @@ _SHAREGPT = {
     "function_response": "tool",
     "tool_response": "tool",
 }
-_WORD = re.compile(r"_([a-z])")
-_SNAKE = frozenset(
-    {
-        "function_call",
-        "function_response",
-        "inline_data",
-        "file_data",
-        "executable_code",
-        "code_execution_result",
-        "mime_type",
-        "file_uri",
-    }
-)
 
 
 def messages(given: Iterable[Any], where: str) -> list[Message]:
@@ -92,7 +78,7 @@ def messages(given: Iterable[Any], where: str) -> list[Message]:
     """
     given = list(given)
     if given and all(_is_of_gemini(each) for each in given):
-        return gemini.messages([_camel(each) for each in given], where)
+        return gemini.messages([gemini.camel(each) for each in given], where)
     found: list[Message] = []
     instructions: str | None = None
     for i, each in enumerate(given):
@@ -137,7 +123,7 @@ def _one(given: Any, where: str) -> list[Message]:
     if "from" in given and "value" in given:
         return _of_sharegpt(given, where)
     if _is_of_gemini(given):
-        return gemini.messages([_camel(given)], where)
+        return gemini.messages([gemini.camel(given)], where)
     if isinstance(given.get("parts"), list):
         blocks = [_semantic_block(part) for part in given["parts"]]
         return _of_blocks(str(given.get("role") or "user"), blocks, where)
@@ -218,21 +204,6 @@ _CALLS = frozenset({"tool_use", "tool_call", "function_call", "input_json_delta"
 def _of_blocks(role: str, blocks: list[Any], where: str) -> list[Message]:
     role = {"tool": "user", "model": "assistant"}.get(role, role)
     return anthropic.messages([{"role": role, "content": blocks}], where)
-
-
-def _camel(value: Any) -> Any:
-    """Return contents with the names of Gemini's REST API, which its SDKs write in snake case."""
-    if isinstance(value, list):
-        return [_camel(each) for each in value]
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        _WORD.sub(lambda match: match[1].upper(), name) if name in _SNAKE else name: (
-            each if name in {"args", "response"} else _camel(each)
-        )
-        for name, each in value.items()
-        if each is not None
-    }
 
 
 def _semantic_block(part: Any) -> Fields | str:

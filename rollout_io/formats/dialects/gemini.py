@@ -12,6 +12,7 @@ the id of the first open call with their name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -48,6 +49,19 @@ CONTENT = Contents(reads={"": "role"}, inner={"parts": PARTS})
 """Contents: a message."""
 
 _ROLES = {"model": "assistant", "function": "user"}
+_WORD = re.compile(r"_([a-z])")
+_SNAKE = frozenset(
+    {
+        "function_call",
+        "function_response",
+        "inline_data",
+        "file_data",
+        "executable_code",
+        "code_execution_result",
+        "mime_type",
+        "file_uri",
+    }
+)
 _CODE = "code_execution"
 
 
@@ -113,6 +127,21 @@ def messages(given: Iterable[Any], where: str) -> list[Message]:
         role = _ROLES.get(content.role or "user", content.role or "user")
         found += messages_of(role, content.parts, place, open_calls(found))
     return found
+
+
+def camel(value: Any) -> Any:
+    """Return contents with the names of Gemini's REST API, which its SDKs write in snake case."""
+    if isinstance(value, list):
+        return [camel(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        _WORD.sub(lambda match: match[1].upper(), name) if name in _SNAKE else name: (
+            each if name in {"args", "response"} else camel(each)
+        )
+        for name, each in value.items()
+        if each is not None
+    }
 
 
 def open_calls(found: Iterable[Message]) -> list[tuple[str, str]]:
