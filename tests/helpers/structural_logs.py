@@ -14,6 +14,7 @@ from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.inspect_ai import members_of, read_member
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.structural_mutations import encoded
+from tests.rollout_io.formats.test_agent_programs import LOGS
 from tests.rollout_io.formats.test_fuzz import save_inline
 from tests.rollout_io.formats.test_source_is_kept import (
     EXACT_FORMATS,
@@ -123,6 +124,12 @@ def _save_made(folder):
     result |= {"parser_results": {"a": "passed"}, "total_input_tokens": 0, "recording_path": "a/b"}
     bench = {"id": "x", "results": [result], "accuracy": 1.0, "n_resolved": 1, "n_unresolved": 0}
     (folder / "results.json").write_text(json.dumps(bench), encoding="utf-8")
+    programs = LOGS | {
+        "openai_agents_trace": {"object": "trace.span", "id": "s", "span_data": {"type": "agent"}},
+        "prime_rl_annotations": {"trace_id": "t", "step": 0, "advantage": 0.5, "subset": "all"},
+    }
+    for name, log in programs.items():
+        (folder / f"{name}.json").write_text(json.dumps(log), encoding="utf-8")
     shutil.copy(DATA / "inspect_zstd.eval", folder)
 
 
