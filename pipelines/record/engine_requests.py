@@ -11,6 +11,7 @@ import msgspec
 from pipelines.record.bounds import check_request, num_prompts
 from pipelines.record.dialects.anthropic import MessagesCall, MessagesShape
 from pipelines.record.dialects.base import DialectCall, PlainMessage
+from pipelines.record.dialects.responses import ResponsesCall, ResponsesShape
 from pipelines.record.secrets import without_secrets
 
 Fields = dict[str, msgspec.Raw]
@@ -65,6 +66,14 @@ MODEL_APIS = (
     ModelApi(
         *("/v1/messages/count_tokens", "chat", "Count the tokens of a prompt (Anthropic's API)."),
         *(MessagesShape, MessagesCall, True),
+    ),
+    ModelApi(
+        *("/v1/responses", "chat", "Create and record a response (OpenAI's Responses API)."),
+        *(ResponsesShape, ResponsesCall),
+    ),
+    ModelApi(
+        *("/v1/responses/input_tokens", "chat", "Count the tokens of an input."),
+        *(ResponsesShape, ResponsesCall, True),
     ),
 )
 """The APIs that `rollouts record` and the endpoint of harnesses serve; a line adds one."""

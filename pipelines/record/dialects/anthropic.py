@@ -34,7 +34,7 @@ from pipelines.record.dialects.base import (
     decoded,
     engine_messages,
     inexpressible,
-    later_systems_as_user,
+    one_system,
     sse,
 )
 from rollout_io.formats.dialects import anthropic
@@ -131,7 +131,7 @@ def request_to_chat(asked: MessagesRequest, path: str) -> Fields:
     system = _system(asked.system, path)
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    messages = engine_messages(later_systems_as_user(messages), path)
+    messages = engine_messages(one_system(messages), path)
     chat: Fields = {
         "model": asked.model,
         "messages": messages,

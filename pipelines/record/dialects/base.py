@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import msgspec
 
 from pipelines.record.bounds import check_density
-from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.content import Message, extend
 from rollout_io.formats.parsing.jsonl import decode_line
 from schemas.errors import EngineError, InputError
 
@@ -347,12 +347,19 @@ def _engine_part(part: Message, path: str) -> Message:
     raise inexpressible(path, f"content of type {part.get('type')!r}")
 
 
-def later_systems_as_user(messages: Iterable[Message]) -> list[Message]:
-    """Give system messages after the first message the role "user", as many templates require."""
-    return [
-        message | {"role": "user"} if i and message["role"] == "system" else message
-        for i, message in enumerate(messages)
-    ]
+def one_system(messages: Iterable[Message]) -> list[Message]:
+    """Join the system messages at the start, and give later ones the role "user".
+
+    Many chat templates reject a system message that is not the first one.
+    """
+    made: list[Message] = []
+    for message in messages:
+        is_system, last = message["role"] == "system", made[-1] if made else None
+        if is_system and last is not None and len(made) == 1 and last["role"] == "system":
+            extend(last, message)
+        else:
+            made.append(message | {"role": "user"} if is_system and made else dict(message))
+    return made
 
 
 def arguments_of(block: Block) -> Any:
