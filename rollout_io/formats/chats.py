@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -86,9 +87,23 @@ def find_chats(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
 
 def _find_lines(given: Input, progress: Progress) -> Iterator[Found]:
     def find(record: Record) -> Iterator[Found]:
-        yield _run(record.place, decode_record(record))
+        value: Any = decode_record(record)
+        if not _is_list_of_chats(value):
+            yield _run(record.place, value)
+            return
+        for i, each in enumerate(value):
+            where = f"{record.place.where}[{i}]"
+            yield _run(msgspec.structs.replace(record.place, where=where, part=i), each)
 
     return find_records([given], progress, find)
+
+
+def _is_list_of_chats(value: Any) -> bool:
+    """True for a document that is a list of records, as data sets of ShareGPT are."""
+    return isinstance(value, list) and any(
+        isinstance(each, Mapping) and any(isinstance(each.get(name), list) for name in _LISTS)
+        for each in value
+    )
 
 
 def _find_rows(given: Input, progress: Progress) -> Iterator[Found]:
@@ -136,6 +151,8 @@ def read_chat(run: Run, _: Options) -> Trajectory:
     record: Any = (
         _row(place) if _is_table(place.path) else decode_record(Record(place, read_record(place)))
     )
+    if place.offset is not None and place.part is not None:
+        record = record[index_of(place)]
     step = _conversation(record, place.where)
     fields = record if isinstance(record, Mapping) else {}
     account(_CONTENTS, fields)
@@ -283,6 +300,8 @@ def _has_columns(path: Path) -> bool:
 def _is_chat(record: Any, *, may_be_plain: bool = False) -> bool:
     """True if a record is a chat; plain messages in JSON Lines are `openai_messages`."""
     if isinstance(record, list):
+        if _is_list_of_chats(record):
+            return _is_chat(record[0], may_be_plain=True)
         is_known = all(_is_of_framework(each) for each in record)
         is_plain = all(_is_plain(each) for each in record)
         return bool(record) and is_known and (may_be_plain or not is_plain)

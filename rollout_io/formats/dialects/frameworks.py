@@ -186,6 +186,8 @@ def _of_langchain(given: Fields, role: str, where: str) -> list[Message]:
         content = [
             p for p in content if not (isinstance(p, Mapping) and _word(p.get("type")) in _CALLS)
         ]
+    if isinstance(content, list):
+        content = [_langchain_block(part) for part in content]
     more = given.get("additional_kwargs") or {}
     fields = {
         "role": role,
@@ -199,6 +201,18 @@ def _of_langchain(given: Fields, role: str, where: str) -> list[Message]:
 
 
 _CALLS = frozenset({"tool_use", "tool_call", "function_call", "input_json_delta"})
+
+
+def _langchain_block(part: Any) -> Any:
+    """Return a picture or a file, whose bytes LangChain has beside its type, with a `source`."""
+    if not isinstance(part, Mapping) or _word(part.get("type")) not in {"image", "file", "audio"}:
+        return part
+    data, url = part.get("data", part.get("base64")), part.get("url")
+    if not isinstance(data, str) and not isinstance(url, str):
+        return part
+    kind = "document" if part["type"] == "file" else part["type"]
+    source = {"type": "base64", "data": data} if data else {"type": "url", "url": url}
+    return {"type": kind, "source": known(source | {"media_type": part.get("mime_type")})}
 
 
 def _of_blocks(role: str, blocks: list[Any], where: str) -> list[Message]:

@@ -147,6 +147,30 @@ def test_sharegpt_is_read_with_its_tools_group_and_reward(tmp_path):
     assert (run.instance_id, found.reward) == ("7", 0.5)
 
 
+def test_a_document_that_is_a_list_of_conversations_is_a_run_each(tmp_path):
+    path = tmp_path / "sharegpt.json"
+    records = [{"conversations": SHAREGPT, "id": i} for i in range(3)]
+    path.write_text(json.dumps(records, indent=1))
+    assert recognize(path, FORMATS) == ["chats"]
+    runs, rejected = read_all(ADAPTER, path)
+    assert rejected == []
+    assert [run.instance_id for run, _ in runs] == ["0", "1", "2"]
+    assert [found.steps[0].messages for _, found in runs] == [SHORT] * 3
+
+
+@pytest.mark.parametrize(
+    "block", [{"source_type": "base64", "data": "AAAA"}, {"base64": "AAAA"}, {"url": "https://x/y"}]
+)
+def test_pictures_of_langchain_are_kept(block, tmp_path):
+    picture = {"type": "image", "mime_type": "image/png"} | block
+    messages = [{"type": "human", "content": [picture]}, {"type": "ai", "content": "One."}]
+    _, found = read_one(write_lines(tmp_path / "a.jsonl", {"messages": messages}))
+    (part,) = found.steps[0].messages[0]["content"]
+    source = part["source"]
+    assert (part["type"], source["media_type"]) == ("image", "image/png")
+    assert source.get("data", source.get("url")) in {"AAAA", "https://x/y"}
+
+
 def test_prompt_and_completion_of_messages_train_on_the_completion_alone(tmp_path):
     line = {"prompt": CHAT[:3], "completion": CHAT[3:]}
     _, found = read_one(write_lines(tmp_path / "a.jsonl", line))
