@@ -6,7 +6,7 @@
     {"messages": [{"type": "human", "content": "..."}, ...]}, or the list alone
 
 Files are JSON Lines, one JSON document, Parquet, or the Arrow files of a directory that `datasets`
-saved; a line, a document or a row is a run. Messages may have any shape that `dialects.frameworks`
+saved; a line, a document, a record of a document that lists them, or a row is a run. Messages may have any shape that `dialects.frameworks`
 reads: LangChain's, pydantic-ai's, AutoGen's, LlamaIndex's, the items of OpenAI's Agents SDK. JSON
 Lines with OpenAI-style `messages` are the format `openai_messages`.
 

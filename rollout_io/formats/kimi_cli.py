@@ -73,8 +73,8 @@ CONTENTS = Contents(
         "message": "role tool_calls tool_call_id",
     },
     leaves={
-        "facts about an event": "*/time */agentId context.append_loop_event/event "
-        "context.append_message/message config.update/profileName config.update/subagentNames "
+        "facts about an event": "*/time */agentId context.append_loop_event/event.* "
+        "context.append_message/message.* config.update/profileName config.update/subagentNames "
         "config.update/cwd config.update/thinkingEffort context.apply_compaction/tokensBefore "
         "llm.tools_snapshot/hash message/id message/token_count",
         "repeats the messages": "turn.prompt turn.steer",
