@@ -176,15 +176,15 @@ class Contents:
                     tell(where or "record")
                     continue
                 node = found
-            for key, each in value.items() if not node.is_whole else ():
-                if key in marks:
-                    continue
+            for key, each in value.items():
+                if key in marks or (node.is_whole and key not in node.keys):
+                    continue  # what is left out entirely may still have keys that are read in part
                 below = node.keys.get(key) or node.keys.get(EVERY)
                 name = f"{where}.{_clip(key)}" if where else _clip(key)
                 if below is None:
                     if holds_text(each):
                         tell(name)
-                elif not below.is_whole:
+                elif below.keys or not below.is_whole:
                     stack.append((each, below, name))
 
     def coverage(self, records: Iterable[Mapping[str, Any]]) -> Coverage:

@@ -50,7 +50,7 @@ CONTENTS = Contents(
         "system.notification": "data.content",
         "user.message": "data.content data.transformedContent",
         "assistant.message": "data.content data.reasoningText data.toolRequests.toolCallId "
-        "data.toolRequests.name data.toolRequests.arguments data.model",
+        "data.toolRequests.type data.toolRequests.name data.toolRequests.arguments data.model",
         "assistant.reasoning": "data.content",
         "tool.execution_complete": "data.toolCallId data.result.content data.error data.success",
         "subagent.started": "data.toolCallId data.agentName",

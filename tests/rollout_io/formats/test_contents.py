@@ -171,3 +171,12 @@ def test_a_key_beside_what_is_read_of_a_result_of_kimi_is_named():
     found = []
     kimi_cli.CONTENTS.unread({"type": "context.append_loop_event", "event": event}, found.append)
     assert found == ["context.append_loop_event.event.result.note"]
+
+
+def test_what_is_left_out_entirely_hides_nothing_beside_a_key_that_is_read_in_part():
+    contents = Contents(reads={"": "event.result.output"}, leaves={"facts": "event"})
+    found = []
+    contents.unread(
+        {"event": {"id": "a b", "result": {"output": "c", "note": "d e"}}}, found.append
+    )
+    assert found == ["event.result.note"]
