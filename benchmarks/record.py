@@ -5,8 +5,8 @@
 
 The engine sends a token every `--gap-ms` to each of the concurrent sessions. Client, engine and
 recorder are separate processes. The limits are two relays that record nothing: `http` uses the
-recorder's libraries, and `tcp` copies bytes between sockets. Rounds with the recorder, with each
-relay and without a proxy alternate. The output is the median of each, with the CPU time per token
+recorder's libraries, and `tcp` copies bytes between sockets. `middleware` is the recorder inside the
+engine's server, so its CPU time is the engine's. Rounds with each of them and without alternate. The output is the median of each, with the CPU time per token
 of each process.
 `--trajectories` instead records and ends that many sessions of one call, and checks the dataset.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -31,10 +32,13 @@ import psutil
 import uvloop
 
 import rollout_io
+from pipelines.record.middleware import MOUNT
 
 _FIRST = re.compile(rb'"content":"[^"]')
 _TEXT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 _DIRECT, _TCP, _HTTP, _RECORDER = "engine alone", "tcp relay", "http relay", "recorder"
+_INSIDE = "middleware"
+_PATHS = {_RECORDER: "/s/{}-{}/0", _INSIDE: f"{MOUNT}/s/{{}}-{{}}/0"}
 
 
 class Server(NamedTuple):
@@ -65,11 +69,17 @@ def main() -> None:
         _process("benchmarks.relay", "http", engine.url) as http,
     ):
         options = ("--port", "0", "--out", f"{folder}/ds", "--unassigned", "refuse")
-        with _process("rollout_io", "record", "--upstream", engine.url, *options) as recorder:
+        os.environ["ROLLOUTS_RECORD_OUT"] = f"{folder}/inside"
+        own = ("tests.helpers.fake_engine", str(gap_s), str(num_tokens), "inside")
+        with (
+            _process("rollout_io", "record", "--upstream", engine.url, *options) as recorder,
+            _process(*own) as inside,
+        ):
             if is_many:
                 uvloop.run(many(recorder.url, arguments.trajectories, arguments.sessions))
             else:
-                compare({_DIRECT: engine, _TCP: tcp, _HTTP: http, _RECORDER: recorder}, arguments)
+                servers = {_DIRECT: engine, _TCP: tcp, _HTTP: http, _RECORDER: recorder}
+                compare({**servers, _INSIDE: inside}, arguments)
         if is_many:
             count(f"{folder}/ds", arguments.trajectories)
 
@@ -86,8 +96,9 @@ def compare(servers: dict[str, Server], arguments: argparse.Namespace) -> None:
     rounds: dict[str, list[Round]] = {name: [] for name in servers}
     for number in range(arguments.rounds + 1):
         for name, server in servers.items():
-            path = f"/s/{number}-{{}}/0" if name == _RECORDER else ""
-            found = measured(servers[_DIRECT], server, path, arguments)
+            path = _PATHS.get(name, "").format(number, "{}")
+            engine = server if name == _INSIDE else servers[_DIRECT]
+            found = measured(engine, server, path, arguments)
             if number:  # round 0 warms up
                 rounds[name].append(found)
     medians = {name: _median(found) for name, found in rounds.items()}
@@ -101,11 +112,13 @@ def compare(servers: dict[str, Server], arguments: argparse.Namespace) -> None:
             f" {found.tokens_per_s / direct.tokens_per_s:11.1%}  {1e6 * found.client_s:19.0f},"
             f" {1e6 * found.engine_s:6.0f}, {1e6 * found.between_s:6.0f} us"
         )
-    added, least = (_added_ms(medians[name], direct) for name in (_RECORDER, _HTTP))
-    cost = medians[_RECORDER].between_s / medians[_HTTP].between_s
+    added, inside, least = (_added_ms(medians[k], direct) for k in (_RECORDER, _INSIDE, _HTTP))
+    relay_s = medians[_HTTP].between_s
+    cost = medians[_RECORDER].between_s / relay_s
+    own_cost = (medians[_INSIDE].engine_s - direct.engine_s) / relay_s
     print(
-        f"added to the first token: {added:.2f} ms, by an http relay {least:.2f} ms; "
-        f"CPU: {cost:.2f} x the relay's"
+        f"added to the first token: {added:.2f} ms, by the middleware {inside:.2f} ms, by an http "
+        f"relay {least:.2f} ms; CPU: {cost:.2f} and {own_cost:.2f} x the relay's"
     )
 
 

@@ -179,12 +179,19 @@ def vllm_server(start_vllm):
 
 
 @pytest.fixture(scope="session")
-def small_server(start_vllm, small_smollm2):
-    """A real server of the small SmolLM2 that loads adapters too; who kills it starts it again."""
+def small_server(start_vllm, small_smollm2, tmp_path_factory):
+    """A real server of the small SmolLM2 that loads adapters too; who kills it starts it again.
+
+    It records by the middleware, into `recorded_inside`, what is below /recorder.
+    """
+    out = tmp_path_factory.mktemp("inside") / "ds"
     arguments = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     arguments += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
-    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    arguments += ["--middleware", "pipelines.record.middleware.RecordingMiddleware"]
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "PYTHONPATH": str(ROOT)}
+    environment |= {"ROLLOUTS_RECORD_OUT": str(out), "ROLLOUTS_RECORD_FLUSH_S": "0.05"}
     with start_vllm(*arguments, model=small_smollm2, **environment) as server:
+        server.recorded_inside = out
         yield server
 
 

@@ -135,7 +135,6 @@ def record(
 
     from pipelines.origin_guard import is_loopback
     from pipelines.record.settings import RecordSettings
-    from schemas.metadata import DatasetMetadata
 
     settings = RecordSettings(
         max_request_bytes=max_request_mb << 20, max_answer_bytes=max_answer_mb << 20, **options
@@ -156,7 +155,6 @@ def record(
         settings,
         host=host,
         port=port,
-        metadata=DatasetMetadata(logprobs_mode=settings.logprobs_mode),
         announce=_announce,
         show=status.show,
         tell=warn,

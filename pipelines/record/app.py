@@ -119,14 +119,18 @@ class App:
     Args:
         recorder: A recorder whose context has been entered.
         upstreams: Upstreams whose context has been entered.
-        url: Root URL for clients, such as "http://127.0.0.1:8100".
+        url: Root URL for clients, such as "http://127.0.0.1:8100"; None takes that of each request.
         exact: Conversations that can be continued token by token; None if disabled.
     """
 
     def __init__(
-        self, recorder: Recorder, upstreams: Upstreams, url: str, exact: ExactPrefix | None = None
+        self,
+        recorder: Recorder,
+        upstreams: Upstreams,
+        url: str | None,
+        exact: ExactPrefix | None = None,
     ) -> None:
-        self.recorder, self.upstreams, self.url, self.exact = recorder, upstreams, url, exact
+        self.recorder, self.upstreams, self.exact, self._url = recorder, upstreams, exact, url
         if exact is not None:
             recorder.ended = exact.forget
         self._defaults = request_defaults(recorder.settings.sampling_defaults)
@@ -188,6 +192,9 @@ class App:
         inner = {**scope, "path": target.rest or "/", "state": state}
         await self._in_session(inner, receive, send)
 
+    def _root(self, request: Request) -> str:
+        return self._url or str(request.base_url).rstrip("/")
+
     def _check_admin(self, request: Request) -> None:
         admin = self.recorder.settings.admin_key
         if admin is not None and not _is_same(api_key_of(request.headers), admin):
@@ -206,7 +213,7 @@ class App:
         own = session_in(headers, None if spoken is None else spoken.session)
         name = target.session or own
         if name is None and settings.unassigned == "refuse":
-            hint = f"use the base URL {self.url}/s/INSTANCE/REPETITION/v1"
+            hint = f"use the base URL {self._root(request)}/s/INSTANCE/REPETITION/v1"
             raise InputError("no_session", path, "the request names no session", hint=hint)
         if spoken is not None:
             path, body = CHAT_PATH, msgspec.json.encode(spoken.chat)
@@ -277,7 +284,7 @@ class App:
         session = self.recorder.open(given.instance_id, given.repetition_id)
         admin = self.recorder.settings.admin_key
         key = None if admin is None else key_of(admin, session.name)
-        url = self.url + path_of(session.name, key)
+        url = self._root(request) + path_of(session.name, key)
         return json_response(OpenedSession(session.name, f"{url}/v1", url), 201)
 
     async def _end(self, request: Request) -> Response:

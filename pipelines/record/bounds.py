@@ -13,7 +13,7 @@ import msgspec
 from schemas.errors import EngineError, InputError
 
 if TYPE_CHECKING:
-    import aiohttp
+    from pipelines.record.upstreams import Answered
 
 ANSWER_SIZE, ANSWER_ENCODING, REDIRECT = "answer_size", "answer_encoding", "engine_redirect"
 ANSWER_STATUS = "answer_status"
@@ -68,7 +68,7 @@ def too_large(what: str, most_bytes: int) -> EngineError:
     return EngineError(ANSWER_SIZE, "engine", got, hint=_HINT, message=message)
 
 
-def check_head(response: aiohttp.ClientResponse) -> None:
+def check_head(response: Answered) -> None:
     """Reject redirects, compressed responses and statuses that end no HTTP exchange.
 
     Raises:

@@ -62,7 +62,6 @@ async def serving(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
-    metadata: DatasetMetadata | None = None,
     tell: Callable[[str], object] = _LOG.warning,
 ) -> AsyncIterator[Serving]:
     """Serve inside an `async with` block; on exit, wait for running calls.
@@ -71,7 +70,6 @@ async def serving(
         settings: Settings of the recorder.
         host: Address to listen on.
         port: Port; 0 picks a free one.
-        metadata: Metadata of the dataset.
         tell: Receives warnings for the user; by default, they are logged.
 
     Raises:
@@ -82,8 +80,7 @@ async def serving(
     with listen(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{listener.getsockname()[1]}"
-        exact, metadata = _exact_prefix(settings, metadata or DatasetMetadata())
-        recorder = Recorder(settings, metadata, tell)
+        recorder, exact = new_recorder(settings, tell)
         upstreams = Upstreams(
             settings.upstreams,
             Limits(timeout_s=_TIMEOUT_S, max_attempts=_ATTEMPTS, backoff_s=_BACKOFF_S),
@@ -91,15 +88,9 @@ async def serving(
             retried=recorder.metrics.retries.inc,
             max_answer_bytes=settings.max_answer_bytes,
         )
-
-        def refuse(error: RolloutError, path: str) -> Response:
-            recorder.refused(error)
-            return refusal(error, path)
-
         async with recorder, upstreams:
-            app = App(recorder, upstreams, url, exact)
-            guarded = Guard(app, host, refuse, settings.allowed_hosts)
-            async with answering(guarded, listener, stop_s=_STOP_S) as server:
+            app = guarded_app(recorder, upstreams, url, exact, host)
+            async with answering(app, listener, stop_s=_STOP_S) as server:
                 yield Serving(url=url, recorder=recorder, server=server)
 
 
@@ -108,7 +99,6 @@ async def serve(
     *,
     host: str,
     port: int,
-    metadata: DatasetMetadata,
     announce: Callable[[str], object],
     show: Callable[[Recorder], object],
     tell: Callable[[str], object],
@@ -119,7 +109,6 @@ async def serve(
         settings: Settings of the recorder.
         host: Address to listen on.
         port: Port; 0 picks a free one.
-        metadata: Metadata of the dataset.
         announce: Receives the root URL once the recorder is ready.
         show: Callback that is called every second while the recorder runs.
         tell: Receives warnings for the user.
@@ -128,7 +117,7 @@ async def serve(
         RolloutError: As for `serving`.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    async with serving(settings, host=host, port=port, metadata=metadata, tell=tell) as served:
+    async with serving(settings, host=host, port=port, tell=tell) as served:
 
         def stopped() -> None:
             served.server.force_exit = stop.is_set()
@@ -171,12 +160,13 @@ def _reason(error: OSError) -> str:
     return text.lower()
 
 
-def _exact_prefix(
-    settings: RecordSettings, metadata: DatasetMetadata
-) -> tuple[ExactPrefix | None, DatasetMetadata]:
-    """Set up token-by-token continuation of chats, and add the tokenizer to the metadata."""
+def new_recorder(
+    settings: RecordSettings, tell: Callable[[str], object]
+) -> tuple[Recorder, ExactPrefix | None]:
+    """Create a recorder and, if the settings ask for it, its continuation of chats by tokens."""
+    metadata = DatasetMetadata(logprobs_mode=settings.logprobs_mode)
     if settings.exact_prefix is None:
-        return None, metadata
+        return Recorder(settings, metadata, tell), None
     tokenizer = load_tokenizer(settings.exact_prefix)
     known = metadata.replace(
         tokenizer=tokenizer.name,
@@ -184,4 +174,29 @@ def _exact_prefix(
         vocab_size=tokenizer.vocab_size,
         chat_template_fingerprint=tokenizer.template_fingerprint,
     )
-    return ExactPrefix(tokenizer), known
+    return Recorder(settings, known, tell), ExactPrefix(tokenizer)
+
+
+def guarded_app(
+    recorder: Recorder,
+    upstreams: Upstreams,
+    url: str | None,
+    exact: ExactPrefix | None,
+    host: str,
+) -> Guard:
+    """Build the application of a recorder, which serves no foreign `Origin` or `Host`.
+
+    Args:
+        recorder: The recorder.
+        upstreams: Its engines.
+        url: Root URL for clients; None takes that of each request.
+        exact: Conversations that can be continued token by token; None if disabled.
+        host: Address that the server listens on.
+    """
+
+    def refuse(error: RolloutError, path: str) -> Response:
+        recorder.refused(error)
+        return refusal(error, path)
+
+    app = App(recorder, upstreams, url, exact)
+    return Guard(app, host, refuse, recorder.settings.allowed_hosts)

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import aiohttp
 import msgspec
@@ -40,11 +40,46 @@ _NOT_PASSED_ON = frozenset(
         *("accept-encoding", "date", "server", "expect"),
     }
 )
-Answered = aiohttp.ClientResponse
 MODELS = "/v1/models"
 VERSION_HEADER = "x-rollouts-policy-version"
 """Response header with the version of the weights that sampled the response."""
 _MODELS = msgspec.json.Decoder(Models)
+
+
+class Body(Protocol):
+    """Body of a response, part by part."""
+
+    async def readany(self) -> bytes:
+        """Wait for the next part; b"" at the end."""
+
+
+class Answered(Protocol):
+    """A response whose headers have arrived: aiohttp's, or that of an application in this process."""
+
+    status: int
+
+    @property
+    def url(self) -> object:
+        """URL of the request; `str` gives its text."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Headers; names in lower case are found."""
+
+    @property
+    def raw_headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """Headers as received."""
+
+    @property
+    def content_length(self) -> int | None:
+        """Size of the body in bytes, if the response tells it."""
+
+    @property
+    def content(self) -> Body:
+        """The body."""
+
+    def close(self) -> None:
+        """Cancel what has not arrived."""
 
 
 class BoundedConnector(aiohttp.TCPConnector):

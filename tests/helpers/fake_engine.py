@@ -1,4 +1,9 @@
-"""Answers as vLLM does, quickly and always the same: `python -m tests.helpers.fake_engine`."""
+"""Answers as vLLM does, quickly and always the same.
+
+    python -m tests.helpers.fake_engine GAP_S NUM_TOKENS [inside]
+
+With `inside`, it records by the middleware, whose settings are in the environment.
+"""
 
 import asyncio
 import json
@@ -9,6 +14,9 @@ import zlib
 from contextlib import contextmanager
 
 import uvicorn
+from starlette.applications import Starlette
+
+from pipelines.record.middleware import RecordingMiddleware
 
 CREATED = 1790000000
 
@@ -249,10 +257,20 @@ async def answer(send, value, status=200):
     await send({"type": "http.response.body", "body": content})
 
 
+def recorded_inside(engine):
+    """The engine as a server has it that records inside, with its settings from the environment."""
+    app = Starlette()
+    app.router.redirect_slashes, app.router.default = False, engine
+    app.add_middleware(RecordingMiddleware)
+    return app
+
+
 @contextmanager
-def running(app, port=0):
+def running(app, port=0, lifespan="off"):
     """Serve from a thread; its URL."""
-    config = uvicorn.Config(app, port=port, lifespan="off", log_level="critical", access_log=False)
+    config = uvicorn.Config(
+        app, port=port, lifespan=lifespan, log_level="critical", access_log=False
+    )
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None
     thread = threading.Thread(target=server.run, daemon=True)
@@ -263,13 +281,16 @@ def running(app, port=0):
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        server.force_exit = True
+        server.force_exit = lifespan == "off"
         thread.join()
 
 
 if __name__ == "__main__":
     gap_s, num_tokens = float(sys.argv[1]), int(sys.argv[2])
-    with running(FakeEngine(gap_s=gap_s, num_tokens=num_tokens)) as url:
+    engine, lifespan = FakeEngine(gap_s=gap_s, num_tokens=num_tokens), "off"
+    if len(sys.argv) > 3:
+        engine, lifespan = recorded_inside(engine), "on"
+    with running(engine, lifespan=lifespan) as url:
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()
         sys.stdin.read()

@@ -1,8 +1,11 @@
 import asyncio
 import json
+from contextlib import asynccontextmanager
 
+import httpx2
 import pytest
 
+from pipelines.record.middleware import MOUNT
 from rollout_io.cli.main import run
 from schemas.columns import metrics_dict
 from tests.helpers.recorder_helpers import chunks_of, recording, rows
@@ -88,14 +91,32 @@ def without_names(value):
     return {k: None if k in OWN else without_names(v) for k, v in value.items()}
 
 
+@asynccontextmanager
+async def recording_inside(server, session):
+    """A client of the recorder inside the engine's own server."""
+    url = f"{server.url}{MOUNT}"
+    async with httpx2.AsyncClient(base_url=url, timeout=30) as client:
+        yield client
+        async with asyncio.timeout(30):
+            while (await client.get(f"/s/{session}")).json()["state"] != "written":
+                await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("place", ["proxy", "inside"])
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_what_a_real_engine_tells_a_client_is_the_same_through_the_recorder(
-    small_server, tmp_path, stream
+    small_server, tmp_path, stream, place
 ):
-    num_repeated = 0
+    num_repeated, session = 0, f"{place}-{stream}/0"
+    out = tmp_path / "ds" if place == "proxy" else small_server.recorded_inside
 
     async def main():
-        async with recording(tmp_path / "ds", small_server.url) as client:
+        through = (
+            recording(out, small_server.url)
+            if place == "proxy"
+            else recording_inside(small_server, session)
+        )
+        async with through as client:
 
             async def check_same(path, body, name):
                 nonlocal num_repeated
@@ -104,7 +125,7 @@ def test_what_a_real_engine_tells_a_client_is_the_same_through_the_recorder(
                 for _ in range(
                     5
                 ):  # two choices are sampled otherwise where they are batched otherwise
-                    ours = await client.post(f"/s/a/0/{path}", json=body, timeout=120)
+                    ours = await client.post(f"/s/{session}/{path}", json=body, timeout=120)
                     plain = await client.post(f"{small_server.url}/{path}", json=body, timeout=120)
                     assert ours.status_code == plain.status_code, name
                     is_stream = stream and plain.status_code == 200
@@ -123,11 +144,12 @@ def test_what_a_real_engine_tells_a_client_is_the_same_through_the_recorder(
             for extra in ({}, {"n": 2}, {"logprobs": 2}, {"echo": True}, {"prompt": ["a b", "c"]}):
                 body = {**SAMPLED, "prompt": "One two", "seed": 7, "stream": stream} | extra
                 await check_same("v1/completions", body, extra)
-            await client.post("/s/a/0/end", json={"reward": 1.0})
+            await client.post(f"/s/{session}/end", json={"reward": 1.0})
 
     asyncio.run(main())
-    made = rows(tmp_path / "ds", "response_ids", "rollout_logprobs", "reward", "error", "metrics")
+    columns = ("instance_id", "response_ids", "rollout_logprobs", "reward", "error", "metrics")
+    made = [row for row in rows(out, *columns) if f"{row['instance_id']}/0" == session]
     assert len(made) == (len(CHATS) - 2 + (1 if stream else 0)) + 1 + 6 + num_repeated
     assert all(len(row["response_ids"]) == len(row["rollout_logprobs"]) > 0 for row in made)
     assert metrics_dict(made[-1]["metrics"]) == {"unrecorded_calls": 1.0}
-    assert run(["validate", str(tmp_path / "ds")]) == 0
+    assert run(["validate", str(out)]) == 0

@@ -6,7 +6,6 @@ import pytest
 from pipelines.record.serving import serve
 from pipelines.record.settings import RecordSettings
 from rollout_io.cli.main import run
-from schemas.metadata import DatasetMetadata
 
 
 def test_the_verb_says_what_is_missing_or_wrong(capsys, tmp_path):
@@ -44,7 +43,6 @@ def test_the_start_warns_of_engines_that_do_not_respond(tmp_path):
             settings,
             host="127.0.0.1",
             port=0,
-            metadata=DatasetMetadata(),
             announce=urls.append,
             show=lambda _: ready.set(),
             tell=told.append,
