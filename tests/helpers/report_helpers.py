@@ -132,39 +132,6 @@ def write_records(run, step, dataset, rows, names, groups, sums, sampled, rng):
     pq.write_table(pa.table(found, schema=schema), path)
 
 
-def exponential(x):
-    """exp(x) from sums and products of doubles, in the order that a report's numbers assume."""
-    power, x = np.ones_like(x), x / 1024
-    for divisor in (8, 7, 6, 5, 4, 3, 2, 1):
-        power = 1 + x * power / divisor
-    for _ in range(10):
-        power *= power
-    return power
-
-
-def restored(stream, numbers):
-    """Undo how one column of numbers is stored in a stream."""
-    at, num, width, guess = (numbers[name] for name in ("at", "num", "width", "guess"))
-    by_byte = stream[at : at + num * width].reshape(width, num)
-    values = sum(by_byte[k].astype(np.uint64) << np.uint64(8 * k) for k in range(width))
-    kind = f"<u{width}"
-    if guess is not None:
-        a, *b = (stream[place : place + num * width] for place in guess["of"])
-        if guess["kind"] == "same":
-            near = a.view(kind)
-        else:
-            x, y = a.view("<f4").astype(np.float64), b[0].view("<f4").astype(np.float64)
-            with np.errstate(all="ignore"):
-                if guess["kind"] == "ratio":
-                    near = exponential(np.float32(x - y).astype(np.float64)).astype("<f4")
-                else:
-                    near = (-(x * y)).astype("<f4")
-            near[~np.isfinite(near)] = 0
-            near = near.view(kind)
-        values = values + near.astype(np.uint64)
-    stream[at : at + num * width] = values.astype(kind).view(np.uint8)
-
-
 def answers_in(path):
     """The answers of a report, by key: JSON as bytes, Arrow as tables."""
     found = re.search(r'<script id="answers"[^>]*>(.*?)</script>', path.read_text(), re.DOTALL)
@@ -174,12 +141,8 @@ def answers_in(path):
     ]
     index = json.loads(blobs[0])
     answers = {key: blobs[n][begin:end] for key, (n, begin, end) in index["texts"].items()}
-    whole = {}
-    for number, transposed in index["transposed"].items():
-        stream = np.frombuffer(blobs[int(number)], np.uint8).copy()
-        for numbers in transposed:
-            restored(stream, numbers)
-        whole[int(number)] = pa.ipc.open_stream(stream.tobytes()).read_all()
+    numbers = {number for answer in index["tables"].values() for number, _, _ in answer["parts"]}
+    whole = {number: pa.ipc.open_stream(blobs[number]).read_all() for number in numbers}
     for key, answer in index["tables"].items():
         columns = {}
         for number, begin, end in answer["parts"]:

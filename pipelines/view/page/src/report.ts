@@ -9,17 +9,6 @@ interface Index {
   texts: Record<string, [blob: number, begin: number, end: number]>;
   /** The record ranges whose columns form an Arrow answer, and the metadata of its schema. */
   tables: Record<string, { parts: [blob: number, begin: number, end: number][]; totals: Record<string, string> }>;
-  /** The numbers of a blob that are stored as byte planes. */
-  transposed: Record<string, Transposed[]>;
-}
-
-interface Transposed {
-  at: number;
-  num: number;
-  /** Bytes per value. */
-  width: number;
-  /** The offset subtracted from the values, as unsigned integers. */
-  guess: { kind: "same" | "ratio" | "product"; of: number[] } | null;
 }
 
 interface Known {
@@ -82,11 +71,7 @@ export class Report {
   }
 
   private wholeTable(blob: number): Promise<Table> {
-    return once(this.whole, blob, async () => {
-      const stream = await decompressed(this.blobs[blob]!);
-      for (const numbers of (await this.index).transposed[blob] ?? []) restore(stream, numbers);
-      return tableFromIPC(stream);
-    });
+    return once(this.whole, blob, async () => tableFromIPC(await decompressed(this.blobs[blob]!)));
   }
 }
 
@@ -103,45 +88,6 @@ async function decompressed(blob: string): Promise<Uint8Array> {
   const packed = Uint8Array.from(atob(blob), (character) => character.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
-}
-
-/** Join the byte planes of the values and add the offset, byte by byte with carry. */
-function restore(stream: Uint8Array, numbers: Transposed): void {
-  const { at, num, width } = numbers;
-  const stored = stream.slice(at, at + num * width);
-  const guess = guessed(stream, numbers);
-  for (let value = 0; value < num; value++) {
-    let carry = 0;
-    for (let byte = 0; byte < width; byte++) {
-      const place = value * width + byte;
-      const sum = stored[byte * num + value]! + (guess === null ? 0 : guess[place]!) + carry;
-      stream[at + place] = sum & 0xff;
-      carry = sum >> 8;
-    }
-  }
-}
-
-/** The bytes of values that `packing.py` predicted with sums and products of doubles, which are exact IEEE 754. */
-function guessed(stream: Uint8Array, { num, width, guess }: Transposed): Uint8Array | null {
-  if (guess === null) return null;
-  const columns = guess.of.map((at) => stream.slice(at, at + num * width));
-  if (guess.kind === "same") return columns[0]!;
-  const [a, b] = columns.map((bytes) => new Float32Array(bytes.buffer)) as [Float32Array, Float32Array];
-  const values = new Float32Array(num);
-  for (let at = 0; at < num; at++) {
-    values[at] = guess.kind === "ratio" ? ratio(a[at]!, b[at]!) : -(a[at]! * b[at]!);
-    if (!Number.isFinite(values[at])) values[at] = 0;
-  }
-  return new Uint8Array(values.buffer);
-}
-
-/** exp(a - b). */
-function ratio(a: number, b: number): number {
-  const small = Math.fround(a - b) / 1024;
-  let power = 1;
-  for (let divisor = 8; divisor > 0; divisor--) power = 1 + (small * power) / divisor;
-  for (let square = 0; square < 10; square++) power *= power;
-  return power;
 }
 
 function byPath({ texts, tables }: Index): Map<string, Known[]> {
