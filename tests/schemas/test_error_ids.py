@@ -22,6 +22,7 @@ def test_every_id_that_is_raised_is_in_the_catalogue(sites):
     assert [site.where for site in sites if not site.ids] == []
 
 
+@pytest.mark.slow
 def test_every_id_of_the_catalogue_is_raised(sites):
     assert error_ids().keys() - {i for site in sites for i in site.ids} == set()
 

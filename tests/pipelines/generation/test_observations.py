@@ -76,6 +76,7 @@ def test_appended_observations_are_qwens_own_rendering(qwen, name):
     assert_appending_equals_rendering(qwen(name), [TWO, "I look.", USER, "Done.", USER])
 
 
+@pytest.mark.slow
 def test_qwen2_5s_tool_messages_are_its_own_rendering(qwen):
     talk = [TWO, "I look it up.", TOOLS, "It rains.", USER]
     assert_appending_equals_rendering(qwen("qwen2_5"), talk)

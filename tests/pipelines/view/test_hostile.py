@@ -92,6 +92,7 @@ def test_the_table_shows_every_trajectory(ask):
         assert len(ask("/api/datasets/d0/trajectories", sort=sort)) == len(TEXTS)
 
 
+@pytest.mark.slow
 def test_values_that_are_no_numbers_sort_last_and_are_counted_apart(ask):
     found = ask("/api/datasets/d0/trajectories", sort="score", descending=1)
     assert np.isnan(found["score"].to_list()[-1])

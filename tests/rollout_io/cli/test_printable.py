@@ -19,6 +19,7 @@ BAD = set("\x1b\x07\u202e\u2066\x9b\x00\r\x08")
 PLACES = ("rollout_io/cli/output.py", "rollout_io/cli/output.py")
 
 
+@pytest.mark.slow
 def test_all_text_is_printed_in_one_place():
     found = []
     for package in ("rollout_io", "pipelines", "trainer", "schemas"):

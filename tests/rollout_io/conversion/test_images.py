@@ -326,6 +326,7 @@ def test_the_pictures_of_a_rejected_run_are_not_stored(tmp_path):
     assert list(stored(tmp_path / "ds").values()) == [ONE]
 
 
+@pytest.mark.slow
 def test_a_long_session_of_repeated_pictures_needs_little_memory_and_disk(tmp_path):
     """2,331 inline images of 22 pictures: each call repeats all images of the earlier ones."""
     pictures = [picture(i, 60_000) for i in range(22)]
@@ -359,6 +360,7 @@ def test_a_long_session_of_repeated_pictures_needs_little_memory_and_disk(tmp_pa
     assert len(entries) == 2331
 
 
+@pytest.mark.slow
 def test_several_processes_store_each_picture_once(tmp_path):
     lines = [exact(f"t{i}/0", [1, 2], ANTHROPIC, OPENAI) for i in range(20)]
     log = write(tmp_path / "a.calls.jsonl", *lines)

@@ -154,6 +154,7 @@ def test_unread_content_is_a_warning_in_json_and_an_error_with_strict(
     assert "mood (1)" in caught.value.got
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_unread_content_has_the_same_counts_with_several_processes(tmp_path, smollm2_dir):
     record = {"messages": HERMES["messages"], "mood": "merry"}

@@ -72,6 +72,7 @@ class Moving(Length):
         return super().step(action)
 
 
+@pytest.mark.slow
 def test_an_environment_that_moves_the_working_directory_does_not_move_the_run(
     model, tmp_path, monkeypatch
 ):

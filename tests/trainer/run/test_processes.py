@@ -279,6 +279,7 @@ def test_a_launch_that_cannot_be_had_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_know_of_each_other_are_refused(
     paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
