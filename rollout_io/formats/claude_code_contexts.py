@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollout_io.formats.claude_code_lines import Kept, Line, Shape, short
@@ -56,6 +56,7 @@ class _Thread:
 
     Attributes:
         uuids: Uuids of all lines, those to come included.
+        others: Threads of the agents before this one, of whose lines this log may have copies.
         awaited: Uuids of the lines to come that a compaction keeps; a segment ends with the last.
         follows: For each uuid, the line with a message that a child of this uuid follows, if any.
         spoken: Lines with a message, by uuid.
@@ -66,6 +67,7 @@ class _Thread:
 
     contexts: list[Context]
     uuids: frozenset[str | None] = frozenset()
+    others: Mapping[str, _Thread] = field(default_factory=dict)
     awaited: Kept | None = None
     follows: dict[str, Line | None] = field(default_factory=dict)
     spoken: dict[str, Line] = field(default_factory=dict)
@@ -86,8 +88,7 @@ class _Thread:
         self.shape = line.shape or self.shape
         self._await(line)
         parent = self.follows.get(line.parent or "")
-        # A summary that follows the context is one that a later compaction kept, copied by a fork.
-        follows = parent is not None and self.current.lines[-1:] == [parent] and not self.is_cut
+        follows = self._is_kept_summary(line, parent)
         if line.is_compaction and not follows:
             self._compact(line)
         elif line.message is not None:
@@ -106,6 +107,16 @@ class _Thread:
             after = kept[-1]
         if line.uuid is not None:
             self.follows[line.uuid] = after
+
+    def _is_kept_summary(self, line: Line, parent: Line | None) -> bool:
+        """True if a summary is one that a later compaction kept, and that follows the context.
+
+        It follows the later summary, or is a copy in the log of a forked sub-agent.
+        """
+        if not line.is_compaction or line.message is None or parent is None or self.is_cut:
+            return False
+        is_copy = any(line.uuid in thread.uuids for thread in self.others.values())
+        return self.current.lines[-1:] == [parent] and (parent.is_compaction or is_copy)
 
     def _await(self, line: Line) -> None:
         """Mark a line that a compaction keeps although it is logged only after the compaction."""
@@ -234,7 +245,7 @@ def contexts_of(lines: Iterable[Line]) -> list[Context]:
 
 def _thread(key: str, lines: Sequence[Line], threads: dict[str, _Thread]) -> _Thread:
     agent = MAIN if key == MAIN else SIDECHAIN
-    thread = _Thread([Context(agent)], frozenset(line.uuid for line in lines))
+    thread = _Thread([Context(agent)], frozenset(line.uuid for line in lines), threads)
     for line in lines:
         if line.inherited is not None:
             parent = _parent_of(lines, threads)

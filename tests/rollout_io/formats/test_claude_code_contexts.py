@@ -119,6 +119,34 @@ def test_the_messages_that_a_compaction_keeps_follow_the_summary_as_context(
     assert rows(made) == [([], ["Count.", "Three.", "Remember zebra.", "Noted."]), ANSWERED]
 
 
+@pytest.mark.parametrize("logical", [None, "a2", "lost"])
+@pytest.mark.parametrize("of_boundary", [None, "a2", "u1", "lost"])
+@pytest.mark.parametrize("of_summary", ["b1", None, "a2", "lost"])
+def test_a_compaction_begins_a_context_whatever_its_parents(
+    logical, of_boundary, of_summary, session
+):
+    made = session(
+        *BEFORE,
+        boundary("b1") | {"parentUuid": of_boundary, "logicalParentUuid": logical},
+        SUMMARY | {"parentUuid": of_summary},
+        user("u3", "Which?", parent="s1"),
+        reply("a3", text("Zebra."), parent="u3", id="m3"),
+    )
+    before = ["Count.", "Three.", "Remember zebra.", "Noted."]
+    assert rows(made) == [([], before), ([], ["Summary.", "Which?", "Zebra."])]
+
+
+@pytest.mark.parametrize("parent", [None, "a2", "lost"])
+def test_a_summary_without_a_boundary_begins_a_context_whatever_its_parent(parent, session):
+    made = session(
+        *BEFORE,
+        SUMMARY | {"parentUuid": parent},
+        user("u3", "Which?", parent="s1"),
+        reply("a3", text("Zebra."), parent="u3", id="m3"),
+    )
+    assert [rest for _, rest in rows(made)][1:] == [["Summary.", "Which?", "Zebra."]]
+
+
 @pytest.mark.parametrize("kept", [KEPT, SEGMENT])
 def test_messages_that_a_compaction_keeps_may_be_logged_after_its_summary_alone(kept, session):
     made = session(
@@ -595,7 +623,7 @@ class Harness:
         self.tail = uuid
         self.context.append((uuid, said))
 
-    def compact(self, num_kept, *, by_list, to_anchor):
+    def compact(self, num_kept, parents, *, by_list, to_anchor):
         kept = self.context[len(self.context) - num_kept :] if num_kept else []
         edge, summary = f"l{next(self.numbers)}", f"l{next(self.numbers)}"
         said = f"summary {summary}"
@@ -603,8 +631,10 @@ class Harness:
         segment = {"headUuid": uuids[0], "tailUuid": uuids[-1]} if kept else {}
         listed = {"preservedMessages": {"anchorUuid": summary, "uuids": uuids}}
         ends = {"preservedSegment": {"anchorUuid": summary} | segment}
-        self.log.append(boundary(edge, **((listed if by_list else ends) if kept else {})))
-        self.log.append(user(summary, said, parent=edge, isCompactSummary=True))
+        of_edge, of_summary = ({"none": None, "end": self.tail, "edge": edge}[p] for p in parents)
+        edged = boundary(edge, **((listed if by_list else ends) if kept else {}))
+        self.log.append(edged | {"parentUuid": of_edge})
+        self.log.append(user(summary, said, parent=of_summary, isCompactSummary=True))
         self.context = [(summary, said), *kept]
         self.tail = uuids[-1] if kept and not to_anchor else summary
 
@@ -640,7 +670,13 @@ actions = st.one_of(
     st.just(("say",)),
     st.tuples(st.just("answer"), st.sampled_from(["whole", "growing", "twice"])),
     st.just(("queue",)),
-    st.tuples(st.just("compact"), st.integers(0, 3), st.booleans(), st.booleans()),
+    st.tuples(
+        st.just("compact"),
+        st.integers(0, 3),
+        st.tuples(st.sampled_from(["none", "end"]), st.sampled_from(["edge", "none", "end"])),
+        st.booleans(),
+        st.booleans(),
+    ),
     st.just(("retract",)),
     st.tuples(st.just("fork"), st.booleans()),
 )
@@ -654,9 +690,9 @@ def test_every_text_that_the_model_saw_is_before_its_answer_in_order_once(script
     harness.answer("whole")
     for name, *choices in script:
         if name == "compact":
-            kept, by_list, to_anchor = choices
+            kept, parents, by_list, to_anchor = choices
             kept = min(kept, len(harness.context))
-            harness.compact(kept, by_list=by_list, to_anchor=to_anchor)
+            harness.compact(kept, parents, by_list=by_list, to_anchor=to_anchor)
         elif name == "fork":
             harness.fork(copies=choices[0])
         elif name == "answer":
