@@ -208,7 +208,8 @@ class Summary:
             if self.numbers and self.reward_mean is None:
                 names = ", ".join(sorted(self.numbers)[:8])
                 lines.append(
-                    f"the log has metrics that may be rewards: pass --reward KEY ({names})"
+                    f"the log has metrics ({names}), none of which is named as the reward: if one "
+                    "measures success, pass --reward KEY"
                 )
         if self.num_retokenized:
             lines.append(

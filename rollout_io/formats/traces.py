@@ -14,12 +14,14 @@ was new: the messages of the call before it in the same span precede it. A syste
 the agent's span has comes first. Both are counted.
 
 The reward is a score named `reward` or the only score, unless `--reward` names another; all scores are
-metrics. A trace whose outermost span failed is a failed run.
+metrics. A score that a model gave (Langfuse's evaluators, MLflow's judges), or that is about one call,
+is never taken for the reward by itself: it may be `toxicity`. A trace whose outermost span failed is a
+failed run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +151,13 @@ def read_trace(run: Run, options: Options) -> Trajectory:
         hint = "let the tracing library record the content of messages"
         raise InputError("no_calls", f"{where}, trace {trace}", got, hint=hint)
     scores: dict[str, float] = {}
+    opinions = frozenset[str]().union(*(span.opinions for span in ordered))
     for span in ordered:
         scores |= span.scores | _evaluations(span)
     models = [m for s in ordered if isinstance(m := first_value(s, _MODELS), str)]
     return Trajectory(
         steps=steps_of(calls, f"{where}, trace {trace}", failed=run.failed or error is not None),
-        reward=_reward(scores, options),
+        reward=_reward(scores, opinions, options),
         error=error,
         metrics=scores,
         user_values={"model": models[-1]} if models else {},
@@ -164,10 +167,13 @@ def read_trace(run: Run, options: Options) -> Trajectory:
 _MODELS = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name", "langfuse.model")
 
 
-def _reward(scores: Mapping[str, float], options: Options) -> float | None:
+def _reward(
+    scores: Mapping[str, float], opinions: Collection[str], options: Options
+) -> float | None:
     if options.reward is not None:
         return scores.get(options.reward)
-    return scores.get("reward", next(iter(scores.values())) if len(scores) == 1 else None)
+    own = [score for name, score in scores.items() if name not in opinions]
+    return scores.get("reward", own[0] if len(own) == len(scores) == 1 else None)
 
 
 def _evaluations(span: Span) -> dict[str, float]:

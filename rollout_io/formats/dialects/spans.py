@@ -48,6 +48,8 @@ class Span(NamedTuple):
         events: Attributes of the events as trees, each with its name under "name".
         error: Why the span failed; None if it did not.
         scores: Scores of the trace or the span, by name.
+        opinions: Names of the scores that say nothing about success by themselves: a model judged, or
+            they are about one call only.
         labels: Names of the trace, such as its session.
     """
 
@@ -62,6 +64,7 @@ class Span(NamedTuple):
     error: str | None
     scores: dict[str, float]
     labels: dict[str, str]
+    opinions: frozenset[str] = frozenset()
 
 
 def form_of(record: Any) -> str | None:
@@ -150,12 +153,17 @@ def _of_langfuse(record: Mapping[str, Any], where: str) -> Iterator[Span]:
     trace = trace if isinstance(trace, Mapping) else {}
     trace_id = _id(trace.get("id"), f"{where}, trace.id")
     observations = record.get("observations") or trace.get("observations") or []
-    scores = [*(trace.get("scores") or ()), *(record.get("scores") or ())]
-    named = {
-        str(score["name"]): float(score["value"])
-        for score in scores
+    scores = [
+        score
+        for score in (*(trace.get("scores") or ()), *(record.get("scores") or ()))
         if isinstance(score, Mapping) and isinstance(score.get("value"), int | float | bool)
-    }
+    ]
+    named = {str(score.get("name")): float(score["value"]) for score in scores}
+    opinions = frozenset(
+        str(score.get("name"))
+        for score in scores
+        if score.get("source") == "EVAL" or score.get("observationId") is not None
+    )
     labels = {"name": trace.get("name"), "session": trace.get("sessionId")}
     labels |= {"user": trace.get("userId"), "release": trace.get("release")}
     for observation in observations:
@@ -177,6 +185,7 @@ def _of_langfuse(record: Mapping[str, Any], where: str) -> Iterator[Span]:
             error=str(observation.get("statusMessage") or "error") if failed else None,
             scores=named,
             labels={name: str(text) for name, text in labels.items() if text},
+            opinions=opinions,
         )
 
 
@@ -184,11 +193,16 @@ def _of_mlflow(record: Mapping[str, Any], where: str) -> Iterator[Span]:
     info = _object(record["info"], f"{where}, info")
     spans = _object(record["data"], f"{where}, data").get("spans") or []
     trace_id = info.get("trace_id") or info.get("request_id")
-    scores = {}
+    scores, opinions = {}, set()
     for each in info.get("assessments") or ():
         value = (each.get("feedback") or {}).get("value", each.get("value"))
         if isinstance(value, int | float | bool):
-            scores[str(each.get("assessment_name") or each.get("name"))] = float(value)
+            name = str(each.get("assessment_name") or each.get("name"))
+            scores[name] = float(value)
+            source = each.get("source")
+            judge = source.get("source_type") if isinstance(source, Mapping) else None
+            if each.get("span_id") or judge in {"LLM_JUDGE", "AI_JUDGE"}:
+                opinions.add(name)
     for span in spans:
         context = span.get("context") or {}
         attributes = tree_of(_mapping(span.get("attributes")))
@@ -209,6 +223,7 @@ def _of_mlflow(record: Mapping[str, Any], where: str) -> Iterator[Span]:
             error=str(message or "error") if failed else None,
             scores=scores,
             labels={"session": str(info["session"])} if info.get("session") else {},
+            opinions=frozenset(opinions),
         )
 
 

@@ -46,8 +46,13 @@ class Part(msgspec.Struct, gc=False):
     file_url: str | None = None
     filename: str | None = None
     input_audio: Any = None
+    audio: Any = None
     audio_url: Any = None
+    video: Any = None
     video_url: Any = None
+    document: Any = None
+    format: str | None = None
+    mime_type: str | None = None
 
     @property
     def said(self) -> str:

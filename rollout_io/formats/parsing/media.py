@@ -50,9 +50,26 @@ _KINDS = {
 KINDS = frozenset(_KINDS.values())
 _BY_TYPE = (("image/", "image"), ("audio/", "audio"), ("video/", "video"))
 _HOLDERS = ("source", "image_url", "file", "input_audio", "audio_url", "video_url", "inlineData")
-_URLS = ("url", "image_url", "file_url", "fileUri", "file_uri", "image", "audio", "video", "path")
+_URLS = (
+    "url",
+    "image_url",
+    "file_url",
+    "fileUri",
+    "file_uri",
+    "image",
+    "audio",
+    "video",
+    "document",
+    "path",
+)
 _DATA = ("data", "file_data", "base64")
 _TYPES = ("media_type", "mimeType", "mime_type", "mediaType", "format")
+READS = dict.fromkeys(
+    _KINDS,
+    "source image_url image file file_id file_data file_url filename input_audio audio audio_url "
+    "video video_url document title name format mime_type",
+)
+"""Keys of each type of part that `parsing.content.Part` holds, whatever the API."""
 _HINTS = ("base64", "image")  # a search for every kind would take longer than reading the log
 _NESTED = frozenset({"content", "output"})
 _URL_SAFE = str.maketrans("-_", "+/")

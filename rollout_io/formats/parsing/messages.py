@@ -40,11 +40,12 @@ from rollout_io.formats.parsing.content import (
     tool_call,
 )
 from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.media import READS
 
 _PARTS = Contents(
     kind="type",
     default="text",
-    reads=dict(BLOCKS.reads) | dict(TEXTS.reads),
+    reads=dict(BLOCKS.reads) | dict(TEXTS.reads) | READS,
     leaves=dict(BLOCKS.leaves) | dict(TEXTS.leaves),
     inner=BLOCKS.inner,
 )

@@ -107,25 +107,33 @@ class Contexts:
     _owned: set[str] = field(default_factory=set)
 
     def add(self, items: Sequence[Item]) -> None:
-        """Add a context, unless all its answers are given or in an earlier context."""
+        """Add a context, unless all its answers are given or in an earlier context.
+
+        If a given answer follows a new one, the new one gets a context of its own, which ends with it.
+        """
         messages: list[Message] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
         num_given, where, is_new = 0, "", False
         for item in items:
-            messages += item.messages
             if not any(map(is_answer, item.messages)):
-                continue
-            where = item.where
-            if item.is_given or item.key in self._owned or item.where in self.copied:
-                num_given = len(messages)
+                messages += item.messages
+            elif item.is_given or item.key in self._owned or item.where in self.copied:
+                if is_new:
+                    self._begin(messages[:], num_given, where)
+                messages += item.messages
+                num_given, where, is_new = len(messages), item.where, False
             else:
-                is_new = True
+                messages += item.messages
+                where, is_new = item.where, True
         self._owned |= {item.key for item in items if not item.is_given}
-        if is_new and any(map(is_answer, messages[num_given:])):
-            step = Conversation(source=where, messages=messages, tools=self.tools)
-            step.num_given = num_given
-            self.found.append(step)
+        if is_new:
+            self._begin(messages, num_given, where)
+
+    def _begin(self, messages: list[Message], num_given: int, where: str) -> None:
+        step = Conversation(source=where, messages=messages, tools=self.tools)
+        step.num_given = num_given
+        self.found.append(step)
 
 
 @dataclass(slots=True)

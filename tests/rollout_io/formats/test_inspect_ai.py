@@ -15,6 +15,7 @@ from rollout_io.formats.inspect_ai_samples import Sample, calls_of
 from rollout_io.formats.parsing.notes import noted
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
+from tests.helpers import adapter_helpers as helpers
 from tests.helpers.adapter_helpers import convert_with
 from tests.helpers.text_log_helpers import (
     check_survives,
@@ -204,6 +205,25 @@ def test_a_call_that_failed_is_no_call(tmp_path, failure):
 def test_scores_count_as_inspect_counts_them(tmp_path, value, metrics, reward):
     found = read(tmp_path, scores={"s": {"value": value}})
     assert (found.metrics, found.reward) == (metrics, reward)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "image": "data:image/png;base64,iVBORw0KGgo=", "detail": "auto"},
+        {"type": "audio", "audio": "data:audio/wav;base64,UklGRg==", "format": "wav"},
+        {"type": "video", "video": "clips/first take.mp4", "format": "mp4"},
+        {"type": "document", "document": "data:application/pdf;base64,JVBERi0=", "filename": "a b"},
+    ],
+)
+def test_the_parts_of_a_message_that_are_read_are_not_named_as_unread(part, tmp_path):
+    asked = {**USER, "content": [{"type": "text", "text": "What?"}, part]}
+    path = save(tmp_path / "a.json", log(sample(messages=[asked, assistant("a")])))
+    ((_, found),), rejected = helpers.read_all(ADAPTER, path)
+    assert (rejected, found.unread) == ([], {})
+    (step,) = found.steps
+    kinds = [each["type"] for each in step.messages[0]["content"]]
+    assert kinds == ["text", part["type"]]
 
 
 def test_of_several_scores_none_is_the_reward_until_one_is_chosen(tmp_path):

@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 
 from rollout_io.formats.detect import load_formats, recognize
+from rollout_io.formats.dialects.opencode import FILES, WRITTEN
 from rollout_io.formats.opencode import ADAPTER
 from tests.helpers.adapter_helpers import read_all
 from tests.helpers.session_facts import opencode
@@ -155,6 +156,84 @@ def test_failed_answers_are_left_out_and_fail_the_run_if_they_are_the_last(tmp_p
     assert (found.error, found.steps) == ("No credit.", [])
 
 
+def trained(step):
+    """The answers that are trained on."""
+    return [m for m in step.messages[step.num_given :] if m["role"] == "assistant"]
+
+
+SYNTHETIC = {"synthetic": True}
+RAN = text("The following tool was executed by the user") | SYNTHETIC
+SUBTASK = {"type": "subtask", "agent": "a", "prompt": "Look.", "description": "d"}
+
+
+def test_a_text_that_the_program_wrote_into_an_answer_is_context_alone(tmp_path):
+    parts = [tool(input={}, output="a"), text("Continuing.") | SYNTHETIC]
+    parts += [{"type": "reasoning", "text": "Hm."}, text("Done."), text("Bye.") | SYNTHETIC]
+    path = database(
+        tmp_path / "opencode.db",
+        ("a", "user", {}, [text("Go."), text("Called Read") | SYNTHETIC]),
+        ("b", "assistant", {}, parts),
+        ("c", "user", {}, [text("On.")]),
+        ("d", "assistant", {}, [text("End.")]),
+    )
+    found = read_one(path)[1]
+    first = ["Go.\nCalled Read", "", "a"]
+    second = [*first, "Continuing.", "Done."]
+    assert [said(step) for step in found.steps] == [
+        first,
+        second,
+        [*second, "Bye.", "On.", "End."],
+    ]
+    answers = [message for step in found.steps for message in trained(step)]
+    assert [message["content"] for message in answers] == ["", "Done.", "End."]
+    assert found.steps[1].messages[4]["reasoning_content"] == "Hm."
+    assert found.notes == {WRITTEN: 2}
+
+
+@pytest.mark.parametrize("asked", [RAN, SUBTASK])
+@pytest.mark.parametrize("parent", [{}, {"parentID": "c"}])
+def test_a_call_that_the_user_ran_is_context_alone(asked, parent, tmp_path):
+    path = database(
+        tmp_path / "opencode.db",
+        ("a", "user", {}, [text("Go.")]),
+        ("b", "assistant", {}, [{"type": "step-start"}, text("One.")]),
+        ("c", "user", {}, [asked]),
+        ("d", "assistant", parent, [tool(input={"command": "ls"}, output="a")]),
+        ("e", "assistant", parent, [{"type": "step-start"}, text("Two.")]),
+    )
+    found = read_one(path)[1]
+    begun = ["Go.", "One.", "The following tool was executed by the user"]
+    assert [said(step) for step in found.steps] == [begun, [*begun, "", "a", "Two."]]
+    assert [m["content"] for step in found.steps for m in trained(step)] == ["One.", "Two."]
+    assert found.notes == {WRITTEN: 1}
+
+
+def test_a_file_beside_an_answer_is_left_out_by_name(tmp_path):
+    file = {
+        "type": "file",
+        "mime": "text/plain",
+        "filename": "error.log",
+        "url": "file:///error.log",
+    }
+    path = database(
+        tmp_path / "opencode.db",
+        ("a", "user", {}, [text("Go.")]),
+        ("b", "assistant", {}, [text("Done."), file]),
+    )
+    found = read_one(path)[1]
+    assert (said(found.steps[0]), found.notes) == (["Go.", "Done."], {FILES: 1})
+
+
+def test_an_interrupted_call_has_the_output_until_then(tmp_path):
+    state = {"input": {}, "error": "Aborted", "metadata": {"interrupted": True, "output": "half"}}
+    path = database(
+        tmp_path / "opencode.db",
+        ("a", "user", {}, [text("Go.")]),
+        ("b", "assistant", {}, [tool("error", **state)]),
+    )
+    assert said(read_one(path)[1].steps[0]) == ["Go.", "", "half"]
+
+
 def test_child_sessions_are_sub_agents(tmp_path):
     tables = opencode_tables(CONVERSATION)
     child = opencode_tables([{"role": "user", "content": "Help."}, CONVERSATION[-1]])
@@ -194,10 +273,15 @@ def test_the_real_files_say_what_a_plain_reader_finds(harness_logs):
     made, rejected = read_all(ADAPTER, path)
     assert rejected == []
     assert all(found.unread == {} for _, found in made)
-    texts = {run.instance_id: json.dumps(found.steps[0].messages) for run, found in made}
+    texts = {run.instance_id: json.dumps(found.steps[-1].messages) for run, found in made}
     for name, role, parts in opencode(path):
         for part in parts:
             if part["type"] in {"text", "reasoning"}:
                 assert json.dumps(part["text"])[1:-1] in texts[name], role
             elif part["type"] == "tool":
                 assert json.dumps(part["state"]["output"])[1:-1] in texts[name]
+    answers = [m["content"] for _, found in made for step in found.steps for m in trained(step)]
+    for _, _, parts in opencode(path):
+        for part in parts:
+            is_written = part["type"] == "text" and part.get("synthetic")
+            assert not (is_written and part["text"] in answers)

@@ -278,6 +278,21 @@ def test_langfuse_generations_scores_and_agents_are_read(tmp_path):
     assert run.labels == {"trace": "t", "name": "weather", "session": "s"}
 
 
+@pytest.mark.parametrize("mark", [{"source": "EVAL"}, {"observationId": "g0"}])
+def test_the_only_score_is_no_reward_if_a_model_gave_it_or_it_is_about_a_call(mark, tmp_path):
+    path, record = tmp_path / "t.trace.json", langfuse()
+    record["trace"]["scores"] = [{"name": "toxicity", "value": 0.8} | mark]
+    path.write_text(json.dumps(record))
+    (run,) = planned(ADAPTER, path).runs
+    found = ADAPTER.read(run, Options())
+    assert (found.reward, found.metrics) == (None, {"toxicity": 0.8})
+    assert ADAPTER.read(run, Options(reward="toxicity")).reward == 0.8
+    record["trace"]["scores"][0]["name"] = "reward"
+    path.write_text(json.dumps(record))
+    (run,) = planned(ADAPTER, path).runs
+    assert ADAPTER.read(run, Options()).reward == 0.8
+
+
 def test_of_several_scores_the_named_one_is_the_reward_and_none_is_guessed(tmp_path):
     path, record = tmp_path / "t.trace.json", langfuse()
     record["trace"]["scores"].append({"name": "style", "value": 0.25})
