@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from rollout_io.cli.output import emit, emit_json, example, next_command, warn
-from schemas.errors import count
+from rollout_io.cli.output import emit, emit_json, example, next_command, show_error, warn
+from schemas.errors import InputError, RolloutError, count
 
 if TYPE_CHECKING:
     from rollout_io.formats.detect import Formats, Match
@@ -24,7 +27,9 @@ _SHOWN = 8  # maximum number of unknown keys that are listed
 def formats(ctx: click.Context, inputs: tuple[str, ...], *, as_json: bool) -> None:
     """List the log formats, or detect the format of each FILE.
 
-    A FILE may be a directory. Exit code 1 if a FILE matches no format, or several.
+    FILE is a file, a directory, a quoted pattern, a URL, or - for standard input. The logs in a
+    directory are those that `rollouts convert` would read. Exit code 1 if a FILE matches no format,
+    or several.
     """
     from rollout_io.formats.detect import load_formats
 
@@ -58,23 +63,93 @@ def _list(known: Formats, *, as_json: bool) -> None:
 
 
 def _identify(inputs: tuple[str, ...], known: Formats, *, as_json: bool) -> bool:
-    """Print the formats of each input, and why; return True if every input matches exactly one."""
-    from rollout_io.conversion.inputs import open_inputs
-    from rollout_io.formats.detect import matches, recognize
+    """Print the formats of each input, and why; return True if every input matches exactly one.
+
+    An input that cannot be read is reported, and the others are still identified.
+    """
+    from rollout_io.conversion.inputs import expanded
+
+    found = []
+    for given in inputs:
+        paths = [given]
+        with suppress(RolloutError, OSError):  # the path is reported below
+            paths = expanded(given)
+        found += [_answer(path, known) for path in paths]
+    for answer in found:
+        if answer.error is not None:
+            show_error(answer.error)
+        if not as_json and answer.line:
+            emit(answer.line)
+    if as_json:
+        emit_json([answer.as_json for answer in found])
+    return all(answer.error is None for answer in found)
+
+
+def _answer(path: str, known: Formats) -> _Answer:
+    """Identify an input as `rollouts convert` does."""
+    from rollout_io.conversion.opened_logs import AUTO, open_log
+    from rollout_io.formats.detect import matches
 
     with tempfile.TemporaryDirectory() as spool:
-        opened, _ = open_inputs(inputs, Path(spool), lambda _: ["any"])
-        checked = [(name, path, recognize(path, known.adapters)) for name, path in opened]
-        found = [(name, names, matches(path, known.adapters)) for name, path, names in checked]
-    if as_json:
-        emit_json([{"path": p, "formats": n, "matches": _as_json(m)} for p, n, m in found])
-    else:
-        for path, names, each in found:
-            emit(f"{path}: {' or '.join(names) or 'no known format'}{_why(each)}")
-    return all(len(names) == 1 for _, names, _ in found)
+        try:
+            opened = open_log([path], AUTO, Path(spool), skips=True)
+        except RolloutError as error:
+            file = Path(path)
+            found = matches(file, known.adapters) if file.is_file() else []
+            names = [match.format for match in found if match.is_best]
+            return _Answer(path, dict.fromkeys(names, 1), found, error=error)
+        except OSError as error:
+            got = (error.strerror or type(error).__name__).lower()
+            return _Answer(path, error=InputError("file", str(error.filename or path), got))
+        sizes = {log.format: len(log.inputs) for log in opened.logs}
+        if Path(path).is_dir() and [given.name for given in opened.inputs] != [path]:
+            return _Answer(path, sizes, num_skipped=len(opened.left))
+        return _Answer(path, sizes, matches(opened.inputs[0].path, known.adapters))
 
 
-def _as_json(found: list[Match]) -> list[dict[str, object]]:
+@dataclass(frozen=True)
+class _Answer:
+    """What is known of an input.
+
+    Attributes:
+        formats: Number of logs in each format.
+        matches: The formats that recognize an input that is itself a log.
+        num_skipped: Number of entries of a directory that `rollouts convert` skips.
+        error: Why the input cannot be converted.
+    """
+
+    path: str
+    formats: Mapping[str, int] = field(default_factory=dict)
+    matches: Sequence[Match] = ()
+    num_skipped: int | None = None
+    error: RolloutError | None = None
+
+    @property
+    def line(self) -> str:
+        """The answer as a line of text; empty if the input cannot be read."""
+        if not self.formats:
+            is_unknown = self.error is not None and self.error.rule == "known_format"
+            return f"{self.path}: no known format" if is_unknown else ""
+        if self.num_skipped is None:
+            return f"{self.path}: {' or '.join(self.formats)}{_why(self.matches)}"
+        each = ", ".join(f"{n} ({count(size, 'log')})" for n, size in self.formats.items())
+        skipped = f"; {count(self.num_skipped, 'entry')} skipped" if self.num_skipped else ""
+        return f"{self.path}: {each}{skipped}"
+
+    @property
+    def as_json(self) -> dict[str, object]:
+        """The answer as JSON."""
+        return {
+            "path": self.path,
+            "formats": list(self.formats),
+            "matches": _as_json(self.matches),
+            "num_logs": dict(self.formats),
+            "num_skipped": self.num_skipped or 0,
+            "error": None if self.error is None else self.error.sentence,
+        }
+
+
+def _as_json(found: Sequence[Match]) -> list[dict[str, object]]:
     return [
         {
             "format": match.format,
@@ -86,7 +161,7 @@ def _as_json(found: list[Match]) -> list[dict[str, object]]:
     ]
 
 
-def _why(found: list[Match]) -> str:
+def _why(found: Sequence[Match]) -> str:
     """Return how many keys of the first records each format knows, and which it does not know."""
     texts = []
     for match in found:

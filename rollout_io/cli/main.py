@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import click
 
 from rollout_io import __version__
-from rollout_io.cli.output import kept_log, say, show_log
+from rollout_io.cli.output import kept_log, say, show_error, show_log
 from rollout_io.cli.usage import UnknownVerbError, explained_usage
 from rollout_io.plugins import Plugin, plugins
 from rollout_io.startup import HiddenPackageError, keep_torch_out_of_transformers, require_ours
@@ -179,9 +179,7 @@ def _report(error: RolloutError, code: int = 1) -> int:
 
     if _is_debugging():
         traceback.print_exc()
-    say(f"Error: {error}")
-    if error.hint:
-        say(f"Hint: {error.hint}")
+    show_error(error)
     return code
 
 

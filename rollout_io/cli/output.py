@@ -15,6 +15,7 @@ from typing import IO, Any
 import click
 
 from rollout_io.terminal import Bar, is_quiet, printable, printable_styles
+from schemas.errors import RolloutError
 
 
 def example(command: str) -> str:
@@ -62,6 +63,13 @@ def note_styled(text: str) -> None:
 def warn(text: str) -> None:
     """Print a warning to stderr."""
     say(f"warning: {text}")
+
+
+def show_error(error: RolloutError) -> None:
+    """Print an error and its hint to stderr."""
+    say(f"Error: {error}")
+    if error.hint:
+        say(f"Hint: {error.hint}")
 
 
 class _ToStderr(logging.Handler):

@@ -19,8 +19,8 @@ import msgspec
 from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.contents import Coverage
+from rollout_io.formats.damage import damage_in
 from rollout_io.formats.parsing.jsonl import (
-    decode_line,
     decoded,
     first_lines,
     read_document,
@@ -215,22 +215,16 @@ def unknown_format(name: str, formats: Mapping[str, Adapter]) -> InputError:
 
 def explanation(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
     """Return an error that explains why an input matches no format; None if the cause is unknown."""
-    return explained(name, path) or _nearest(name, path, formats) or _damaged(name, path)
+    own = {name: adapter for name, adapter in formats.items() if name not in REFUSED}
 
+    def formats_of(copy: Path) -> list[str]:
+        return [match.format for match in matches(copy, own) if match.is_best]
 
-def _damaged(name: str, path: Path) -> InputError | None:
-    """Return the error for a file of JSON lines whose first lines are all invalid JSON."""
-    found: InputError | None = None
-    for number, line in enumerate(first_lines(path), 1):
-        if not line.lstrip().startswith(b"{") or not line.rstrip().endswith(b"}"):
-            return None
-        try:
-            decode_line(_OBJECT, line, f"{name}:{number}")
-        except InputError as error:
-            found = found or error
-        else:
-            return None
-    return found
+    try:
+        damage = damage_in(name, path, formats_of) if path.is_file() else None
+    except (OSError, RolloutError):
+        damage = None
+    return explained(name, path) or _nearest(name, path, formats) or damage
 
 
 def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:

@@ -1,0 +1,141 @@
+"""Files that are damaged JSON: where they break, and what they would be if they ended there.
+
+A document that was cut off, or that breaks in its middle, matches no format. Its beginning, with all
+brackets closed, usually does: so the error tells what the file is and where it breaks.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rollout_io.dataset.opening import open_input
+from rollout_io.formats.parsing.jsonl import decode_document, decode_line, first_lines
+from schemas.errors import InputError, RolloutError
+
+_MAX_BYTES = 64 << 20
+_MENDED_BYTES = 4 << 20
+_ANY = msgspec.json.Decoder()
+_TOKEN = re.compile(
+    rb'\s*(?:("[^"\\]*(?:\\.[^"\\]*)*")|([{}\[\],:])|(-?\d[\d.eE+-]*(?=[\s,\]}])|true|false|null))',
+    re.DOTALL,
+)
+_CLOSERS = {b"{": b"}", b"[": b"]"}
+_OPENERS = {closer: opener for opener, closer in _CLOSERS.items()}
+
+
+def mended(content: bytes) -> bytes | None:
+    """Return the beginning of damaged JSON, with all brackets closed; None if it holds no value.
+
+    Example:
+        >>> mended(b'{"a": 1, "b": ["x", "cut o')
+        b'{"a": 1, "b": ["x"]}'
+        >>> mended(b"{name} is a template")
+    """
+    position, num_values, end, open_at_end = 0, 0, 0, b""
+    stack, expected = b"", "value"
+    while expected != "end" and (match := _TOKEN.match(content, position)) is not None:
+        text, mark, other = match.groups()
+        was_value = False
+        if expected == "key" and text is not None:
+            expected = "colon"
+        elif mark == b":" and expected == "colon":
+            expected = "value"
+        elif mark == b"," and expected == "comma":
+            expected = "key" if stack.endswith(b"{") else "value"
+        elif mark in _CLOSERS and expected == "value":
+            stack += mark or b""
+            expected = "key" if mark == b"{" else "value"
+            end, open_at_end = match.end(), stack
+        elif mark in _OPENERS and stack.endswith(_OPENERS[mark]) and expected != "colon":
+            stack = stack[:-1]
+            was_value = True
+        elif (text or other) and expected == "value":
+            was_value = True
+            num_values += 1
+        else:
+            break
+        position = match.end()
+        if was_value:
+            expected = "comma" if stack else "end"
+            end, open_at_end = position, stack
+    if not num_values:
+        return None
+    closers = b"".join(_CLOSERS[bytes([each])] for each in reversed(open_at_end))
+    return content[:end] + closers
+
+
+def damage_in(
+    name: str, path: Path, formats_of: Callable[[Path], Sequence[str]]
+) -> InputError | None:
+    """Return the error for a file that is damaged JSON; None if it is something else.
+
+    Args:
+        name: Name of the file in messages.
+        path: The file, decompressed.
+        formats_of: Returns the formats that a file matches.
+    """
+    for error, content in _broken(name, path):
+        repaired = mended(content)
+        if repaired is None:
+            continue
+        found = _formats_of(repaired, path, formats_of)
+        looks = f"; it looks like {' or '.join(found)}" if found else ""
+        got = f"{error.got}{looks}"
+        return InputError(error.rule, error.where, got, hint=error.hint)
+    return None
+
+
+def _formats_of(
+    content: bytes, path: Path, formats_of: Callable[[Path], Sequence[str]]
+) -> Sequence[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / path.name
+        copy.write_bytes(content)
+        try:
+            return formats_of(copy)
+        except (OSError, RolloutError):
+            return ()
+
+
+def _broken(name: str, path: Path) -> Iterator[tuple[InputError, bytes]]:
+    """Yield the error of the document, or of its first damaged line, with the text up to there."""
+    lines = list(first_lines(path))
+    if not lines or not lines[0].lstrip().startswith((b"{", b"[")):
+        return
+    try:
+        decode_line(_ANY, lines[0], name)
+        is_document = False
+    except InputError:
+        is_document = True
+    if is_document:
+        with open_input(path) as file:
+            content = file.read(_MAX_BYTES)
+        error = _error_of(content, name)
+        is_one_line = b"\n" not in content.strip()
+        if error is not None and (is_one_line or _spans_lines(content)):
+            yield error, content[:_MENDED_BYTES]
+            return
+    for number, line in enumerate(lines, 1):
+        try:
+            decode_line(_ANY, line, f"{name}:{number}")
+        except InputError as error:
+            yield error, line[:_MENDED_BYTES]
+
+
+def _spans_lines(content: bytes) -> bool:
+    """True if the first value of a text goes on after its first line."""
+    repaired = mended(content[:_MENDED_BYTES])
+    return repaired is not None and b"\n" in repaired.strip()
+
+
+def _error_of(content: bytes, name: str) -> InputError | None:
+    try:
+        decode_document(_ANY, content, name)
+    except InputError as error:
+        return error
+    return None
