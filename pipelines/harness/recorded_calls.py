@@ -149,7 +149,7 @@ class Calls:
         self._recorder, self._upstreams, self._engine = recorder, upstreams, engine
         self._vocab_size, self._turn = vocab_size, turn
         self._open: dict[str, OpenTrajectory] = {}
-        calls = [Route(api.path, partial(self._call, api), methods=["POST"]) for api in MODEL_APIS]
+        calls = [Route(api.route, partial(self._call, api), methods=["POST"]) for api in MODEL_APIS]
         self._routes = Router([*calls, Route(MODELS, self._models)], redirect_slashes=False)
         self._app = application(
             *([], refusal),
@@ -255,7 +255,7 @@ class Calls:
             finally:
                 opened.running.discard(running)
 
-        return WorkingResponse(run, partial(last_event, api))
+        return WorkingResponse(run, partial(last_event, spoken))
 
     async def _in_turn(
         self,

@@ -161,7 +161,10 @@ class App:
             post("/policy_version", self._version, "Set the version.", version, version),
         ]
         of_sessions = [
-            *(calls(a.path, partial(self._call, a), a.summary, a.body) for a in MODEL_APIS),
+            *(
+                calls(a.route, partial(self._call, a), a.summary, a.body, shown=a.path)
+                for a in MODEL_APIS
+            ),
             get(MODELS, self._models, "List the engine's models."),
             get(MODELS + "/{model:path}", self._models, "Describe a model.", prefixes=()),
             post("/end", self._end, "End a session.", Outcome, prefixes=here),
@@ -247,7 +250,7 @@ class App:
 
         def refused(error: RolloutError) -> bytes:
             self.recorder.metrics.refused.inc()
-            return last_event(api, error)
+            return last_event(spoken, error)
 
         return WorkingResponse(run, refused)
 

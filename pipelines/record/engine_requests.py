@@ -11,6 +11,7 @@ import msgspec
 from pipelines.record.bounds import check_request, num_prompts
 from pipelines.record.dialects.anthropic import MessagesCall, MessagesShape
 from pipelines.record.dialects.base import DialectCall, PlainMessage
+from pipelines.record.dialects.gemini import GeminiCall, GeminiShape
 from pipelines.record.dialects.responses import ResponsesCall, ResponsesShape
 from pipelines.record.secrets import without_secrets
 
@@ -40,12 +41,14 @@ class ModelApi(NamedTuple):
     """An API of the engines whose calls are recorded.
 
     Attributes:
-        path: Path of its route, in Starlette's syntax.
+        path: Path of its route, as the API describes it.
         kind: How its requests and responses are read.
         summary: One line for the API description.
         body: Shape of a request, for the API description.
         dialect: Translator of its requests to chat completions; None if it needs none.
         is_count: True if it returns the length of a prompt, without a call.
+        any_version: True if clients put other versions of the API, other collections, or nothing
+            before the last two parts of the path.
     """
 
     path: str
@@ -54,8 +57,16 @@ class ModelApi(NamedTuple):
     body: type[msgspec.Struct]
     dialect: type[DialectCall] | None = None
     is_count: bool = False
+    any_version: bool = False
+
+    @property
+    def route(self) -> str:
+        """Path of its route, in Starlette's syntax; a model's name may have slashes."""
+        path = self.path.replace("{model}", "{model:path}")
+        return "/{api:path}" + path[path.index("models/") :] if self.any_version else path
 
 
+_GEMINI = "/v1beta/models/{model}:"
 MODEL_APIS = (
     ModelApi("/v1/chat/completions", "chat", "Create and record a chat completion.", ChatRequest),
     ModelApi("/v1/completions", "text", "Create and record a text completion.", TextRequest),
@@ -74,6 +85,31 @@ MODEL_APIS = (
     ModelApi(
         *("/v1/responses/input_tokens", "chat", "Count the tokens of an input."),
         *(ResponsesShape, ResponsesCall, True),
+    ),
+    ModelApi(
+        f"{_GEMINI}generateContent",
+        "chat",
+        "Create and record an answer (Gemini's API).",
+        GeminiShape,
+        GeminiCall,
+        any_version=True,
+    ),
+    ModelApi(
+        f"{_GEMINI}streamGenerateContent",
+        "chat",
+        "Stream and record an answer.",
+        GeminiShape,
+        GeminiCall,
+        any_version=True,
+    ),
+    ModelApi(
+        f"{_GEMINI}countTokens",
+        "chat",
+        "Count the tokens of a prompt (Gemini's API).",
+        GeminiShape,
+        GeminiCall,
+        is_count=True,
+        any_version=True,
     ),
 )
 """The APIs that `rollouts record` and the endpoint of harnesses serve; a line adds one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -17,7 +18,8 @@ OF_SESSION = "/s/{instance}/{repetition}"
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Repetition = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
 
-_IN_PATH: dict[str, Any] = {"instance": Name, "repetition": Repetition}
+_IN_PATH: dict[str, Any] = {"instance": Name, "repetition": Repetition, "model": Name}
+_NAMED = re.compile(r"\{(\w+)\}")
 _REFUSAL = {
     "description": "Rejected by the recorder or the engine: {error: {message, type, code}}.",
     "content": {JSON: {"schema": {"type": "object"}}},
@@ -38,6 +40,7 @@ class Operation:
         statuses: Statuses of a response that is no error.
         media: Media types of the response.
         prefixes: Where the route is described: at the root, in a session, or both.
+        shown: Path in the description, if it differs.
     """
 
     method: str
@@ -49,6 +52,7 @@ class Operation:
     statuses: Sequence[int] = (200,)
     media: Sequence[str] = (JSON,)
     prefixes: Sequence[str] = ("",)
+    shown: str | None = None
 
     @property
     def route(self) -> Route:
@@ -81,18 +85,27 @@ def description(title: str, operations: Iterable[Operation]) -> dict[str, Any]:
         }
         if operation.body is not None:
             made["requestBody"] = {"required": True, "content": content(operation.body)}
-        if prefix:
+        if named := _NAMED.findall(path_of(operation, prefix)):
             made["parameters"] = [
-                {"name": name, "in": "path", "required": True, "schema": schema_of[repr(kind)]}
-                for name, kind in _IN_PATH.items()
+                {
+                    "name": name,
+                    "in": "path",
+                    "required": True,
+                    "schema": schema_of[repr(_IN_PATH[name])],
+                }
+                for name in named
             ]
         return made
+
+    def path_of(operation: Operation, prefix: str) -> str:
+        path = operation.shown or operation.path
+        return prefix + (path if path != "/" else "")
 
     paths: dict[str, Any] = {}
     for operation in operations:
         for prefix in operation.prefixes:
-            path = prefix + (operation.path if operation.path != "/" else "")
-            paths.setdefault(path, {})[operation.method.lower()] = entry(operation, prefix)
+            described = paths.setdefault(path_of(operation, prefix), {})
+            described[operation.method.lower()] = entry(operation, prefix)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": "1"},

@@ -64,7 +64,7 @@ def spoken_call(api: ModelApi, body: bytes, request: Request) -> DialectCall | N
 
 @cache
 def _patterns(apis: tuple[ModelApi, ...]) -> list[tuple[re.Pattern[str], type[DialectCall]]]:
-    found = [(compile_path(api.path)[0].pattern, api.dialect) for api in apis]
+    found = [(compile_path(api.route)[0].pattern, api.dialect) for api in apis]
     return [(re.compile(p.removeprefix("^")), d) for p, d in found if d is not None]
 
 
@@ -83,14 +83,11 @@ def refusal(error: RolloutError, path: str) -> Response:
     return Response(content, status, media_type=JSON)
 
 
-def last_event(api: ModelApi, error: RolloutError) -> bytes:
-    """Return the event that ends a stream with an error."""
-    dialect = api.dialect
-    return (
-        error_event(error)
-        if dialect is None
-        else dialect.error_event(status_of(error), message_of(error))
-    )
+def last_event(call: DialectCall | None, error: RolloutError) -> bytes:
+    """Return the event that ends the stream of a call with an error."""
+    if call is None:
+        return error_event(error)
+    return call.error_event(status_of(error), message_of(error))
 
 
 def engine_headers(headers: Mapping[str, str]) -> dict[str, str]:

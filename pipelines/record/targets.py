@@ -32,7 +32,7 @@ _HARNESS_HEADERS = (
     *("session_id", "session-id", "conversation_id", "conversation-id"),  # Codex
 )
 _HARNESS_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.:-]{0,199}")
-_APIS = ("v1", "v1beta")
+_APIS = ("v1", "v1beta", "v1beta1", "v1alpha")
 """First parts of the engines' APIs: what comes before one of them is an agent."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -259,7 +259,7 @@ class DialectCall(ABC):
     chat: Fields
     is_stream: bool
     session: str | None = None
-    media_type: ClassVar[str] = "text/event-stream; charset=utf-8"
+    media_type: str = "text/event-stream; charset=utf-8"
 
     @abstractmethod
     def __init__(self, body: bytes, path: str, query: Mapping[str, str]) -> None:
@@ -283,10 +283,9 @@ class DialectCall(ABC):
     def error(status: int, message: str) -> Fields:
         """Return the body of an error."""
 
-    @classmethod
-    def error_event(cls, status: int, message: str) -> bytes:
+    def error_event(self, status: int, message: str) -> bytes:
         """Return the event that ends a stream with an error."""
-        return sse(cls.error(status, message), "error")
+        return sse(self.error(status, message), "error")
 
 
 def sse(data: Mapping[str, Any], name: str | None = None) -> bytes:

@@ -408,10 +408,9 @@ class ResponsesCall(DialectCall):
         kind = _ERRORS.get(status, usual)
         return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
-    @classmethod
-    def error_event(cls, status: int, message: str) -> bytes:
+    def error_event(self, status: int, message: str) -> bytes:
         """See `DialectCall.error_event`."""
-        code = cls.error(status, message)["error"]["type"]
+        code = self.error(status, message)["error"]["type"]
         error = {"type": "error", "code": code, "message": message, "param": None}
         return sse(error | {"sequence_number": 0}, "error")
 

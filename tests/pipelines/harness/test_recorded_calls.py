@@ -419,3 +419,39 @@ def test_trajectories_of_a_harness_start_at_the_rate_of_the_configuration(tokeni
     assert [one.error for one in asyncio.run(run())] == [None] * 3
     assert [num for _, num in waited] == [1] * 3
     assert len({id(pace) for pace, _ in waited}) == 1
+
+
+MESSAGES = {"model": "m", "max_tokens": 8, "messages": ASK}
+CONTENTS = {"contents": [{"role": "user", "parts": [{"text": ASK[0]["content"]}]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("v1/messages", MESSAGES, lambda made: made["content"][0]["text"]),
+        (
+            "v1/responses",
+            {"model": "m", "input": ASK},
+            lambda made: made["output"][0]["content"][0]["text"],
+        ),
+        (
+            "v1beta/models/m:generateContent",
+            CONTENTS,
+            lambda made: made["candidates"][0]["content"]["parts"][0]["text"],
+        ),
+    ],
+)
+def test_calls_in_the_dialects_of_harnesses_are_steps_of_the_trajectory(
+    tokenizer, path, body, text
+):
+    async def main():
+        engine = Scripted(tokenizer, "one")
+        async with calling(engine, tokenizer) as (calls, opened, _, client):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200
+            return text(answer.json()), (await calls.steps(opened, outcome_of(0.5, "t")))[0]
+
+    said, (step,) = asyncio.run(main())
+    assert said == "one"
+    assert len(msgspec.json.decode(step.response_ids)) == len(step.rollout_logprobs) > 0
+    assert msgspec.json.decode(step.messages)[: len(ASK)] == ASK

@@ -378,7 +378,8 @@ def test_sessions_are_told_apart_by_what_claude_code_sends_itself(engine, tmp_pa
             assert answer.status_code == 200
         ended = await client.post(f"/s/{one}/0/end", json={"reward": 0.5})
         assert ended.json()["calls"] == 2
-        await asyncio.sleep(0.8)
+        while (await client.get(f"/s/{two}/0")).json()["state"] == "open":  # until it is idle
+            await asyncio.sleep(0.01)
 
     run(tmp_path / "ds", engine, main, unassigned="refuse", idle_timeout_s=0.2)
     found = outcomes(tmp_path / "ds")
