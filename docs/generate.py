@@ -481,6 +481,20 @@ belongs to an unsupported family; it has a different number of layers or of expe
 token lists an expert twice. `--set batch.replay_routing=false` ignores the routes, with a message. A warning counts the tokens
 that are forwarded without a route.
 
+## Sampling support
+
+With `top_p`, `top_k` or `min_p`, a token is drawn from a part of the vocabulary. If the dataset records this set for each token
+(`sampling_support`), the policy's log-probabilities are log-softmax(logits / temperature) over the set alone, in every pass:
+current, old and reference. Entropy and KL divergence are therefore those of the restricted distributions, and the
+gradient reaches only the logits of the set. A token with an empty set is normalised over the entire vocabulary. Rows with and
+without sets can be mixed; layout and micro-batches do not change the result.
+
+The embedded engine records the sets whenever it truncates. vLLM servers return them if started with `--logprobs-mode
+processed_logprobs`, for `top_k` of at most 20 (with or without `top_p` and `min_p`). A response is recorded without sets if
+the returned tokens of any position have a total probability below 0.999. A set takes 4 to 5 bytes per sampled token on disk
+at an average of 4 ids (measured with a Zipf distribution of ids), and memory in training grows with the number of ids, not
+with the vocabulary.
+
 ## Memory and speed
 
 **Packing.** Rows are packed into micro-batches without padding. Each row attends only to itself, without a tokens x tokens

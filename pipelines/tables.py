@@ -9,13 +9,15 @@ from typing import TypeAlias
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollout_io.dataset.polars_sources import lazy_frame
 from rollout_io.dataset.prefix_layout import trajectory_starts
 from schemas.checker import Checker, raise_errors
 from schemas.columns import COLUMNS, Length
-from schemas.ragged import IntArray, ranges
-from schemas.types import as_table
+from schemas.numpy_arrays import to_arrow, to_numpy
+from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of, ranges
+from schemas.types import as_table, cast_column
 
 PER_TOKEN: dict[str, pa.DataType] = {
     c.name: c.type.value_type for c in COLUMNS if c.type and c.length is Length.RESPONSE
@@ -105,6 +107,30 @@ def _whole_trajectories(batches: Iterable[pl.DataFrame]) -> Iterator[pl.DataFram
         rest = whole[end:]
     if rest is not None:
         yield rest
+
+
+def rearranged(
+    column: pa.ChunkedArray, kind: pa.DataType, change: Callable[[Ragged], Ragged]
+) -> pa.Array:
+    """Change which elements each row of a per-token column has; the values themselves are kept.
+
+    Args:
+        column: The column.
+        kind: Type of its elements (see `PER_TOKEN`).
+        change: Function of the column as flat values. Values of 0 that it adds become 0, false or
+            an empty list.
+    """
+    if not pa.types.is_list(kind):
+        return change(Ragged.from_arrow(column)).to_arrow(kind)
+    lists = cast_column(pc.list_flatten(column), kind)
+    lists = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
+    number = np.arange(1, len(lists) + 1)  # 0 is the empty list
+    numbered = Ragged(number, offsets_of(list_lengths(column)), to_numpy(column.is_valid()))
+    found = change(numbered)
+    empty = pa.ListArray.from_arrays(pa.array([0, 0], pa.int32()), lists.values[:0])
+    values = pa.concat_arrays([empty.cast(kind), lists]).take(to_arrow(found.values))
+    mask = None if found.valid.all() else to_arrow(~found.valid)
+    return pa.ListArray.from_arrays(to_arrow(found.offsets, pa.int32()), values, mask=mask)
 
 
 def set_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:

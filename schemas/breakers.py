@@ -14,6 +14,7 @@ from schemas.row_checks import MIN_ANSWER_TOKENS
 
 Row = dict[str, Any]
 Draw = st.DrawFn
+_BAD_IDS = st.sampled_from([-1, -100])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,9 @@ def _empty_response(draw: Draw, rows: list[Row]) -> None:
 
 def _shift_logprobs(draw: Draw, rows: list[Row]) -> None:
     row = _any(draw, rows)
-    name = draw(st.sampled_from(["loss_mask", "rollout_logprobs"]))
-    values = row[name] or [-1.0] * len(row["response_ids"])
+    name = draw(st.sampled_from(["loss_mask", "rollout_logprobs", "sampling_support"]))
+    fill: Any = [] if name == "sampling_support" else -1.0
+    values = row[name] or [fill] * len(row["response_ids"])
     row[name] = values + values[-1:] if draw(st.booleans()) else values[:-1]
     if name == "loss_mask":
         rows[0 if row is not rows[0] else -1]["loss_mask"][0] = True
@@ -118,8 +120,12 @@ def _shift_logprobs(draw: Draw, rows: list[Row]) -> None:
 
 def _negative_token(draw: Draw, rows: list[Row]) -> None:
     row = _any(draw, rows)
-    tokens = row[draw(st.sampled_from(["prompt_token_ids", "response_ids"]))]
-    tokens[_position(draw, tokens)] = draw(st.sampled_from([-1, -100]))
+    name, bad = draw(st.sampled_from(["prompt_token_ids", "response_ids"])), draw(_BAD_IDS)
+    if draw(st.booleans()):
+        row["sampling_support"] = [[token, bad] for token in row["response_ids"]]
+    else:
+        row["sampling_support"] = None
+        row[name][_position(draw, row[name])] = bad
 
 
 def _mask_all(draw: Draw, rows: list[Row]) -> None:
@@ -144,6 +150,15 @@ def _set_logprob(values: list[float]) -> Callable[[Draw, list[Row]], None]:
         row["rollout_logprobs"] = logprobs
 
     return apply
+
+
+def _bad_support(draw: Draw, rows: list[Row]) -> None:
+    """Leave out the sampled token of a set, or repeat an id."""
+    row = _any(draw, rows)
+    sets = [[token, (token + 1) % 8] for token in row["response_ids"]]
+    at = _position(draw, sets)
+    sets[at] = draw(st.sampled_from([sets[at][1:], [*sets[at], sets[at][1]]]))
+    row["sampling_support"] = sets
 
 
 def _bad_reward(draw: Draw, rows: list[Row]) -> None:
@@ -231,14 +246,15 @@ BREAKERS: dict[str, Breaker] = {
     "final_row_is_last": Breaker(_open_end),
     "nonempty_prompt": Breaker(_empty_prompt),
     "nonempty_response": Breaker(_empty_response),
-    "lengths_align": Breaker(_shift_logprobs, ("rollout_logprobs",)),
-    "token_range": Breaker(_negative_token),
+    "lengths_align": Breaker(_shift_logprobs, ("rollout_logprobs", "sampling_support")),
+    "token_range": Breaker(_negative_token, ("sampling_support",)),
     "mask_trains_something": Breaker(_mask_all),
     "response_in_prompt": Breaker(_answer_in_prompt),
     "logprobs_finite": Breaker(
         _set_logprob([float("nan"), float("-inf"), float("inf"), -9999.0]), ("rollout_logprobs",)
     ),
     "logprobs_nonpositive": Breaker(_set_logprob([0.25, 7.0]), ("rollout_logprobs",)),
+    "support_has_token": Breaker(_bad_support, ("sampling_support",)),
     "reward_finite": Breaker(_bad_reward, ("reward",)),
     "reward_matches_rewards": Breaker(_other_sum, ("reward", "rewards")),
     "outcome_on_last_step": Breaker(_early_reward, ("reward",)),

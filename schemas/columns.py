@@ -107,6 +107,17 @@ COLUMNS: tuple[Column, ...] = (
         meaning="the sampler's log-probabilities, nats; 0.0 at tokens that were not sampled",
     ),
     Column(
+        name="sampling_support",
+        type=pa.list_(pa.list_(pa.int32())),
+        nullable=True,
+        length=Length.RESPONSE,
+        meaning=(
+            "the ids that could have been drawn at each token (after top-k, top-p and min-p), over "
+            "which `rollout_logprobs` are then normalised; empty at tokens that were not sampled; "
+            "null: unknown"
+        ),
+    ),
+    Column(
         name="reward",
         type=pa.float64(),
         nullable=True,
@@ -276,5 +287,5 @@ def _type_name(kind: pa.DataType) -> str:
         return "list<struct<blob, position>>"
     if pa.types.is_list(kind):
         inner = kind.value_type
-        return "list<struct>" if pa.types.is_struct(inner) else f"list<{inner}>"
+        return "list<struct>" if pa.types.is_struct(inner) else f"list<{_type_name(inner)}>"
     return str(kind)

@@ -16,6 +16,7 @@ from schemas.columns import COLUMNS, IMAGES_TYPE, JOINED, METRICS_TYPE, Length
 from schemas.numpy_arrays import filled, to_arrow, to_frame, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.structure_checks import first_rows
+from schemas.support_checks import check_set_range, check_support
 from schemas.types import cast_column
 from schemas.view import View
 
@@ -52,9 +53,9 @@ def check_lengths_align(view: View) -> Iterator[pl.DataFrame]:
     expected = view.ragged("response_ids").lengths
     for name in ALIGNED_COLUMNS:
         if view.has(name):
-            column = view.ragged(name)
-            rows = np.flatnonzero(column.valid & (column.lengths != expected))
-            got, wanted = [f"{n} values" for n in column.lengths[rows]], expected[rows].astype(str)
+            lengths = list_lengths(view.table.column(name))
+            rows = np.flatnonzero(~view.is_null(name) & (lengths != expected))
+            got, wanted = [f"{n} values" for n in lengths[rows]], expected[rows].astype(str)
             sentence = "{column} has {got} but response_ids has {expected}"
             yield view.breaches("lengths_align", rows, name, got, list(wanted), sentence)
 
@@ -68,6 +69,7 @@ def check_token_range(view: View, vocab_size: int | None) -> Iterator[pl.DataFra
             ids = view.ragged(name).values
             if len(ids) and (ids.min() < 0 or ids.max() > top):
                 yield _first_elements(view, "token_range", name, (ids < 0) | (ids > top), expected)
+    yield from check_set_range(view, top, expected)
 
 
 def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
@@ -400,6 +402,7 @@ ROW_CHECKS: tuple[RowCheck, ...] = (
     check_nonempty,
     check_lengths_align,
     check_logprobs,
+    check_support,
     check_rewards,
     check_segments,
     check_routing,

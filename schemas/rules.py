@@ -64,7 +64,10 @@ _RULES = (
     ),
     Rule(
         name="lengths_align",
-        meaning="loss_mask, rollout_logprobs and rewards have one element per response token",
+        meaning=(
+            "loss_mask, rollout_logprobs, rewards and sampling_support have one element per response "
+            "token"
+        ),
         hint="align them before writing: shifted log-probabilities silently corrupt training",
     ),
     Rule(
@@ -93,6 +96,11 @@ _RULES = (
         name="logprobs_nonpositive",
         meaning="rollout_logprobs are at most 0",
         hint="check sign and scale: log-probabilities are in nats and at most 0",
+    ),
+    Rule(
+        name="support_has_token",
+        meaning="a set of sampling_support that is not empty contains the token, and no id twice",
+        hint="record the set that the engine sampled from, at each token, or drop the column",
     ),
     Rule(
         name="reward_finite",

@@ -166,6 +166,9 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     if "rollout_logprobs" in optional:
         values = draw(st.lists(_LOGPROBS, min_size=num, max_size=num))
         made["rollout_logprobs"] = values if "rollout_logprobs" in present else None
+    if "sampling_support" in optional:
+        present_ids = "sampling_support" in present
+        made["sampling_support"] = _sets(draw, row["response_ids"]) if present_ids else None
     made["reward"] = draw(_HALVES) if "reward" in present and not failed else None
     made["rewards"] = None
     if (
@@ -204,6 +207,13 @@ def _segments(draw: Draw, num_tokens: int, step_index: int) -> list[Row]:
     if start + length < num_tokens and draw(st.booleans()):
         spans.append((start + length, 1, step_index + 1))
     return [dict(zip(names, span, strict=True)) for span in spans]
+
+
+def _sets(draw: Draw, response: list[int]) -> list[list[int]]:
+    """Draw the sets that tokens were sampled from; empty at some tokens that were not sampled."""
+    others = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=3, unique=True)
+    sets = [[token, *(i for i in draw(others) if i != token)] for token in response]
+    return [ids if draw(st.integers(0, 4)) else [] for ids in sets]
 
 
 def _routes(draw: Draw, num_tokens: int) -> list[list[list[int]]]:

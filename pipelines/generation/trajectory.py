@@ -46,6 +46,7 @@ def step_of(sampled: Sampled, sampling: Sampling, messages: str | None, source: 
         response_ids=np.array(sampled.response_ids, np.int32),
         rollout_logprobs=np.array(sampled.rollout_logprobs, np.float32),
         rollout_expert_indices=sampled.rollout_expert_indices,
+        sampling_support=sampled.sampling_support,
         stop_reason=sampled.stop_reason,
         policy_version=sampled.policy_version,
         temperature=sampling.temperature,
@@ -139,6 +140,8 @@ class GymTrajectory:
         if len(kept) < len(response):
             step.response_ids = np.array(kept, np.int32)
             step.rollout_logprobs = np.array(sampled.rollout_logprobs[: len(kept)], np.float32)
+            if sampled.sampling_support is not None:
+                step.sampling_support = sampled.sampling_support[: len(kept)]
             routes = sampled.rollout_expert_indices
             if routes is not None:
                 step.rollout_expert_indices = routes[: len(sampled.prompt_token_ids) + len(kept)]
@@ -151,7 +154,7 @@ class GymTrajectory:
         for step, (start, end), answer in zip(self.steps, spans, answers[-num:], strict=True):
             step.prompt_token_ids = np.array(ids[:start], np.int32)
             step.response_ids = np.array(ids[start:end], np.int32)
-            step.rollout_logprobs = step.rollout_expert_indices = None
+            step.rollout_logprobs = step.rollout_expert_indices = step.sampling_support = None
             step.token_source = RETOKENIZED
             step.messages = as_json(self._said[: answer + 1])
 

@@ -25,14 +25,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.merging.prefix_tree import Ancestry, PrefixTree, prefix_tree
+from pipelines.tables import PER_TOKEN
 from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded
+from schemas.columns import COLUMN_BY_NAME
 from schemas.numpy_arrays import to_numpy
 from schemas.ragged import IntArray, Ragged
 
 Rule: TypeAlias = Literal["lineage", "consecutive"]
 
 SAME_IN_A_SEQUENCE = ("token_source", "temperature", "top_p", "top_k", "sampling_extra", "error")
-SAME_NULLNESS = ("rollout_logprobs", "reward", "rewards", "rollout_expert_indices")
+SAME_NULLNESS = (
+    *("reward", "rollout_expert_indices"),
+    *(name for name in PER_TOKEN if COLUMN_BY_NAME[name].nullable),
+)
 
 
 def continued_rows(

@@ -26,6 +26,7 @@ from pipelines.tables import (
     Frame,
     count_from_zero,
     over_valid_tables,
+    rearranged,
     set_column,
 )
 from rollout_io.dataset.prefix_layout import decode_prefixes, is_encoded, trajectory_starts
@@ -41,12 +42,11 @@ def merge(frame: Frame, rule: Rule = "lineage", *, same_routes: bool = False) ->
     """Merge steps that extend one another; the frame must contain complete trajectories.
 
     Rows are joined only if they have equal values in `lineage.SAME_IN_A_SEQUENCE`, and agree on
-    which of rollout_logprobs, reward, rewards and rollout_expert_indices are null. A row that has
-    an empty response or already has `segments` is kept unchanged. Merged rows are split first, so
+    which columns of `lineage.SAME_NULLNESS` are null. A row that has an empty response or already has `segments` is kept unchanged. Merged rows are split first, so
     merging twice changes nothing, and a different rule can be applied.
 
     A merged row has the prompt of its first step, and all responses with the observations between
-    them. Observations have loss_mask false, log-probability 0.0 and reward 0.0. `reward` is the
+    them. Observations have loss_mask false, log-probability 0.0, reward 0.0 and an empty set. `reward` is the
     sum over the steps, and policy_version the oldest version. Routes of the prompt come from the
     first step, routes of a response from the step that sampled it, and routes of an observation
     from the step that received it. All other columns have the last step's value. Rows are in the
@@ -129,8 +129,8 @@ def _joined(table: pa.Table, tree: PrefixTree, continued: IntArray) -> pa.Table:
     observed = np.where(continued < 0, 0, tree.prompt - sequences.known)
     for name, kind in PER_TOKEN.items():
         if name in table.column_names:
-            column = Ragged.from_arrow(table.column(name))
-            made[name] = _join(column, sequences, observed).to_arrow(kind)
+            join = partial(_join, sequences=sequences, observed=observed)
+            made[name] = rearranged(table.column(name), kind, join)
     extra: dict[str, pa.Array] = {}
     if ROUTING in table.column_names:
         made[ROUTING], extra = join_routing(table.column(ROUTING), sequences)
@@ -307,12 +307,17 @@ def _tokens(out: pa.Table, table: pa.Table, steps: Steps) -> pa.Table:
     out = set_column(out, "prompt_token_ids", column)
     for name, kind in {"response_ids": pa.int32(), **PER_TOKEN}.items():
         if name in table.column_names:
-            values = Ragged.from_arrow(table.column(name))
-            known = values.valid[steps.row]
-            kept = np.where(known, length, 0)
-            part = gather(values.values, values.offsets[steps.row] + steps.start, kept)
-            out = set_column(out, name, Ragged(part, offsets_of(kept), known).to_arrow(kind))
+            split = partial(_split, steps=steps, length=length)
+            out = set_column(out, name, rearranged(table.column(name), kind, split))
     return out
+
+
+def _split(column: Ragged, steps: Steps, length: IntArray) -> Ragged:
+    """[S] Split a per-token column of merged rows into its steps."""
+    known = column.valid[steps.row]
+    kept = np.where(known, length, 0)
+    part = gather(column.values, column.offsets[steps.row] + steps.start, kept)
+    return Ragged(part, offsets_of(kept), known)
 
 
 def _in_step_order(out: pa.Table, table: pa.Table, joined: BoolArray) -> pa.Table:

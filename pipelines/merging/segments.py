@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from pipelines.merging.lineage import SAME_IN_A_SEQUENCE
 from pipelines.merging.sequences import Sequences
-from pipelines.tables import set_column
+from pipelines.tables import PER_TOKEN, set_column
 from schemas.columns import JOINED, NUM_ROUTED, SEGMENT_FIELDS
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
@@ -21,8 +21,7 @@ from schemas.types import PREFIX_TYPES, cast_column
 FOLDED = frozenset(
     {
         *("instance_id", "repetition_id", "trajectory_id", "step_index", "is_last_step"),
-        *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards"),
-        "segments",
+        *("prompt_token_ids", "response_ids", "segments", *PER_TOKEN),
         *SAME_IN_A_SEQUENCE,
         "rollout_expert_indices",
         *PREFIX_TYPES,

@@ -38,7 +38,8 @@ MATCHED = "answers joined with a recorded call"
 ALONE = "answers without a recorded call, left out"
 _INDEXED = ("trajectory_id", "step_index", "response_text")
 _KEPT = (
-    *("rollout_logprobs", "loss_mask", "rollout_expert_indices", "stop_reason", "policy_version"),
+    *("rollout_logprobs", "loss_mask", "rollout_expert_indices", "sampling_support"),
+    *("stop_reason", "policy_version"),
     *("temperature", "top_p", "top_k", "sampling_extra", "token_source", "messages", "images"),
     "response_text",
 )

@@ -43,7 +43,12 @@ from schemas.types import (
 ROW_GROUP_ROWS = 4096
 ROW_GROUP_BYTES = 128 << 20  # bounds memory: readers and transforms hold one row group at a time
 SHARD_BYTES = 512 << 20
-_SPLIT = frozenset({"prompt_token_ids", "prompt_suffix_ids", "response_ids", "rollout_logprobs"})
+_SPLIT = frozenset(
+    {
+        *("prompt_token_ids", "prompt_suffix_ids", "response_ids"),
+        *("rollout_logprobs", "sampling_support"),
+    }
+)
 
 
 class RolloutWriter:
@@ -368,10 +373,10 @@ def _encodings(schema: pa.Schema) -> tuple[list[str], dict[str, str]]:
     faster than a dictionary.
     """
     # A user column may have the name of a list's elements.
-    split = [f.name for f in schema if f.name in _SPLIT]
-    split = [name for name in split if f"{name}.list.element" not in schema.names]
-    dictionary = [path for f in schema if f.name not in split for path in _leaves(f.name, f.type)]
-    return dictionary, {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in split}
+    leaves = {f.name: _leaves(f.name, f.type) for f in schema}
+    split = [n for n in leaves if n in _SPLIT and leaves[n][0] not in schema.names]
+    dictionary = [path for name in leaves if name not in split for path in leaves[name]]
+    return dictionary, {leaves[name][0]: "BYTE_STREAM_SPLIT" for name in split}
 
 
 def _leaves(path: str, kind: pa.DataType) -> list[str]:

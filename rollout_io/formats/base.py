@@ -165,6 +165,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
         response_ids: [R] ids.
         rollout_logprobs: [R] float32 nats, or None; an `array("f")` is fastest.
         rollout_expert_indices: [tokens, layers, topk] int16, or None.
+        sampling_support: [R] sets of ids that could have been drawn, or None.
         loss_mask: [R] bool; None if `trains` applies to all tokens.
         trains: False if the harness excludes the response from training.
         spans: (start, length) of each sampled range of the response; None: the entire response.
@@ -181,6 +182,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
     response_ids: Ids = msgspec.field(default_factory=lambda: _NO_TOKENS)
     rollout_logprobs: npt.NDArray[np.float32] | array[float] | None = None
     rollout_expert_indices: npt.NDArray[np.int16] | None = None
+    sampling_support: Sequence[Sequence[int]] | None = None
     loss_mask: npt.NDArray[np.bool_] | None = None
     trains: bool = True
     spans: Sequence[tuple[int, int]] | None = None

@@ -49,11 +49,12 @@ from rollout_io.formats.exporting import (
     new_export,
 )
 from rollout_io.formats.parsing.jsonl import read_document
-from rollout_io.formats.skyrl_fields import OPTIONAL, REQUIRED, SUPPORT, USER_FIELDS
+from rollout_io.formats.skyrl_fields import OPTIONAL, REQUIRED, USER_FIELDS
 from rollout_io.formats.skyrl_generator_output import (
-    aligned_support,
+    COLUMN,
     generator_output_text,
     read_rows,
+    support_arrays,
 )
 from rollout_io.formats.skyrl_output_columns import METRICS_KEY
 from schemas.errors import ConfigError, RolloutError, count
@@ -149,6 +150,7 @@ HELD = {
         "segments",
         "error",
         "token_source",
+        COLUMN,
         *USER_FIELDS,
     ),
 }
@@ -180,8 +182,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         num = int((masked & last).sum())
         done.remarks.append(f"{count(num, 'placeholder')} written for masked trajectories")
     others = [name for name in table.column_names if name not in HELD]
-    if SUPPORT in table.column_names and aligned_support(table, masked) is None:
-        others.append(SUPPORT)
+    if COLUMN in table.column_names and support_arrays(table, masked) is None:
+        others.append(COLUMN)
     if others:
         names = ", ".join(others)
         done.remarks.append(f"not exported, because GeneratorOutput has no field for them: {names}")

@@ -150,7 +150,7 @@ def _number(value: Any) -> float | None:
 
 TIMES, SPLITS = "trajectory_generation_times", "trajectory_time_splits"
 SUPPORT = "rollout_sample_support"
-USER_FIELDS = (TIMES, SPLITS, SUPPORT)
+USER_FIELDS = (TIMES, SPLITS)
 """Fields of SkyRL that become user columns of the same names."""
 
 COLUMN_FIELDS = (
@@ -162,7 +162,7 @@ COLUMN_FIELDS = (
 REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
 OPTIONAL = (
     *("stop_reasons", "rollout_logprobs", "trajectory_ids", "rollout_expert_indices"),
-    *("is_last_step", "env_metrics", *USER_FIELDS),
+    *("is_last_step", "env_metrics", SUPPORT, *USER_FIELDS),
 )
 TOKEN_SOURCES = ("engine", "retokenized")
 
@@ -223,7 +223,7 @@ def user_columns(output: Mapping[str, Any], others: Sequence[str]) -> dict[str, 
     if output.get(TIMES) is not None:
         times = [None if t is None else number(t, TIMES, r) for r, t in enumerate(output[TIMES])]
         found[TIMES] = pa.array(times, pa.float64())
-    named = [name for name in (SPLITS, SUPPORT) if output.get(name) is not None]
+    named = [SPLITS] if output.get(SPLITS) is not None else []
     for name in (*named, *others):
         if name in COLUMN_BY_NAME:
             got = f"the rollout table computes its column `{name}` from SkyRL's fields"

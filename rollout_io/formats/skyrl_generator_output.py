@@ -22,7 +22,6 @@ from rollout_io.dataset.opening import read_input
 from rollout_io.formats.exporting import replaced_export
 from rollout_io.formats.skyrl_fields import (
     SPLITS,
-    SUPPORT,
     TIMES,
     GeneratorOutput,
     OtherFields,
@@ -37,6 +36,7 @@ from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
 from schemas.types import as_table, cast_table
 
 Failed = Literal["group", "trajectory"]
+COLUMN = "sampling_support"
 
 
 def to_generator_output(
@@ -373,24 +373,20 @@ def _newer_fields(table: pa.Table, masked: BoolArray) -> GeneratorOutput:
         found["trajectory_time_splits"] = {
             key: [None if split is None else split[key] for split in splits] for key in keys
         }
-    if (support := aligned_support(table, masked)) is not None:
-        widths = {len(token) for row in support if row is not None for token in row}
-        padding = [[-1] * max(widths, default=1)]
-        rows = _filled(support, masked, lambda: padding)
-        found["rollout_sample_support"] = [np.asarray(row, np.int32) for row in rows]
+    if (support := support_arrays(table, masked)) is not None:
+        found["rollout_sample_support"] = support
     return found
 
 
-def aligned_support(table: pa.Table, masked: BoolArray | None = None) -> list[Any] | None:
-    """Return `rollout_sample_support`; None unless each row has one entry per response token."""
-    if SUPPORT not in table.column_names:
+def support_arrays(table: pa.Table, masked: BoolArray) -> list[Any] | None:
+    """Return the sets as arrays [tokens, k] padded with -1; None unless every row has sets."""
+    if COLUMN not in table.column_names:
         return None
-    rows = _values(table, SUPPORT)
-    lengths = list_lengths(table.column("response_ids")).tolist()
-    ignored = np.zeros(len(rows), np.bool_) if masked is None else masked
-    known = zip(rows, lengths, ignored.tolist(), strict=True)
-    ok = all(skip or (row is not None and len(row) == length) for row, length, skip in known)
-    return rows if ok else None
+    rows = _filled(_values(table, COLUMN), masked, lambda: [[]])
+    if any(row is None for row in rows):
+        return None
+    width = max(1, *(len(ids) for row in rows for ids in row))
+    return [np.array([[*ids, *[-1] * (width - len(ids))] for ids in row], np.int32) for row in rows]
 
 
 def _rollout_metrics(table: pa.Table) -> Mapping[str, Any] | None:

@@ -16,6 +16,7 @@ from rollout_io.formats.skyrl_fields import (
     OPTIONAL,
     REQUIRED,
     SPLITS,
+    SUPPORT,
     OtherFields,
     TrajectoryID,
     column_fields,
@@ -91,6 +92,7 @@ def table_of(
         "stop_reason": stops,
         "error": errors if any(has_error) else None,
         "rollout_expert_indices": _routes(output, failed),
+        "sampling_support": _support(output, failed),
     }
     if source is not None:
         arrays["source"] = [f"{source}, row {row}" for row in range(len(failed))]
@@ -357,6 +359,26 @@ def _route(routes: Any, row: int) -> npt.NDArray[Any]:
     return array
 
 
+def _support(output: Mapping[str, Any], failed: Sequence[bool]) -> list[Any] | None:
+    """Return the sets of ids that could have been drawn, which SkyRL pads with -1."""
+    if output.get(SUPPORT) is None:
+        return None
+    rows: list[Any] = []
+    for row, (value, is_failed) in enumerate(zip(output[SUPPORT], failed, strict=True)):
+        try:
+            array = np.asarray(value)
+        except ValueError:
+            array = np.asarray(None)
+        if array.ndim != 2 or array.dtype.kind not in "iu":
+            got = "null" if value is None else f"{array.dtype} of shape {array.shape}"
+            raise field_error("field_kind", SUPPORT, got, "integers [tokens, k]", row=row)
+        if array.size and not -1 <= array.min() <= array.max() < 2**31:
+            got, expected = f"ids in {array.min()}..{array.max()}", "ids in 0..2147483647, or -1"
+            raise field_error("token_range", SUPPORT, got, expected, row=row)
+        rows.append([] if is_failed else [[i for i in ids if i >= 0] for ids in array.tolist()])
+    return rows
+
+
 def _assemble(arrays: Mapping[str, Any]) -> pa.Table:
     columns = [c for c in COLUMNS if arrays.get(c.name) is not None]
     made = [_to_arrow(arrays[c.name], c.type) for c in columns]
@@ -370,7 +392,7 @@ def _assemble(arrays: Mapping[str, Any]) -> pa.Table:
 def _to_arrow(values: Any, kind: pa.DataType | None) -> pa.Array:
     if kind is None:
         return values
-    is_ragged = pa.types.is_list(kind) and not pa.types.is_struct(kind.value_type)
+    is_ragged = pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type)
     return ragged_array(values, kind) if is_ragged else pa.array(values, kind)
 
 

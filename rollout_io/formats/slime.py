@@ -15,6 +15,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +77,8 @@ class _Sample(_Named, kw_only=True, gc=False):
     loss_mask: Any = None
     rollout_log_probs: Any = None
     rollout_routed_experts: Any = None
+    rollout_top_p_token_ids: Any = None
+    rollout_top_p_token_offsets: Any = None
     weight_versions: list[Any] | None = None
     remove_sample: bool = False
     status: str | None = None
@@ -243,6 +246,7 @@ def _step(sample: _Sample, where: str, *, failed: bool) -> Step:
         response_ids=tokens[len(tokens) - num :],
         rollout_logprobs=_logprobs(sample, where),
         rollout_expert_indices=_routes(sample.rollout_routed_experts, len(tokens), where),
+        sampling_support=_support(sample, where),
         loss_mask=mask,
         trains=not sample.remove_sample,
         spans=runs(mask) if mask is not None and mask.any() else None,
@@ -274,6 +278,20 @@ def _logprobs(sample: _Sample, where: str) -> npt.NDArray[np.float32] | None:
         return None
     values = _array(sample.rollout_log_probs, f"{where}, rollout_log_probs", "iuf")
     return logprob_array(values.tolist(), sample.response_length, where)
+
+
+def _support(sample: _Sample, where: str) -> list[list[int]] | None:
+    """Return the ids that top-p kept at each response token; empty at tokens not sampled."""
+    if sample.rollout_top_p_token_offsets is None:
+        return None
+    place = f"{where}, rollout_top_p_token_ids"
+    ids = _integers(sample.rollout_top_p_token_ids, place).tolist()
+    ends = _integers(sample.rollout_top_p_token_offsets, f"{where}, rollout_top_p_token_offsets")
+    is_whole = len(ends) == sample.response_length + 1 and (np.diff(ends) >= 0).all()
+    if not is_whole or ends[0] != 0 or ends[-1] != len(ids):
+        expected = f"{sample.response_length + 1} ascending offsets, from 0 to {len(ids)}"
+        raise broken("lengths_align", place, f"{len(ends)} offsets", expected)
+    return [ids[start:end] for start, end in pairwise(ends.tolist())]
 
 
 def _integers(value: Any, where: str) -> npt.NDArray[np.int32]:

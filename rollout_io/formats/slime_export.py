@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -31,11 +32,11 @@ from schemas.errors import InputError, count
 from schemas.extras import requires_extra
 from schemas.messages import sent_messages
 
-ROUTES = "rollout_expert_indices"
+ROUTES, SUPPORT = "rollout_expert_indices", "sampling_support"
 STATUS = {"length": "truncated", "abort": "aborted"}
 FIELDS = {
     *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", ROUTES),
-    *("messages", "response_text", "policy_version"),
+    *("messages", "response_text", "policy_version", SUPPORT),
 }
 """Columns with a corresponding field; all others go to the sample's `metadata`."""
 
@@ -65,7 +66,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     with requires_extra("train", "--format slime"):
         import torch
     done, groups = Exported(), Groups()
-    uniform = Uniform(dataset, ["rollout_logprobs", ROUTES])
+    uniform = Uniform(dataset, ["rollout_logprobs", ROUTES, SUPPORT])
     samples: list[dict[str, Any]] = []
     num_removed = 0
     with new_export(out, dataset) as path:
@@ -113,6 +114,8 @@ def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) 
         "loss_mask": [int(trains) for trains in row["loss_mask"]] or [0],
         "rollout_log_probs": row.get("rollout_logprobs"),
         "rollout_routed_experts": row.get(ROUTES),
+        "rollout_top_p_token_ids": None,
+        "rollout_top_p_token_offsets": row.get(SUPPORT),
         "weight_versions": [] if version is None else [str(version)],
         "remove_sample": removed,
         "status": "failed" if failed else STATUS.get(row.get("stop_reason") or "", "completed"),
@@ -144,6 +147,10 @@ def _complete(samples: list[dict[str, Any]], uniform: Uniform, torch: Any) -> No
         num = sample["response_length"]
         known = sample["rollout_log_probs"] or [0.0] * num
         sample["rollout_log_probs"] = known if uniform.has_values("rollout_logprobs") else None
+        if uniform.has_values(SUPPORT):
+            sets = sample["rollout_top_p_token_offsets"] or [[]] * num
+            sample["rollout_top_p_token_ids"] = [i for ids in sets for i in ids]
+            sample["rollout_top_p_token_offsets"] = [0, *accumulate(map(len, sets))]
         routes = sample["rollout_routed_experts"]
         sample["rollout_routed_experts"] = None
         if uniform.has_values(ROUTES):

@@ -17,6 +17,7 @@ import typing_extensions
 typing.TypedDict = typing_extensions.TypedDict  # pydantic refuses typing's on Python 3.11
 
 import numpy as np  # noqa: E402
+import pyarrow as pa  # noqa: E402
 import torch  # noqa: E402
 from skyrl.train.config import SkyRLTrainConfig  # noqa: E402
 from skyrl.train.config.config import GeneratorConfig as SkyRLConfig  # noqa: E402
@@ -44,6 +45,7 @@ from tests.helpers.generation_helpers import (  # noqa: E402
     tasks_of,
     trajectories,
 )
+from trainer.models.logprob_head import set_logprobs  # noqa: E402
 
 TOKENIZER = load_tokenizer(ROOT / ".cache" / "smollm2")
 MODEL = chatty_model()
@@ -252,6 +254,64 @@ def concatenated():
         assert whole[name] == output[name], name
 
 
+def sets_of_truncated_sampling():
+    """SkyRL 0.4 merges, trains and scores the sets of our rows as we do."""
+    if version("skyrl").startswith("0.3."):
+        return  # it has no sets
+    from skyrl.backends.skyrl_train.utils.sample_support_replay import sample_support_scores
+
+    steps = shop()
+    rng = np.random.default_rng(0)
+    sets = [
+        [
+            [token, *{(token + int(i)) % 1000 for i in rng.integers(1, 900, 5)} - {token}]
+            for token in ids
+        ]
+        for ids in steps["response_ids"].to_pylist()
+    ]
+    kind = pa.list_(pa.list_(pa.int32()))
+    table = steps.append_column("sampling_support", pa.array(sets, kind))
+    output = to_generator_output(table)
+    assert from_generator_output(output)["sampling_support"].to_pylist() == sets
+    theirs = merge_stepwise_output(copy.deepcopy(output))["rollout_sample_support"]
+    ours = to_generator_output(merge(table, "consecutive").collect())["rollout_sample_support"]
+    assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert len(ours) < len(output["response_ids"])
+    assert any((own < 0).all(1).any() for own in ours)  # observations
+    trained(output, step_wise=True)
+    support = torch.tensor(output["rollout_sample_support"][0])
+    token = torch.tensor(output["response_ids"][0])
+    logits = torch.randn(len(token), 50_000, generator=torch.Generator().manual_seed(0))
+    logits, leaves = 5 * logits, []
+    for scores in (their_scores, our_scores):
+        leaf = logits.clone().requires_grad_()
+        logprobs, entropy = scores(sample_support_scores, leaf, token, support)
+        (logprobs.sum() + 0.3 * entropy.sum()).backward()
+        leaves.append((logprobs, entropy, leaf.grad))
+    for found, expected in zip(*leaves, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def their_scores(function, logits, token, support):
+    found = function(
+        logits / 0.7,
+        token,
+        support,
+        vocab_start_index=0,
+        vocab_end_index=logits.shape[-1],
+        tp_group=None,
+        compute_entropy=True,
+        entropy_requires_grad=True,
+    )
+    return found.logprobs, found.entropy
+
+
+def our_scores(_, logits, token, support):
+    ids, sizes = support[support >= 0].long(), (support >= 0).sum(1)
+    temperature = torch.full((len(token),), 0.7)
+    return set_logprobs(logits, token, temperature, ids, sizes, entropy_gradient=True)
+
+
 def merged_by_both():
     steps = json.loads((ROOT / "tests/data/peers/skyrl/stepwise.json").read_text())
     for table in (from_generator_output(steps), shop()):
@@ -284,6 +344,7 @@ CASES = (
     defaults_of_the_page,
     *(one_row_each, one_row_a_step, a_failed_group, routes_of_a_mixture),
     *(scalar_rewards_of_logs, concatenated, merged_by_both, their_generator_in_our_place),
+    sets_of_truncated_sampling,
 )
 
 

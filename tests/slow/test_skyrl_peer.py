@@ -30,5 +30,5 @@ def test_skyrl_checks_merges_and_trains_outputs_of_ours_unchanged(tmp_path, smol
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 9
+    assert len(found) == 10
     assert {name: error for name, error in found.items() if error} == {}

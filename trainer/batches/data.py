@@ -17,6 +17,7 @@ from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
+from trainer.batches.support import SUPPORT, covers_trained_tokens, sets_of
 from trainer.config.sections import BatchConfig
 
 OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
@@ -54,6 +55,7 @@ class Batch:
         temperature: [T] float32.
         rollout_logprobs: [T] float32 nats; NaN in rows without log-probabilities.
         routes: Recorded experts to replay in the R rows; None if there are none.
+        support: [T] rows: the sets of ids that the sampler could draw; None if there are none.
     """
 
     names: tuple[str, ...]
@@ -71,6 +73,7 @@ class Batch:
     temperature: Tensor
     rollout_logprobs: Tensor
     routes: Routes | None = None
+    support: Ragged | None = None
 
 
 def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
@@ -81,7 +84,8 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
     `num_untrained_at_start` is the number of tokens before the first trained one (undefined if none
     is trained).
     """
-    rollouts = with_absent(_with_optional_columns(rollouts), ["images"])
+    has_sets = SUPPORT in rollouts.collect_schema()
+    rollouts = with_absent(_with_optional_columns(rollouts), ["images", SUPPORT])
     greedy = _is_greedy()
     names = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards")
     prompt, response, mask, logprobs, rewards = (pl.col(name).list for name in names)
@@ -104,9 +108,14 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
         num_untrained_at_start=num_prompt + num_masked_first.cast(pl.Int64),
         lowest_token=pl.min_horizontal(prompt.min(), response.min()),
-        highest_token=pl.max_horizontal(prompt.max(), response.max()),
+        highest_token=pl.max_horizontal(prompt.max(), response.max(), _highest_in_sets()),
         has_images=(pl.col("images").list.len() > 0).fill_null(value=False),
         has_logprobs=pl.col("rollout_logprobs").is_not_null(),
+        has_support=pl.struct("loss_mask", SUPPORT, "rollout_logprobs").map_batches(
+            covers_trained_tokens, return_dtype=pl.Boolean, is_elementwise=True
+        )
+        if has_sets
+        else pl.lit(value=False),
         has_reward=pl.col("reward").is_not_null() | pl.col("rewards").is_not_null(),
         finite_reward=pl.col("reward").is_finite().fill_null(value=True)
         & _holds("rewards", pl.element().is_finite()),
@@ -119,6 +128,10 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         logprobs_finite=_holds("rollout_logprobs", pl.element().is_finite()),
         logprobs_nonpositive=_holds("rollout_logprobs", pl.element() <= 0),
     ).collect(engine="streaming")
+
+
+def _highest_in_sets() -> pl.Expr:
+    return pl.col(SUPPORT).list.eval(pl.element().list.max()).list.max()
 
 
 def _is_greedy() -> pl.Expr:
@@ -178,7 +191,7 @@ def read_rows(
             "response_ids",
             "loss_mask",
             *OPTIONAL_COLUMNS,
-            *(name for name in ("segments", ROUTING) if name in rows.collect_schema()),
+            *(name for name in ("segments", ROUTING, SUPPORT) if name in rows.collect_schema()),
             *columns,
         )
         .collect()
@@ -230,6 +243,7 @@ def to_batch(table: pl.DataFrame, max_row_tokens: int | None = None) -> Batch:
         temperature=per_token("temperature", 1.0),
         rollout_logprobs=torch.from_numpy(flat_logprobs),
         routes=_routes(table),
+        support=sets_of(table, responses.lengths),
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from schemas.errors import InputError
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
 from trainer.batches.recorded_routes import Routes
+from trainer.batches.support import TargetSets, target_sets
 from trainer.batches.transfer import to_device
 
 
@@ -37,6 +38,7 @@ class Forest:
             gathering values per target.
         routes: [N, layers, topk] int16 experts of each token, -1 where the model's own router
             decides; None: the router decides for all tokens.
+        sets: Sets of ids over which the targets are normalised; None: the entire vocabulary.
         chains: Lengths of the chains; None on the CPU, where counting them costs nothing.
     """
 
@@ -47,6 +49,7 @@ class Forest:
     target_token: Tensor
     target_slot: Tensor
     routes: Tensor | None = None
+    sets: TargetSets | None = None
     chains: Chains | None = None
 
     @property
@@ -74,7 +77,9 @@ class Forest:
         if ends:
             chains = dataclasses.replace(chains, ends=moved.pop())
         routes = None if self.routes is None else to_device(self.routes, device)
-        return Forest(**dict(zip(ARRAYS, moved, strict=True)), routes=routes, chains=chains)
+        sets = None if self.sets is None else self.sets.to(device)
+        own = dict(zip(ARRAYS, moved, strict=True))
+        return Forest(**own, routes=routes, sets=sets, chains=chains)
 
 
 ARRAYS = (
@@ -201,6 +206,18 @@ def forest_of(arrays: Mapping[str, IntArray], routes: Routes | None, row: IntArr
     if routes is not None:
         tensors["routes"] = torch.from_numpy(routes.at(row, arrays["position_ids"]))
     return Forest(**tensors)
+
+
+def with_sets(forests: Sequence[Forest], support: Ragged | None) -> list[Forest]:
+    """Add the sets of ids over which the targets of micro-batches are normalised.
+
+    Args:
+        forests: Micro-batches.
+        support: See `Batch.support`.
+    """
+    if support is None:
+        return list(forests)
+    return [dataclasses.replace(f, sets=target_sets(support, f.target_slot)) for f in forests]
 
 
 def _lengths(column: Ragged, rows: IntArray) -> IntArray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trainer.batches.data import Batch
-from trainer.batches.forest import Forest, chain_forests, chain_lengths
+from trainer.batches.forest import Forest, chain_forests, chain_lengths, with_sets
 from trainer.batches.tree import make_trie, tree_forests
 from trainer.config.sections import BatchConfig
 
@@ -61,8 +61,9 @@ def cut_batch(batch: Batch, config: BatchConfig, num_ranks: int = 1) -> list[Min
         if config.sequence_layout == "tree":
             trie = make_trie(*tokens, lengths, scope, rows, routes)
             forests = tree_forests(trie, *tokens, batch.trains, budget, num_ranks, routes)
+            forests = with_sets(forests, batch.support)
             found.append(MiniBatch(forests=forests, num_distinct_tokens=trie.num_tokens))
         else:
             forests = chain_forests(*tokens, batch.trains, rows, budget, num_ranks, routes)
-            found.append(MiniBatch(forests=forests))
+            found.append(MiniBatch(forests=with_sets(forests, batch.support)))
     return found

@@ -30,6 +30,7 @@ class Request:
         is_wanted: Function that returns whether the caller is still waiting.
         response: Ids sampled so far.
         logprobs: Log-probability of each sampled id, nats.
+        support: Ids that could have been sampled at each token; empty without truncation.
         routes: Experts of the forwarded tokens (all but the last): for each forward pass, an array
             [tokens, layers, topk] int16. Empty without supported routers.
         stop_reason: Why the response ended; None while it is being sampled.
@@ -42,13 +43,23 @@ class Request:
     is_wanted: Callable[[], bool]
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    support: list[list[int]] = field(default_factory=list)
     routes: list[Tensor] = field(default_factory=list)
     stop_reason: str | None = None
 
-    def take(self, token: int, logprob: float, ends: Collection[int], decode: Decode) -> None:
+    def take(
+        self,
+        token: int,
+        logprob: float,
+        support: list[int] | None,
+        ends: Collection[int],
+        decode: Decode,
+    ) -> None:
         """Append a sampled token, and check whether the response ends."""
         self.response.append(token)
         self.logprobs.append(logprob)
+        if support is not None:
+            self.support.append(support)
         if token in ends or (self.sampling.stop and self._met_stop(decode)):
             self.stop_reason = "stop"
         elif len(self.response) >= self.max_tokens:
@@ -101,8 +112,8 @@ def continue_batch(
         _keep_routes(rows, experts(), mask[:, -ids.shape[1] :].bool())
         settings, generators = [r.sampling for r in rows], [r.generator for r in rows]
         sampled = sample_tokens(logits, settings, generators)
-        for row, token, logprob in zip(rows, *sampled, strict=True):
-            row.take(token, logprob, ends, decode)
+        for row, token, logprob, support in zip(rows, *sampled, strict=True):
+            row.take(token, logprob, support, ends, decode)
             if row.stop_reason is not None:
                 finished(row)
         kept = [i for i, row in enumerate(rows) if row.stop_reason is None]

@@ -234,6 +234,7 @@ class TransformersEngine:
             text=_cut(self._decode(request.response, request.sampling), request.sampling.stop),
             policy_version=version,
             rollout_expert_indices=torch.cat(request.routes).numpy() if request.routes else None,
+            sampling_support=request.support or None,
         )
         future.set_result(sampled)
 

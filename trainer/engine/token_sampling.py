@@ -59,7 +59,7 @@ def sampled_distribution(logits: Tensor, settings: Sequence[Sampling]) -> Tensor
 
 def sample_tokens(
     logits: Tensor, settings: Sequence[Sampling], generators: Sequence[torch.Generator]
-) -> tuple[list[int], list[float]]:
+) -> tuple[list[int], list[float], list[list[int] | None]]:
     """Sample one token for each row, with one transfer from the device.
 
     Each row's generator (of the CPU) draws one number u, and the token is the first whose
@@ -71,7 +71,8 @@ def sample_tokens(
         generators: Random number generator of each row.
 
     Returns:
-        The ids of the tokens, and their log-probabilities in nats ([B] each).
+        The ids of the tokens, their log-probabilities in nats, and the ids that could have been
+        sampled, None without truncation ([B] each).
 
     Raises:
         RuntimeError: Logits are not finite.
@@ -89,4 +90,8 @@ def sample_tokens(
     found = torch.cat([token.double(), logprobs.gather(-1, token).double()], -1).tolist()
     if not all(math.isfinite(logprob) for _, logprob in found):
         raise RuntimeError("the model's logits are not finite: its weights may have diverged")
-    return [int(token) for token, _ in found], [logprob for _, logprob in found]
+    sets = [
+        logprobs[row].isfinite().nonzero()[:, 0].tolist() if one.truncates else None
+        for row, one in enumerate(settings)
+    ]
+    return [int(token) for token, _ in found], [logprob for _, logprob in found], sets

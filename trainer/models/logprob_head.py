@@ -65,6 +65,57 @@ def target_logprobs(
     return found
 
 
+def set_logprobs(
+    logits: Tensor,
+    token: Tensor,
+    temperature: Tensor,
+    ids: Tensor,
+    sizes: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute `target_logprobs` normalised over one set of ids per target, in float32.
+
+    Only the logits of the sets are copied. No logit needs to be stored for the backward pass.
+
+    Args:
+        logits: [C, V] output of the head.
+        token: [C] int64, each in its set.
+        temperature: [C] float32 > 0.
+        ids: Ids of all C sets, concatenated.
+        sizes: [C] int64 > 0 sizes of the sets, on the CPU.
+        scale: See `target_logprobs`.
+        softcap: See `target_logprobs`.
+        entropy_gradient: See `target_logprobs`.
+
+    Example:
+        >>> ids, sizes = torch.tensor([0, 2]), torch.tensor([2])
+        >>> logits, one = torch.tensor([[0.0, 9.0, 0.0]]), torch.ones(1)
+        >>> logprob, _ = set_logprobs(logits, torch.tensor([2]), one, ids, sizes)
+        >>> round(logprob.item(), 4)  # log(1/2)
+        -0.6931
+    """
+    row = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(logits.device)
+
+    def scaled(values: Tensor, of: Tensor) -> Tensor:
+        z = values.float() * scale
+        return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature[of]
+
+    def total(values: Tensor) -> Tensor:
+        return values.new_zeros(len(sizes)).index_add(0, row, values)
+
+    each = torch.arange(len(sizes), device=logits.device)
+    z, picked = scaled(logits[row, ids], row), scaled(logits[each, token], each)
+    top = z.new_full(sizes.shape, -torch.inf).scatter_reduce(0, row, z.detach(), "amax")
+    z, picked = z - top[row], picked - top
+    p = z.exp()
+    mass = total(p)
+    entropy = mass.log() - total(p * z) / mass
+    return picked - mass.log(), entropy if entropy_gradient else entropy.detach()
+
+
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -26,7 +26,7 @@ from trainer.models.attention import (
 )
 from trainer.models.compiling import SYMBOLIC_SIZES
 from trainer.models.directory import check_model_directory
-from trainer.models.logprob_head import target_logprobs
+from trainer.models.logprob_head import set_logprobs, target_logprobs
 from trainer.models.rotary import fix_frequencies
 from trainer.models.router_replay import make_replayable, replayed, same_routes
 from trainer.models.self_check import check_policy, probe
@@ -84,28 +84,47 @@ class Policy(nn.Module):
         Returns:
             `logprobs` [M] float32 nats, with gradient; `entropy` [M] float32 nats of the
             distribution from which each target was drawn, without gradient unless
-            `entropy_gradient`.
+            `entropy_gradient`. Both are normalised over `forest.sets`.
         """
         with replayed(forest.routes):
             hidden = hidden_before_targets(self.model, forest)
-        num_chunks = max(1, math.ceil(len(hidden) / self.logprob_chunk_tokens))
-        inputs = (hidden, forest.target_token, temperature)
-        chunks = list(zip(*(i.tensor_split(num_chunks) for i in inputs), strict=True))
+        inputs, sets = (hidden, forest.target_token, temperature), forest.sets
+        if sets is None:
+            return self._outputs(self._head, self._chunks(*inputs))
+        chunks = self._chunks(*(i[sets.free] for i in inputs)) if len(sets.free) else []
+        limited = self._chunks(*(i[sets.limited] for i in inputs))
+        sizes = sets.lengths.tensor_split(len(limited))
+        split: Any = sets.ids.split
+        ids = split([int(part.sum()) for part in sizes])
+        chunks += [(*c, *own) for c, own in zip(limited, zip(ids, sizes, strict=True), strict=True)]
+        logprobs, entropy = self._outputs(self._head, chunks)
+        return logprobs[sets.place], entropy[sets.place]
+
+    def _chunks(self, *inputs: Tensor) -> list[tuple[Tensor, ...]]:
+        num_chunks = max(1, math.ceil(len(inputs[0]) / self.logprob_chunk_tokens))
+        return list(zip(*(i.tensor_split(num_chunks) for i in inputs), strict=True))
+
+    def _outputs(self, head: Any, chunks: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
         # The backward pass starts with the last chunk, whose logits need not be recomputed.
-        parts = [checkpoint(self._head, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
-        parts += [self._head(*chunk) for chunk in chunks[-1:]]
+        parts = [checkpoint(head, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
+        parts += [head(*chunk) for chunk in chunks[-1:]]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _head(self, hidden: Tensor, token: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    def _head(
+        self, hidden: Tensor, token: Tensor, temperature: Tensor, *sets: Tensor
+    ) -> tuple[Tensor, Tensor]:
         logits = self.model.get_output_embeddings()(hidden)
-        return target_logprobs(
+        function: Any = set_logprobs if sets else target_logprobs
+        found: tuple[Tensor, Tensor] = function(
             logits,
             token,
             temperature,
+            *sets,
             scale=self.logit_scale,
             softcap=self.softcap,
             entropy_gradient=self.entropy_gradient,
         )
+        return found
 
     def checkpoint_layers(self) -> None:
         """Recompute the layers' activations in the backward pass.

@@ -251,6 +251,8 @@ def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, o
         sampled = ("temperature", "top_p", "top_k", "sampling_extra")
         temperature, top_p, top_k, extra = (pl.col(name) for name in sampled)
         is_changed = (temperature != 1) | (top_p < 1) | (top_k > 0) | extra.is_not_null()
+        if logprobs_mode is None:  # sets are only recorded with log-probabilities over them
+            is_changed &= ~pl.col("has_support")
         mode = "rollout_logprobs are not from the sampled distribution (logprobs_mode"
         mode = f"{mode} {logprobs_mode or 'unknown'},"
         shown = pl.format(

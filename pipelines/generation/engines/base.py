@@ -59,6 +59,12 @@ class Sampling:
     seed: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def truncates(self) -> bool:
+        """True if not all tokens can be drawn; temperature 0 is not a truncation."""
+        is_cut = self.top_p < 1 or self.top_k is not None or self.min_p > 0
+        return is_cut and self.temperature > 0
+
     def __post_init__(self) -> None:
         top_k = self.top_k is None or self.top_k >= 1
         for name, holds, expected in (
@@ -88,6 +94,8 @@ class Sampled:
         message: The assistant message parsed by the engine (content, tool_calls, reasoning), to
             append for the next `chat`; None after `sample`.
         rollout_expert_indices: [1 to P + R tokens, layers, topk] int16, if the engine returns them.
+        sampling_support: [R] ids that could have been drawn at each token, if sampling is truncated
+            and the engine returns them; `rollout_logprobs` are then normalised over them.
     """
 
     prompt_token_ids: list[int]
@@ -98,6 +106,7 @@ class Sampled:
     policy_version: int
     message: dict[str, Any] | None = None
     rollout_expert_indices: npt.NDArray[np.int16] | None = None
+    sampling_support: Sequence[Sequence[int]] | None = None
 
 
 class Engine(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import logging
 import re
@@ -23,6 +24,7 @@ from pipelines.generation.engines.base import (
 from pipelines.generation.engines.completion_parsing import read_sampled
 from pipelines.generation.engines.http_pool import Body, Limits, ServerError, Servers
 from pipelines.generation.engines.output_layers import OutputLayers, lacks_output_layer
+from pipelines.generation.engines.sampling_support import read_support, support_fields
 from pipelines.generation.engines.weight_transfer import OpenSender, Transfers
 from rollout_io.formats.parsing.jsonl import decode_line
 from schemas.errors import ConfigError, EngineError, InputError, MissingExtra, count
@@ -313,7 +315,8 @@ class VllmEngine:
         session: str | None,
         sent: Sequence[int] | None = None,
     ) -> Sampled:
-        usual = fields | sampling_fields(sampling, self.special_tokens)
+        extra = support_fields(sampling, self._logprobs_mode, is_chat=path == _CHAT)
+        usual = fields | extra | sampling_fields(sampling, self.special_tokens)
         clash = sampling.extra.keys() & (usual.keys() | {"model", "cache_salt"})
         if clash:
             got = f"these fields are already set: {', '.join(sorted(clash))}"
@@ -331,6 +334,9 @@ class VllmEngine:
         for attempt in range(1, limits.max_attempts + 1):
             answer = await self.servers.call(path, body, session=session)
             sampled = read_sampled(answer, path, policy_version=version, sent=sent)
+            if sampled is not None and extra:
+                support = read_support(answer, sampled.response_ids)
+                return dataclasses.replace(sampled, sampling_support=support)
             if sampled is not None:
                 return sampled
             await asyncio.sleep(limits.wait_s(attempt))

@@ -52,6 +52,7 @@ SAMPLE = {
     *("group_index", "index", "rollout_id", "prompt", "tokens", "response", "response_length"),
     *("reward", "loss_mask", "rollout_log_probs", "rollout_routed_experts", "weight_versions"),
     *("remove_sample", "status", "metadata"),
+    *("rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
 }
 
 

@@ -111,8 +111,8 @@ def test_newer_fields_of_skyrl_come_in_and_go_out_again(tmp_path: Path) -> None:
     assert read_generator_output(file).equals(table)
 
 
-def test_sample_support_of_merged_rows_is_reported_as_not_exported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_sample_support_of_merged_rows_is_exported_with_padding_at_observations(
+    tmp_path: Path,
 ) -> None:
     support = [[[3]], [[4], [5]], [[6]], [[8], [9]]]
     steps = STEPS | {"prompt_token_ids": [[1], [1, 3], [1, 3, 4, 5], [1, 3, 4, 5, 6]]}
@@ -122,8 +122,14 @@ def test_sample_support_of_merged_rows_is_reported_as_not_exported(
     assert run(rollout_io_cli) == 0
     out = tmp_path / "again.json"
     assert run(["export", str(tmp_path / "merged"), "--format", "skyrl", "--out", str(out)]) == 0
-    assert "rollout_sample_support" in capsys.readouterr().err
-    assert "rollout_sample_support" not in json.loads(out.read_text())
+    merged = json.loads(out.read_text())
+    for ids, support in zip(merged["response_ids"], merged["rollout_sample_support"], strict=True):
+        assert len(ids) == len(support)
+        assert all(own[0] in (token, -1) for token, own in zip(ids, support, strict=True))
+    table = read_generator_output(out)
+    assert [[token] for token in table["response_ids"].to_pylist()[-1]] == table[
+        "sampling_support"
+    ].to_pylist()[-1]
 
 
 def test_outputs_without_ids_convert_with_a_group_size(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def test_a_rows_token_and_logprob_do_not_depend_on_its_batch(settings, seed):
         sample_tokens(logits[n, None], [one], [generator])
         for n, (one, generator) in enumerate(zip(settings, generators(), strict=True))
     ]
-    assert together[0] == [tokens[0] for tokens, _ in alone]
-    assert together[1] == pytest.approx([logprobs[0] for _, logprobs in alone], abs=1e-6)
+    assert together[0] == [tokens[0] for tokens, *_ in alone]
+    assert together[1] == pytest.approx([logprobs[0] for _, logprobs, _ in alone], abs=1e-6)
     kept = sampled_distribution(logits, settings)
     assert kept[torch.arange(len(settings)), together[0]].isfinite().all()
 
@@ -96,14 +96,14 @@ def test_a_rows_token_and_logprob_do_not_depend_on_its_batch(settings, seed):
 def test_tokens_are_drawn_as_often_as_their_probability_says():
     sampling, generator = Sampling(temperature=0.5), torch.Generator().manual_seed(0)
     rows, settings, generators = P.log().expand(4000, -1), [sampling] * 4000, [generator] * 4000
-    drawn, _ = sample_tokens(rows, settings, generators)
+    drawn, _, _ = sample_tokens(rows, settings, generators)
     got = torch.bincount(torch.tensor(drawn), minlength=3) / 4000
     expected = sampled_distribution(P.log()[None], [sampling])[0].exp()
     assert (got - expected).abs().max() < 0.03
 
 
 def test_temperature_0_takes_the_most_likely_token():
-    (token,), (logprob,) = sample_tokens(
+    (token,), (logprob,), _ = sample_tokens(
         P.log()[None], [Sampling(temperature=0)], [torch.Generator()]
     )
     assert token == 0

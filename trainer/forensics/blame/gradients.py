@@ -31,7 +31,7 @@ from torch.func import functional_call
 
 from schemas.ragged import BoolArray, IntArray
 from trainer.batches.data import Batch
-from trainer.batches.forest import Chains, Forest, chain_forests
+from trainer.batches.forest import Chains, Forest, chain_forests, with_sets
 from trainer.forensics.blame.ghost import GhostNorms, UnsupportedLayerError, check_layers
 from trainer.models.attention import forward_mode_attention
 from trainer.models.policy import Policy
@@ -161,7 +161,8 @@ def gradient_of(
     device, total = learner.accelerator.device, zeros(learner)
     names, parameters = zip(*trained_parameters(learner), strict=True)
     tokens = batch.prompts, batch.responses
-    for forest in chain_forests(*tokens, targets, rows, BUDGET, routes=batch.routes):
+    forests = chain_forests(*tokens, targets, rows, BUDGET, routes=batch.routes)
+    for forest in with_sets(forests, batch.support):
         slot = forest.target_slot
         outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
         weighted = _weighted(outputs, coefficients, slot).sum()
@@ -284,6 +285,8 @@ def _fast(
     """
     accelerator = learner.accelerator
     policy: Policy = accelerator.unwrap_model(learner.policy)
+    if batch.support is not None:
+        raise UnsupportedLayerError("rows have sampling_support")
     check_layers(policy)
     known, targets = None, _is_target(batch, forests)
     if not all(_is_separate(batch, forest) for forest in forests):
