@@ -7,8 +7,10 @@ each block at a time: it begins, gets more text, and ends.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -53,11 +55,16 @@ class Piece(msgspec.Struct):
     tool_calls: list[_Call] | None = None
 
 
+class _Logprobs(msgspec.Struct):
+    content: list[Fields] | None = None
+
+
 class Choice(msgspec.Struct):
     """A choice of a chat answer, or a streamed piece of it."""
 
     message: Piece | None = None
     delta: Piece | None = None
+    logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -115,12 +122,14 @@ class Block:
         text: Its text; of a call, the arguments as JSON.
         id: Id of a call.
         name: Name of a called function.
+        logprobs: Log-probabilities of the tokens of a text, if the request asks for them.
     """
 
     kind: Literal["thought", "text", "call"]
     text: str = ""
     id: str = ""
     name: str = ""
+    logprobs: list[Fields] = field(default_factory=list)
 
 
 class Step(NamedTuple):
@@ -131,12 +140,14 @@ class Step(NamedTuple):
         at: Position of the block in the answer.
         block: The block with its text so far.
         text: The text that was added, if any.
+        logprobs: Log-probabilities of the tokens that were added to a text.
     """
 
     said: Said
     at: int
     block: Block
     text: str = ""
+    logprobs: Sequence[Fields] = ()
 
 
 @dataclass(slots=True)
@@ -172,7 +183,10 @@ class Blocks:
         for choice in chat.choices[:1]:
             piece = choice.delta or choice.message or Piece()
             yield from self._more("thought", piece.reasoning or piece.reasoning_content)
-            yield from self._more("text", piece.content)
+            told = (choice.logprobs and choice.logprobs.content) or []
+            if choice.message is not None:  # they are those of thoughts and calls too
+                told = _of_text(told, piece.content or "")
+            yield from self._more("text", piece.content, told)
             for index, call in enumerate(piece.tool_calls or ()):
                 number = call.index if call.index is not None else index
                 yield from self._call(number, call, call.function or _Function())
@@ -181,12 +195,15 @@ class Blocks:
                 self.stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
                 yield from self._end()
 
-    def _more(self, kind: Literal["thought", "text"], text: str | None) -> Iterator[Step]:
+    def _more(
+        self, kind: Literal["thought", "text"], text: str | None, logprobs: Sequence[Fields] = ()
+    ) -> Iterator[Step]:
         if not text:
             return
         if not self._is_open or self.all[-1].kind != kind:
             yield from self._begin(Block(kind))
-        yield self._add(text)
+        self.all[-1].logprobs += logprobs
+        yield self._add(text)._replace(logprobs=logprobs)
 
     def _call(self, number: int, call: _Call, function: _Function) -> Iterator[Step]:
         last = self.all[-1] if self._is_open else None
@@ -222,6 +239,21 @@ class Blocks:
     def has_calls(self) -> bool:
         """True if the model called a tool."""
         return any(block.kind == "call" for block in self.all)
+
+
+def _of_text(logprobs: list[Fields], text: str) -> list[Fields]:
+    """Select the log-probabilities of the tokens of a text; all of them if it is not found in them.
+
+    Example:
+        >>> tokens = [{"token": token} for token in ("<a>", "It", " is", "<end>")]
+        >>> [one["token"] for one in _of_text(tokens, "It is")]
+        ['It', ' is']
+    """
+    ends = list(accumulate(len(str(one.get("token"))) for one in logprobs))
+    begin = "".join(str(one.get("token")) for one in logprobs).find(text)
+    if begin < 0:
+        return logprobs
+    return logprobs[bisect_right(ends, begin) : bisect_left(ends, begin + len(text)) + 1]
 
 
 class Stream(ABC):

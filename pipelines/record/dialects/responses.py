@@ -16,7 +16,7 @@ summary if the request asks for summaries, because clients send that back; else 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,10 +44,11 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 _ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CLIENTS_TOOLS = frozenset({"function", "custom", "namespace"})
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+_LOGPROBS = "message.output_text.logprobs"
 _STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 _ECHOED = (
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning"),
-    *("temperature", "text", "tool_choice", "tools", "top_p", "user"),
+    *("temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "user"),
 )
 _USUAL: Fields = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
@@ -81,6 +82,8 @@ class ResponsesRequest(msgspec.Struct):
     background: bool | None = None
     prompt: Any = None
     prompt_cache_key: str | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
 
 
 class ResponsesShape(msgspec.Struct):
@@ -130,6 +133,8 @@ def request_to_chat(asked: ResponsesRequest, path: str) -> Fields:
         "response_format": _format(asked.text.format if asked.text else None),
         **_tools(asked, path),
     }
+    if _LOGPROBS in (asked.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
     if asked.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     return known(chat)
@@ -278,7 +283,8 @@ class _Answer:
                 "type": "summary_text" if self.has_summaries else "reasoning_text",
                 "text": text,
             }
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        logprobs = [] if is_new else block.logprobs
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 class _Names(NamedTuple):
@@ -289,7 +295,7 @@ class _Names(NamedTuple):
         field: Field of the whole text.
         part: Events of the part that has the text; None if there is none.
         number: Field with the index of the part.
-        extra: Fields of every event of the text.
+        has_logprobs: True if the events of the text have its log-probabilities.
         is_streamed: False if the text is sent whole.
     """
 
@@ -297,12 +303,12 @@ class _Names(NamedTuple):
     field: str
     part: str | None = None
     number: str | None = None
-    extra: Fields = {}  # noqa: RUF012
+    has_logprobs: bool = False
     is_streamed: bool = True
 
 
 _CONTENT = ("response.content_part", "content_index")
-_OUTPUT = _Names("response.output_text", "text", *_CONTENT, {"logprobs": []})
+_OUTPUT = _Names("response.output_text", "text", *_CONTENT, has_logprobs=True)
 _REASONING = _Names("response.reasoning_text", "text", *_CONTENT)
 _SUMMARY = _Names(
     *("response.reasoning_summary_text", "text"),
@@ -353,10 +359,14 @@ class StreamTranslator(Stream):
                 made += self._event(f"{names.part}.added", **place, **index, part=part)
             return made
         if step.said == "more":
-            return self._delta(step.text, names, place | index) if names.is_streamed else b""
+            if not names.is_streamed:
+                return b""
+            return self._delta(step.text, names, place | index, step.logprobs)
         text = block.text if block.kind != "call" else answer.input(block)
         made = b"" if names.is_streamed else self._delta(text, names, place | index)
-        told = {names.field: text} | names.extra
+        told: Fields = {names.field: text}
+        if names.has_logprobs:
+            told["logprobs"] = block.logprobs
         if names.field == "arguments":
             told["name"] = item["name"]
         made += self._event(f"{names.text}.done", **place, **index, **told)
@@ -364,8 +374,11 @@ class StreamTranslator(Stream):
             made += self._event(f"{names.part}.done", **place, **index, part=answer.part(block))
         return made + self._event("response.output_item.done", output_index=step.at, item=item)
 
-    def _delta(self, text: str, names: _Names, place: Fields) -> bytes:
-        return self._event(f"{names.text}.delta", **place, delta=text, **names.extra)
+    def _delta(
+        self, text: str, names: _Names, place: Fields, logprobs: Sequence[Fields] = ()
+    ) -> bytes:
+        more: Fields = {"logprobs": logprobs} if names.has_logprobs else {}
+        return self._event(f"{names.text}.delta", **place, delta=text, **more)
 
     def _names(self, block: Block) -> _Names:
         if block.kind == "text":

@@ -80,6 +80,31 @@ def test_a_client_gets_the_direct_translation_streamed_or_not_and_the_call_is_a_
     check_rows(engine, rows(tmp_path / "ds", *COLUMNS), [said] * 2)
 
 
+@pytest.mark.parametrize("said", [{"content": "Ok"}, {"reasoning": "Hm.", "content": "It is."}])
+def test_log_probabilities_are_those_of_the_text_streamed_or_not(engine, tmp_path, said):
+    engine.said = said
+    asked = ASK | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+    async def main(spoken, _):
+        whole = await spoken.responses.create(**asked)
+        events = [event async for event in await spoken.responses.create(**asked, stream=True)]
+        plain = await spoken.responses.create(**ASK)
+        return whole, events, plain
+
+    whole, events, plain = run(tmp_path / "ds", engine, main)
+    text = said["content"]
+    part = whole.output[-1].content[0]
+    assert "".join(one.token for one in part.logprobs) == text == part.text
+    assert all(one.logprob < 0 for one in part.logprobs)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    for delta in deltas:
+        assert "".join(one.token for one in delta.logprobs) == delta.delta
+    assert events[-1].response.output[-1].content[0].logprobs == part.logprobs
+    assert plain.output[-1].content[0].logprobs == []
+    assert engine.requests[0]["top_logprobs"] == 2
+    assert len(rows(tmp_path / "ds", "response_ids")) == 3
+
+
 def check_deltas(events, output):
     """The deltas of each item are its text."""
     for at, item in enumerate(output):
