@@ -1,4 +1,7 @@
-"""Sessions of a recorder, each written to a shard only once."""
+"""Sessions of a recorder, each written to a shard only once.
+
+Which session a call belongs to is decided in `pipelines.record.targets`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Cut a batch into micro-batches, in the configured layout."""
+"""Cut a batch into micro-batches, in the configured layout.
+
+Rows are put together in `trainer.batches.forest` (`pack`, `spread`), trees in `trainer.batches.tree`.
+"""
 
 from __future__ import annotations
 

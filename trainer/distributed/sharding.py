@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -62,21 +60,3 @@ def without_reduction(model: nn.Module) -> AbstractContextManager[object]:
     no_sync = getattr(model, "no_sync", nullcontext)
     context: AbstractContextManager[object] = no_sync()
     return context
-
-
-def clip_and_step(
-    parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float
-) -> float:
-    """Clip the gradient's L2 norm over the shards of all processes, step, and clear the gradient.
-
-    No step is taken if the norm is not finite.
-
-    Returns:
-        The norm before clipping.
-    """
-    found = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
-    if math.isfinite(norm):
-        optimizer.step()
-    optimizer.zero_grad()
-    return norm

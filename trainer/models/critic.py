@@ -22,7 +22,8 @@ from trainer.config.loss_config import LossConfig
 from trainer.config.sections import OptimizerConfig
 from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import combine
-from trainer.distributed.sharding import clip_and_step, under, without_reduction
+from trainer.distributed.sharding import under, without_reduction
+from trainer.models.optimizer import clip_and_step
 from trainer.models.policy import hidden_before_targets, load_policy
 
 VALUE_HEAD = "value_head.safetensors"

@@ -1,4 +1,4 @@
-"""Optimizers, and the learning rate of each update."""
+"""Optimizers: their learning rate at each update, and their step with clipped gradients."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from schemas.extras import requires_extra
 from trainer.config.sections import OptimizerConfig
@@ -40,6 +41,24 @@ def make_optimizer(
         bitsandbytes = importlib.import_module("bitsandbytes")
     eight_bit: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(trained, **given)
     return eight_bit
+
+
+def clip_and_step(
+    parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float
+) -> float:
+    """Clip the gradient's L2 norm over the shards of all processes, step, and clear the gradient.
+
+    No step is taken if the norm is not finite.
+
+    Returns:
+        The norm before clipping.
+    """
+    found = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+    if math.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def rate_factor(config: OptimizerConfig, num_planned: int, global_step: int) -> float:

@@ -48,6 +48,9 @@ def estimate(
 ) -> Estimates:
     """Estimate advantages per trained token with `advantage.estimator`.
 
+    Estimators of token rewards (gae, reinforce++) run here. Those of a trajectory's return (grpo,
+    rloo, maxrl) ran in `trainer.batches.plan`, which knows whole groups; their result passes.
+
     Args:
         batch: A complete batch: means and variances are over all its trained tokens, independent of
             mini-batches and micro-batches.

@@ -3,7 +3,8 @@
     steps          for each batch of the plan:
       read_share     read the rows of the batch; the next batch is read during this one
       ready_batch    exchange rows, pack them into micro-batches; old and reference
-                     log-probabilities and values; KL in the reward; advantages
+                     log-probabilities and values; KL in the reward; advantages (those of
+                     groups, such as GRPO's, were estimated for the plan)
       -> Step        for each mini-batch, over the epochs of the batch
     make_update    for each Step:
       update         weights of the reduction; per micro-batch: forward, loss, backward; clip; step
@@ -38,8 +39,9 @@ from trainer.batches.stored_rows import Origins, StoredRows, find_origins, store
 from trainer.batches.transfer import Arriving, to_device
 from trainer.distributed.balance import own_forests
 from trainer.distributed.processes import agreed, exchange_rows, gather_parts, own_groups
-from trainer.distributed.sharding import clip_and_step, without_reduction
+from trainer.distributed.sharding import without_reduction
 from trainer.models.critic import critic_values, update_critic
+from trainer.models.optimizer import clip_and_step
 from trainer.run.advice import differs_from_sampler, likely_cause
 from trainer.run.batch_advantages import charge_kl, estimate, next_coef
 from trainer.run.loss import Learner, loss_inputs, loss_of, policy_logprobs

@@ -15,9 +15,9 @@ from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import dataset_returns
 from trainer.config.train_config import resolved
-from trainer.distributed.sharding import clip_and_step
 from trainer.forensics.blame.gradients import Direction, loss_gradient, trained_parameters
 from trainer.models.critic import critic_values
+from trainer.models.optimizer import clip_and_step
 from trainer.run.batch_advantages import estimate
 from trainer.run.dataset_checks import check_rows, corrects_for_sampler, plan_of
 from trainer.run.loss import Learner, policy_logprobs
