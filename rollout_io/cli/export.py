@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     type=click.Choice(["group", "trajectory"]),
     default="group",
     show_default=True,
-    help="If a trajectory failed: mask its entire group, or only the trajectory (hf and parquet keep "
-    "all rows).",
+    help="If a trajectory failed: mask its entire group, or only the trajectory (hf, "
+    "session_traces and parquet keep all rows).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def export(dataset: str, format_name: str, out: str, failed: Failed, *, as_json: bool) -> None:

@@ -32,6 +32,7 @@ from rollout_io.conversion.text import (
     Retokenizer,
     check_decoded,
     is_of_tokenizer,
+    note_lacks,
     with_tokens,
 )
 from rollout_io.dataset.footer import Part
@@ -309,6 +310,8 @@ class Reader:
                         with noted() as notes:
                             if run.places:
                                 logged = self.settings.adapter.read(run, options)
+                            if self.settings.adapter.is_agent:
+                                note_lacks(logged)
                             steps = self._with_tokens(logged)
                         if self.settings.strict:
                             refuse_unread(notes, run)

@@ -317,6 +317,8 @@ class Adapter:
             tool exported it from the logs. It is skipped in a directory that also contains logs.
         is_general: True if the format is a family whose members may be formats of their own: any
             other format that recognizes a file precedes it.
+        is_agent: True for the logs of an agent program, which sends a system prompt and tools with every
+            request: contexts without them are counted.
         contents: Record types and keys that `read` reads, and those that it leaves out; None if the
             format does not declare them. `read` calls `account` with it for every record.
     """
@@ -331,4 +333,5 @@ class Adapter:
     line: type[msgspec.Struct] | None = None
     is_export: Callable[[Path], bool] | None = None
     is_general: bool = False
+    is_agent: bool = False
     contents: Contents | None = None

@@ -340,6 +340,7 @@ ADAPTER = Adapter(
     read=read_session,
     is_text=True,
     noun="session",
+    is_agent=True,
     line=_Shape,
     contents=CONTENTS,
 )

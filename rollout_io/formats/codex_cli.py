@@ -48,6 +48,7 @@ from rollout_io.formats.parsing.forks import COPIED, copied_answers, digest, run
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import incomplete, lines_of, read_record
 from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.sessions import SUMMARIES
 from schemas.errors import InputError, RolloutError
 
 _Kind = Literal[
@@ -61,7 +62,6 @@ _Kind = Literal[
 ]
 _GROUPS = "inferred: each session is a separate instance"
 LOST = "answers after items that are encrypted or of an unknown type: left out"
-SUMMARIES = "summaries that the model wrote for a compaction, without their prompt: left out"
 EDITED = "sessions with the model's own instructions, of which Codex may have sent only a part: it "
 EDITED += "leaves out sections about tools that are off, which the log does not tell"
 _ROLLED_BACK = "thread_rolled_back"
@@ -339,6 +339,7 @@ ADAPTER = Adapter(
     read=read_session,
     is_text=True,
     noun="session",
+    is_agent=True,
     line=_Shape,
     contents=CONTENTS,
 )

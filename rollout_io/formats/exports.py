@@ -16,6 +16,7 @@ FORMATS = {
     "verl": ("verl", "agent-loop outputs, Parquet"),
     "slime": ("slime_export", "a .pt for --load-debug-rollout-data"),
     "hf": ("hf", "a Hugging Face dataset folder"),
+    "session_traces": ("session_traces", "sessions for the Hub's viewer of traces, JSONL"),
     "parquet": ("parquet", "a directory of Parquet files with full prompts"),
 }
 """Module of the writer, and a description of the output, by name."""
@@ -27,9 +28,10 @@ def export(dataset: PathLike, out: PathLike, format: str, failed: Failed = "grou
     Args:
         dataset: The dataset.
         out: Path to write; nothing is overwritten.
-        format: Name of the format: `skyrl`, `trl`, `verl`, `slime`, `hf` or `parquet`.
-        failed: If a trajectory failed: mask its entire `group`, or only the `trajectory`; `hf` and
-            `parquet` keep all rows.
+        format: Name of the format: `skyrl`, `trl`, `verl`, `slime`, `hf`, `session_traces` or
+            `parquet`.
+        failed: If a trajectory failed: mask its entire `group`, or only the `trajectory`; `hf`,
+            `session_traces` and `parquet` keep all rows.
 
     Returns:
         The numbers of rows read, written and left out, with the reasons.

@@ -8,7 +8,8 @@
 
     {"sessionId": "...", "projectHash": "...", "messages": [...]}
 
-A line with the id of an earlier message replaces it; `$set` replaces the whole history (a compaction,
+An answer in a history of `$set` that no line has before, without a model, is the program's own: it is
+part of the prompt. A line with the id of an earlier message replaces it; `$set` replaces the whole history (a compaction,
 a resumed session), and `$rewindTo` takes back a message and all after it. What the model wrote before
 such a change stays a context of its own. Calls of tools contain their results, which newer versions
 repeat in the next message. Thoughts are Gemini's summaries of its reasoning (a subject and a
@@ -20,7 +21,7 @@ has no reward, no token ids, no system prompt and no tool definitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,17 @@ from rollout_io.formats.parsing.content import NO_JSON, Message, joined, json_te
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.lines import Record
 from rollout_io.formats.parsing.media import part_of_data
-from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions, texts
+from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.sessions import (
+    SUMMARIES,
+    Contexts,
+    Item,
+    Names,
+    Session,
+    Sessions,
+    texts,
+)
+from schemas.messages import is_answer
 
 _SPOKEN = frozenset({"user", "gemini", "model"})
 _SHOWN = "*/displayContent */tokens */timestamp"
@@ -100,6 +111,8 @@ class _Line(msgspec.Struct, gc=False):
     rewind: str | None = msgspec.field(name="$rewindTo", default=None)
 
 
+WRITTEN = "answers that the program wrote, in the history after a compaction: part of the prompt"
+THOUGHTS = "thoughts that are not sent again, before later answers of their context"
 _LINE = msgspec.json.Decoder(_Line)
 _MESSAGE = msgspec.json.Decoder(_Message)
 _State = dict[str, tuple[_Message, str]]
@@ -109,13 +122,14 @@ _State = dict[str, tuple[_Message, str]]
 def read_session(records: Sequence[Record]) -> Session:
     """Read the contexts of a session; a context ends where messages are replaced or taken back."""
     contexts, state, models = Contexts(), _State(), list[str | None]()
+    logged, written = set[str](), set[str]()
     for place, content in records:
         where = place.where
         decode = decode_line if place.part is None else decode_document
         line = decode(_LINE, content, where)
         history = line.messages if line.set is None else line.set.messages
         if line.rewind is not None:
-            contexts.add(_items(state))
+            contexts.add(_items(state, written))
             ids = list(state)
             end = ids.index(line.rewind) if line.rewind in state else 0
             state = dict(list(state.items())[:end])
@@ -123,13 +137,24 @@ def read_session(records: Sequence[Record]) -> Session:
             path = f"{where}, {'messages' if line.set is None else '$set.messages'}"
             new = _state(history, path)
             if not _extends(new, state):
-                contexts.add(_items(state))
+                contexts.add(_items(state, written))
             state = new
+            if line.set is not None:
+                own = {key for key, (m, _) in new.items() if m.type != "user" and m.model is None}
+                note(WRITTEN, len(own - logged - written))
+                note(SUMMARIES, bool(own - logged - written))
+                written |= own - logged
         elif line.type is not None:
             message = decode_line(_MESSAGE, content, where)
             state[message.id or where] = (message, where)
+            logged.add(message.id or where)
             models.append(message.model)
-    contexts.add(_items(state))
+    contexts.add(_items(state, written))
+    for step in contexts.found:
+        thought = [
+            "reasoning_content" in m for m in step.messages[step.num_given :] if is_answer(m)
+        ]
+        note(THOUGHTS, sum(thought[:-1]))
     models += [message.model for message, _ in state.values()]
     return Session(contexts, values=texts(models))
 
@@ -147,14 +172,14 @@ def _extends(new: _State, old: _State) -> bool:
     if not {*old} <= {*new}:
         return False
     kept = {key: value for key, value in new.items() if key in old}
-    return _chat(_items(kept)) == _chat(_items(old))
+    return _chat(_items(kept, ())) == _chat(_items(old, ()))
 
 
 def _chat(items: Sequence[Item]) -> list[Message]:
     return [message for item in items for message in item.messages]
 
 
-def _items(state: _State) -> list[Item]:
+def _items(state: _State, written: Collection[str]) -> list[Item]:
     answered = {
         part.function_response.id
         for message, _ in state.values()
@@ -171,7 +196,7 @@ def _items(state: _State) -> list[Item]:
             if message.type != "user"
             else gemini.messages_of("user", message.content, where)
         )
-        items.append(Item(key, made, where))
+        items.append(Item(key, made, where, is_given=key in written))
     return items
 
 

@@ -75,6 +75,7 @@ ADAPTER = Adapter(
     read=partial(read_conversation, contents=CONTENTS),
     is_text=True,
     noun="session",
+    is_agent=True,
     line=_Shape,
     contents=CONTENTS,
 )

@@ -22,6 +22,7 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import lru_cache
@@ -226,17 +227,25 @@ def _wal(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 
 
+class _Folder:
+    """A temporary directory, which is removed with the object."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+
 @lru_cache(maxsize=2)
-def _copied(path: Path, _: Version, __: Version) -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory()
+def _copied(path: Path, _: Version, __: Version) -> _Folder:
+    folder = _Folder()
     for file in (path, _wal(path)):
-        shutil.copyfile(file, Path(folder.name) / file.name)
+        shutil.copyfile(file, folder.path / file.name)
     return folder
 
 
 def _copy(path: Path, version: Version) -> Path:
     """Copy a database and its write-ahead log to a directory that is kept for further sessions."""
-    return Path(_copied(path, version, Version.of(_wal(path))).name) / path.name
+    return _copied(path, version, Version.of(_wal(path))).path / path.name
 
 
 def recognizes(path: Path) -> bool:
@@ -262,5 +271,6 @@ ADAPTER = Adapter(
     read=read_session,
     is_text=True,
     noun="session",
+    is_agent=True,
     contents=dialect.CONTENTS,
 )

@@ -27,7 +27,16 @@ from rollout_io.formats.dialects import pi
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import Record
-from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions, texts
+from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.parsing.sessions import (
+    SUMMARIES,
+    Contexts,
+    Item,
+    Names,
+    Session,
+    Sessions,
+    texts,
+)
 from rollout_io.formats.parsing.trees import Node, add_branches
 
 CONTENTS = Contents(
@@ -101,6 +110,7 @@ def read_session(records: Sequence[Record], copied: Collection[str] = ()) -> Ses
         parent = line.parent_id if line.id else before
         node = Node(parent, Item(key, made, where), None, aliases)
         if line.type == "compaction":
+            note(SUMMARIES)
             node = node._replace(compacts=_compaction(line, where))
         nodes[key] = node
         before = key

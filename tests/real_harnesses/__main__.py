@@ -72,6 +72,15 @@ def resumed(harness: str, home: Home) -> None:
     ASK[harness](home, "Second prompt.\n" + shell(harness, "echo again"), *RESUME[harness])
 
 
+SMALL: dict[str, dict[str, object]] = {
+    "codex": {"model_auto_compact_token_limit": 1100},
+    "gemini_cli": {"model": {"compressionThreshold": 1e-6}},
+    "opencode": {"limit": {"context": 92, "output": 12}},
+    "pi": {"compaction": {"reserveTokens": 127_920, "keepRecentTokens": 100}},
+}
+"""Settings by which a harness soon compacts its context."""
+
+
 def compacted(harness: str, home: Home) -> None:
     """A session that is compacted between two prompts."""
     plain(harness, home)
@@ -79,23 +88,36 @@ def compacted(harness: str, home: Home) -> None:
         claude_code(home, "/compact", "-c")
         claude_code(home, "After it.\n" + shell(harness, "echo three"), "-c")
     else:
-        limit = {"model_auto_compact_token_limit": 1100}
-        codex(
-            home, "After it.\n" + shell(harness, "echo three"), "resume", "--last", settings=limit
-        )
+        prompt = "After it.\n" + shell(harness, "echo three")
+        ASK[harness](home, prompt, *RESUME[harness], settings=SMALL[harness])
 
 
 def image(harness: str, home: Home) -> None:
     """A picture in the prompt, or read by a tool."""
     path = png(home.project / "dot.png")
-    if harness == "claude_code":
-        claude_code(home, f"Look.\nCALL Read {json.dumps({'file_path': str(path)})}")
+    read = {"claude_code": "Read", "opencode": "read", "pi": "read"}
+    key = {"claude_code": "file_path", "opencode": "filePath", "pi": "path"}
+    if harness in read:
+        call = f"CALL {read[harness]} {json.dumps({key[harness]: str(path)})}"
+        options = {"opencode": ("-f", str(path)), "pi": (f"@{path}",)}.get(harness, ())
+        ASK[harness](home, f"Look.\n{call}", *options)
+    elif harness == "gemini_cli":
+        call = f"CALL read_file {json.dumps({'file_path': str(path)})}"
+        gemini_cli(home, f"Look at @{path.name}\n{call}")
     else:
         codex(home, "What is in it?", "-i", str(path))
 
 
-def sub_agents(_: str, home: Home) -> None:
-    """Two sub-agents of Claude Code, one of which forks the context."""
+def sub_agents(harness: str, home: Home) -> None:
+    """A sub-agent; of Claude Code two, one of which forks the context."""
+    if harness == "opencode":
+        task = {"description": "d", "prompt": "Look around.", "subagent_type": "general"}
+        opencode(home, f"Delegate.\nCALL task {json.dumps(task)}")
+        return
+    if harness == "gemini_cli":
+        task = {"agent_name": "generalist", "prompt": "Look around."}
+        gemini_cli(home, f"Delegate.\nCALL invoke_agent {json.dumps(task)}")
+        return
     task = {"description": "d", "prompt": "Look around."}
     kinds = ("general-purpose", "fork")
     calls = [f"CALL Agent {json.dumps(task | {'subagent_type': kind})}" for kind in kinds]
@@ -133,7 +155,14 @@ SCENARIOS: dict[str, dict[str, Callable[[str, Home], None]]] = {
         "image": image,
     },
     **{
-        name: {"plain": plain, "parallel": parallel, "resumed": resumed}
+        name: {
+            "plain": plain,
+            "parallel": parallel,
+            "resumed": resumed,
+            "compacted": compacted,
+            "image": image,
+            **({} if name == "pi" else {"sub_agents": sub_agents}),
+        }
         for name in ("gemini_cli", "opencode", "pi")
     },
 }

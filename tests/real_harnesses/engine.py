@@ -90,7 +90,8 @@ class Engine(ThreadingHTTPServer):
     def answer(self, path: str, request: dict[str, Any], turns: list[Any]) -> Exchange:
         """Decide on an answer, and keep it with its request."""
         number = next(self.numbers)
-        calls = [call | {"id": f"toolu_{number:06}_{i}"} for i, call in enumerate(planned(turns))]
+        asked = planned(turns) if request.get("tools") else []  # none for a summary or a title
+        calls = [call | {"id": f"toolu_{number:06}_{i}"} for i, call in enumerate(asked)]
         text = f"This is answer number {number}."
         made = Exchange(path, request, text, f"This is thought number {number}.", calls)
         self.exchanges.append(made)
@@ -280,7 +281,12 @@ class Handler(BaseHTTPRequestHandler):
         reason = "tool_calls" if calls else "stop"
         message = {"role": "assistant", "content": made.text, "reasoning_content": made.thought}
         message |= {"tool_calls": calls} if calls else {}
-        usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+        num_tokens = 10 * len(request["messages"])
+        usage = {
+            "prompt_tokens": num_tokens,
+            "completion_tokens": 5,
+            "total_tokens": num_tokens + 5,
+        }
         base = {"id": f"c{next(self.server.numbers)}", "created": 1, "model": request.get("model")}
         if not request.get("stream"):
             choice = {"index": 0, "message": message, "finish_reason": reason}

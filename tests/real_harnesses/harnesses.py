@@ -55,11 +55,11 @@ class Home:
             text=True,
         )
 
-    def run(self, *command: str, **more: str) -> None:
-        """Run a program of `PROGRAMS`; an exit code other than 0 is an error."""
+    def run(self, *command: str, said: str = "", **more: str) -> None:
+        """Run a program of `PROGRAMS`, with text on its standard input; it must exit with 0."""
         process = self.start(*command, **more)
         try:
-            said, _ = process.communicate(timeout=TIMEOUT_S)
+            said, _ = process.communicate(said, timeout=TIMEOUT_S)
         finally:
             process.kill()
         assert process.returncode == 0, f"{command[0]}: {said[-2000:]}"
@@ -123,30 +123,32 @@ def codex(home: Home, prompt: str, *options: str, settings: Mapping[str, object]
     home.run("codex", "exec", *options, "--skip-git-repo-check", prompt, LOCAL_KEY="x")
 
 
-def gemini_cli(home: Home, prompt: str, *options: str) -> None:
-    """Give Gemini CLI a prompt."""
-    settings = {"security": {"auth": {"selectedType": "gemini-api-key"}}}
-    home.write(".gemini/settings.json", json.dumps(settings))
+def gemini_cli(home: Home, prompt: str, *options: str, settings: Mapping[str, object] = {}) -> None:
+    """Give Gemini CLI a prompt; `@FILE` in it adds a file."""
+    chosen = {"security": {"auth": {"selectedType": "gemini-api-key"}}} | dict(settings)
+    home.write(".gemini/settings.json", json.dumps(chosen))
     environment = {"GEMINI_API_KEY": "x", "GOOGLE_GEMINI_BASE_URL": home.engine.url}
     home.run(
         "gemini", "-m", "gemini-x", "--yolo", "--skip-trust", *options, "-p", prompt, **environment
     )
 
 
-def opencode(home: Home, prompt: str, *options: str) -> None:
-    """Give OpenCode a prompt; `-c` among the options resumes the last session."""
+def opencode(home: Home, prompt: str, *options: str, settings: Mapping[str, object] = {}) -> None:
+    """Give OpenCode a prompt; `-c` among the options resumes the last session, `-f FILE` adds one."""
+    kinds = {"input": ["text", "image"], "output": ["text"]}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{home.engine.url}/v1", "apiKey": "x"},
-        "models": {"m": {"name": "m"}},
+        "models": {"m": {"name": "m", "attachment": True, "modalities": kinds} | dict(settings)},
     }
     home.write("project/opencode.json", json.dumps({"provider": {"local": provider}}))
-    home.run("opencode", "run", *options, "-m", "local/m", prompt)
+    home.run("opencode", "run", "-m", "local/m", *options, said=prompt)
 
 
-def pi(home: Home, prompt: str, *options: str) -> None:
-    """Give Pi a prompt; `-c` among the options resumes the last session."""
+def pi(home: Home, prompt: str, *options: str, settings: Mapping[str, object] = {}) -> None:
+    """Give Pi a prompt; `-c` among the options resumes the last session, `@FILE` adds a file."""
     model = {"id": "m", "name": "m", "reasoning": True, "input": ["text", "image"]}
+    home.write(".pi/agent/settings.json", json.dumps(settings))
     provider = {"baseUrl": f"{home.engine.url}/v1", "api": "openai-completions", "apiKey": "x"}
     home.write(
         ".pi/agent/models.json",

@@ -1,12 +1,19 @@
 """Sessions that real harnesses write here: each answer follows exactly what the engine was sent."""
 
 import json
+import re
 
 import pytest
 
+from rollout_io.conversion.text import Retokenizer, with_tokens
 from rollout_io.formats.claude_code import ADAPTER as CLAUDE_CODE
 from rollout_io.formats.codex_cli import ADAPTER as CODEX
-from rollout_io.formats.codex_cli import EDITED, SUMMARIES
+from rollout_io.formats.codex_cli import EDITED
+from rollout_io.formats.gemini_cli import ADAPTER as GEMINI_CLI
+from rollout_io.formats.gemini_cli import THOUGHTS, WRITTEN
+from rollout_io.formats.opencode import ADAPTER as OPENCODE
+from rollout_io.formats.parsing.sessions import SUMMARIES
+from rollout_io.formats.pi import ADAPTER as PI
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all
 from tests.real_harnesses.__main__ import SCENARIOS, make
@@ -171,3 +178,157 @@ def test_prompts_of_codex_are_the_requests_message_for_message(scenario, tmp_pat
     assert all((made.unread, made.notes[EDITED]) == ({}, 1) for _, made in found)
     left_out = sum(made.notes.get(SUMMARIES, 0) for _, made in found)
     assert len(sent) - len(rows) == left_out == (scenario == "compacted")  # the summary
+
+
+MEDIA_OF_TOOL = re.compile(r"Attached (?:image\(s\)|media) from tool result:")
+
+
+def plain_parts(content):
+    """What the parts of a chat message say; texts that follow each other are one."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    made = []
+    for part in parts:
+        if part["type"] == "image_url":
+            made.append(("image", part["image_url"]["url"].partition("base64,")[2]))
+        elif part["type"] == "image":
+            made.append(("image", part["source"]["data"]))
+        else:
+            made.append(("text", part["text"]))
+    return made
+
+
+def merged(parts):
+    """The parts, with texts that follow each other joined by a newline."""
+    made = []
+    for kind, said in parts:
+        if kind == "text" and made and made[-1][0] == "text":
+            made[-1] = ("text", f"{made[-1][1]}\n{said}")
+        else:
+            made.append((kind, said))
+    return [each for each in made if each[1]]
+
+
+def plain_chat(messages):
+    """(role, what it says) of each chat message but the system's.
+
+    Pictures that a tool returned are sent in a message of the user; here they are of the result.
+    """
+    made = []
+    for message in messages:
+        role = message["role"]
+        if role in {"system", "developer"}:
+            continue
+        said = plain_parts(message.get("content"))
+        if role == "user" and said and MEDIA_OF_TOOL.fullmatch(said[0][1]):
+            made[-1][1].extend(said[1:])
+            continue
+        if role == "assistant":
+            thought = message.get("reasoning_content")
+            said = [("thought", thought or ""), *said]
+            for call in message.get("tool_calls") or ():
+                arguments = json.dumps(json.loads(call["function"]["arguments"]), sort_keys=True)
+                said.append(("call", f"{call['function']['name']} {arguments}"))
+        made.append((role, said))
+    return [(role, merged(said)) for role, said in made]
+
+
+def plain_contents(contents):
+    """(role, what it says) of Gemini's contents; results of tools are messages of their own."""
+    made = []
+    for content in contents:
+        role = {"model": "assistant"}.get(content["role"], "user")
+        for part in content["parts"]:
+            kind = role
+            if "functionResponse" in part:
+                kind, said = "tool", ("text", part["functionResponse"]["response"]["output"])
+            elif "functionCall" in part:
+                call = part["functionCall"]
+                said = ("call", f"{call['name']} {json.dumps(call['args'], sort_keys=True)}")
+            elif "inlineData" in part:
+                said = ("image", part["inlineData"]["data"])
+            else:
+                said = ("thought" if part.get("thought") else "text", part["text"])
+            is_new = not made or made[-1][0] != kind or kind == "tool" or made[-1][2] is not content
+            if is_new and not (kind == "user" and made and made[-1][0] == "user"):
+                made.append((kind, [], content))
+            made[-1][1].append(said)
+    return [(kind, merged(said)) for kind, said, _ in made]
+
+
+def without_thoughts(messages):
+    return [(role, [each for each in said if each[0] != "thought"]) for role, said in messages]
+
+
+def joined_users(messages):
+    """Messages of the user that follow each other as one, as Gemini's API has them."""
+    made = []
+    for role, said in messages:
+        if role == "user" and made and made[-1][0] == "user":
+            made[-1] = (role, merged([*made[-1][1], *said]))
+        else:
+            made.append((role, said))
+    return made
+
+
+def check_tokens(found, requests, plain, smollm2_dir):
+    """The texts of the last request of each row are in its tokens, in order."""
+    retokenizer = Retokenizer(directory=str(smollm2_dir), chat_template="chatml_tools_thinking")
+    tokenizer = retokenizer.tokenizer
+    for _, made in found:
+        steps = with_tokens(made, retokenizer, tokenizer, None)
+        assert len(steps) == len(made.steps)
+        for logged, step in zip(made.steps, steps, strict=True):
+            text = tokenizer.decode([*step.prompt_token_ids, *step.response_ids])
+            answers = [m["content"] for m in logged.messages if is_answer(m)]
+            at = 0
+            for _, said in plain(requests[answers[-1]]):
+                for kind, each in said:
+                    for line in each.split("\n") if kind == "text" else ():
+                        at = text.index(line.strip(), at) + len(line.strip())
+            assert text.index(answers[-1], at)
+
+
+@pytest.mark.parametrize(
+    ("harness", "scenario"),
+    [(h, s) for h in ("opencode", "pi", "gemini_cli") for s in SCENARIOS[h]],
+)
+def test_prompts_of_other_harnesses_are_the_requests_without_system_prompt_and_tools(
+    harness, scenario, tmp_path, smollm2_dir
+):
+    engine = make(harness, scenario, tmp_path)
+    adapter, logs = {
+        "opencode": (OPENCODE, [tmp_path / ".local/share/opencode/opencode.db"]),
+        "pi": (PI, sorted((tmp_path / ".pi/agent/sessions").rglob("*.jsonl"))),
+        "gemini_cli": (GEMINI_CLI, sorted((tmp_path / ".gemini/tmp").rglob("*.jsonl"))),
+    }[harness]
+    found, rejected = read_all(adapter, *logs)
+    assert rejected == []
+    sent = {exchange.text: exchange.request for exchange in engine.exchanges}
+    rows = {message["content"]: (prompt, tools) for prompt, tools, message in answered(found)}
+    is_gemini = harness == "gemini_cli"
+
+    def plain(request):
+        return plain_contents(request["contents"]) if is_gemini else plain_chat(request["messages"])
+
+    unsent = set()
+    for text, (prompt, tools) in rows.items():
+        got, expected = plain_chat(prompt), plain(sent[text])
+        if is_gemini:
+            thoughts = {each for _, said in expected for each in said if each[0] == "thought"}
+            own = {each for _, said in got for each in said if each[0] == "thought"}
+            assert thoughts <= own
+            unsent |= own - thoughts
+            got, expected = map(without_thoughts, (joined_users(got), expected))
+        assert got == expected, text
+        assert tools is None  # the log has none
+    notes = [made.notes for _, made in found]
+    assert all(made.unread == {} for _, made in found)
+    assert sum(each.get(THOUGHTS, 0) for each in notes) == len(unsent)
+    left_out = [sent[text] for text in sent.keys() - rows.keys()]
+    assert all(not request.get("tools") for request in left_out), "summaries and titles alone"
+    is_compacted = scenario == "compacted"
+    assert (sum(each.get(SUMMARIES, 0) for each in notes) > 0) == is_compacted
+    assert sum(each.get(WRITTEN, 0) for each in notes) == (is_gemini and is_compacted)
+    agents = {step.agent for _, made in found for step in made.steps}
+    assert len(agents) == 1 + (scenario == "sub_agents")
+    check_tokens(found, sent, plain, smollm2_dir)

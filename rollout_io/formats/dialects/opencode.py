@@ -22,7 +22,7 @@ from rollout_io.formats.parsing.content import (
 )
 from rollout_io.formats.parsing.jsonl import decode_document, type_error
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.sessions import Contexts, Item
+from rollout_io.formats.parsing.sessions import SUMMARIES, Contexts, Item
 from schemas.messages import is_answer
 
 _PARTS = Contents(
@@ -39,7 +39,7 @@ _PARTS = Contents(
     },
     leaves={
         "facts about a part": "*/id */sessionID */messageID */time */metadata "
-        "tool/state file/source file/synthetic step-start/snapshot compaction/auto compaction/overflow",
+        "tool/state tool/state.metadata file/source file/synthetic step-start/snapshot compaction/auto compaction/overflow",
         "facts about a step": "step-finish",
         "states of files, for undoing edits": "snapshot patch",
         "calls that failed, and are repeated": "retry",
@@ -190,6 +190,7 @@ def add_contexts(
             *before, ask = items or [Item("", (), record.where)]
             keys = [item.key for item in before]
             kept = before[keys.index(tail) :] if tail in keys else []
+            note(SUMMARIES)
             said = [each for each, _ in made]
             items = [ask, Item(record.id, said, record.where, is_given=True), *kept]
             tail = None

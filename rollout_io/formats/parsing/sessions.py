@@ -48,6 +48,7 @@ from schemas.errors import InputError, RolloutError
 from schemas.messages import is_answer
 
 GROUPS = "inferred: each session is a separate instance"
+SUMMARIES = "summaries that the model wrote for a compaction, without their prompt: left out"
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
 _MAX_PARENTS = 100
@@ -196,6 +197,7 @@ class Sessions:
             read=self.read_run,
             is_text=True,
             noun=noun,
+            is_agent=True,
             contents=self.contents,
         )
 

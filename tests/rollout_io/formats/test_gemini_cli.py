@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from rollout_io.formats.gemini_cli import ADAPTER
+from rollout_io.formats.gemini_cli import ADAPTER, THOUGHTS, WRITTEN
+from rollout_io.formats.parsing.sessions import SUMMARIES
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_records
@@ -195,3 +196,32 @@ def test_no_damage_loses_the_record_or_ends_in_a_traceback(content):
         path = Path(folder) / "s.json"
         path.write_bytes(content)
         check_records(ADAPTER, path, int(bool(content.strip())))
+
+
+HEAD = {"sessionId": "s", "projectHash": "p", "startTime": "t", "kind": "main"}
+
+
+def asked(id, text):
+    return {"id": id, "type": "user", "content": [{"text": text}]}
+
+
+def test_an_answer_that_the_program_wrote_into_a_history_is_context_alone(tmp_path):
+    thoughts = [{"description": "Hm."}]
+    first = gemini("One.", id="a", model="g", thoughts=thoughts)
+    history = [asked("u", "In short."), gemini([{"text": "Got it."}], id="x")]
+    path = write_lines(
+        tmp_path / "s.jsonl",
+        HEAD,
+        asked("1", "Go."),
+        first,
+        gemini("Two.", id="b", model="g", thoughts=thoughts),
+        {"$set": {"messages": history}},
+        asked("2", "On."),
+        gemini("Three.", id="c", model="g"),
+        {"$set": {"messages": [*history, asked("2", "On."), gemini("Three.", id="c")]}},
+    )
+    ((_, found),), rejected = read_all(ADAPTER, path)
+    assert rejected == []
+    said = [([m["content"] for m in s.messages], s.num_given) for s in found.steps]
+    assert said == [(["Go.", "One.", "Two."], 0), (["In short.", "Got it.", "On.", "Three."], 2)]
+    assert found.notes == {WRITTEN: 1, SUMMARIES: 1, THOUGHTS: 1}

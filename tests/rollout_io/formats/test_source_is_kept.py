@@ -189,6 +189,18 @@ def _hermes(messages):
     return json.dumps(session | {"messages": logged})
 
 
+def _session_traces(messages):
+    names = {
+        "reasoning_content": "reasoningContent",
+        "tool_calls": "toolCalls",
+        "tool_call_id": "toolCallId",
+    }
+    logged = [{names.get(name, name): v for name, v in m.items()} for m in messages]
+    head = {"type": "session", "harness": "mine", "id": "s", "name": "Listing"}
+    lines = [head, *({"type": "message", "message": m} for m in logged)]
+    return "\n".join(map(json.dumps, lines))
+
+
 def _verifiers(messages):
     calls = [m | {"tool_calls": [json.dumps(c) for c in m.get("tool_calls", [])]} for m in messages]
     return json.dumps({"id": 0, "prompt": calls[:1], "completion": calls[1:], "reward": 1.0})
@@ -749,6 +761,7 @@ WRITERS = {
     "pi": (_pi, "a.jsonl"),
     "prime_hosted": (_prime_hosted, "a.jsonl"),
     "qwen_code": (_qwen_code, "a.jsonl"),
+    "session_traces": (_session_traces, "a.jsonl"),
     "swe_agent": (_swe_agent, "a.traj"),
     "swe_agent, recorded after": (_recorded_after, "a.traj"),
     "traces": (_traces, "a.jsonl"),
