@@ -14,7 +14,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollout_io.dataset.blobs import IMAGES, MEDIA_TYPES, RULE, SUFFIX, extension_of, stores_of
 from rollout_io.dataset.storage import PathLike
@@ -32,14 +34,35 @@ class PictureBytes:
         self._dataset, self._stores = dataset, stores_of(dataset)
 
     def restored_in(self, table: pa.Table) -> pa.Table:
-        """Return a table whose `messages` have the bytes, without the column `images`."""
-        if IMAGES not in table.column_names:
+        """Return a table whose `messages` have the bytes, without the column `images`.
+
+        The same applies to the steps of merged rows, in `segments`.
+        """
+        if IMAGES in table.column_names:
+            if "messages" in table.column_names:
+                table = _replaced(table, "messages", self._texts(table.column("messages")))
+            table = table.drop_columns([IMAGES])
+        if "segments" not in table.column_names:
             return table
-        if "messages" in table.column_names:
-            texts = [self.restored(text) for text in table.column("messages").to_pylist()]
-            at = table.column_names.index("messages")
-            table = table.set_column(at, "messages", pa.array(texts, pa.string()))
-        return table.drop_columns([IMAGES])
+        column = table.column("segments").combine_chunks()
+        if not {IMAGES, "messages"} & {f.name for f in column.type.value_type}:
+            return table
+        lists = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+        return _replaced(table, "segments", self._segments(lists))
+
+    def _segments(self, lists: pa.ListArray) -> pa.ListArray:
+        steps = pc.list_flatten(lists)
+        fields = {f.name: pc.struct_field(steps, f.name) for f in steps.type}
+        fields.pop(IMAGES, None)
+        if "messages" in fields:
+            fields["messages"] = self._texts(fields["messages"])
+        made = pa.StructArray.from_arrays([*fields.values()], [*fields])
+        sizes = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+        offsets = pa.array(np.concatenate([[0], np.cumsum(sizes)]), pa.int32())
+        return pa.ListArray.from_arrays(offsets, made, mask=lists.is_null())
+
+    def _texts(self, column: pa.ChunkedArray | pa.Array) -> pa.Array:
+        return pa.array([self.restored(text) for text in column.to_pylist()], pa.string())
 
     def restored(self, text: str | None) -> str | None:
         """Return the JSON of messages with the bytes of all pictures.
@@ -83,3 +106,7 @@ class PictureBytes:
             return {"type": "input_audio", "input_audio": sound}
         named = {"filename": part["name"]} if "name" in part else {}
         return {"type": "file", "file": {"file_data": url, **named}}
+
+
+def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, values)

@@ -299,6 +299,33 @@ def test_exports_of_messages_have_the_bytes(tmp_path):
         assert "images" not in frame.columns
 
 
+@pytest.mark.parametrize("format", ["trl", "verl"])
+def test_exports_of_merged_rows_have_no_references_to_a_store(steps, tmp_path, format):
+    scores = [{"session": f"{name}/0", "reward": 1.0} for name in "ab"]
+    rewards = write(tmp_path / "r.jsonl", *scores)
+    log = steps.with_name("a.calls.jsonl")
+    rollout_io.convert([log], tmp_path / "again", Choices(rewards=str(rewards)))
+    assert run(["merge", str(tmp_path / "again"), "--out", str(tmp_path / "m")]) == 0
+    merged = rollout_io.read(tmp_path / "m")["segments"].to_pylist()
+    out = tmp_path / "out.parquet"
+    export(tmp_path / "m", out, format)
+    text = json.dumps(pl.read_parquet(out).to_dicts(), default=str)
+    assert name_of(ONE) not in text
+    assert text_of(ONE) in text
+    rows = pl.read_parquet(out)["segments"].to_list()
+    for before, after in zip(merged, rows, strict=True):
+        assert (before is None) == (after is None)
+        for one, other in zip(before or (), after or (), strict=True):
+            assert "images" not in other
+            names = one.keys() - {"images", "messages"}
+            assert {n: one[n] for n in names} == {n: other[n] for n in names}
+            if one.get("messages"):
+                assert [p["type"] for p in parts_in(json.loads(other["messages"]))] == [
+                    {"image": "image_url"}.get(p["type"], p["type"])
+                    for p in parts_in(json.loads(one["messages"]))
+                ]
+
+
 def test_remote_datasets_have_a_store_too(steps, tmp_path):
     log = tmp_path / "a.calls.jsonl"
     rollout_io.convert([log], "memory://made/ds")
