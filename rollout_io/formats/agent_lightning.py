@@ -39,6 +39,7 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
+from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
@@ -164,6 +165,28 @@ _EVENT_SHAPE = msgspec.json.Decoder(_EventShape)
 _ROLLOUT_SHAPE = msgspec.json.Decoder(_RolloutShape)
 _EVENTS_SHAPE = msgspec.json.Decoder(list[_EventShape])
 _ROLLOUTS_SHAPE = msgspec.json.Decoder(list[_RolloutShape])
+
+
+_CALL_KEYS = (
+    "request response model_version server.version routed_experts prompt_token_ids "
+    "response_token_ids response_log_probs usage http_status status"
+)
+CONTENTS = Contents(
+    kind="event_type",
+    default="rollout",
+    reads={
+        "*": "rollout_id attempt_id timestamp",
+        "model_request": " ".join(f"data.{name}" for name in _CALL_KEYS.split()),
+        "reward": "data.value data.source data.reason",
+        "rollout": "input status.state status.last_attempt_id status.error_message",
+    },
+    leaves={
+        "facts about a call": "model_request/data.finish_reason model_request/data.latency_ms "
+        "model_request/data.model model_request/data.retry_count model_request/data.server",
+        "facts about a rollout": "rollout/config rollout/is_train rollout/metadata rollout/status",
+        "notes of the program, not sent": "note",
+    },
+)
 
 
 @dataclass(slots=True)
@@ -326,7 +349,11 @@ def read_attempt(run: Run, _: Options) -> Trajectory:
     Raises:
         RolloutError: The attempt cannot be used (`no_token_ids`, `no_calls`, `routing_shape`, ...).
     """
-    heads = [(p.where, decode_line(_HEAD, read_record(p), p.where)) for p in run.places]
+    heads = []
+    for place in run.places:
+        content = read_record(place)
+        account(CONTENTS, content)
+        heads.append((place.where, decode_line(_HEAD, content, place.where)))
     rewards = [_reward(h, where) for where, h in heads if h.event_type == "reward"]
     known = [reward for reward in rewards if reward.value is not None]
     requests = [(where, h) for where, h in heads if h.event_type == "model_request"]
@@ -444,4 +471,5 @@ ADAPTER = Adapter(
     recognizes=recognizes,
     find=find_attempts,
     read=read_attempt,
+    contents=CONTENTS,
 )

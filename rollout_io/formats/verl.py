@@ -44,6 +44,7 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
+from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.exporting import (
     Exported,
@@ -69,6 +70,9 @@ from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 _GROUPS = "inferred: lines of one file and step with the same input"
 _TEXT = "decoded without special tokens: the ids are approximate"
 _NO_METRICS = frozenset({"step", "gts", "request_id"})
+
+
+CONTENTS = Contents(reads={"": "input output score step gts request_id"})
 
 
 class _Sample(msgspec.Struct, gc=False):
@@ -112,7 +116,9 @@ def read_sample(run: Run, _: Options) -> Trajectory:
     """
     (place,) = run.places
     sample = decode_record(_DECODER, place)
-    fields = decode_line(_FIELDS_DECODER, read_record(place), place.where)
+    content = read_record(place)
+    account(CONTENTS, content)
+    fields = decode_line(_FIELDS_DECODER, content, place.where)
     texts = {
         "step": str(sample.step),
         "gts": label(sample.gts, place.where),
@@ -144,6 +150,7 @@ ADAPTER = Adapter(
     read=read_sample,
     is_text=True,
     line=_Sample,
+    contents=CONTENTS,
 )
 
 

@@ -65,6 +65,12 @@ def refusal(tmp_path, *records):
     return rejected[0].error
 
 
+def test_what_an_event_holds_beside_the_fields_that_are_read_is_named(tmp_path):
+    assert read(tmp_path, request(), reward(1.0), rollout()).unread == {}
+    odd = [request(hint="Look here."), event("memo", text="Remember."), reward(1.0)]
+    assert read(tmp_path, *odd).unread == {"model_request.data.hint": 1, "memo": 1}
+
+
 def packed(array):
     file = io.BytesIO()
     np.save(file, array)

@@ -20,6 +20,7 @@ from rollout_io.formats.parsing.jsonl import UNREADABLE
 from schemas import check
 from schemas.errors import RolloutError
 from tests.helpers.plain_rows import READERS, differences, expected
+from tests.helpers.plain_said import SAID, unsaid
 from tests.helpers.plain_values import NotCompared
 from tests.helpers.structural_logs import FORMATS, Log, find_sources
 from tests.helpers.structural_mutations import mutated
@@ -98,6 +99,9 @@ def check_log(name, log, out, tokenizer, outcomes):
     outcomes["rejected"] += len(rejected)
     for own in trajectories_of(rows):
         compare(name, own, tokenizer, outcomes)
+    if name in SAID:
+        assert unsaid(name, log.path, rows) == []
+        outcomes["rows compared"] += len(rows)
 
 
 def check_no_line_is_lost(path, num_records, rejected):
@@ -151,6 +155,19 @@ def outcomes_of(name, numbers, sources, tokenizer):
     return outcomes
 
 
+@pytest.mark.parametrize("key", ["content", "reasoning_content", "arguments", "name"])
+def test_the_plain_check_notices_a_value_that_the_log_lacks(key, tmp_path):
+    log = tmp_path / "a.jsonl"
+    log.write_text('{"a": ["Go.", "Hm.\\nWell."], "b": {"call": "ls", "path": "a b"}}\n')
+    call = {"name": "ls", "arguments": '{"path": "a b", "n": 1}'}
+    said = {"role": "assistant", "content": "Go.\nWell.", "reasoning_content": "Hm."}
+    message = said | {"tool_calls": [{"function": call}]}
+    assert unsaid("pi", log, [{"messages": json.dumps([message])}]) == []
+    holder = call if key in call else message
+    holder[key] = holder[key].replace("a b", "a c") if key == "arguments" else "Gone."
+    assert unsaid("pi", log, [{"messages": json.dumps([message])}]) != []
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_wrong_field_is_in_the_row_as_it_is_or_its_record_is_refused(name, sources, tokenizer):
     outcomes = outcomes_of(name, range(NUM_ORDINARY), sources, tokenizer)
@@ -161,4 +178,4 @@ def test_a_wrong_field_is_in_the_row_as_it_is_or_its_record_is_refused(name, sou
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_wrong_field_is_too_odd(name, sources, tokenizer):
     outcomes = outcomes_of(name, range(1000, 1000 + NUM_NIGHTLY), sources, tokenizer)
-    assert outcomes["rows compared"] or name not in READERS
+    assert outcomes["rows compared"] or name not in {*READERS, *SAID}

@@ -104,3 +104,9 @@ def test_no_damage_loses_a_line_or_ends_in_a_traceback(content):
         path = Path(folder) / "3.jsonl"
         path.write_bytes(content)
         check_lines(ADAPTER, path)
+
+
+def test_a_text_beside_the_fields_that_are_read_is_named(tmp_path):
+    path = write_lines(tmp_path / "3.jsonl", sample(hint="Look here.", acc=1.0))
+    ((_, found),), rejected = read_all(ADAPTER, path)
+    assert (rejected, found.unread, found.metrics["acc"]) == ([], {"hint": 1}, 1.0)
