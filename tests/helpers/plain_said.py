@@ -92,7 +92,7 @@ def unsaid(name, path, rows):
         for message in json.loads(row["messages"] or "[]"):
             said = [message.get(key) for key in ("content", "reasoning_content", "name")]
             called = [call["function"] for call in message.get("tool_calls") or ()]
-            said += [[call["name"], json.loads(call["arguments"])] for call in called]
+            said += [call[key] for call in called for key in ("name", "arguments")]
             found += [text for text in texts_of(said) if not is_said(text, known)]
     return found
 
@@ -108,7 +108,7 @@ def texts_of(value):
 
 
 def is_said(text, known):
-    """True if all lines are known, or the text is the JSON of values that are."""
+    """True if all lines are known, or the text is the JSON of values that are, such as arguments."""
     if lines_of(text) <= known:
         return True
     try:
