@@ -67,7 +67,7 @@ from pipelines.record.spoken import (
     refusal,
     spoken_call,
 )
-from pipelines.record.targets import api_key_of, target_of, without_key
+from pipelines.record.targets import agent_in, api_key_of, target_of, without_key
 from pipelines.record.upstreams import MODELS, Upstreams, engine_response, models_response
 from rollout_io.conversion.rewards import Outcome
 from rollout_io.formats.base import Step
@@ -209,7 +209,11 @@ class Calls:
         if opened is None:
             raise InputError("no_session", path, "no running trajectory has this URL")
         headers = without_key(headers)
-        state = {"trajectory": opened, "agent": target.agent, "headers": headers}
+        state = {
+            "trajectory": opened,
+            "agent": target.agent or agent_in(headers),
+            "headers": headers,
+        }
         await self._routes({**scope, "path": target.rest, "state": state}, receive, send)
 
     async def _models(self, _: Request) -> Response:

@@ -61,6 +61,7 @@ from pipelines.record.spoken import (
 )
 from pipelines.record.targets import (
     Target,
+    agent_in,
     api_key_of,
     is_session_key,
     key_of,
@@ -235,7 +236,7 @@ class App:
                 asked=asked,
                 body=body,
                 session=session,
-                agent=target.agent,
+                agent=target.agent or agent_in(headers),
                 exact=self.exact,
                 dialect=spoken,
             )

@@ -6,7 +6,7 @@
     Authorization: Bearer sk-rollouts-INSTANCE/REPETITION[/AGENT]
     x-api-key, x-goog-api-key: the same key, as Anthropic's and Google's clients send it
 
-A call without a session may have one of its harness: `session_in` finds it.
+A call without a session may have one of its harness: `session_in` finds it, and `agent_in` an agent.
 
 Each part is percent-encoded: the instance "math/12" becomes "math%2F12".
 """
@@ -114,9 +114,26 @@ def session_in(headers: Mapping[str, str], named: str | None = None) -> str | No
         >>> session_in({"x-session-affinity": "ses_1"}), session_in({}, "0b7c-11"), session_in({})
         ('ses_1/0', '0b7c-11/0', None)
     """
-    given = [named, *(headers.get(name) for name in _HARNESS_HEADERS)]
+    given = [*(headers.get(name) for name in _HARNESS_HEADERS), named]
     found = next((name for name in given if name and _HARNESS_NAME.fullmatch(name)), None)
     return None if found is None else f"{found}/0"
+
+
+def agent_in(headers: Mapping[str, str]) -> str | None:
+    """Return the sub-agent that a harness names (Claude Code, Codex); None for its main agent.
+
+    Example:
+        >>> (
+        ...     agent_in({"x-claude-code-agent-id": "a1"}),
+        ...     agent_in({"session-id": "s", "thread-id": "s"}),
+        ... )
+        ('a1', None)
+    """
+    name = headers.get("x-claude-code-agent-id", "")
+    thread = headers.get("thread-id", "")
+    if not name and thread != headers.get("session-id", thread):
+        name = thread
+    return name if _HARNESS_NAME.fullmatch(name) else None
 
 
 def path_of(session: str, key: str | None = None) -> str:

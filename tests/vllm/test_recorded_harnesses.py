@@ -1,0 +1,138 @@
+"""Real harnesses and the clients of three APIs, recorded with a real server.
+
+The model is too small to call tools or to end its answers: frequent tokens end them, and what is shown
+is the path.
+"""
+
+import asyncio
+import json
+import shutil
+
+import anthropic
+import openai
+import pytest
+from google import genai
+from google.genai import types
+
+from rollout_io.cli.main import run
+from tests.helpers.recorder_helpers import recorder_process, recording, rows
+from tests.real_harnesses.__main__ import ASK
+from tests.real_harnesses.harnesses import PROGRAMS, Endpoint, Home
+
+pytestmark = pytest.mark.vllm
+
+NAMES = ("smollm2", "claude-x", "gpt-x", "gemini-x", "m")
+COLUMNS = ("trajectory_id", "prompt_token_ids", "response_ids", "rollout_logprobs", "token_source")
+COLUMNS += ("response_text", "stop_reason", "messages", "temperature")
+ENDS = (" and", ",", "-", " in", " the")
+MOST_TOKENS = 256
+SENDS_NO_SESSION = {"gemini_cli"}
+ASKED = [{"role": "user", "content": "Say hello."}]
+
+
+@pytest.fixture(scope="module")
+def harness_server(start_vllm, small_smollm2, tokenizer, tmp_path_factory):
+    """A real server whose context holds the prompts of harnesses, and whose answers are short."""
+    model = tmp_path_factory.mktemp("brief") / "smollm2"
+    shutil.copytree(small_smollm2, model)
+    config = json.loads((model / "generation_config.json").read_text())
+    ends = tokenizer.encode(ENDS, ENDS)
+    assert all(len(ids) == 1 for ids in ends)
+    config["eos_token_id"] = [tokenizer.eos_token_id, *(ids[0] for ids in ends)]
+    (model / "generation_config.json").write_text(json.dumps(config))
+    arguments = ["--served-model-name", *NAMES, "--max-model-len", "8192"]
+    arguments += ["--override-generation-config", json.dumps({"max_new_tokens": MOST_TOKENS})]
+    arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with start_vllm(*arguments, model=model) as server:
+        yield server
+
+
+def check(found, tokenizer):
+    """The ids, log-probabilities and text of each row agree, and its prompt has its messages."""
+    for row in found:
+        assert row["token_source"] == "engine"
+        assert 0 < len(row["response_ids"]) == len(row["rollout_logprobs"]) <= MOST_TOKENS
+        assert max(row["rollout_logprobs"]) <= 0
+        ids = row["response_ids"][: -1 if row["stop_reason"] == "stop" else None]
+        assert tokenizer.backend.decode(ids).strip() == row["response_text"].strip()
+        prompt = tokenizer.backend.decode(row["prompt_token_ids"])
+        for message in json.loads(row["messages"]):
+            parts = message["content"]
+            texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts]
+            assert all(text in prompt for text in texts)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    not PROGRAMS.exists(), reason=f"no {PROGRAMS}: run `make .venv-harnesses/.ready`"
+)
+@pytest.mark.parametrize("harness", ASK)
+def test_a_real_harness_ends_and_each_call_is_a_row_of_one_session(
+    harness, harness_server, tokenizer, tmp_path
+):
+    arguments = ("--upstream", harness_server.url, "--end-open", "--sampling-defaults", "neutral")
+    with recorder_process(tmp_path / "ds", *arguments) as (_, url):
+        named = "/s/task/0" if harness in SENDS_NO_SESSION else ""
+        ASK[harness](Home(tmp_path / "home", Endpoint(url + named)), "Say hello.")
+    assert run(["validate", str(tmp_path / "ds")]) == 0
+    found = rows(tmp_path / "ds", *COLUMNS)
+    check(found, tokenizer)
+    assert len({row["trajectory_id"] for row in found}) == 1
+    assert any("Say hello." in row["messages"] for row in found)
+
+
+async def with_openai(root, stream):
+    async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key="none") as api:
+        asked = {"model": "smollm2", "input": ASKED}
+        if not stream:
+            return (await api.responses.create(**asked)).output_text
+        events = [event async for event in await api.responses.create(**asked, stream=True)]
+        assert events[-1].response.usage.output_tokens > 0
+        return "".join(e.delta for e in events if e.type == "response.output_text.delta")
+
+
+async def with_anthropic(root, stream):
+    async with anthropic.AsyncAnthropic(base_url=root, api_key="none") as api:
+        asked = {"model": "smollm2", "messages": ASKED, "max_tokens": 32}
+        counted = await api.messages.count_tokens(model="smollm2", messages=ASKED)
+        if stream:
+            async with api.messages.stream(**asked) as events:
+                message = await events.get_final_message()
+        else:
+            message = await api.messages.create(**asked)
+        assert message.usage.input_tokens == counted.input_tokens
+        assert message.stop_reason in {"end_turn", "max_tokens"}
+        return message.content[0].text
+
+
+async def with_google(root, stream):
+    options = types.HttpOptions(base_url=root)
+    async with genai.Client(api_key="none", http_options=options).aio as api:
+        asked = {"model": "smollm2", "contents": "Say hello."}
+        counted = await api.models.count_tokens(**asked)
+        if stream:
+            answers = [a async for a in await api.models.generate_content_stream(**asked)]
+        else:
+            answers = [await api.models.generate_content(**asked)]
+        assert answers[-1].usage_metadata.prompt_token_count == counted.total_tokens
+        assert answers[-1].candidates[0].finish_reason in {"STOP", "MAX_TOKENS"}
+        return "".join(answer.text or "" for answer in answers)
+
+
+@pytest.mark.filterwarnings("ignore:Inheritance class:DeprecationWarning")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("use", [with_openai, with_anthropic, with_google])
+def test_what_a_client_gets_of_a_real_server_is_the_row(
+    use, stream, harness_server, tokenizer, tmp_path
+):
+    async def main():
+        async with recording(tmp_path / "ds", harness_server.url) as client:
+            text = await use(f"{client.root}/s/task/0", stream)
+            await client.post("/s/task/0/end", json={"reward": 1.0})
+            return text
+
+    text = asyncio.run(main())
+    (row,) = found = rows(tmp_path / "ds", *COLUMNS)
+    check(found, tokenizer)
+    assert row["response_text"].strip() == text.strip()
+    assert json.loads(row["messages"]) == ASKED
