@@ -163,7 +163,7 @@ class App:
         ]
         of_sessions = [
             *(
-                calls(a.route, partial(self._call, a), a.summary, a.body, shown=a.path)
+                calls(a.route, partial(self._call, a), a.summary, a.body, a.answer, shown=a.path)
                 for a in MODEL_APIS
             ),
             get(MODELS, self._models, "List the engine's models."),

@@ -49,6 +49,7 @@ class ModelApi(NamedTuple):
         is_count: True if it returns the length of a prompt, without a call.
         any_version: True if clients put other versions of the API, other collections, or nothing
             before the last two parts of the path.
+        answer: Type of its whole responses, for the API description.
     """
 
     path: str
@@ -58,6 +59,7 @@ class ModelApi(NamedTuple):
     dialect: type[DialectCall] | None = None
     is_count: bool = False
     any_version: bool = False
+    answer: type = dict
 
     @property
     def route(self) -> str:
@@ -101,6 +103,7 @@ MODEL_APIS = (
         GeminiShape,
         GeminiCall,
         any_version=True,
+        answer=list,
     ),
     ModelApi(
         f"{_GEMINI}countTokens",

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import subprocess
 
 import openai
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from pipelines.drift_diagnosis import diagnose_dataset
 from rollout_io.cli.main import run
 from tests.conftest import ROOT
-from tests.helpers.recorder_helpers import recording, rows
+from tests.helpers.dialect_helpers import SpokenEngine
+from tests.helpers.fake_engine import running
+from tests.helpers.recorder_helpers import recorder_process, recording, rows
 
 pytestmark = pytest.mark.vllm
 
@@ -161,3 +164,21 @@ def test_mini_swe_agent_with_only_its_base_url_changed(
     if exact:
         assert breaks == 0
         assert not any(row.get("metrics") for row in rows(tmp_path / "ds", "metrics"))
+
+
+def test_generated_requests_of_every_api_get_what_the_description_says(tmp_path):
+    engine = SpokenEngine()
+    engine.said = {"reasoning": "Warm?", "content": "It is."}
+    checks = ("not_a_server_error", "status_code_conformance", "content_type_conformance")
+    checks += ("response_schema_conformance", "unsupported_method")
+    with (
+        running(engine) as url,
+        recorder_process(tmp_path / "ds", "--upstream", url) as (recorder, root),
+    ):
+        command = [str(CLIENTS / "schemathesis"), "run", f"{root}/openapi.json", "--seed", "1"]
+        command += ["--checks", ",".join(checks), "--max-examples", "10", "--no-color"]
+        command += ["--phases", "coverage,fuzzing", "--generation-database", "none"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout
+        assert recorder.poll() is None
+    assert "25 selected / 25 total" in done.stdout
