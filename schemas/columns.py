@@ -150,7 +150,17 @@ COLUMNS: tuple[Column, ...] = (
         name="policy_version",
         type=pa.int32(),
         nullable=True,
-        meaning="version of the weights that sampled the row; for a merged row, the oldest",
+        meaning="version of the weights that sampled the row; if there are several, the oldest",
+    ),
+    Column(
+        name="policy_versions",
+        type=pa.list_(pa.int32()),
+        nullable=True,
+        length=Length.RESPONSE,
+        meaning=(
+            "version of the weights that sampled each token, where it may change during a response; "
+            "0 at tokens that were not sampled; null: `policy_version` sampled them all"
+        ),
     ),
     Column(name="temperature", type=pa.float32(), nullable=True, meaning="sampling temperature"),
     Column(name="top_p", type=pa.float32(), nullable=True, meaning="nucleus truncation; 1 is off"),

@@ -70,8 +70,8 @@ _RULES = (
     Rule(
         name="lengths_align",
         meaning=(
-            "loss_mask, rollout_logprobs, rewards and sampling_support have one element per response "
-            "token"
+            "loss_mask, rollout_logprobs, rewards, sampling_support and policy_versions have one "
+            "element per response token"
         ),
         hint="align them before writing: shifted log-probabilities silently corrupt training",
     ),

@@ -169,6 +169,9 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     if "sampling_support" in optional:
         present_ids = "sampling_support" in present
         made["sampling_support"] = _sets(draw, row["response_ids"]) if present_ids else None
+    if "policy_versions" in optional:
+        versions = draw(st.lists(st.integers(0, 3), min_size=num, max_size=num))
+        made["policy_versions"] = versions if "policy_versions" in present else None
     made["reward"] = draw(_HALVES) if "reward" in present and not failed else None
     made["rewards"] = None
     if (

@@ -21,7 +21,7 @@ from schemas.ragged import Ragged
 
 _COLUMNS = (
     *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "rewards"),
-    *("segments", "policy_version"),
+    *("segments", "policy_version", "policy_versions"),
 )
 
 
@@ -108,6 +108,8 @@ def _versions(
     row: pa.Table, num_tokens: int, segments: list[dict[str, Any]] | None
 ) -> pa.Array | None:
     """Return the policy version of each response token; the steps of a merged row may differ."""
+    if (stored := _list(row, "policy_versions")) is not None:
+        return stored
     if "policy_version" not in row.column_names:
         return None
     version = row.column("policy_version")[0].as_py()

@@ -39,7 +39,7 @@ ALONE = "answers without a recorded call, left out"
 _INDEXED = ("trajectory_id", "step_index", "response_text")
 _KEPT = (
     *("rollout_logprobs", "loss_mask", "rollout_expert_indices", "sampling_support"),
-    *("stop_reason", "policy_version"),
+    *("stop_reason", "policy_version", "policy_versions"),
     *("temperature", "top_p", "top_k", "sampling_extra", "token_source", "messages", "images"),
     "response_text",
 )
@@ -49,6 +49,7 @@ _ARRAYS: dict[str, Any] = {
     "response_ids": np.int32,
     "rollout_logprobs": np.float32,
     "loss_mask": np.bool_,
+    "policy_versions": np.int32,
 }
 _TAILS = (0, 1, 4, 16, 64)  # lengths of the ends of texts by which calls are found
 _MOST_NAMES = 1000

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from rollout_io.formats.base import Ids, Step
@@ -144,6 +145,22 @@ def _logprobs(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
     return None if all(row is None for row in given) else ragged_array(given, kind)
 
 
+def _versions(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
+    """Build `policy_versions`; if a step has them, all steps get them, so that steps can be merged."""
+    if all(s.policy_versions is None for s in rows.steps):
+        return None
+    lengths = list_lengths(rows.responses).tolist()
+    return ragged_array(
+        [_versions_of(s, n) for s, n in zip(rows.steps, lengths, strict=True)], kind
+    )
+
+
+def _versions_of(step: Step, length: int) -> npt.NDArray[np.int32] | None:
+    if step.policy_versions is not None or step.policy_version is None:
+        return step.policy_versions
+    return np.full(length, step.policy_version, np.int32)
+
+
 def _loss_masks(rows: _Rows, kind: pa.DataType) -> pa.Array:
     lengths, steps = list_lengths(rows.responses), rows.steps
     if all(s.loss_mask is None for s in steps):
@@ -211,4 +228,5 @@ _MADE = {
     "is_last_step": _last_flags,
     "segments": _segments,
     "rollout_expert_indices": _routes,
+    "policy_versions": _versions,
 }

@@ -194,6 +194,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
     reward: float | None = None
     stop_reason: str | None = None
     policy_version: int | None = None
+    policy_versions: npt.NDArray[np.int32] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -145,7 +145,9 @@ def read_session(run: Run, _: Options) -> Trajectory:
         call, where = entry.call, entry.place.where
         choices = read_choices(call.response, call.request, where, failed=run.failed)
         for step in choices:
-            step.agent, step.policy_version = call.agent, call.policy_version
+            step.agent = call.agent
+            if step.policy_versions is None:
+                step.policy_version = call.policy_version
         choices[-1].reward = call.reward
         steps += choices
     return Trajectory(steps=steps, reward=steps[-1].reward)

@@ -41,6 +41,7 @@ from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
 from rollout_io.formats.parsing.lines import incomplete
 from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
+from rollout_io.formats.parsing.weight_versions import names_of, versions_of_calls
 from rollout_io.formats.verifiers_traces import runs
 from schemas.errors import InputError, RolloutError, count
 from schemas.extras import requires_extra
@@ -209,7 +210,7 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
     for sample, where in siblings:
         metrics = {**_numbers(sample.metadata or {}, f"{where}, metadata"), **metrics}
     texts = {"label": run.labels.get("label"), "status": last.status}
-    versions = [str(version) for sample, _ in siblings for version in sample.weight_versions or ()]
+    versions = [name for sample, _ in siblings for name in names_of(sample.weight_versions)]
     if versions and _oldest(versions) is None:
         texts["weight_versions"] = ",".join(dict.fromkeys(versions))
     return Trajectory(
@@ -251,7 +252,8 @@ def _step(sample: _Sample, where: str, *, failed: bool) -> Step:
         trains=not sample.remove_sample,
         spans=runs(mask) if mask is not None and mask.any() else None,
         stop_reason=_REASONS.get(sample.status or "", sample.status),
-        policy_version=_oldest([str(version) for version in sample.weight_versions or ()]),
+        policy_version=_oldest(names_of(sample.weight_versions)),
+        policy_versions=versions_of_calls(sample.weight_versions, len(tokens) - num, num, where),
         messages=_json(sent),
         response_text=sample.response or None,
         texts=(sample.response,) if sample.response else (),

@@ -30,6 +30,7 @@ from rollout_io.formats.parsing.bodies import (
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.tokens import broken, num_ids, route_array, same_ids, usage_differs
+from rollout_io.formats.parsing.weight_versions import versions_of_meta
 from rollout_io.formats.parsing.witnesses import check_tokens, words_of_calls
 from schemas.errors import InputError, count
 
@@ -127,6 +128,7 @@ def _step(choice: Choice, prompt: Ids, request: Request, where: str, *, failed: 
         place = f"{where}, choice {choice.index}, routed_experts"
         num_tokens = num_ids(prompt) + num_ids(response)
         routes = route_array(choice.routed_experts, num_tokens, place)
+    versions = versions_of_meta(choice.meta_info, num_ids(response), where)
     logprobs, texts = choice.logprobs, () if request.echo else _texts(choice)
     called: Sequence[str] = ()
     if choice.message is not None and choice.message.tool_calls is not NO_JSON:
@@ -142,6 +144,8 @@ def _step(choice: Choice, prompt: Ids, request: Request, where: str, *, failed: 
         rollout_logprobs=_logprobs(logprobs),
         rollout_expert_indices=routes,
         stop_reason=choice.finish_reason,
+        policy_version=None if versions is None else min(versions.tolist(), default=None),
+        policy_versions=versions,
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
@@ -328,6 +332,7 @@ def _one_prompt(prompts: Iterable[msgspec.Raw], where: str) -> msgspec.Raw:
 def _join_choice(index: int, pieces: Sequence[Choice], where: str) -> Choice:
     ids = [text for piece in pieces if (text := ids_of(piece, where)) != b"null"]
     routes = [p.routed_experts for p in pieces if bytes(p.routed_experts) != b"null"]
+    metas = [p.meta_info for p in pieces if bytes(p.meta_info) != b"null"]
     reasons = [p.finish_reason for p in pieces if p.finish_reason is not None]
     texts = [p.text for p in pieces if p.text is not None]
     if len(routes) > 1:
@@ -342,6 +347,7 @@ def _join_choice(index: int, pieces: Sequence[Choice], where: str) -> Choice:
         logprobs=_join_logprobs([p.logprobs for p in pieces if p.logprobs is not None]),
         finish_reason=reasons[-1] if reasons else None,
         routed_experts=routes[0] if routes else NO_JSON,
+        meta_info=metas[-1] if metas else NO_JSON,
     )
 
 

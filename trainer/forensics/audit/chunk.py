@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -357,12 +358,13 @@ class Chunk:
         found = [None if span is None else judge(span, noise, mode) for span in spans]
         if self._settings.explains:
             self._explain(spans, found, noise, mode, variants, allowance)
-        out, counted = [], dict[int, int]()
+        out, counted = [], Counter[str]()  # several rows may be parts of one step
         for number, (span, verdict) in enumerate(zip(spans, found, strict=True)):
             row = int(rows.span_row[number])
-            index = counted.setdefault(row, 0)
-            counted[row] += 1
+            index = counted[rows.name(row)]
+            counted[rows.name(row)] += 1
             start = int(rows.span_start[number] - rows.responses.offsets[row])
+            start += int(rows.keys["first_token"][row])
             line = self._line(row) | {"span": index, "start": start}
             if span is None or verdict is None:
                 line |= {"end": start + int(rows.span_length[number]), "num_tokens": 0}
@@ -405,10 +407,8 @@ class Chunk:
         keys.pop("messages", None)
         version = int(self._rows.version[row])
         temperature = float(self._rows.stored_temperature[row])
-        response = self._rows.responses.row(row)
+        del keys["first_token"]
         return keys | {
-            "num_response_tokens": len(response),
-            "token_sum": int(response.sum(dtype=np.int64)),
             "labelled_version": None if version < 0 else version,
             "labelled_temperature": None if np.isnan(temperature) else temperature,
         }

@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 
 import pipelines
+from pipelines.merging.versions import VERSIONS, split_versions
 from pipelines.sampling_defaults import COLUMNS, NEUTRAL, SamplingDefaults
 from pipelines.tables import ROUTING
 from rollout_io.formats.parsing.sampling import sampling_extra_of
@@ -26,6 +27,8 @@ KEYS = ("instance_id", "trajectory_id", "step_index")
 LABELS = ("policy_version", "temperature", "top_p", "top_k", "sampling_extra")
 READ = (*KEYS, *LABELS, "prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs")
 OPTIONAL = ("segments", "messages", "token_source", "error", ROUTING)
+PLACE = ("first_token", "num_response_tokens", "token_sum")
+"""Position of a row's first token in the response of its step; length and sum of that response."""
 NO_LOGPROBS = "no log-probabilities"
 RETOKENIZED = "re-tokenized text"
 OTHER_SETTINGS = "sampling settings that change log-probabilities in unknown ways"
@@ -38,7 +41,8 @@ class AuditRows:
     """R rows (steps) with S spans and T response tokens.
 
     Attributes:
-        keys: [R] table with `instance_id`, `trajectory_id`, `step_index` and, if present, `messages`.
+        keys: [R] table with `instance_id`, `trajectory_id`, `step_index`, `PLACE` and, if present,
+            `messages`.
         prompts: Prompt tokens.
         responses: Response tokens.
         logprobs: [T] float32 nats, as stored; NaN in rows without log-probabilities.
@@ -167,16 +171,35 @@ def read_audit_rows(
 
 
 def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFrame:
-    """Read the columns that an audit uses, one row per step; the rows of a group are contiguous."""
+    """Read the columns that an audit uses; the rows of a group are contiguous.
+
+    A row is a step, or a range of its tokens that one version of the weights sampled.
+    """
     present = rollouts.collect_schema()
-    steps = pipelines.unmerge(rollouts)
-    steps = steps.select([name for name in (*READ, *OPTIONAL) if name in present])
-    table = _with_all_columns(steps).collect()
+    names = (*READ, *OPTIONAL, VERSIONS, "is_last_step")
+    steps = pipelines.unmerge(rollouts).select([name for name in names if name in present])
+    table = _by_version(_with_all_columns(steps).collect())
     if "sampling_extra" not in present:
         extra = sampling_extra_of(metadata.made_by)
         table = table.with_columns(sampling_extra=pl.lit(extra, pl.String))
     order = table["instance_id"].rank("dense").to_numpy()  # adjacent rows then share tokens
     return table[np.argsort(order, kind="stable")]
+
+
+def _by_version(steps: pl.DataFrame) -> pl.DataFrame:
+    """Split steps where the weights changed, and add the columns `PLACE`."""
+    tokens = pl.col("response_ids")
+    steps = steps.with_columns(
+        num_response_tokens=tokens.list.len().cast(pl.Int64),
+        token_sum=tokens.cast(pl.List(pl.Int64)).list.sum(),
+        step=pl.col("step_index"),
+    )
+    if VERSIONS in steps.columns:
+        steps = pl.DataFrame(split_versions(steps.to_arrow()))
+    length = tokens.list.len().cast(pl.Int64)
+    first = length.cum_sum().over("trajectory_id", "step") - length
+    unused = {VERSIONS, "is_last_step", "step"} & set(steps.columns)
+    return steps.with_columns(step_index="step", first_token=first).drop(unused)
 
 
 def _with_all_columns(rows: pl.LazyFrame) -> pl.LazyFrame:
@@ -200,7 +223,7 @@ def to_audit_rows(
     temperature = table["temperature"].cast(pl.Float64).fill_null(float("nan")).to_numpy()
     is_assumed &= (temperature != 1) | np.array([not one.is_off for one in truncations], np.bool_)
     span_row, span_start, span_length = _spans(table, responses, logprobs)
-    keys = [name for name in (*KEYS, "messages") if name in table.columns]
+    keys = [name for name in (*KEYS, "messages", *PLACE) if name in table.columns]
     return AuditRows(
         keys=table.select(keys),
         prompts=prompts,
