@@ -49,6 +49,7 @@ from pipelines.record.engine_requests import MODEL_APIS, ModelApi, read_request
 from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.model_call import Call
 from pipelines.record.openapi import OF_SESSION, Name, Operation, Repetition, description
+from pipelines.record.parsed_ids import IdParser
 from pipelines.record.recorder import Recorder
 from pipelines.record.recorder_metrics import CONTENT_TYPE
 from pipelines.record.spoken import (
@@ -134,6 +135,7 @@ class App:
         self.recorder, self.upstreams, self.exact, self._url = recorder, upstreams, exact, url
         if exact is not None:
             recorder.ended = exact.forget
+        self._parser = None if exact is None else IdParser(upstreams, exact.eos)
         self._defaults = request_defaults(recorder.settings.sampling_defaults)
         self._slots = asyncio.Semaphore(recorder.settings.max_concurrency)
         own, in_session = self._operations()
@@ -239,6 +241,7 @@ class App:
                 agent=target.agent or agent_in(headers),
                 exact=self.exact,
                 dialect=spoken,
+                parser=self._parser,
             )
             self.recorder.metrics.under_way.inc()
             try:

@@ -5,9 +5,11 @@ and the response unmodified, and appends new messages, is sent as token ids:
 
     prompt = last prompt + tokens sampled for it + ids of the new messages
 
-The client receives the engine's text completion as a chat completion. When in doubt (tools,
-reasoning, an edited response, a template that changes earlier messages, a chat-only field), the
-call is sent unchanged and counted by reason.
+Clients send back what they parsed: arguments written anew, reasoning left out. A response is the same
+if it has the same text, apart from whitespace around it, and the same calls. The client receives the
+engine's text completion as a chat completion; if a call has tools, or the engine found reasoning,
+its parsers read the ids (`parsed_ids`). When in doubt (an edited response, a template that changes
+earlier messages, a chat-only field), the call is sent unchanged and counted by reason.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pipelines.generation.histories import observation_ids
 from pipelines.record.engine_requests import NULL, Asked, Fields, value_of
 from pipelines.record.engine_responses import Answer
 from pipelines.record.sessions import Seen, Session
-from rollout_io.formats.parsing.bodies import NO_JSON
+from rollout_io.formats.parsing.content import known
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import InputError, RolloutError
@@ -41,9 +43,11 @@ _CARRIED = frozenset(
     }
 )
 _DROPPED = frozenset({"messages", "max_completion_tokens"})
+_PARSED = frozenset({"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"})
+_FREE_CHOICES = (b'"auto"', b'"none"', b"null")
 _OPTIONAL = (b"null", b"false", b"[]", b"{}", b"0")
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
-_ENDED = frozenset({"stop", "length"})
+_ENDED = frozenset({"stop", "length", "tool_calls"})
 _MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
 
 
@@ -54,11 +58,25 @@ class Conversation(NamedTuple):
         messages: Messages, ending with the engine's response.
         ids: Prompt and response of the last call.
         num_sampled: Number of ids at the end that belong to the response.
+        is_plain: True if the response is text alone.
     """
 
     messages: list[dict[str, Any]]
     ids: list[int]
     num_sampled: int
+    is_plain: bool
+
+
+class Continued(NamedTuple):
+    """A text completion request that continues a conversation.
+
+    Attributes:
+        body: The request.
+        is_parsed: True if the engine's parsers have to read the sampled ids.
+    """
+
+    body: bytes
+    is_parsed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +101,24 @@ class ExactPrefix:
         self._tokenizer = tokenizer
         self._known: dict[str, dict[str | None, list[Conversation]]] = {}
 
+    @property
+    def eos(self) -> int | None:
+        """Id of the token that ends a response."""
+        return self._tokenizer.eos_token_id
+
+    def knows(self, session: Session, agent: str | None) -> bool:
+        """True if the agent has a conversation that may be continued."""
+        return bool(self._known.get(session.name, {}).get(agent))
+
     def body(
-        self, session: Session, agent: str | None, asked: Asked, room: int | None
-    ) -> bytes | Unsure:
+        self,
+        session: Session,
+        agent: str | None,
+        asked: Asked,
+        room: int | None,
+        *,
+        parses: bool,
+    ) -> Continued | Unsure:
         """Build the text completion request that continues a conversation.
 
         Args:
@@ -93,20 +126,24 @@ class ExactPrefix:
             agent: Agent within the session.
             asked: A chat request.
             room: Context length of the engines, in tokens; None if unknown.
+            parses: True if the engines' parsers read ids.
 
         Returns:
-            The request body; or `Unsure` if the call has to be sent unchanged.
+            The request; or `Unsure` if the call has to be sent unchanged.
         """
         known = self._known.get(session.name, {}).get(agent, [])
         if not known:
             return Unsure(FIRST)
-        if (field := _chat_only(asked.fields)) is not None:
+        if (field := _chat_only(asked.fields, parses=parses)) is not None:
             return Unsure(f"field {field}")
         try:
             messages = _plain(value_of(asked.fields, "messages"))
-            found = _longest(known, messages)
+            found = _longest(known, _alike(messages))
             if found is None:
                 return Unsure("another history")
+            is_parsed = not found.is_plain or needs_parser(asked)
+            if is_parsed and (not parses or not _is_absent(asked.fields, "stop")):
+                return Unsure("field stop" if parses else "reasoning")
             ids = self._continued(found, messages[len(found.messages) :])
         except RolloutError as error:
             return Unsure(error.rule)
@@ -115,40 +152,54 @@ class ExactPrefix:
             return Unsure("no room")
         carried = {k: v for k, v in asked.sent.items() if k in _CARRIED}
         exact = {"prompt": ids, "max_tokens": most, "logprobs": 0, "return_token_ids": True}
-        return msgspec.json.encode(carried | exact)
+        if is_parsed:
+            carried = {k: v for k, v in carried.items() if k not in {"stream", "stream_options"}}
+        return Continued(msgspec.json.encode(carried | exact), is_parsed)
 
     def _continued(self, so_far: Conversation, new: Sequence[dict[str, Any]]) -> list[int]:
-        if not new or any(message["role"] not in {"user", "system"} for message in new):
-            raise InputError(
-                "new messages", "chat", "expected new messages with role user or system only"
-            )
+        if not new or any(message["role"] == "assistant" for message in new):
+            raise InputError("new messages", "chat", "expected new messages of others")
         response = so_far.ids[len(so_far.ids) - so_far.num_sampled :]
         return so_far.ids + observation_ids(response, new, self._tokenizer)
 
     def remember(self, session: Session, agent: str | None, asked: Asked, seen: Seen) -> None:
         """Store the conversation of a completed call if it can be continued."""
-        text = _answer_text(seen)
-        if asked.kind != "chat" or text is None or session.outcome is not None:
+        said = _answer_of(seen)
+        if asked.kind != "chat" or said is None or session.outcome is not None:
             return
         try:
             messages = _plain(value_of(asked.fields, "messages"))
+            alike = _alike(messages)
             known = self._known.setdefault(session.name, {}).setdefault(agent, [])
-            so_far = _longest(known, messages)
-            if so_far is None and not self._renders(messages, seen):
+            so_far = _longest(known, alike)
+            if so_far is None and not self._renders(messages, asked, seen):
                 return
+            ended = [*alike, *_alike(_plain([said]))]
         except RolloutError:
             return
-        said = {"role": "assistant", "content": text}
         ids = [*seen.prompt.tolist(), *seen.responses[0].tolist()]
         if so_far is not None:
             known.remove(so_far)
-        known.append(Conversation([*messages, said], ids, len(seen.responses[0])))
+        is_plain = said.keys() == {"role", "content"}
+        known.append(Conversation(ended, ids, len(seen.responses[0]), is_plain))
         del known[:-MOST_CONVERSATIONS]
 
-    def _renders(self, messages: Sequence[dict[str, Any]], seen: Seen) -> bool:
-        """True if this tokenizer renders the messages to the prompt that the engine reported."""
-        text = self._tokenizer.render(messages, generation_prompt=True)
-        return bool(self._tokenizer.encode([text], ["chat"])[0] == seen.prompt.tolist())
+    def _renders(self, messages: Sequence[dict[str, Any]], asked: Asked, seen: Seen) -> bool:
+        """True if this tokenizer renders the messages to the prompt that the engine reported.
+
+        Engines write definitions of tools in their own way: then only the end of the prompt is
+        compared, which is the last message and the head of the response.
+        """
+        tools = value_of(asked.fields, "tools")
+        text = self._tokenizer.render(messages, tools, generation_prompt=True)
+        prompt = seen.prompt.tolist()
+        if self._tokenizer.encode([text], ["chat"])[0] == prompt:
+            return True
+        eos = self._tokenizer.eos_token_id
+        if not tools or eos is None:
+            return False
+        end = observation_ids([eos], messages[-1:], self._tokenizer)
+        return bool(prompt[-len(end) :] == end)
 
     def forget(self, session: Session) -> None:
         """Forget the conversations of a session that has ended."""
@@ -201,13 +252,28 @@ def _without(choice: Fields, name: str) -> dict[str, Any]:
     return kept | {"logprobs": NULL, "token_ids": NULL}
 
 
-def _chat_only(fields: Fields) -> str | None:
+def needs_parser(asked: Asked) -> bool:
+    """True if the response may hold more than text."""
+    return not _is_absent(asked.fields, "tools")
+
+
+def _chat_only(fields: Fields, *, parses: bool) -> str | None:
     """Find a field that a text completion lacks or treats differently; None if there is none."""
+    carried = _CARRIED | _DROPPED | (_PARSED if parses else frozenset())
     for name, value in fields.items():
         is_default = bytes(value) in _OPTIONAL or (name, bytes(value)) == ("n", b"1")
-        if name not in _CARRIED | _DROPPED and not is_default:
+        if name not in carried and not is_default:
             return name
+    if not _is_absent(fields, "tools"):
+        if bytes(fields.get("tool_choice", NULL)) not in _FREE_CHOICES:
+            return "tool_choice"
+        if bytes(fields.get("parallel_tool_calls", NULL)) == b"false":
+            return "parallel_tool_calls"
     return None
+
+
+def _is_absent(fields: Fields, name: str) -> bool:
+    return bytes(fields.get(name, NULL)) in _OPTIONAL
 
 
 def _limit(fields: Fields, room: int | None) -> int | None:
@@ -240,15 +306,30 @@ def _longest(known: Sequence[Conversation], messages: list[dict[str, Any]]) -> C
     return max(fits, key=lambda c: len(c.messages), default=None)
 
 
-def _answer_text(seen: Seen) -> str | None:
-    """Return the response's text; None unless it is plain text and was not cut off by an error."""
+def _alike(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as they are compared: of responses, the text and the calls."""
+    return [_said(message) if message["role"] == "assistant" else message for message in messages]
+
+
+def _said(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [call.get("function", call) for call in message.get("tool_calls", ())]
+    return {
+        "role": "assistant",
+        "content": message["content"].strip(),
+        "calls": [(call["name"], call.get("arguments")) for call in calls],
+    }
+
+
+def _answer_of(seen: Seen) -> dict[str, Any] | None:
+    """Return the response as a message; None unless it is one that was not cut off by an error."""
     choices = seen.answer.choices
     if len(choices) != 1 or choices[0].finish_reason not in _ENDED:
         return None
     message = choices[0].message
     if message is None:
-        return choices[0].text
-    calls = NO_JSON if bytes(message.tool_calls) == b"[]" else message.tool_calls
-    if calls != NO_JSON or message.reasoning or message.reasoning_content:
-        return None
-    return message.content
+        text = choices[0].text
+        return None if text is None else {"role": "assistant", "content": text}
+    made = {"role": "assistant", "content": message.content or ""}
+    calls = msgspec.json.decode(message.tool_calls) or []
+    thought = message.reasoning or message.reasoning_content
+    return made | known({"tool_calls": calls or None, "reasoning_content": thought or None})

@@ -14,9 +14,10 @@ from pipelines.generation.engines.http_pool import BROKEN
 from pipelines.http_app import JSON, Reply
 from pipelines.record.bounds import REFUSED_ANSWERS
 from pipelines.record.dialects.base import DialectCall
-from pipelines.record.engine_requests import Asked
+from pipelines.record.engine_requests import Asked, value_of
 from pipelines.record.engine_responses import Answer, Events, StreamedCall, Unread
 from pipelines.record.exact_prefix import FIRST, PATH, ChatShown, ExactPrefix, Unsure
+from pipelines.record.parsed_ids import IdParser, chunks_of, shown_chat
 from pipelines.record.recorder import Recorder
 from pipelines.record.sessions import Seen, Session
 from pipelines.record.spoken import SpokenStream, engine_error, whole
@@ -47,6 +48,8 @@ class Call:
         about: Additional fields to record.
         is_recorded: True if part of a cut-off response was recorded.
         dialect: The call in the harness's dialect; None if that is OpenAI's chat or completions.
+        parser: Reads sampled ids with the engines' parsers; None if `exact` is.
+        is_parsed: True if the call was sent as a text completion whose ids are to be parsed.
     """
 
     recorder: Recorder
@@ -63,6 +66,8 @@ class Call:
     about: dict[str, Any] = field(default_factory=dict)
     is_recorded: bool = False
     dialect: DialectCall | None = None
+    parser: IdParser | None = None
+    is_parsed: bool = False
 
     async def run(self) -> None:
         """Send the call, record the response, and return it to the client.
@@ -128,11 +133,17 @@ class Call:
         if self.exact is None or self.asked.kind != "chat" or not self.asked.is_exact:
             return
         room = (await self.upstreams.model()).max_model_len
-        made = self.exact.body(self.session, self.agent, self.asked, room)
+        parses = (
+            self.parser is not None
+            and self.exact.knows(self.session, self.agent)
+            and await self.parser.works(self.asked, self.headers)
+        )
+        made = self.exact.body(self.session, self.agent, self.asked, room, parses=parses)
         if isinstance(made, Unsure):
             self.session.num_fallbacks += made.reason != FIRST
         else:
-            self.path, self.body, self.as_chat = PATH, made, ChatShown(self.asked)
+            self.path, self.body, self.is_parsed = PATH, made.body, made.is_parsed
+            self.as_chat = None if made.is_parsed else ChatShown(self.asked)
         sent = made.reason if isinstance(made, Unsure) else "tokens"
         self.about["sent"] = sent
         kind = "field" if sent.startswith("field ") else sent  # bounds the number of label values
@@ -216,6 +227,9 @@ class Call:
                 raise EngineError("engine_answer", self.path, got) from None
             await self.reply.answer(200, content, headers)
             return
+        if self.is_parsed and self.parser is not None:
+            await self._parsed(response, asked, answer)
+            return
         recorded = msgspec.Raw(content)
         await self._record(asked, recorded)
         seen = await self._read(recorded)
@@ -224,6 +238,32 @@ class Call:
         if self.dialect is not None:
             content = whole(self.dialect, content)
         await self.reply.answer(200, content, headers)
+        self._count(seen)
+
+    async def _parsed(self, response: Answered, asked: Asked, answer: Answer) -> None:
+        """Record a text completion with the message that its ids are; the client gets it whole."""
+        assert self.parser is not None
+        content = await self.parser.merged(answer, asked, self.headers)
+        recorded = msgspec.Raw(content)
+        await self._record(asked, recorded)
+        seen = await self._read(recorded)
+        chat = shown_chat(content, asked.model)
+        is_stream = value_of(asked.fields, "stream") is True
+        if is_stream:
+            options = value_of(asked.fields, "stream_options") or {}
+            shown = chunks_of(chat, with_usage=bool(options.get("include_usage")))
+            if self.dialect is not None:
+                spoken = SpokenStream(self.dialect)
+                shown = spoken.events(shown, len(seen.prompt) if seen is not None else 0)
+                shown += spoken.end(is_whole=True)
+        else:
+            shown = msgspec.json.encode(chat)
+            shown = shown if self.dialect is None else whole(self.dialect, shown)
+        headers = self._head(response, is_stream=is_stream)
+        if is_stream and self.dialect is None:
+            headers = [(n, v) for n, v in headers if n != b"content-type"]
+            headers.append((b"content-type", _SSE.encode()))
+        await self.reply.answer(200, shown, headers)
         self._count(seen)
 
     def _head(self, response: Answered, *, is_stream: bool = False) -> list[tuple[bytes, bytes]]:

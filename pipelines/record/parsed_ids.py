@@ -1,0 +1,158 @@
+"""Tool calls and reasoning of sampled ids, found by the engine's own parsers.
+
+    POST /v1/chat/completions/derender
+    {"generate_response": {"choices": [{"index": 0, "token_ids": [...], "finish_reason": "stop"}]},
+     "prompt_token_ids": [...], "chat_request": {...}}
+    {"choices": [{"message": {"content": ..., "reasoning": ..., "tool_calls": [...]}, ...}]}
+
+vLLM has this with `--enable-scale-out`. The answer to a call that was sent as token ids thus becomes
+the chat completion that the engine would have given, and nothing is tokenized again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pipelines.generation.engines.http_pool import BROKEN
+from pipelines.http_app import JSON
+from pipelines.record.engine_requests import NULL, Asked, Fields, value_of
+from pipelines.record.engine_responses import Answer
+from pipelines.record.upstreams import Upstreams
+from schemas.errors import EngineError
+
+PATH = "/v1/chat/completions/derender"
+_TAIL = 8  # ids of the prompt that parsers see, to decode the first token
+_OWN_FIELDS = ("logprobs", "top_logprobs", "return_token_ids", "stream", "stream_options")
+_PROBE = msgspec.Raw(b'[{"role":"user","content":"x"}]')
+_SHOWN = ("index", "message", "finish_reason", "stop_reason")
+
+
+class _Parsed(msgspec.Struct):
+    choices: list[Fields] = []
+
+
+_PARSED = msgspec.json.Decoder(_Parsed)
+
+
+class IdParser:
+    """Parses ids by the engines.
+
+    Args:
+        upstreams: The engines.
+        eos: Id of the end-of-sequence token, which is no text; None if there is none.
+    """
+
+    def __init__(self, upstreams: Upstreams, eos: int | None) -> None:
+        self._upstreams, self._eos = upstreams, eos
+        self._works: bool | None = None
+
+    async def works(self, asked: Asked, headers: Mapping[str, str]) -> bool:
+        """Return true if the engines parse ids; they are asked once, with a request of ours."""
+        if self._works is None:
+            sent = {"model": asked.sent.get("model", NULL), "messages": _PROBE}
+            try:
+                self._works = await self._choice(sent, [0], [0], "length", headers) is not None
+            except EngineError:
+                return False
+        return self._works
+
+    async def merged(self, answer: Answer, asked: Asked, headers: Mapping[str, str]) -> bytes:
+        """Return a text completion as JSON, with the message that its ids are.
+
+        Raises:
+            EngineError: `engine_answer`: the engine does not parse the ids.
+        """
+        (own,) = answer.choices
+        ids: list[int] = value_of(own, "token_ids") or []
+        prompt: list[int] = value_of(own, "prompt_token_ids") or []
+        reason = value_of(own, "finish_reason")
+        shown = ids[:-1] if ids[-1:] == [self._eos] else ids
+        choice = await self._choice(asked.sent, prompt[-_TAIL:], shown, reason, headers)
+        if choice is None:
+            raise EngineError("engine_answer", PATH, "the engine did not parse the sampled ids")
+        message: Fields = msgspec.json.decode(choice["message"], type=Fields)
+        has_calls = bytes(message.get("tool_calls", NULL)) not in (b"null", b"[]")
+        finish = "tool_calls" if has_calls and reason == "stop" else reason
+        made = {k: v for k, v in own.items() if k != "text"}
+        made |= {"message": choice["message"], "finish_reason": msgspec.json.encode(finish)}
+        made["finish_reason"] = msgspec.Raw(made["finish_reason"])
+        return msgspec.json.encode(answer.fields | {"choices": [made]})
+
+    async def _choice(
+        self,
+        sent: Fields,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        reason: str | None,
+        headers: Mapping[str, str],
+    ) -> Fields | None:
+        request = {k: v for k, v in sent.items() if k not in _OWN_FIELDS}
+        if "tools" in request:
+            request["skip_special_tokens"] = msgspec.Raw(b"false")  # marks of calls may be special
+        body: dict[str, Any] = {
+            "model": sent.get("model", NULL),
+            "generate_response": {
+                "choices": [{"index": 0, "token_ids": ids, "finish_reason": reason}]
+            },
+            "prompt_token_ids": prompt,
+            "chat_request": request,
+        }
+        own = {**headers, "content-type": JSON}
+        opened = self._upstreams.answer("POST", PATH, msgspec.json.encode(body), own, None)
+        async with opened as response:
+            try:
+                content = await self._upstreams.whole(response)
+            except BROKEN as error:
+                got = f"the connection broke ({type(error).__name__})"
+                raise EngineError("engine_down", PATH, got) from None
+            if response.status != 200:
+                return None
+        try:
+            choices = _PARSED.decode(content).choices
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return choices[0] if choices and "message" in choices[0] else None
+
+
+def shown_chat(content: bytes, model: str | None) -> dict[str, Any]:
+    """Return a merged response as the chat completion that the client gets.
+
+    Args:
+        content: From `IdParser.merged`.
+        model: The client's name for the model if it differs from the engine's.
+    """
+    answer = Answer(content)
+    choices = [
+        {name: choice[name] for name in _SHOWN if name in choice}
+        | {"logprobs": None, "token_ids": None}
+        for choice in answer.choices
+    ]
+    name = str(value_of(answer.fields, "id")).replace("cmpl-", "chatcmpl-", 1)
+    top = {"id": name, "object": "chat.completion", "choices": choices, "prompt_token_ids": None}
+    named = {} if model is None else {"model": model}
+    return {**answer.fields, **top, **named}
+
+
+def chunks_of(chat: Mapping[str, Any], *, with_usage: bool) -> bytes:
+    """Return a chat completion as the events of a stream."""
+    top = {k: v for k, v in chat.items() if k not in {"choices", "usage", "prompt_token_ids"}}
+    top["object"] = "chat.completion.chunk"
+    (choice,) = chat["choices"]
+    message = msgspec.json.decode(choice["message"])
+    calls = message.get("tool_calls") or ()
+    delta = {name: value for name, value in message.items() if value not in (None, [])}
+    if calls:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    head = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    end = {n: choice[n] for n in ("finish_reason", "stop_reason") if n in choice}
+    chunks = [
+        {**top, "choices": [head]},
+        {**top, "choices": [{"index": 0, "delta": {}, "logprobs": None, **end}]},
+    ]
+    if with_usage:
+        chunks.append({**top, "choices": [], "usage": chat.get("usage")})
+    events = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks]
+    return b"".join([*events, b"data: [DONE]\n\n"])
