@@ -107,6 +107,7 @@ _SYSTEM_DECODER = msgspec.json.Decoder(Content)
 _STATE_DECODER = msgspec.json.Decoder(_State)
 _NAMES_DECODER = msgspec.json.Decoder(_Names)
 _SHAPE_DECODER = msgspec.json.Decoder(_Shape | _Roles)
+_LIST_DECODER = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -219,8 +220,10 @@ def recognizes(path: Path) -> bool:
 
 
 def _is_of_another(content: bytes) -> bool:
-    """True if a line is an object without messages, which no line of this format is."""
+    """True if a line is an object without messages, or a list of messages with times (`ts`)."""
     try:
+        if _is_bare(content):
+            return all("ts" in message for message in decoded(_LIST_DECODER, content))
         return "messages" not in decoded(_FIELDS_DECODER, content)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False

@@ -19,19 +19,12 @@ The log has no reward, no token ids, no system prompt and no tool definitions.
 
 from __future__ import annotations
 
-import shutil
-import sqlite3
-import tempfile
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -48,26 +41,16 @@ from rollout_io.formats.dialects import opencode as dialect
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.sessions import GROUPS, Contexts
+from rollout_io.formats.parsing.sqlite import Head, columns_of, heads_in, opened, runs_of
 from schemas.errors import InputError, RolloutError
 
-_MAGIC = b"SQLite format 3\0"
 _TABLES = {"session", "message", "part"}
-_MAX_PARENTS = 100
-
-
-class _Head(NamedTuple):
-    """A session, not yet read."""
-
-    id: str
-    parent: str | None
-    place: Place
-    directory: str | None = None
 
 
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield one run per session without a parent, with its sub-agents; databases come first."""
     yield About("groups", GROUPS)
-    heads: dict[str, list[_Head]] = {}
+    heads: dict[str, list[Head]] = {}
     for given in sorted(inputs, key=lambda each: each.path.is_dir()):
         progress(given.path.stat().st_size)
         try:
@@ -81,38 +64,12 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
                 yield Rejected(head.place, defect)
             else:
                 heads.setdefault(head.id, []).append(head)
-    runs: dict[str, list[_Head]] = {}
-    for name, own in heads.items():
-        root = _root_of(name, heads)
-        runs.setdefault(root, [*heads[root]])
-        runs[root] += own if name != root else []
-    for root, own in runs.items():
-        places = [head.place for head in own]
-        labels = {"session": root}
-        labels |= {"directory": own[0].directory} if own[0].directory else {}
-        yield Run(instance_id=root, repetition_id=0, places=places, labels=labels)
+    yield from runs_of(heads)
 
 
-def _root_of(name: str, heads: Mapping[str, Sequence[_Head]]) -> str:
-    root = name
-    for _ in range(_MAX_PARENTS):
-        parent = heads[root][0].parent
-        if parent is None or parent not in heads or parent == name:
-            return root
-        root = parent
-    return name
-
-
-def _heads(given: Input) -> Iterator[tuple[_Head, RolloutError | None]]:
+def _heads(given: Input) -> Iterator[tuple[Head, RolloutError | None]]:
     if not given.path.is_dir():
-        with _opened(given.path, given.name) as database:
-            columns = {row[1] for row in database.execute("PRAGMA table_info(session)")}
-            names = [n if n in columns else "NULL" for n in ("parent_id", "directory")]
-            rows = database.execute(f"SELECT id, {', '.join(names)} FROM session ORDER BY id")
-            for name, parent, directory in rows.fetchall():
-                place = Place(given.path, f"{given.name}, session {name}", None, 1, str(name))
-                texts = (x if isinstance(x, str) and x else None for x in (parent, directory))
-                yield _Head(str(name), next(texts), place, next(texts)), None
+        yield from ((head, None) for head in heads_in(given, "session", "parent_id", "directory"))
         return
     for file in _files(given.path / "session", "*/*.json"):
         place = Place(given.path, f"{given.name}/{file.relative_to(given.path)}", None, 1)
@@ -123,9 +80,9 @@ def _heads(given: Input) -> Iterator[tuple[_Head, RolloutError | None]]:
                 raise InputError("record_type", f"{place.where}, $.id", repr(name), "a string")
             directory = directory if isinstance(directory, str) else None
             parent = parent if isinstance(parent, str) and parent else None
-            yield _Head(name, parent, msgspec.structs.replace(place, part=name), directory), None
+            yield Head(name, parent, msgspec.structs.replace(place, part=name), directory), None
         except RolloutError as error:
-            yield _Head("", None, place), error
+            yield Head("", None, place), error
 
 
 def read_session(run: Run, _: Options) -> Trajectory:
@@ -160,7 +117,7 @@ def read_session(run: Run, _: Options) -> Trajectory:
 
 def _rows(place: Place, name: str) -> Iterator[dialect.Record]:
     where = place.where
-    with _opened(place.path, where) as database:
+    with opened(place.path, where) as database:
         parts: dict[str, list[tuple[Any, str]]] = {}
         query = "SELECT id, message_id, data FROM part WHERE session_id = ? ORDER BY id"
         for part_id, message, data in database.execute(query, (name,)):
@@ -208,58 +165,13 @@ def _decoded(data: Any, where: str) -> dict[str, Any]:
     return dialect.decode_object(data if isinstance(data, bytes) else str(data).encode(), where)
 
 
-@contextmanager
-def _opened(path: Path, where: str) -> Iterator[sqlite3.Connection]:
-    """Open a database for reading; neither it nor its log is changed."""
-    try:
-        source = _copy(path, Version.of(path)) if _wal(path).is_file() else path
-        uri = f"{Path(source).resolve().as_uri()}?mode=ro&immutable={int(source == path)}"
-        with closing(sqlite3.connect(uri, uri=True)) as database:
-            database.text_factory = lambda raw: raw.decode(errors="replace")
-            yield database
-    except (sqlite3.Error, OverflowError) as error:
-        got = " ".join(f"cannot read the database: {error}".split())
-        hint = "copy the database again, with its -wal file"
-        raise InputError("sqlite_file", where, got, hint=hint) from None
-
-
-def _wal(path: Path) -> Path:
-    return path.with_name(f"{path.name}-wal")
-
-
-class _Folder:
-    """A temporary directory, which is removed with the object."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp())
-        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-
-
-@lru_cache(maxsize=2)
-def _copied(path: Path, _: Version, __: Version) -> _Folder:
-    folder = _Folder()
-    for file in (path, _wal(path)):
-        shutil.copyfile(file, folder.path / file.name)
-    return folder
-
-
-def _copy(path: Path, version: Version) -> Path:
-    """Copy a database and its write-ahead log to a directory that is kept for further sessions."""
-    return _copied(path, version, Version.of(_wal(path))).path / path.name
-
-
 def recognizes(path: Path) -> bool:
     """True for a database with OpenCode's tables, or a directory of sessions and messages."""
     try:
         if path.is_dir():
             has = [any((path / name).glob("*/*.json")) for name in ("session", "message")]
             return all(has)
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                return False
-        with _opened(path, str(path)) as database:
-            rows: Iterable[tuple[str]] = database.execute("SELECT name FROM sqlite_master")
-            return {name for (name,) in rows} >= _TABLES
+        return columns_of(path).keys() >= _TABLES
     except (OSError, RolloutError):
         return False
 

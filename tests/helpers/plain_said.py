@@ -21,11 +21,13 @@ PROGRAMS = {
 SAID = (
     "chats",
     "claude_code",
+    "cline",
     "codex_cli",
     "copilot_cli",
     "cursor",
     "droid",
     "gemini_cli",
+    "goose",
     "grok_cli",
     "kimi_cli",
     "openai_agents",
@@ -72,7 +74,8 @@ def values_in(path):
         if file.suffix == ".db":
             with closing(sqlite3.connect(file)) as database:
                 database.text_factory = lambda raw: raw.decode(errors="replace")
-                for name in ("session", "message", "part"):
+                tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+                for (name,) in tables.fetchall():
                     yield from map(list, database.execute(f"SELECT * FROM {name}"))
         elif file.is_file():
             text = file.read_bytes().decode(errors="replace")

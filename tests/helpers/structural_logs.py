@@ -18,6 +18,8 @@ from tests.rollout_io.formats.test_agent_programs import LOGS
 from tests.rollout_io.formats.test_fuzz import save_inline
 from tests.rollout_io.formats.test_source_is_kept import (
     EXACT_FORMATS,
+    GOOSE_TABLES,
+    JSON,
     OPENCODE_TABLES,
     SYSTEM_IS_USER,
     WRITERS,
@@ -179,7 +181,8 @@ class Log:
         if self.file.suffix == ".parquet":
             return pq.read_table(self.file).to_pylist()
         if self.file.suffix == ".db":
-            return _opencode_tables(self.file)
+            self.columns = _columns_of(self.file)
+            return _tables(self.file, self.columns)
         if self.file.suffix == ".pt":
             import torch
 
@@ -202,7 +205,7 @@ class Log:
         elif self.file.suffix == ".parquet":
             pq.write_table(pa.Table.from_pylist(tree), self.file)
         elif self.file.suffix == ".db":
-            save_opencode(self.file, tree)
+            save_opencode(self.file, tree, self.columns)
         elif self.file.suffix == ".pt":
             import torch
 
@@ -215,14 +218,20 @@ class Log:
             self.file.write_bytes(encoded(tree, rng))
 
 
-def _opencode_tables(path):
+def _columns_of(path):
+    with closing(sqlite3.connect(path)) as database:
+        names = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+    return GOOSE_TABLES if "sessions" in names else OPENCODE_TABLES
+
+
+def _tables(path, columns_of):
     found = {}
     with closing(sqlite3.connect(path)) as database:
-        for name, columns in OPENCODE_TABLES.items():
+        for name, columns in columns_of.items():
             rows = database.execute(f"SELECT {', '.join(columns)} FROM {name}").fetchall()
             found[name] = [dict(zip(columns, row, strict=True)) for row in rows]
             for row in found[name]:
-                row |= {"data": json.loads(row["data"])} if "data" in row else {}
+                row |= {key: json.loads(row[key]) for key in JSON if row.get(key) is not None}
     return found
 
 

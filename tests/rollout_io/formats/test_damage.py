@@ -71,6 +71,12 @@ def test_a_document_that_was_cut_off_is_told_with_its_format(name, indent, tmp_p
     )
 
 
+def test_a_sound_document_of_no_format_is_not_called_damaged(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[\n {"a": "b"},\n {"c": "d"}\n]\n')
+    assert explanation(str(path), path, FORMATS) is None
+
+
 def test_a_line_that_breaks_is_told_with_its_place_and_format(tmp_path, capsys):
     line = SHOP.read_text().splitlines()[0]
     path = tmp_path / "log.jsonl"

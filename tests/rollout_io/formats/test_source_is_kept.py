@@ -596,8 +596,8 @@ def opencode_tables(messages):
     return tables
 
 
-def save_opencode(path, tables):
-    """Write OpenCode's database.
+def save_opencode(path, tables, columns_of=None):
+    """Write a database, by default OpenCode's.
 
     Raises:
         ValueError: A database has no place for such tables.
@@ -605,10 +605,10 @@ def save_opencode(path, tables):
     path.unlink(missing_ok=True)
     with contextlib.closing(sqlite3.connect(path)) as database:
         try:
-            for name, columns in OPENCODE_TABLES.items():
+            for name, columns in (columns_of or OPENCODE_TABLES).items():
                 database.execute(f"CREATE TABLE {name} ({', '.join(columns)})")
                 for row in tables.get(name, ()):
-                    texts = {k: json.dumps(v) if k == "data" else v for k, v in row.items()}
+                    texts = {k: json.dumps(v) if k in JSON else v for k, v in row.items()}
                     values = [texts.get(column) for column in columns]
                     marks = ", ".join("?" * len(columns))
                     database.execute(f"INSERT INTO {name} VALUES ({marks})", values)
@@ -617,11 +617,58 @@ def save_opencode(path, tables):
             raise ValueError(error) from None
 
 
+JSON = ("data", "content_json", "metadata_json")
+"""Columns of JSON."""
+GOOSE_TABLES = {
+    "sessions": ("id", "parent_session_id", "working_dir"),
+    "messages": ("id", "session_id", "role", "content_json", "created_timestamp", "metadata_json"),
+}
 OPENCODE_TABLES = {
     "session": ("id", "parent_id", "directory"),
     "message": ("id", "session_id", "time_created", "time_updated", "data"),
     "part": ("id", "message_id", "session_id", "time_created", "time_updated", "data"),
 }
+
+
+def _goose_parts(message):
+    if message["role"] == "tool":
+        value = {"content": [{"type": "text", "text": message["content"]}]}
+        yield {
+            "type": "toolResponse",
+            "id": message["tool_call_id"],
+            "toolResult": {"value": value},
+        }
+        return
+    if message.get("reasoning_content"):
+        yield {"type": "thinking", "thinking": message["reasoning_content"]}
+    if message["content"]:
+        yield {"type": "text", "text": message["content"]}
+    for call in message.get("tool_calls", ()):
+        value = {k: call["function"][k] for k in ("name", "arguments")}
+        yield {"type": "toolRequest", "id": call["id"], "toolCall": {"value": value}}
+
+
+def _goose(messages):
+    rows = [
+        {
+            "id": i,
+            "session_id": "s",
+            "role": m["role"].replace("tool", "user"),
+            "content_json": [*_goose_parts(m)],
+            "created_timestamp": i,
+            "metadata_json": {"userVisible": True, "agentVisible": True},
+        }
+        for i, m in enumerate(messages)
+    ]
+    tables = {"sessions": [{"id": "s", "working_dir": "/"}], "messages": rows}
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "sessions.db"
+        save_opencode(path, tables, GOOSE_TABLES)
+        return path.read_bytes()
+
+
+def _cline(messages):
+    return json.dumps([m | {"ts": 1} for m in _blocks(messages)], indent=1)
 
 
 def _opencode(messages):
@@ -741,12 +788,14 @@ def _grok_cli(messages):
 WRITERS = {
     "chats": (_chats, "a.jsonl"),
     "claude_code": (_claude_code, "a.jsonl"),
+    "cline": (_cline, "api_conversation_history.json"),
     "codex_cli": (_codex_cli, "a.jsonl"),
     "copilot_cli": (_copilot_cli, "a.jsonl"),
     "cursor": (_cursor, "a.jsonl"),
     "droid": (_droid, "a.jsonl"),
     "gemini_cli": (_gemini_cli, "a.json"),
     "gemini_cli, lines": (_gemini_lines, "a.jsonl"),
+    "goose": (_goose, "sessions.db"),
     "grok_cli": (_grok_cli, "a.jsonl"),
     "hermes": (_hermes, "a.jsonl"),
     "inspect_ai": (_inspect_ai, "a.json"),
@@ -782,6 +831,7 @@ TEXT_ALONE = ("trl",)
 ANSWERS_JOIN = ("codex_cli", "nemo_gym")
 SYSTEM_IS_USER = (
     "claude_code",
+    "cline",
     "cursor",
     "droid",
     "gemini_cli",

@@ -1,0 +1,105 @@
+"""Tasks of Cline and Roo Code: lists of messages, and documents of sessions."""
+
+import json
+
+import pytest
+
+from rollout_io.formats.cline import ADAPTER
+from rollout_io.formats.detect import load_formats, recognize
+from rollout_io.formats.parsing.sessions import SUMMARIES
+from tests.helpers.adapter_helpers import read_all
+
+
+def said(role, *blocks, **fields):
+    parts = [{"type": "text", "text": b} if isinstance(b, str) else b for b in blocks]
+    return {"role": role, "content": parts, "ts": 1} | fields
+
+
+CALL = {"type": "tool_use", "id": "t", "name": "read_file", "input": {"path": "a"}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "abc"}]}
+TASK = [
+    said("user", "Fix.", "More."),
+    said("assistant", "Look.", CALL, modelInfo={"modelId": "m", "providerId": "p", "mode": "act"}),
+    said("user", RESULT),
+    said("assistant", "Done.", reasoning_content="Hm."),
+]
+
+
+def save(path, value, indent=1):
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps(value, indent=indent))
+    return path
+
+
+def read_one(path):
+    made, rejected = read_all(ADAPTER, path)
+    assert rejected == []
+    ((run, found),) = made
+    return run, found
+
+
+def contents(step):
+    return [m["content"] for m in step.messages]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_list_of_messages_is_a_task(indent, tmp_path):
+    path = save(tmp_path / "17" / "api_conversation_history.json", TASK, indent)
+    assert recognize(path, load_formats().adapters) == ["cline"]
+    run, found = read_one(path)
+    assert (run.instance_id, found.unread, found.user_values) == ("17", {}, {"model": "m"})
+    (step,) = found.steps
+    assert contents(step) == ["Fix.\nMore.", "Look.", "abc", "Done."]
+    assert step.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"path":"a"}'
+    assert step.messages[3]["reasoning_content"] == "Hm."
+
+
+def test_a_session_has_its_system_prompt_and_name(tmp_path):
+    messages = [{k: v for k, v in m.items() if k != "ts"} | {"id": "x"} for m in TASK]
+    document = {"version": 1, "sessionId": "s", "agent": "lead agent", "messages": messages}
+    path = save(tmp_path / "s.messages.json", document | {"system_prompt": "You help."})
+    assert recognize(path, load_formats().adapters) == ["cline"]
+    run, found = read_one(path)
+    assert (run.instance_id, found.unread) == ("s", {})
+    assert contents(found.steps[0])[:2] == ["You help.", "Fix.\nMore."]
+
+
+def test_a_summary_or_a_truncation_begins_a_context_without_what_it_replaces(tmp_path):
+    history = [
+        said("user", "Go.", condenseParent="c"),
+        said("assistant", "One.", condenseParent="c"),
+        said("user", "In short.", isSummary=True, condenseId="c"),
+        said("user", "On."),
+        said("assistant", "Two.", truncationParent="t"),
+        said("user", "Some were removed.", isTruncationMarker=True, truncationId="t"),
+        said("assistant", "Three."),
+    ]
+    found = read_one(save(tmp_path / "1" / "api_conversation_history.json", history))[1]
+    assert [contents(step) for step in found.steps] == [
+        ["Go.", "One."],
+        ["In short.", "On.", "Two."],
+        ["In short.", "On.", "Some were removed.", "Three."],
+    ]
+    assert found.notes == {SUMMARIES: 1}
+
+
+def test_a_summary_whose_messages_are_gone_is_context_alone(tmp_path):
+    history = [said("user", "Go."), said("assistant", "In short.", isSummary=True)]
+    history += [said("user", "On."), said("assistant", "Two.")]
+    found = read_one(save(tmp_path / "1" / "api_conversation_history.json", history))[1]
+    (step,) = found.steps
+    assert (contents(step), step.num_given) == (["Go.", "In short.", "On.", "Two."], 2)
+
+
+@pytest.mark.parametrize("damage", [{"role": 1}, {"content": {"a": 1}}, {"isSummary": "yes"}])
+def test_damage_is_named(damage, tmp_path):
+    path = save(tmp_path / "1" / "api_conversation_history.json", [TASK[0], TASK[3] | damage])
+    found, rejected = read_all(ADAPTER, path)
+    assert (found, {r.error.rule for r in rejected}) == ([], {"record_type"})
+
+
+def test_other_text_is_named(tmp_path):
+    path = save(
+        tmp_path / "1" / "api_conversation_history.json", [TASK[0], TASK[3] | {"hint": "See a."}]
+    )
+    assert read_one(path)[1].unread == {"messages[message].hint": 1}
