@@ -119,7 +119,7 @@ def _broken(name: str, path: Path) -> Iterator[tuple[InputError, bytes]]:
         if error is None:
             return  # a sound document
         is_one_line = b"\n" not in content.strip()
-        if is_one_line or _spans_lines(content):
+        if (is_one_line and ".jsonl" not in name) or _spans_lines(content):
             yield error, content[:_MENDED_BYTES]
             return
     for number, line in enumerate(lines, 1):

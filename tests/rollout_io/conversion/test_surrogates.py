@@ -71,7 +71,7 @@ def test_a_log_with_a_lone_surrogate_is_recognized_and_read(write, name, tmp_pat
     (tmp_path / name).write_text(write(LONE, "whole"))
     choices = Choices(tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking")
     done = convert([str(tmp_path / name)], tmp_path / "ds", choices).summary
-    assert (done.num_rejected, done.notes) == (0, {SURROGATES: 1})
+    assert (done.num_rejected, done.notes[SURROGATES]) == (0, 1)
     messages = "".join(read(tmp_path / "ds")["messages"].to_pylist())
     assert "cut \ufffd" in messages
     assert "whole" in messages

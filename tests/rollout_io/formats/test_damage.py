@@ -98,7 +98,7 @@ def test_convert_tells_damage_as_formats_does(tmp_path, capsys):
     said = capsys.readouterr().err
     assert run(["formats", str(path)]) == 1
     assert said == capsys.readouterr().err
-    assert "it looks like calls. [json_document]" in said
+    assert "it looks like calls. [json_line]" in said
 
 
 def test_one_wrong_path_does_not_hide_the_answers_for_the_others(tmp_path, capsys):

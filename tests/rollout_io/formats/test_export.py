@@ -26,6 +26,7 @@ ENDING = {
     "slime": "pt",
     "hf": "folder",
     "parquet": "dir",
+    "session_traces": "dir",
 }
 READ = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward")
 
