@@ -161,6 +161,21 @@ def _bad_support(draw: Draw, rows: list[Row]) -> None:
     row["sampling_support"] = sets
 
 
+def _bad_teacher(draw: Draw, rows: list[Row]) -> None:
+    """Repeat an id, give a value too many, or one that is no log-probability."""
+    row = _any(draw, rows)
+    ids = [[1, 2] for _ in row["response_ids"]]
+    values = [[-0.5, -1.0] for _ in ids]
+    way, at = draw(st.integers(0, 3)), _position(draw, ids)
+    if way == 0:
+        ids[at] = [1, 1]
+    elif way == 1:
+        values[at] = [-0.5]
+    else:
+        values[at][0] = 0.5 if way == 2 else float("-inf")
+    row["teacher_token_ids"], row["teacher_logprobs"] = ids, values
+
+
 def _bad_reward(draw: Draw, rows: list[Row]) -> None:
     _any(draw, rows)["reward"] = draw(st.sampled_from([float("nan"), float("inf")]))
 
@@ -255,6 +270,7 @@ BREAKERS: dict[str, Breaker] = {
     ),
     "logprobs_nonpositive": Breaker(_set_logprob([0.25, 7.0]), ("rollout_logprobs",)),
     "support_has_token": Breaker(_bad_support, ("sampling_support",)),
+    "teacher_shape": Breaker(_bad_teacher, ("teacher_token_ids", "teacher_logprobs")),
     "reward_finite": Breaker(_bad_reward, ("reward",)),
     "reward_matches_rewards": Breaker(_other_sum, ("reward", "rewards")),
     "outcome_on_last_step": Breaker(_early_reward, ("reward",)),

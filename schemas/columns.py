@@ -118,6 +118,30 @@ COLUMNS: tuple[Column, ...] = (
         ),
     ),
     Column(
+        name="trainer_logprobs",
+        type=pa.list_(pa.float32()),
+        nullable=True,
+        length=Length.RESPONSE,
+        meaning=(
+            "log-probabilities under the trainer's policy, as recorded by the trainer, nats; 0.0 at "
+            "tokens without one"
+        ),
+    ),
+    Column(
+        name="teacher_token_ids",
+        type=pa.list_(pa.list_(pa.int32())),
+        nullable=True,
+        length=Length.RESPONSE,
+        meaning="a teacher's most likely ids at each token, in place of it; empty where unknown",
+    ),
+    Column(
+        name="teacher_logprobs",
+        type=pa.list_(pa.list_(pa.float32())),
+        nullable=True,
+        length=Length.RESPONSE,
+        meaning="log-probabilities of `teacher_token_ids` under the teacher, nats",
+    ),
+    Column(
         name="reward",
         type=pa.float64(),
         nullable=True,

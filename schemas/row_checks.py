@@ -16,7 +16,7 @@ from schemas.columns import COLUMNS, IMAGES_TYPE, JOINED, METRICS_TYPE, Length
 from schemas.numpy_arrays import filled, to_arrow, to_frame, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.structure_checks import first_rows
-from schemas.support_checks import check_set_range, check_support
+from schemas.support_checks import check_set_range, check_support, check_teacher
 from schemas.types import cast_column
 from schemas.view import View
 
@@ -403,6 +403,7 @@ ROW_CHECKS: tuple[RowCheck, ...] = (
     check_lengths_align,
     check_logprobs,
     check_support,
+    check_teacher,
     check_rewards,
     check_segments,
     check_routing,

@@ -70,8 +70,8 @@ _RULES = (
     Rule(
         name="lengths_align",
         meaning=(
-            "loss_mask, rollout_logprobs, rewards, sampling_support and policy_versions have one "
-            "element per response token"
+            "loss_mask, rollout_logprobs, rewards and the other columns by token have one element per "
+            "response token"
         ),
         hint="align them before writing: shifted log-probabilities silently corrupt training",
     ),
@@ -106,6 +106,14 @@ _RULES = (
         name="support_has_token",
         meaning="a set of sampling_support that is not empty contains the token, and no id twice",
         hint="record the set that the engine sampled from, at each token, or drop the column",
+    ),
+    Rule(
+        name="teacher_shape",
+        meaning=(
+            "each token has as many teacher_logprobs, finite and at most 0, as teacher_token_ids, no "
+            "id twice"
+        ),
+        hint="write both columns from the same answer of the teacher, or drop both",
     ),
     Rule(
         name="reward_finite",

@@ -172,6 +172,13 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     if "policy_versions" in optional:
         versions = draw(st.lists(st.integers(0, 3), min_size=num, max_size=num))
         made["policy_versions"] = versions if "policy_versions" in present else None
+    if "trainer_logprobs" in optional:
+        values = draw(st.lists(_LOGPROBS, min_size=num, max_size=num))
+        made["trainer_logprobs"] = values if "trainer_logprobs" in present else None
+    both = {"teacher_token_ids", "teacher_logprobs"}
+    if both <= set(optional) and draw(st.booleans()):
+        made["teacher_token_ids"] = ids = _sets(draw, row["response_ids"])
+        made["teacher_logprobs"] = [[draw(_LOGPROBS) for _ in own] for own in ids]
     made["reward"] = draw(_HALVES) if "reward" in present and not failed else None
     made["rewards"] = None
     if (

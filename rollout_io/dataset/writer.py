@@ -47,6 +47,7 @@ _SPLIT = frozenset(
     {
         *("prompt_token_ids", "prompt_suffix_ids", "response_ids"),
         *("rollout_logprobs", "sampling_support"),
+        *("trainer_logprobs", "teacher_token_ids", "teacher_logprobs"),
     }
 )
 

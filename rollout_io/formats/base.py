@@ -183,6 +183,9 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
     rollout_logprobs: npt.NDArray[np.float32] | array[float] | None = None
     rollout_expert_indices: npt.NDArray[np.int16] | None = None
     sampling_support: Sequence[Sequence[int]] | None = None
+    trainer_logprobs: npt.NDArray[np.float32] | None = None
+    teacher_token_ids: Sequence[Sequence[int]] | None = None
+    teacher_logprobs: Sequence[Sequence[float]] | None = None
     loss_mask: npt.NDArray[np.bool_] | None = None
     trains: bool = True
     spans: Sequence[tuple[int, int]] | None = None

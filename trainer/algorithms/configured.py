@@ -41,6 +41,7 @@ class Targets:
         advantages: [M].
         row: [M] int64 row of each target, 0..R-1.
         selected: [M] bool, targets that clip_cov leaves out or kl_cov penalises.
+        divergence: [M] nats from the teacher, with gradient; None without a teacher.
     """
 
     logprobs: Tensor
@@ -49,6 +50,7 @@ class Targets:
     advantages: Tensor
     row: Tensor
     selected: Tensor
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

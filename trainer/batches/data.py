@@ -17,7 +17,7 @@ from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
-from trainer.batches.support import SUPPORT, covers_trained_tokens, sets_of
+from trainer.batches.support import SUPPORT, TEACHER, covers_trained_tokens, sets_of
 from trainer.config.sections import BatchConfig
 
 OPTIONAL_COLUMNS: dict[str, pl.DataType] = {
@@ -56,6 +56,8 @@ class Batch:
         rollout_logprobs: [T] float32 nats; NaN in rows without log-probabilities.
         routes: Recorded experts to replay in the R rows; None if there are none.
         support: [T] rows: the sets of ids that the sampler could draw; None if there are none.
+        teacher: [T] rows each: a teacher's most likely ids, and their log-probabilities in nats;
+            None if there are none.
     """
 
     names: tuple[str, ...]
@@ -74,6 +76,7 @@ class Batch:
     rollout_logprobs: Tensor
     routes: Routes | None = None
     support: Ragged | None = None
+    teacher: tuple[Ragged, Ragged] | None = None
 
 
 def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
@@ -85,7 +88,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
     is trained).
     """
     has_sets = SUPPORT in rollouts.collect_schema()
-    rollouts = with_absent(_with_optional_columns(rollouts), ["images", SUPPORT])
+    rollouts = with_absent(_with_optional_columns(rollouts), ["images", SUPPORT, *TEACHER])
     greedy = _is_greedy()
     names = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards")
     prompt, response, mask, logprobs, rewards = (pl.col(name).list for name in names)
@@ -108,7 +111,9 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
         num_untrained_at_start=num_prompt + num_masked_first.cast(pl.Int64),
         lowest_token=pl.min_horizontal(prompt.min(), response.min()),
-        highest_token=pl.max_horizontal(prompt.max(), response.max(), _highest_in_sets()),
+        highest_token=pl.max_horizontal(
+            prompt.max(), response.max(), *map(_highest_in_sets, (SUPPORT, TEACHER[0]))
+        ),
         has_images=(pl.col("images").list.len() > 0).fill_null(value=False),
         has_logprobs=pl.col("rollout_logprobs").is_not_null(),
         has_support=pl.struct("loss_mask", SUPPORT, "rollout_logprobs").map_batches(
@@ -116,6 +121,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         )
         if has_sets
         else pl.lit(value=False),
+        has_teacher=pl.all_horizontal(pl.col(name).is_not_null() for name in TEACHER),
         has_reward=pl.col("reward").is_not_null() | pl.col("rewards").is_not_null(),
         finite_reward=pl.col("reward").is_finite().fill_null(value=True)
         & _holds("rewards", pl.element().is_finite()),
@@ -130,8 +136,8 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
     ).collect(engine="streaming")
 
 
-def _highest_in_sets() -> pl.Expr:
-    return pl.col(SUPPORT).list.eval(pl.element().list.max()).list.max()
+def _highest_in_sets(name: str) -> pl.Expr:
+    return pl.col(name).list.eval(pl.element().list.max()).list.max()
 
 
 def _is_greedy() -> pl.Expr:
@@ -191,7 +197,11 @@ def read_rows(
             "response_ids",
             "loss_mask",
             *OPTIONAL_COLUMNS,
-            *(name for name in ("segments", ROUTING, SUPPORT) if name in rows.collect_schema()),
+            *(
+                name
+                for name in ("segments", ROUTING, SUPPORT, *TEACHER)
+                if name in rows.collect_schema()
+            ),
             *columns,
         )
         .collect()
@@ -244,7 +254,13 @@ def to_batch(table: pl.DataFrame, max_row_tokens: int | None = None) -> Batch:
         rollout_logprobs=torch.from_numpy(flat_logprobs),
         routes=_routes(table),
         support=sets_of(table, responses.lengths),
+        teacher=_teacher(table, responses.lengths),
     )
+
+
+def _teacher(table: pl.DataFrame, lengths: IntArray) -> tuple[Ragged, Ragged] | None:
+    ids, logprobs = (sets_of(table, lengths, name) for name in TEACHER)
+    return None if ids is None or logprobs is None else (ids, logprobs)
 
 
 def _routes(table: pl.DataFrame) -> Routes | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from schemas.errors import InputError
 from schemas.ragged import BoolArray, IntArray, Ragged, ranges
 from trainer.batches.recorded_routes import Routes
-from trainer.batches.support import TargetSets, target_sets
+from trainer.batches.support import TargetSets, TeacherSets, target_sets
 from trainer.batches.transfer import to_device
 
 
@@ -39,6 +39,7 @@ class Forest:
         routes: [N, layers, topk] int16 experts of each token, -1 where the model's own router
             decides; None: the router decides for all tokens.
         sets: Sets of ids over which the targets are normalised; None: the entire vocabulary.
+        teacher: A teacher's most likely ids of the targets; None: no divergence from a teacher.
         chains: Lengths of the chains; None on the CPU, where counting them costs nothing.
     """
 
@@ -50,6 +51,7 @@ class Forest:
     target_slot: Tensor
     routes: Tensor | None = None
     sets: TargetSets | None = None
+    teacher: TeacherSets | None = None
     chains: Chains | None = None
 
     @property
@@ -78,8 +80,9 @@ class Forest:
             chains = dataclasses.replace(chains, ends=moved.pop())
         routes = None if self.routes is None else to_device(self.routes, device)
         sets = None if self.sets is None else self.sets.to(device)
+        teacher = None if self.teacher is None else self.teacher.to(device)
         own = dict(zip(ARRAYS, moved, strict=True))
-        return Forest(**own, routes=routes, sets=sets, chains=chains)
+        return Forest(**own, routes=routes, sets=sets, teacher=teacher, chains=chains)
 
 
 ARRAYS = (

@@ -14,6 +14,7 @@ from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, of
 from trainer.batches.transfer import to_device
 
 SUPPORT = "sampling_support"
+TEACHER = ("teacher_token_ids", "teacher_logprobs")
 LARGEST_ERROR = 1e-3
 """Error of a log-probability of 0 that rounding can explain, nats."""
 
@@ -72,17 +73,60 @@ def target_sets(support: Ragged | None, slots: Tensor) -> TargetSets | None:
     return TargetSets(**{k: torch.from_numpy(v.astype(np.int64)) for k, v in arrays.items()})
 
 
-def sets_of(table: pl.DataFrame, lengths: IntArray) -> Ragged | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherSets:
+    """A teacher's most likely ids for each of a micro-batch's M targets.
+
+    Attributes:
+        lengths: [M] int64 number of ids of each target, on the CPU.
+        ids: int64 ids of all targets, concatenated.
+        logprobs: float32 log-probabilities of the ids, nats.
+        is_reverse: Compute the reverse KL divergence; false: the cross-entropy.
+    """
+
+    lengths: Tensor
+    ids: Tensor
+    logprobs: Tensor
+    is_reverse: bool
+
+    def to(self, device: torch.device) -> TeacherSets:
+        """Copy to a device, except the lengths."""
+        ids, logprobs = to_device(self.ids, device), to_device(self.logprobs, device)
+        return replace(self, ids=ids, logprobs=logprobs)
+
+
+def teacher_sets(teacher: tuple[Ragged, Ragged], slots: Tensor, *, is_reverse: bool) -> TeacherSets:
+    """Look up the teacher's ids of targets.
+
+    Args:
+        teacher: Ids and log-probabilities of a batch's T response tokens, [T] rows each.
+        slots: [M] int64 targets, as indices into the response tokens.
+        is_reverse: See `TeacherSets`.
+    """
+    ids, logprobs = teacher
+    starts = ids.offsets[slots.numpy()]
+    lengths = ids.offsets[slots.numpy() + 1] - starts
+    values = gather(ids.values, starts, lengths).astype(np.int64)
+    return TeacherSets(
+        lengths=torch.from_numpy(lengths.astype(np.int64)),
+        ids=torch.from_numpy(values),
+        logprobs=torch.from_numpy(gather(logprobs.values, starts, lengths).astype(np.float32)),
+        is_reverse=is_reverse,
+    )
+
+
+def sets_of(table: pl.DataFrame, lengths: IntArray, name: str = SUPPORT) -> Ragged | None:
     """Return the sets of a table's response tokens, one row per token; None if it has none.
 
     Args:
         table: Rows of a dataset.
         lengths: Number of response tokens of each row; a row without sets has empty ones.
+        name: The column.
     """
-    if SUPPORT not in table.columns or table[SUPPORT].is_null().all():
+    if name not in table.columns or table[name].is_null().all():
         return None
-    known = np.repeat(table[SUPPORT].is_not_null().to_numpy(), lengths)
-    sets = Ragged.from_arrow(table[SUPPORT].drop_nulls().explode(empty_as_null=False).to_arrow())
+    known = np.repeat(table[name].is_not_null().to_numpy(), lengths)
+    sets = Ragged.from_arrow(table[name].drop_nulls().explode(empty_as_null=False).to_arrow())
     sizes = np.zeros(len(known), np.int64)
     sizes[known] = sets.lengths
     return Ragged(sets.values, offsets_of(sizes), np.ones(len(sizes), np.bool_))

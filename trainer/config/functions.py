@@ -73,6 +73,7 @@ POLICY_LOSS = Kind(
         "kl_cov": ("covariance:kl_cov", f"{_RATIO} selected"),
         "importance_sampling": ("policy:importance_sampling", _RATIO),
         "cross_entropy": ("policy:cross_entropy", "logprobs"),
+        "distill": ("policy:distill", "logprobs divergence"),
     },
 )
 ADVANTAGE_ESTIMATOR = Kind(

@@ -22,7 +22,10 @@ class LossConfig:
     policy_loss_type: str = "regular"
     """Loss of a trained token: `regular` (PPO's clipped loss), `dual_clip`, `gspo`, `cispo`,
     `sapo`, `rollout_is`, `dppo`, `clip_cov`, `kl_cov`, `importance_sampling`, `cross_entropy`
-    (supervised: ignores advantages), or your own `module:function`: see docs/algorithms.md."""
+    (supervised: ignores advantages), `distill` (towards a teacher's stored log-probabilities), or
+    your own `module:function`: see docs/algorithms.md."""
+    distill_type: Literal["reverse_kl", "cross_entropy"] = "reverse_kl"
+    """distill: divergence from `teacher_logprobs`, over `teacher_token_ids`."""
     eps_clip_low: Fraction = 0.2
     """The lower clip bound of the probability ratio is 1 - `eps_clip_low`; in [0, 1]. Not used by
     cispo, dppo or sapo."""

@@ -116,6 +116,52 @@ def set_logprobs(
     return picked - mass.log(), entropy if entropy_gradient else entropy.detach()
 
 
+def teacher_divergence(
+    logits: Tensor,
+    temperature: Tensor,
+    ids: Tensor,
+    teacher_logprobs: Tensor,
+    sizes: Tensor,
+    *,
+    is_reverse: bool,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Compute the divergence of each target's distribution from a teacher's, over the teacher's ids.
+
+    With p of the policy and q of the teacher, both normalised over the ids:
+
+        reverse KL     sum(p * log(p / q))
+        cross-entropy  -sum(q * log(p))
+
+    Args:
+        logits: [C, V] output of the head.
+        temperature: [C] float32 > 0; divides the policy's logits.
+        ids: The teacher's ids for all C targets, concatenated.
+        teacher_logprobs: Log-probabilities of the ids, nats.
+        sizes: [C] int64 number of ids of each target, on the CPU; 0: the divergence is 0.
+        is_reverse: Compute the reverse KL divergence.
+        scale: See `target_logprobs`.
+        softcap: See `target_logprobs`.
+
+    Returns:
+        [C] float32 nats.
+    """
+    row = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(logits.device)
+    z = logits[row, ids].float() * scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature[row]
+
+    def normalised(values: Tensor) -> Tensor:
+        top = values.new_full(sizes.shape, -torch.inf)
+        values = values - top.scatter_reduce(0, row, values.detach(), "amax")[row]
+        mass = values.new_zeros(len(sizes)).index_add(0, row, values.exp())
+        return values - mass.log()[row]
+
+    log_p, log_q = normalised(z), normalised(teacher_logprobs.float())
+    each = log_p.exp() * (log_p - log_q) if is_reverse else -log_q.exp() * log_p
+    return each.new_zeros(len(sizes)).index_add(0, row, each)
+
+
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(

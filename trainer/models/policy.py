@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest, RowLimit
+from trainer.batches.support import TeacherSets
 from trainer.models.attention import (
     CHAIN_ATTENTION,
     chain_attention,
@@ -26,7 +27,7 @@ from trainer.models.attention import (
 )
 from trainer.models.compiling import SYMBOLIC_SIZES
 from trainer.models.directory import check_model_directory
-from trainer.models.logprob_head import set_logprobs, target_logprobs
+from trainer.models.logprob_head import set_logprobs, target_logprobs, teacher_divergence
 from trainer.models.rotary import fix_frequencies
 from trainer.models.router_replay import make_replayable, replayed, same_routes
 from trainer.models.self_check import check_policy, probe
@@ -74,7 +75,7 @@ class Policy(nn.Module):
         """Classes of layers that FSDP shards one by one; Accelerate reads this attribute."""
         return self.model._no_split_modules
 
-    def forward(self, forest: Forest, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, forest: Forest, temperature: Tensor) -> Any:
         """Compute log-probabilities and entropies in one forward pass.
 
         Args:
@@ -84,11 +85,14 @@ class Policy(nn.Module):
         Returns:
             `logprobs` [M] float32 nats, with gradient; `entropy` [M] float32 nats of the
             distribution from which each target was drawn, without gradient unless
-            `entropy_gradient`. Both are normalised over `forest.sets`.
+            `entropy_gradient`. Both are normalised over `forest.sets`. With `forest.teacher`, also
+            the divergence from the teacher ([M] float32 nats, with gradient), and no sets apply.
         """
         with replayed(forest.routes):
             hidden = hidden_before_targets(self.model, forest)
         inputs, sets = (hidden, forest.target_token, temperature), forest.sets
+        if forest.teacher is not None:
+            return self._with_divergence(forest.teacher, self._chunks(*inputs))
         if sets is None:
             return self._outputs(self._head, self._chunks(*inputs))
         chunks = self._chunks(*(i[sets.free] for i in inputs)) if len(sets.free) else []
@@ -100,15 +104,36 @@ class Policy(nn.Module):
         logprobs, entropy = self._outputs(self._head, chunks)
         return logprobs[sets.place], entropy[sets.place]
 
+    def _with_divergence(self, teacher: TeacherSets, chunks: list[tuple[Tensor, ...]]) -> Any:
+        """Compute log-probabilities, entropies, and divergences from a teacher."""
+        sizes = teacher.lengths.tensor_split(len(chunks))
+        split = [int(part.sum()) for part in sizes]
+        columns: Any = teacher.ids, teacher.logprobs
+        ids, values = (column.split(split) for column in columns)
+
+        def head(hidden: Tensor, token: Tensor, temperature: Tensor, *own: Tensor) -> Any:
+            logits = self.model.get_output_embeddings()(hidden)
+            scaling: Any = {"scale": self.logit_scale, "softcap": self.softcap}
+            divergence = teacher_divergence(
+                logits, temperature, *own, **scaling, is_reverse=teacher.is_reverse
+            )
+            entropies = self.entropy_gradient
+            return *target_logprobs(
+                logits, token, temperature, **scaling, entropy_gradient=entropies
+            ), divergence
+
+        given = zip(chunks, ids, values, sizes, strict=True)
+        return self._outputs(head, [(*chunk, *own) for chunk, *own in given])
+
     def _chunks(self, *inputs: Tensor) -> list[tuple[Tensor, ...]]:
         num_chunks = max(1, math.ceil(len(inputs[0]) / self.logprob_chunk_tokens))
         return list(zip(*(i.tensor_split(num_chunks) for i in inputs), strict=True))
 
-    def _outputs(self, head: Any, chunks: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+    def _outputs(self, head: Any, chunks: list[tuple[Tensor, ...]]) -> Any:
         # The backward pass starts with the last chunk, whose logits need not be recomputed.
         parts = [checkpoint(head, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
         parts += [head(*chunk) for chunk in chunks[-1:]]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True))
 
     def _head(
         self, hidden: Tensor, token: Tensor, temperature: Tensor, *sets: Tensor

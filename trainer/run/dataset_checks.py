@@ -206,6 +206,18 @@ def _num_lost_to_failures(plan: Plan, config: TrainConfig) -> int:
     return groups.filter("lost", "varies").height
 
 
+def check_teacher(rows: pl.DataFrame, config: TrainConfig) -> None:
+    """Check that every row has a teacher's log-probabilities, if the loss is `distill`.
+
+    Raises:
+        InputError: `teacher_logprobs`: a row has none.
+    """
+    if config.loss.policy_loss_type == "distill":
+        got = "teacher_logprobs or teacher_token_ids is null, and distill needs both"
+        hint = "add a teacher's log-probabilities to all rows, or drop the rows without them"
+        _refuse(rows, ~pl.col("has_teacher"), "teacher_logprobs", got, hint=hint)
+
+
 def corrects_for_sampler(
     rows: pl.DataFrame, config: TrainConfig, logprobs_mode: str | None
 ) -> bool:

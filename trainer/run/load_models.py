@@ -33,6 +33,7 @@ from trainer.run.advice import warnings_before
 from trainer.run.checkpoint import other_files
 from trainer.run.dataset_checks import (
     check_rows,
+    check_teacher,
     corrects_for_sampler,
     larger_limits,
     num_greedy_rows,
@@ -152,6 +153,7 @@ def check_dataset(
         rows = rows.with_columns(pl.col("sampling_extra").fill_null(said))
     if unknown := check_sampling(rows, config):
         found["sampling"] = Remark(f"note: {unknown}")
+    check_teacher(rows, config)
     corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
     if config.loss.corrects_for_sampler and not corrects:
         found["corrects"] = Remark(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -158,7 +158,7 @@ def loss_of(
     learner: Learner,
     batch: Batch,
     slot: Tensor,
-    outputs: tuple[Tensor, Tensor],
+    outputs: tuple[Tensor, ...],
     inputs: LossInputs,
     failures: list[RolloutError],
     recorder: TokenRecorder | None = None,
@@ -172,7 +172,8 @@ def loss_of(
         learner: Provides the section `[loss]`.
         batch: The batch.
         slot: [M] int64 targets of complete rows, as indices into the batch's response tokens.
-        outputs: [M] log-probabilities and [M] entropies of these targets.
+        outputs: [M] log-probabilities and [M] entropies of these targets, and with a teacher [M]
+            divergences.
         inputs: Inputs of the loss; from `loss_inputs`.
         failures: Receives the error of a user's loss.
         recorder: Receives the values that enter the loss.
@@ -183,9 +184,11 @@ def loss_of(
     """
     config = learner.loss
     policy = bind(POLICY_LOSS, config)
-    logprobs, entropy = outputs
+    logprobs, entropy, *from_teacher = outputs
     known = _columns(batch, slot, inputs, logprobs.device)
     targets, weights = _targets(logprobs, known), known["weights"]
+    if from_teacher:
+        targets = replace(targets, divergence=from_teacher[0])
     try:
         losses, clipped, own_metrics = policy_loss(targets, policy)
     except RolloutError as error:

@@ -36,6 +36,7 @@ from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.batches.plan import split
 from trainer.batches.prefetch import one_ahead
 from trainer.batches.stored_rows import Origins, StoredRows, find_origins, stored_rows
+from trainer.batches.support import teacher_sets
 from trainer.batches.transfer import Arriving, to_device
 from trainer.distributed.balance import own_forests
 from trainer.distributed.processes import agreed, exchange_rows, gather_parts, own_groups
@@ -356,6 +357,10 @@ def update(
         with without_reduction(learner.policy) if done < len(own) else nullcontext():
             slot = forest.target_slot
             temperature = to_device(batch.temperature[slot], accelerator.device)
+            if learner.loss.policy_loss_type == "distill" and batch.teacher is not None:
+                reverse = learner.loss.distill_type == "reverse_kl"
+                teacher = teacher_sets(batch.teacher, slot, is_reverse=reverse)
+                forest = dataclasses.replace(forest, sets=None, teacher=teacher)
             outputs = learner.policy(forest.to(accelerator.device), temperature)
             loss, found = loss_of(learner, batch, slot, outputs, inputs, failures, recorder)
             # Data-parallel wrappers average gradients over processes; the weights are global.

@@ -176,7 +176,7 @@ def test_built_in_functions_are_of_the_same_protocol(kind: Kind) -> None:
         assert function.inputs == inputs_of(kind, name), name
         fields = SECTIONS[kind.section].__dataclass_fields__
         assert function.keys.keys() <= fields.keys(), name
-        assert function.inputs - {"selected"} <= {*kind.inputs}, name
+        assert function.inputs - {"selected", "divergence"} <= {*kind.inputs}, name
         protocol = getattr(trainer, {"p": "PolicyLoss", "a": "AdvantageEstimator"}.get(kind.rule_id[0], "LossReduction"))  # fmt: skip
         assert all(f"{name}:" in inspect.getdoc(protocol) for name in kind.inputs)
 

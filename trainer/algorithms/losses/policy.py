@@ -233,6 +233,11 @@ def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
     return TokenLoss(-ratio * advantages, clipped, metrics)
 
 
+def distill(logprobs: Tensor, divergence: Tensor) -> TokenLoss:
+    """Compute the divergence from a teacher's stored distribution (`loss.distill_type`)."""
+    return TokenLoss(divergence, torch.zeros_like(logprobs, dtype=torch.bool))
+
+
 def cross_entropy(logprobs: Tensor) -> TokenLoss:
     """Compute the supervised loss -l: no advantages, no ratios, no clipping."""
     return TokenLoss(-logprobs, torch.zeros_like(logprobs, dtype=torch.bool))

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from schemas.errors import InputError
 from schemas.ragged import BoolArray, IntArray
 from trainer.batches.data import Batch
 from trainer.batches.forest import Chains, Forest, chain_forests, with_sets
@@ -383,6 +384,9 @@ def derivatives(
     Returns:
         [M] c and [M] e, in the order of `slot`.
     """
+    if learner.loss.policy_loss_type == "distill":
+        got = "distill, whose loss does not follow from log-probabilities of single tokens"
+        raise InputError("teacher_logprobs", "loss.policy_loss_type", got, "another loss")
     logprobs, entropies = (t.detach().requires_grad_() for t in (logprobs, entropies))
     with torch.enable_grad():
         loss, _ = loss_of(learner, batch, slot, (logprobs, entropies), inputs, [])
