@@ -44,6 +44,7 @@ CONTENTS = Contents(
         "shown to the user, not sent": "system summary ai-title custom-title agent-name last-prompt "
         "progress result started tag",
         "what it sends is in `rendered`; without that, it is counted": "attachment/attachment",
+        "other forms of `rendered`, for a turn of the user": "attachment/renderedInHumanTurn",
         "facts about a compaction": "system:compact_boundary/trigger "
         "system:compact_boundary/originalModel system:compact_boundary/fallbackModel",
         "for undoing edits": "file-history-snapshot",

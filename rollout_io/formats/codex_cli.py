@@ -3,7 +3,7 @@
     {"timestamp": "...", "type": "session_meta", "payload": {"id": "...", ...}}
     {"timestamp": "...", "type": "response_item", "payload": {"type": "message", ...}}
 
-A file is a run; its `response_item` lines are the conversation, and `compacted` begins a new
+A file is a run, with the files of its sub-agents (`parent_thread_id`); its `response_item` lines are the conversation, and `compacted` begins a new
 context (`codex_cli_thread`). `token_usage_record` lines end a model call. `event_msg` lines repeat the
 conversation for display; only rollbacks are read from them. A fork (`forked_from_id`) begins with the
 lines of another session. The log has no reward and no token ids; encrypted reasoning is not readable.
@@ -19,8 +19,9 @@ context, and the answer that it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,6 +73,7 @@ CONTENTS = Contents(
     reads={
         "*": "timestamp",
         "session_meta": "payload.id payload.session_id payload.forked_from_id payload.cwd "
+        "payload.parent_thread_id payload.agent_nickname payload.agent_role "
         "payload.originator payload.cli_version payload.base_instructions.text payload.dynamic_tools",
         "turn_context": "payload.model",
         "compacted": "payload.message payload.compaction_response_id",
@@ -83,8 +85,8 @@ CONTENTS = Contents(
         "session_meta/payload.instructions session_meta/payload.memory_mode "
         "session_meta/payload.base_instructions.provenance session_meta/payload.history_mode "
         "session_meta/payload.runtime_workspace_roots session_meta/payload.thread_source "
-        "session_meta/payload.context_window session_meta/payload.agent_nickname "
-        "session_meta/payload.agent_role session_meta/payload.agent_path",
+        "session_meta/payload.context_window session_meta/payload.agent_path "
+        "session_meta/payload.multi_agent_version session_meta/payload.account_scoped",
         "settings, which the harness sends as messages": "turn_context/payload world_state",
         "facts about items and calls": "response_item/metadata token_usage_record/payload",
         "for resuming": "compacted/payload.replacement_history_metadata "
@@ -120,6 +122,9 @@ class _Instructions(msgspec.Struct, gc=False):
 class _Meta(msgspec.Struct, gc=False):
     id: str | None = None
     forked_from: str | None = msgspec.field(name="forked_from_id", default=None)
+    parent: str | None = msgspec.field(name="parent_thread_id", default=None)
+    nickname: str | None = msgspec.field(name="agent_nickname", default=None)
+    agent_role: str | None = None
     cwd: str | None = None
     originator: str | None = None
     cli_version: str | None = None
@@ -163,12 +168,14 @@ class _Session:
 
     Attributes:
         forked_from: Session whose lines the file begins with; None if it is not a fork.
+        parent: Session that started this one as a sub-agent; None if it is none.
         items: Digest of each item of the conversation, by the index of its place.
     """
 
     places: list[Place] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
     forked_from: str | None = None
+    parent: str | None = None
     items: dict[int, bytes] = field(default_factory=dict)
 
     def add(self, place: Place, head: _Head) -> None:
@@ -178,6 +185,7 @@ class _Session:
         elif head.type == "session_meta" and not self.labels:
             meta = decode_line(_META_DECODER, bytes(head.payload), place.where)
             self.labels, self.forked_from = _labels(meta), meta.forked_from
+            self.parent = meta.parent
         self.places.append(place)
 
     def answers(self, family: str) -> dict[int, list[bytes]]:
@@ -190,7 +198,7 @@ class _Session:
 
 
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per file; a file with a damaged line is rejected.
+    """Yield one run per session, with the files of its sub-agents; a damaged file is rejected.
 
     The items with which a fork and its origin begin are copies if all items before them are.
     """
@@ -209,12 +217,33 @@ def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
         for name, session in sessions.items()
     }
     copies = copied_answers(dict(sorted(answers.items(), key=lambda each: len(each[1]))))
+    names = {session.labels.get("session", name): name for name, session in sessions.items()}
+    roots = {name: _root_of(name, sessions, names) for name in sessions}
     for name, session in sessions.items():
+        if roots[name] != name:
+            continue
+        places, own, copied = list[Place](), dict[int, list[bytes]](), dict[int, str]()
+        for each in (name, *(n for n, root in roots.items() if root == name != n)):
+            start = len(places)
+            places += sessions[each].places
+            own |= {start + i: digests for i, digests in answers[each].items()}
+            copied |= {
+                start + i: sessions[keeper].labels.get("session", keeper)
+                for i, keeper in copies[each].items()
+            }
         instance = session.labels.get("session", name)
-        copied = {
-            i: sessions[keeper].labels.get("session", keeper) for i, keeper in copies[name].items()
-        }
-        yield from run_of(instance, session.places, session.labels, answers[name], copied)
+        yield from run_of(instance, places, session.labels, own, copied)
+
+
+def _root_of(name: str, sessions: Mapping[str, _Session], names: Mapping[str, str]) -> str:
+    """Return the session that a sub-agent belongs to: the first of a chain, or itself."""
+    root, seen = name, {name}
+    while (parent := names.get(sessions[root].parent or "")) is not None:
+        if parent in seen:
+            return name
+        seen.add(parent)
+        root = parent
+    return root
 
 
 def _digest_of(payload: msgspec.Raw) -> bytes:
@@ -262,17 +291,41 @@ def _labels(meta: _Meta) -> dict[str, str]:
 
 
 def read_session(run: Run, _: Options) -> Trajectory:
-    """Read the contexts of a session as text; each `source` is the location of the last item.
+    """Read the contexts of a session and its sub-agents as text.
+
+    Each `source` is the location of the last item.
 
     Raises:
         InputError: `record_type`: a line is damaged; `message`: every answer depends on an item that
             is encrypted or of an unknown type; `no_calls`: there is no model response.
     """
-    thread, texts = Thread(), dict[str, str]()
-    last_copy, num_copied, num_summaries = max(run.copied, default=-1), 0, 0
+    texts, steps = dict[str, str](), list[Conversation]()
+    unread: InputError | None = None
+    files = groupby(enumerate(run.places), key=lambda each: each[1].path)
+    for number, (_, group) in enumerate(files):
+        found, values, agent, lost = _read_file([*group], run.copied)
+        for step in found:
+            step.agent = agent if number else None
+        unread = unread or lost
+        texts = texts or values
+        steps += found
+    if not steps and unread is not None:
+        raise unread
+    if not steps:
+        raise InputError("no_calls", run.places[0].where, "the session has no model response")
+    return Trajectory(steps=steps, user_values=texts)
+
+
+def _read_file(
+    places: Sequence[tuple[int, Place]], copied: Collection[int]
+) -> tuple[list[Conversation], dict[str, str], str | None, InputError | None]:
+    """Return the contexts of a file, its model, its agent, and why an answer cannot be read."""
+    thread, texts, agent = Thread(), dict[str, str](), None
+    last_copy = max((i for i, _ in places if i in copied), default=-1)
+    num_copied, num_summaries = 0, 0
     defined: list[Message] | None = None
     edited = False
-    for i, place in enumerate(run.places):
+    for i, place in places:
         content = read_record(place)
         refuse_not_utf8(content, place.where)
         line = decode_line(_HEAD_DECODER, content, place.where)
@@ -290,6 +343,7 @@ def read_session(run: Run, _: Options) -> Trajectory:
             meta = decode_line(_META_DECODER, payload, where)
             thread.instruct(_instructions(meta))
             edited |= _are_edited(meta)
+            agent = meta.nickname or meta.agent_role or meta.id or agent
             defined = tools(meta.tools) or defined
         elif line.type == "turn_context":
             model = decode_line(_TURN_DECODER, payload, where).model
@@ -300,20 +354,15 @@ def read_session(run: Run, _: Options) -> Trajectory:
                 thread.roll_back(event.num_turns or 0)
         if i == last_copy:
             num_copied = thread.give()
-    contexts = thread.answered()
-    if not contexts and thread.unread is not None:
-        raise thread.unread
-    if not contexts:
-        raise InputError("no_calls", run.places[0].where, "the session has no model response")
     steps = [
         Conversation(source=c.where, messages=c.known, tools=defined, num_given=c.num_given)
-        for c in contexts
+        for c in thread.answered()
     ]
     note(SUMMARIES, num_summaries)
     note(EDITED, int(edited))
     note(LOST, thread.num_lost)
     note(COPIED, num_copied)
-    return Trajectory(steps=steps, user_values=texts)
+    return steps, texts, agent, thread.unread
 
 
 def _are_edited(meta: _Meta) -> bool:

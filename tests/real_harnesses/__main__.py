@@ -114,6 +114,12 @@ def sub_agents(harness: str, home: Home) -> None:
         task = {"description": "d", "prompt": "Look around.", "subagent_type": "general"}
         opencode(home, f"Delegate.\nCALL task {json.dumps(task)}")
         return
+    if harness == "codex":
+        wait = shell(harness, "sleep 5")
+        codex(
+            home, f"Delegate.\nCALL spawn_agent {json.dumps({'message': 'Look around.'})}\n{wait}"
+        )
+        return
     if harness == "gemini_cli":
         task = {"agent_name": "generalist", "prompt": "Look around."}
         gemini_cli(home, f"Delegate.\nCALL invoke_agent {json.dumps(task)}")
@@ -153,6 +159,7 @@ SCENARIOS: dict[str, dict[str, Callable[[str, Home], None]]] = {
         "resumed": resumed,
         "compacted": compacted,
         "image": image,
+        "sub_agents": sub_agents,
     },
     **{
         name: {

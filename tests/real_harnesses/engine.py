@@ -224,6 +224,12 @@ class Handler(BaseHTTPRequestHandler):
         custom = {
             tool.get("name") for tool in request.get("tools", ()) if tool.get("type") == "custom"
         }
+        spaces = {
+            inner["name"]: tool["name"]
+            for tool in request.get("tools", ())
+            if tool.get("type") == "namespace"
+            for inner in tool["tools"]
+        }
         number = next(self.server.numbers)
         summary = [{"type": "summary_text", "text": made.thought}]
         output: list[Any] = [{"type": "reasoning", "id": f"rs_{number}", "summary": summary}]
@@ -244,6 +250,7 @@ class Handler(BaseHTTPRequestHandler):
                 }
             else:
                 item |= {"type": "function_call", "arguments": json.dumps(call["input"])}
+                item |= {"namespace": spaces[call["name"]]} if call["name"] in spaces else {}
             output.append(item)
         # The number of items stands for their size, so that a harness with a limit compacts them.
         usage = {"input_tokens": 100 * len(items), "output_tokens": 0}

@@ -129,7 +129,8 @@ def plain_item(item):
         return [("thought", "\n".join(part["text"] for part in item["summary"]))]
     if kind == "function_call":
         arguments = json.dumps(json.loads(item["arguments"]), sort_keys=True)
-        return [("call", item["name"], arguments)]
+        space = f"{item['namespace']}." if item.get("namespace") else ""
+        return [("call", f"{space}{item['name']}", arguments)]
     if kind == "function_call_output":
         return [("result", item["call_id"], (("text", item["output"]),))]
     pictures = [part for part in item["content"] if part["type"] == "input_image"]
@@ -175,7 +176,10 @@ def test_prompts_of_codex_are_the_requests_message_for_message(scenario, tmp_pat
         assert got == expected
         lines = iter(instructions.split("\n"))  # sections about tools that are off are not sent
         assert all(line in lines for line in asked.split("\n"))
-    assert all((made.unread, made.notes[EDITED]) == ({}, 1) for _, made in found)
+    num_agents = 1 + (scenario == "sub_agents")
+    assert len(found) == 1
+    assert len({step.agent for _, made in found for step in made.steps}) == num_agents
+    assert all((made.unread, made.notes[EDITED]) == ({}, num_agents) for _, made in found)
     left_out = sum(made.notes.get(SUMMARIES, 0) for _, made in found)
     assert len(sent) - len(rows) == left_out == (scenario == "compacted")  # the summary
 

@@ -486,3 +486,42 @@ def test_sessions_with_the_same_beginning_that_are_no_forks_are_not_copies(tmp_p
     found, rejected = read_all(ADAPTER, *paths)
     assert rejected == []
     assert [made.notes for _, made in found] == [{}, {}]
+
+
+@pytest.mark.parametrize("first", ["main", "agent"])
+def test_the_files_of_sub_agents_belong_to_the_run_of_their_session(first, tmp_path):
+    spawned = {"parent_thread_id": "s", "agent_nickname": "Ada"}
+    below = {"parent_thread_id": "a", "agent_role": "scout"}
+    files = {
+        "main": [META, message("user", "Go."), answer("Done.")],
+        "agent": [line("session_meta", id="a", **spawned), message("user", "Look."), answer("A.")],
+        "below": [line("session_meta", id="b", **below), message("user", "Here."), answer("B.")],
+        "other": [line("session_meta", id="o", parent_thread_id="gone"), answer("Alone.")],
+    }
+    names = [first, *(name for name in files if name != first)]
+    paths = [write_lines(tmp_path / name, *files[name]) for name in names]
+    made, rejected = read_all(ADAPTER, *paths)
+    assert rejected == []
+    found = {run.instance_id: found for run, found in made}
+    assert found.keys() == {"s", "o"}
+    steps = found["s"].steps
+    assert [(step.agent, step.messages[-1]["content"]) for step in steps] == [
+        (None, "Done."),
+        ("Ada", "A."),
+        ("scout", "B."),
+    ]
+    assert all(each.unread == {} for each in found.values())
+
+
+def test_sub_agents_that_name_each_other_are_runs_of_their_own(tmp_path):
+    paths = [
+        write_lines(
+            tmp_path / name,
+            line("session_meta", id=name, parent_thread_id=parent),
+            message("user", "Go."),
+            answer("Done."),
+        )
+        for name, parent in (("a", "b"), ("b", "a"), ("c", "c"))
+    ]
+    made, rejected = read_all(ADAPTER, *paths)
+    assert (sorted(run.instance_id for run, _ in made), rejected) == (["a", "b", "c"], [])
