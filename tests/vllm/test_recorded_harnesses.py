@@ -16,6 +16,13 @@ from google.genai import types
 
 from rollout_io.cli.main import run
 from tests.helpers.recorder_helpers import recorder_process, recording, rows
+from tests.pipelines.record.test_exact_dialects import (
+    Chat,
+    Gemini,
+    Messages,
+    Responses,
+    num_breaks,
+)
 from tests.real_harnesses.__main__ import ASK
 from tests.real_harnesses.harnesses import PROGRAMS, Endpoint, Home
 
@@ -24,7 +31,7 @@ pytestmark = pytest.mark.vllm
 NAMES = ("smollm2", "claude-x", "gpt-x", "gemini-x", "m")
 COLUMNS = ("trajectory_id", "prompt_token_ids", "response_ids", "rollout_logprobs", "token_source")
 COLUMNS += ("response_text", "stop_reason", "messages", "temperature")
-ENDS = (" and", ",", "-", " in", " the")
+ENDS = (" and", "-", " in", " the")
 MOST_TOKENS = 256
 SENDS_NO_SESSION = {"gemini_cli"}
 ASKED = [{"role": "user", "content": "Say hello."}]
@@ -43,6 +50,7 @@ def harness_server(start_vllm, small_smollm2, tokenizer, tmp_path_factory):
     arguments = ["--served-model-name", *NAMES, "--max-model-len", "8192"]
     arguments += ["--override-generation-config", json.dumps({"max_new_tokens": MOST_TOKENS})]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    arguments += ["--enable-scale-out"]
     with start_vllm(*arguments, model=model) as server:
         yield server
 
@@ -79,6 +87,56 @@ def test_a_real_harness_ends_and_each_call_is_a_row_of_one_session(
     check(found, tokenizer)
     assert len({row["trajectory_id"] for row in found}) == 1
     assert any("Say hello." in row["messages"] for row in found)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("harness", [Chat, Messages, Responses, Gemini])
+def test_conversations_with_tools_continue_token_by_token(
+    harness, stream, harness_server, small_smollm2, tmp_path
+):
+    async def main():
+        given = {"exact_prefix": str(small_smollm2)}
+        async with recording(tmp_path / "ds", harness_server.url, **given) as client:
+            own = harness()
+            for _ in range(3):
+                path = own.path_of(stream).replace("fake", "smollm2")
+                body = own.body(stream) | {"model": "smollm2"}
+                answer = await client.post(f"/s/task/0/{path}", json=body)
+                assert answer.status_code == 200, answer.text
+                own.take(answer.text, stream)
+            await client.post("/s/task/0/end", json={"reward": 1.0})
+            return (await client.get("/metrics")).text
+
+    metrics = asyncio.run(main())
+    assert 'rollouts_record_exact_prefix_total{sent="tokens"} 2.0' in metrics
+    found = rows(tmp_path / "ds", *COLUMNS)
+    assert len(found) == 3
+    assert num_breaks(found) == 0
+
+
+def test_a_call_that_was_sampled_after_ids_is_parsed_by_the_server(
+    harness_server, small_smollm2, tmp_path
+):
+    mark = r'<tool_call>\n\{"name": "ls", "arguments": \{"p":"[a-z]{3}"\}\}\n</tool_call>'
+
+    async def main():
+        given = {"exact_prefix": str(small_smollm2)}
+        async with recording(tmp_path / "ds", harness_server.url, **given) as client:
+            own = Chat()
+            found = []
+            for turn in range(3):
+                forced = {"structured_outputs": {"regex": mark}} if turn else {}
+                body = own.body(turn == 2) | {"model": "smollm2", "max_tokens": 64} | forced
+                answer = await client.post("/s/task/0/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                found.append(own.take(answer.text, turn == 2))
+            await client.post("/s/task/0/end", json={"reward": 1.0})
+            return found
+
+    assert asyncio.run(main()) == [0, 1, 1]
+    found = rows(tmp_path / "ds", *COLUMNS)
+    assert num_breaks(found) == 0
+    assert [row["stop_reason"] for row in found] == ["stop", "tool_calls", "tool_calls"]
 
 
 async def with_openai(root, stream):
