@@ -243,7 +243,11 @@ class Call:
     async def _parsed(self, response: Answered, asked: Asked, answer: Answer) -> None:
         """Record a text completion with the message that its ids are; the client gets it whole."""
         assert self.parser is not None
-        content = await self.parser.merged(answer, asked, self.headers)
+        try:
+            content = await self.parser.merged(answer, asked, self.headers)
+        except RolloutError as error:
+            self._unrecorded("answers whose ids the engine did not parse", str(error))
+            raise
         recorded = msgspec.Raw(content)
         await self._record(asked, recorded)
         seen = await self._read(recorded)

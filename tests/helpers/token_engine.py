@@ -3,6 +3,7 @@
 import json
 import re
 
+from rollout_io.retokenize.messages import normalize
 from tests.helpers.fake_engine import FakeEngine, answer, event
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -58,7 +59,7 @@ class TokenEngine(FakeEngine):
         return True
 
     def _rendered(self, messages):
-        plain = [message | {"content": message.get("content") or ""} for message in messages]
+        plain = [normalize(message, "message") for message in messages]
         text = self.tokenizer.render(plain, generation_prompt=True)
         return self.tokenizer.encode([text], ["prompt"])[0]
 

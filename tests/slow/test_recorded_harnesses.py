@@ -2,13 +2,15 @@
 
 import json
 import re
+from itertools import pairwise
 
 import pytest
 
 from rollout_io.cli.main import run
 from tests.helpers.fake_engine import running, tokens_of
 from tests.helpers.recorder_helpers import recorder_process, rows
-from tests.real_harnesses.__main__ import SCENARIOS
+from tests.helpers.token_engine import TokenEngine
+from tests.real_harnesses.__main__ import ASK, SCENARIOS, SHELLS
 from tests.real_harnesses.exact_engine import ExactEngine, prompt_of
 from tests.real_harnesses.harnesses import PROGRAMS, Endpoint, Home
 
@@ -110,3 +112,32 @@ def test_every_answer_of_a_log_joins_with_a_recorded_call(harness, scenario, tmp
     made = rows(out, *COLUMNS)
     assert len(made) == joined["num_joined"] == len(found) - len(summaries)
     assert {(tuple(r["prompt_token_ids"]), tuple(r["response_ids"])) for r in made} <= exact
+
+
+@pytest.mark.parametrize("harness", ["claude_code", "opencode"])
+def test_what_a_real_harness_sends_back_continues_token_by_token(
+    harness, tokenizer, smollm2_dir, tmp_path
+):
+    name, key = SHELLS[harness]
+    lines = [
+        f'<think>{word}?</think>I will.<tool_call>{{"name":"{name}", "arguments":{{"{key}":'
+        f'"echo {word}",   "description":"x"}}}}</tool_call>'
+        for word in ("one", "two")
+    ]
+    title = ["A title."] if harness == "opencode" else []
+    app = TokenEngine(tokenizer, [*title, *lines, "<think>Hm.</think>Done.\n"])
+    arguments = ("--end-open", "--exact-prefix", str(smollm2_dir))
+    with (
+        running(app) as engine,
+        recorder_process(tmp_path / "ds", "--upstream", engine, *arguments) as (_, url),
+    ):
+        named = "/s/task/0" if harness in SENDS_NO_SESSION else ""
+        ASK[harness](Home(tmp_path / "home", Endpoint(url + named)), "Try it.")
+    found = [
+        row for row in rows(tmp_path / "ds", *COLUMNS) if "A title." not in row["response_text"]
+    ]
+    assert len(found) == 3
+    for before, after in pairwise(found):
+        end = before["prompt_token_ids"] + before["response_ids"]
+        assert after["prompt_token_ids"][: len(end)] == end
+    assert app.paths.count("/v1/completions") == 2
