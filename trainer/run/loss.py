@@ -187,8 +187,8 @@ def loss_of(
     logprobs, entropy, *from_teacher = outputs
     known = _columns(batch, slot, inputs, logprobs.device)
     targets, weights = _targets(logprobs, known), known["weights"]
-    if from_teacher:
-        targets = replace(targets, divergence=from_teacher[0])
+    # Without a teacher, distill has a loss of 0.
+    targets = replace(targets, divergence=from_teacher[0] if from_teacher else 0 * logprobs)
     try:
         losses, clipped, own_metrics = policy_loss(targets, policy)
     except RolloutError as error:
