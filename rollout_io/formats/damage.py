@@ -118,8 +118,8 @@ def _broken(name: str, path: Path) -> Iterator[tuple[InputError, bytes]]:
         error = _error_of(content, name)
         if error is None:
             return  # a sound document
-        is_one_line = b"\n" not in content.strip()
-        if (is_one_line and ".jsonl" not in name) or _spans_lines(content):
+        is_one_line = b"\n" not in content.strip() and path.suffix != ".jsonl"
+        if is_one_line or _spans_lines(content):
             yield error, content[:_MENDED_BYTES]
             return
     for number, line in enumerate(lines, 1):

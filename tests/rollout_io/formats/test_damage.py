@@ -98,6 +98,7 @@ def test_convert_tells_damage_as_formats_does(tmp_path, capsys):
     said = capsys.readouterr().err
     assert run(["formats", str(path)]) == 1
     assert said == capsys.readouterr().err
+    assert "a.jsonl:1: the line is cut off" in said.replace("log.jsonl", "a.jsonl")
     assert "it looks like calls. [json_line]" in said
 
 

@@ -173,7 +173,8 @@ def test_real_sessions_of_claude_code(harness_logs, newer_logs):
     files += sorted(newer_logs.glob("claude_code/subagent/**/*.jsonl"))
     assert len(files) == 4
     for path in files:
-        ((texts,),) = contexts("claude_code", path)
+        (parts,) = contexts("claude_code", path)
+        texts = [text for each in parts for text in each]
         said = [r for r in json_lines(path) if r["type"] in {"user", "assistant"}]
         assert lines_of(texts) == lines_of(to_last_answer(map(claude_code_texts, said))), path.name
 

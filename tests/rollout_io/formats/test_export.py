@@ -25,6 +25,7 @@ ENDING = {
     "verl": "parquet",
     "slime": "pt",
     "hf": "folder",
+    "session_traces": "dir",
     "parquet": "dir",
     "session_traces": "dir",
 }
