@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from rollout_io.conversion import rejections
 from rollout_io.conversion.images import stored_in
 from rollout_io.conversion.joining import Recorded
+from rollout_io.conversion.lacks import note_lacks
 from rollout_io.conversion.rejections import of_run, pointed
 from rollout_io.conversion.remote import named_rejection, named_table
 from rollout_io.conversion.rewards import Key, Outcome, settle
@@ -32,7 +33,6 @@ from rollout_io.conversion.text import (
     Retokenizer,
     check_decoded,
     is_of_tokenizer,
-    note_lacks,
     with_tokens,
 )
 from rollout_io.dataset.footer import Part

@@ -37,20 +37,10 @@ if TYPE_CHECKING:
 
 MEDIA = "images and other parts that are not text, each replaced by a mark such as [image]"
 PLACED = "images encoded as the placeholder of the chat template"
-NO_SYSTEM = "contexts without a system prompt: the log has none"
-NO_TOOLS = "contexts without tool definitions: the log has none"
 LITERALS = "special tokens in texts, encoded as plain text"
 NO_TOKENS = "no_token_ids"
 _NEEDS_TOKENIZER = "pass --tokenizer DIR to re-tokenize the text (approximate), or "
 _COLLECT = "collect exact ids from the engine (return_token_ids)"
-
-
-def note_lacks(logged: Trajectory) -> None:
-    """Count the contexts of an agent program without what every request has (`Adapter.is_agent`)."""
-    contexts = [step for step in logged.steps if isinstance(step, Conversation)]
-    roles = [{message["role"] for message in step.messages[:1]} for step in contexts]
-    note(NO_SYSTEM, sum(not found & {"system", "developer"} for found in roles))
-    note(NO_TOOLS, sum(not step.tools for step in contexts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from rollout_io.dataset.opening import open_input, read_input
+from rollout_io.formats.agent_lightning_contents import CONTENTS, INPUTS, ROLLOUTS
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -39,7 +40,7 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.contents import account
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
@@ -70,11 +71,6 @@ from rollout_io.formats.parsing.tokens import (
 )
 from schemas.errors import InputError, InvariantError, RolloutError
 
-_ROLLOUTS = (
-    "inferred: events do not name a task, so each rollout is a separate group (--group-by prompt "
-    "groups rollouts with the same first prompt)"
-)
-_INPUTS = "inferred: rollouts with the same `data_id` or, without it, with equal inputs"
 _BLANK = b" \t\r\n,["
 _MARKS = (b'"event_type"', b'"rollout_id"')
 _ENDED = "succeeded"
@@ -167,28 +163,6 @@ _EVENTS_SHAPE = msgspec.json.Decoder(list[_EventShape])
 _ROLLOUTS_SHAPE = msgspec.json.Decoder(list[_RolloutShape])
 
 
-_CALL_KEYS = (
-    "request response model_version server.version routed_experts prompt_token_ids "
-    "response_token_ids response_log_probs usage http_status status"
-)
-CONTENTS = Contents(
-    kind="event_type",
-    default="rollout",
-    reads={
-        "*": "rollout_id attempt_id timestamp",
-        "model_request": " ".join(f"data.{name}" for name in _CALL_KEYS.split()),
-        "reward": "data.value data.source data.reason",
-        "rollout": "input status.state status.last_attempt_id status.error_message",
-    },
-    leaves={
-        "facts about a call": "model_request/data.finish_reason model_request/data.latency_ms "
-        "model_request/data.model model_request/data.retry_count model_request/data.server",
-        "facts about a rollout": "rollout/config rollout/is_train rollout/metadata rollout/status",
-        "notes of the program, not sent": "note",
-    },
-)
-
-
 @dataclass(slots=True)
 class _Rollout:
     """The records of a rollout.
@@ -224,9 +198,7 @@ def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
             yield Rejected(Place(given.path, given.name, 0, given.path.stat().st_size), error)
     yield from models.about()
     if rollouts:
-        yield About(
-            "groups", _ROLLOUTS if any(not r.record for r in rollouts.values()) else _INPUTS
-        )
+        yield About("groups", ROLLOUTS if any(not r.record for r in rollouts.values()) else INPUTS)
     for name, rollout in rollouts.items():
         yield from _runs(name, rollout)
 
