@@ -170,8 +170,9 @@ def test_real_sessions_of_codex(harness_logs, newer_logs):
 def test_real_sessions_of_claude_code(harness_logs, newer_logs):
     names = ["claude-code-log.representative_messages", "simonw.sample_session"]
     files = [harness_logs / "claude_code" / f"{name}.jsonl" for name in names]
+    files += [newer_logs / "claude_code" / "scout.compaction_session.jsonl"]
     files += sorted(newer_logs.glob("claude_code/subagent/**/*.jsonl"))
-    assert len(files) == 4
+    assert len(files) == 5
     for path in files:
         (parts,) = contexts("claude_code", path)
         texts = [text for each in parts for text in each]

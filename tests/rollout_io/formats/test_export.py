@@ -27,7 +27,6 @@ ENDING = {
     "hf": "folder",
     "session_traces": "dir",
     "parquet": "dir",
-    "session_traces": "dir",
 }
 READ = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward")
 
