@@ -33,7 +33,7 @@ from pipelines.record.serving import guarded_app, new_recorder
 from pipelines.record.settings import RecordSettings
 from pipelines.record.upstreams import Answered, Upstreams
 from rollout_io.configuration import build, check_required, checked_values
-from schemas.errors import ConfigError, RolloutError
+from schemas.errors import ConfigError, EngineError, RolloutError
 
 MOUNT = "/recorder"
 _PREFIX = "ROLLOUTS_RECORD_"
@@ -62,8 +62,8 @@ class RecordingMiddleware:
         """Handle one request, or the application's lifespan."""
         if scope["type"] == "lifespan":
             await self._live(scope, receive, send)
-        elif self._recorder is not None and _is_below(scope.get("path", "")):
-            await self._recorder(_below(scope), receive, send)
+        elif self._recorder is not None and (inner := _below(scope)) is not None:
+            await self._recorder(inner, receive, send)
         else:
             await self._engine(scope, receive, send)
 
@@ -125,7 +125,7 @@ class AppUpstream(Upstreams):
     def __init__(self, app: ASGIApp, lifespan: Scope, settings: RecordSettings) -> None:
         super().__init__(
             settings.upstreams,
-            Limits(),
+            Limits(max_attempts=1),
             api_key=settings.upstream_api_key,
             max_answer_bytes=settings.max_answer_bytes,
         )
@@ -166,6 +166,9 @@ class AppUpstream(Upstreams):
         }
         response = AppResponse(body)
         await response.of(self._app, scope)
+        if not response.status:
+            got, hint = "the engine's application sent no response", "see the log of the server"
+            raise EngineError("engine_down", path, got, hint=hint)
         return response
 
 
@@ -187,19 +190,13 @@ class AppResponse:
         self._is_whole = False
 
     async def of(self, app: ASGIApp, scope: Scope) -> None:
-        """Start the application, and wait for the headers of its response.
-
-        Raises:
-            ConnectionError: The application ended without a response.
-        """
+        """Start the application, and wait for the headers of its response, or for its end."""
         self._running = asyncio.create_task(self._run(app, scope))
         try:
             await self._begun.wait()
         except asyncio.CancelledError:
             self.close()
             raise
-        if not self.status:
-            raise ConnectionError("the application sent no response")
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -265,12 +262,16 @@ class AppResponse:
             self._is_whole = not message.get("more_body", False)
 
 
-def _is_below(path: str) -> bool:
-    return path == MOUNT or path.startswith(f"{MOUNT}/")
+def _below(scope: Scope) -> Scope | None:
+    """Return the scope of a request to the recorder, which sees its path without `/recorder`.
 
-
-def _below(scope: Scope) -> Scope:
-    """Return the scope of a request to the recorder, which sees its paths without `/recorder`."""
-    raw = scope.get("raw_path") or scope["path"].encode()
-    inner = {"path": scope["path"][len(MOUNT) :] or "/", "raw_path": raw[len(MOUNT) :] or b"/"}
-    return {**scope, **inner, "root_path": MOUNT}
+    None if the request is the engine's. Servers behind a prefix (`root_path`) have it in the path or not.
+    """
+    root = scope.get("root_path", "")
+    raw = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1").partition("?")[0]
+    path = raw.removeprefix(root) if raw.startswith(f"{root}/") else raw
+    if path != MOUNT and not path.startswith(f"{MOUNT}/"):
+        return None
+    path = path.removeprefix(MOUNT) or "/"
+    inner = {"path": unquote(path), "raw_path": path.encode("latin-1"), "root_path": root + MOUNT}
+    return {**scope, **inner}

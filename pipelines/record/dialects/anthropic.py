@@ -175,6 +175,8 @@ def _tools(asked: MessagesRequest, path: str) -> Fields:
     made: Fields = {"tools": tools}
     choice = asked.tool_choice
     if choice is not None and choice.type == "tool":
+        if not choice.name:
+            raise InputError("record_type", path, "tool_choice without a name", "a tool's name")
         made["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice is not None:
         if choice.type not in _CHOICES:

@@ -143,6 +143,9 @@ def request_to_chat(asked: GeminiRequest, model: str, path: str) -> Fields:
         raise inexpressible(path, "`cachedContent`, which the API stores,")
     messages = gemini.messages(_joined(asked.contents), f"{path}, contents")
     given = msgspec.json.decode(asked.system_instruction)
+    parts = given.get("parts") if isinstance(given, Mapping) else None
+    if any("text" not in part for part in parts or () if isinstance(part, Mapping)):
+        raise inexpressible(path, "a system instruction with other parts than text")
     system = gemini.system_prompt(given, f"{path}, systemInstruction")
     if system:
         messages.insert(0, {"role": "system", "content": system})

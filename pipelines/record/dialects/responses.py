@@ -395,7 +395,7 @@ class ResponsesCall(DialectCall):
         asked = decoded(_DECODER, body, path)
         if not asked.input:
             raise InputError("record_type", path, "no `input`", "a text, or at least one item")
-        self._asked, self._fields = asked, _FIELDS.decode(body)
+        self._asked, self._fields = asked, decoded(_FIELDS, body, path)
         self.model, self.is_stream = asked.model, bool(asked.stream)
         self.chat: Fields = request_to_chat(asked, path)
         key = asked.prompt_cache_key or ""  # other clients share one key among conversations

@@ -30,6 +30,7 @@ from rollout_io.formats.parsing.content import (
 )
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.media import part_of_data
+from schemas.errors import InputError
 
 PARTS = Contents(
     reads={
@@ -279,19 +280,28 @@ def system_prompt(given: Any, where: str) -> str:
     if given is None or isinstance(given, str):
         return given or ""
     content = decode_line(_CONTENT_DECODER, bytes(raw_of(given)), where)
-    return "\n".join(part.text or "" for part in parts_in(content.parts))
+    return "\n".join(part.text for part in parts_in(content.parts) if part.text)
 
 
 def tools(given: Any) -> list[Message] | None:
     """Return function declarations in OpenAI's format; None if there are none.
 
     Tools of the API, such as `googleSearch`, are kept by their name.
+
+    Raises:
+        InputError: `record_type`: the declarations are not a list of objects.
     """
     found: list[Message] = []
     for each in given if isinstance(given, list) else ():
         for name, value in each.items() if isinstance(each, Mapping) else ():
             if name in {"functionDeclarations", "function_declarations"}:
-                found += [_function(function) for function in value or () if "name" in function]
+                declared = value if value is not None else []
+                if not isinstance(declared, list) or not all(
+                    isinstance(one, Mapping) for one in declared
+                ):
+                    got, expected = f"a value of type {type(value).__name__}", "a list of objects"
+                    raise InputError("record_type", name, got, expected)
+                found += [_function(function) for function in declared if "name" in function]
             else:
                 found.append(function_tool(name))
     return found or None

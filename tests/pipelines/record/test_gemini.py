@@ -271,6 +271,9 @@ def test_names_in_snake_case_and_schemas_of_the_api_are_understood():
     assert form["json_schema"]["schema"] == TOOL["function"]["parameters"]
 
 
+PICTURE = {"mimeType": "image/png", "data": "AA=="}
+
+
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
@@ -281,6 +284,9 @@ def test_names_in_snake_case_and_schemas_of_the_api_are_understood():
         ({"generationConfig": {"responseModalities": ["IMAGE"]}}, "IMAGE"),
         ({"generationConfig": {"responseMimeType": "text/csv"}}, "text/csv"),
         ({"toolConfig": {"functionCallingConfig": {"mode": "SOME"}}, "tools": [LS]}, "SOME"),
+        ({"tools": [{"functionDeclarations": {"name": "ls"}}]}, "functionDeclarations"),
+        ({"tools": [{"functionDeclarations": ["ls"]}]}, "functionDeclarations"),
+        ({"systemInstruction": {"parts": [{"inlineData": PICTURE}]}}, "system instruction"),
         ({"contents": []}, "no `contents`"),
         ({"contents": 3}, "array"),
         ({"contents": [{"role": "user", "parts": [{"text": 3}]}]}, "text"),

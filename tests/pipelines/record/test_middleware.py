@@ -11,7 +11,7 @@ import pytest
 from starlette.applications import Starlette
 
 from pipelines.record.client import RecorderClient
-from pipelines.record.middleware import MOUNT, AppResponse, settings_of
+from pipelines.record.middleware import MOUNT, AppResponse, RecordingMiddleware, settings_of
 from schemas.errors import ConfigError
 from tests.conftest import ROOT
 from tests.helpers.fake_engine import FakeEngine, recorded_inside, running
@@ -280,3 +280,55 @@ def test_requests_of_other_sites_are_refused_below_the_mount(inside):
         assert answer.json()["error"]["type"] == "foreign_origin"
         answer = client.get(f"{MOUNT}/health", headers={"host": "evil.example"})
         assert answer.json()["error"]["type"] == "foreign_host"
+
+
+@pytest.mark.parametrize("when", ["before", "never"])
+def test_an_engine_that_sends_no_response_is_asked_once_and_told(inside, when):
+    num_runs = 0
+
+    async def failing(*_):
+        nonlocal num_runs
+        num_runs += 1
+        if when == "before":
+            raise ValueError
+
+    with inside(failing) as url, httpx2.Client(base_url=url, timeout=20) as client:
+        answer = client.post(f"{MOUNT}/s/a/0/v1/chat/completions", json=CHAT)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (502, "engine_down")
+    assert num_runs == 1
+
+
+def answered(app, path, **scope):
+    """The path and root that an application below the mount sees; None: the engine gets the request."""
+    seen = []
+
+    async def recorder(inner, _, __):
+        seen.append((inner["raw_path"], inner["root_path"]))
+
+    async def engine(*_):
+        seen.append(None)
+
+    app._engine, app._recorder = engine, recorder
+    given = {"type": "http", "path": path, "raw_path": path.encode()} | scope
+    asyncio.run(app(given, None, None))
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "expected"),
+    [
+        ("/recorder", "", (b"/", "/recorder")),
+        ("/recorder/s/a%2Fb/0", "", (b"/s/a%2Fb/0", "/recorder")),
+        ("/api/recorder/health", "/api", (b"/health", "/api/recorder")),
+        ("/recorder/health", "/api", (b"/health", "/api/recorder")),
+        ("/%72ecorder/health", "", None),
+        ("/recorders", "", None),
+        ("/apirecorder/health", "/api", None),
+        ("/v1/models", "", None),
+    ],
+)
+def test_the_recorder_is_below_its_mount_with_and_without_a_prefix(
+    monkeypatch, tmp_path, path, root, expected
+):
+    monkeypatch.setenv("ROLLOUTS_RECORD_OUT", str(tmp_path / "ds"))
+    assert answered(RecordingMiddleware(None), path, root_path=root) == expected
