@@ -237,6 +237,7 @@ def test_a_last_message_of_the_assistant_is_continued():
         ({"messages": 3}, "messages"),
         ({"max_tokens": None}, "max_tokens"),
         ({"tool_choice": {"type": "some"}}, "some"),
+        ({"tool_choice": {"type": "tool"}, "tools": [LS]}, "tool_choice without a name"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name_and_goes_nowhere(
