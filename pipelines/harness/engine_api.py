@@ -75,6 +75,7 @@ class _Request(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -160,11 +161,14 @@ class EngineApp:
             if not request.messages:
                 raise _bad(path, "`messages` is missing or empty")
             tools = None if request.tool_choice == "none" else request.tools
+            given = dict(request.chat_template_kwargs or {})
+            if request.reasoning_effort is not None:  # a variable of the template, as in vLLM
+                given["reasoning_effort"] = request.reasoning_effort
             return await self._engine.chat(
                 request.messages,
                 sampling,
                 tools=tools,
-                chat_template_kwargs=request.chat_template_kwargs,
+                chat_template_kwargs=given or None,
             )
         prompt = request.prompt
         if not prompt:

@@ -121,6 +121,35 @@ def test_a_tool_is_called_and_its_result_answered(tokenizer):
         assert (called.name, json.loads(called.arguments)) == ("add", {"a": 2})
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
+            {"reasoning_effort": "low", "enable_thinking": True},
+        ),
+    ],
+)
+def test_an_effort_is_a_variable_of_the_chat_template(
+    fields, expected, engine, tokenizer, monkeypatch
+):
+    found, chat = [], engine.chat
+
+    async def spied(*given, **settings):
+        found.append(settings["chat_template_kwargs"])
+        return await chat(*given, **settings)
+
+    async def use(_, client):
+        body = {"messages": ASK, "max_tokens": 2} | fields
+        return (await client.post("/v1/chat/completions", json=body)).status_code
+
+    monkeypatch.setattr(engine, "chat", spied)
+    assert answered(engine, tokenizer, use) == 200
+    assert found == [expected]
+
+
 def test_a_stop_string_ends_the_text_before_it_and_the_tokens_after_it(tokenizer):
     engine = Scripted(tokenizer, "one END")
 
