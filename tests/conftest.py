@@ -89,6 +89,20 @@ def small_smollm2(smollm2_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def brief_smollm2(small_smollm2, tokenizer, tmp_path_factory):
+    """The small SmolLM2, with frequent tokens as ends of its answers, which are short so."""
+    path = tmp_path_factory.mktemp("brief") / "smollm2"
+    shutil.copytree(small_smollm2, path)
+    config = json.loads((path / "generation_config.json").read_text())
+    words = (" and", "-", " in", " the")
+    ends = tokenizer.encode(words, words)
+    assert all(len(ids) == 1 for ids in ends)
+    config["eos_token_id"] = [tokenizer.eos_token_id, *(ids[0] for ids in ends)]
+    (path / "generation_config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="session")
 def narrow_smollm2(smollm2_dir, tmp_path_factory):
     """Two narrow layers of random weights with SmolLM2's tokens, for tests of what commands do."""
     import torch

@@ -61,20 +61,35 @@ def _compared(line):
 
 
 def follow(
-    guide, folder, *, url=VLLM, part=None, model=ROOT / ".cache" / "smollm2", replaced=("", "")
+    guide,
+    folder,
+    *,
+    url=VLLM,
+    part=None,
+    model=ROOT / ".cache" / "smollm2",
+    replaced=("", ""),
+    places=(),
+    programs=(),
+    num_blocks=None,
 ):
     """Save the files of a guide in a folder, and run its commands there; their output.
 
-    In the files, the first of `replaced`, which one of them must contain, becomes the second.
+    In the files, the first of `replaced`, which one of them must contain, becomes the second. In files
+    and commands, the first of each of `places` becomes its second. `programs` are folders of programs.
+    Without `num_blocks`, all blocks of commands are run.
     """
     assert not replaced[0] or any(replaced[0] in c for _, name, c in blocks_of(guide, part) if name)
     (folder / ".cache").mkdir()
     (folder / ".cache" / "smollm2").symlink_to(model)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    printed = ""
+    folders = [*programs, Path(sys.executable).parent, os.environ["PATH"]]
+    path = os.pathsep.join(map(str, folders))
+    printed, num_run = "", 0
+    places = (*places, (VLLM, url))
     for language, name, code in blocks_of(guide, part):
+        for was, now in places:
+            code = code.replace(was, now)
         if name:
-            (folder / name).write_text(code.replace(VLLM, url).replace(*replaced))
+            (folder / name).write_text(code.replace(*replaced))
         if language == "sh" and not code.startswith(BEFORE):
             done = subprocess.run(
                 ["bash", "-ec", code],
@@ -87,6 +102,9 @@ def follow(
             )
             assert done.returncode == 0, f"{code}\n{done.stdout}"
             printed += done.stdout
+            num_run += 1
+            if num_run == num_blocks:
+                break
     return printed
 
 

@@ -6,7 +6,6 @@ is the path.
 
 import asyncio
 import json
-import shutil
 
 import anthropic
 import openai
@@ -31,27 +30,19 @@ pytestmark = pytest.mark.vllm
 NAMES = ("smollm2", "claude-x", "gpt-x", "gemini-x", "m")
 COLUMNS = ("trajectory_id", "prompt_token_ids", "response_ids", "rollout_logprobs", "token_source")
 COLUMNS += ("response_text", "stop_reason", "messages", "temperature")
-ENDS = (" and", "-", " in", " the")
 MOST_TOKENS = 256
 SENDS_NO_SESSION = {"gemini_cli"}
 ASKED = [{"role": "user", "content": "Say hello."}]
 
 
 @pytest.fixture(scope="module")
-def harness_server(start_vllm, small_smollm2, tokenizer, tmp_path_factory):
+def harness_server(start_vllm, brief_smollm2):
     """A real server whose context holds the prompts of harnesses, and whose answers are short."""
-    model = tmp_path_factory.mktemp("brief") / "smollm2"
-    shutil.copytree(small_smollm2, model)
-    config = json.loads((model / "generation_config.json").read_text())
-    ends = tokenizer.encode(ENDS, ENDS)
-    assert all(len(ids) == 1 for ids in ends)
-    config["eos_token_id"] = [tokenizer.eos_token_id, *(ids[0] for ids in ends)]
-    (model / "generation_config.json").write_text(json.dumps(config))
     arguments = ["--served-model-name", *NAMES, "--max-model-len", "8192"]
     arguments += ["--override-generation-config", json.dumps({"max_new_tokens": MOST_TOKENS})]
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     arguments += ["--enable-scale-out"]
-    with start_vllm(*arguments, model=model) as server:
+    with start_vllm(*arguments, model=brief_smollm2) as server:
         yield server
 
 
