@@ -12,6 +12,8 @@ from tests.real_harnesses.harnesses import NODE, PROGRAMS
 
 AGENTS = {"claude": "claude_code", "codex": "codex", "opencode": "opencode"}
 """Agents of the guide, and their names as harnesses."""
+SCORES = (("reward=${#answer}", "reward=$((1 - attempt))"), ("echo ${#answer}", "echo $RANDOM"))
+"""Rewards in place of the guide's lengths, which are often the same for answers of a few tokens."""
 HAS_AGENTS = pytest.mark.skipif(
     not PROGRAMS.exists(), reason=f"no {PROGRAMS}: run `make .venv-harnesses/.ready`"
 )
@@ -22,7 +24,7 @@ def follow_with(url, folder, model, changes=(), num_blocks=None):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    places = ((VLLM, url), ("8100", port), *changes)
+    places = ((VLLM, url), ("8100", port), *SCORES, *changes)
     programs = (PROGRAMS, NODE)
     return follow(
         "coding_agents.md",
@@ -56,6 +58,9 @@ def check_recorded(folder):
     check_exact(rows)
     names = {f"hello-{agent}_{attempt}" for agent in AGENTS for attempt in (0, 1)}
     assert set(rows["trajectory_id"]) == names
+    last = rows.filter(pl.col("is_last_step"))
+    for name, reward in zip(last["trajectory_id"], last["reward"], strict=True):
+        assert reward == (1.0 if name.endswith("_0") else 0.0)
     return rows
 
 
@@ -69,15 +74,20 @@ def check_trained(folder):
     return update
 
 
+def check_same_weights(updates):
+    """The weights that were updated are those that sampled."""
+    for update in updates:
+        assert update["rollout_logprobs_abs_diff_mean"] < 1e-3
+        assert update["grad_norm"] > 0
+
+
 def check(folder):
-    """The weights that were updated are those that sampled, in the recorded run and in the loop."""
+    """The recorded run and the loop of two iterations end in checkpoints."""
     check_recorded(folder)
     run = folder / "runs" / "agent-loop"
     updates = [check_trained(folder), *updates_of(run)]
     assert len(updates) == 3
-    for update in updates:
-        assert update["rollout_logprobs_abs_diff_mean"] < 1e-3
-        assert update["grad_norm"] > 0
+    check_same_weights(updates)
     rows = pl.from_arrow(rollout_io.read(f"{run}/rollouts/*"))
     check_exact(rows)
     assert rows["trajectory_id"].n_unique() == 4

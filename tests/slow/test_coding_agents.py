@@ -22,22 +22,17 @@ pytestmark = [pytest.mark.nightly, pytest.mark.model, HAS_AGENTS]
 
 
 def test_two_attempts_of_each_agent_that_call_tools_become_an_update(narrow_smollm2, tmp_path):
-    """With rewards 1 and 0, and a prompt that makes the engine call the agent's shell."""
+    """With a prompt that makes the engine call the agent's shell."""
     calls = {name: shell(harness, "echo one") for name, harness in AGENTS.items()}
     cases = "".join(f"{name}) prompt='{call}';; " for name, call in calls.items())
     changes = [
         ("agent=$1 url=$2 prompt=$3", f"agent=$1 url=$2\ncase $agent in {cases}esac"),
-        ("reward=${#answer}", "reward=$((1 - attempt))"),
     ]
     app = ExactEngine()
     with running(app) as url:
         follow_with(url, tmp_path, narrow_smollm2, changes, num_blocks=3)
     rows = check_recorded(tmp_path)
     assert len(rows) == len(app.answers)
-    last = rows.filter(rows["is_last_step"])
-    assert dict(zip(last["trajectory_id"], last["reward"], strict=True)) == {
-        f"hello-{name}_{attempt}": 1 - attempt for name in AGENTS for attempt in (0, 1)
-    }
     results = [m for body, _ in app.answers for m in body["messages"] if m["role"] == "tool"]
     assert sum("one" in str(message["content"]) for message in results) == 2 * len(AGENTS)
     update = check_trained(tmp_path)

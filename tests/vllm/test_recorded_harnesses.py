@@ -14,6 +14,13 @@ from google import genai
 from google.genai import types
 
 from rollout_io.cli.main import run
+from tests.helpers.agent_guide import (
+    HAS_AGENTS,
+    check_recorded,
+    check_same_weights,
+    check_trained,
+    follow_with,
+)
 from tests.helpers.recorder_helpers import recorder_process, recording, rows
 from tests.pipelines.record.test_exact_dialects import (
     Chat,
@@ -23,7 +30,7 @@ from tests.pipelines.record.test_exact_dialects import (
     num_breaks,
 )
 from tests.real_harnesses.__main__ import ASK
-from tests.real_harnesses.harnesses import PROGRAMS, Endpoint, Home
+from tests.real_harnesses.harnesses import Endpoint, Home
 
 pytestmark = pytest.mark.vllm
 
@@ -62,9 +69,7 @@ def check(found, tokenizer):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(
-    not PROGRAMS.exists(), reason=f"no {PROGRAMS}: run `make .venv-harnesses/.ready`"
-)
+@HAS_AGENTS
 @pytest.mark.parametrize("harness", ASK)
 def test_a_real_harness_ends_and_each_call_is_a_row_of_one_session(
     harness, harness_server, tokenizer, tmp_path
@@ -78,6 +83,16 @@ def test_a_real_harness_ends_and_each_call_is_a_row_of_one_session(
     check(found, tokenizer)
     assert len({row["trajectory_id"] for row in found}) == 1
     assert any("Say hello." in row["messages"] for row in found)
+
+
+@pytest.mark.nightly
+@HAS_AGENTS
+def test_two_attempts_of_each_agent_of_the_guide_become_an_update(
+    harness_server, brief_smollm2, tmp_path
+):
+    follow_with(harness_server.url, tmp_path, brief_smollm2, num_blocks=3)
+    check_recorded(tmp_path)
+    check_same_weights([check_trained(tmp_path)])
 
 
 @pytest.mark.parametrize("stream", [False, True])
