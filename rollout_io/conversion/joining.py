@@ -27,6 +27,7 @@ from rollout_io.dataset.prefix_layout import trajectory_starts
 from rollout_io.dataset.reader import RowReader, iter_tables, read_metadata
 from rollout_io.dataset.storage import SHARD_SUFFIX, Location, find_shards
 from rollout_io.formats.base import Conversation, Logged, Step, Trajectory
+from rollout_io.formats.parsing.completions import calls_in
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.notes import note
 from schemas.columns import JOINED
@@ -273,13 +274,9 @@ def _answers_of(steps: Sequence[Logged]) -> Iterator[_Answer]:
 
 def _split(response: str) -> tuple[str, str]:
     """Return the text of a recorded answer without whitespace, and its calls as text."""
-    head, _, tail = response.rpartition("\n")
-    try:
-        listed = json.loads(tail) if tail.startswith("[{") else None
-        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in listed or ()]
-    except (ValueError, RecursionError, TypeError, KeyError):
-        listed, calls = None, []
-    return _plain(response if listed is None else head), _spelled(calls)
+    text, calls = calls_in(response)
+    named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    return _plain(text), _spelled(named)
 
 
 def _spelled(calls: Sequence[tuple[Any, Any]]) -> str:

@@ -8,8 +8,9 @@
 
 A file is a session, which the Hub shows in its viewer of traces. The header may have more keys, which
 the Hub ignores. An export writes there what it knows of the run, and `read` takes it back:
-`instance_id` (the group, else each session is one), `repetition_id`, `reward`, `error`, `tools`,
-`parent` (the session whose run this one belongs to) and `agent`. The log has no token ids.
+`instance_id` (the group, else each session is one), `repetition_id`, `reward` (of the run; of the
+context in a session with a `parent`), `error`, `tools`, `parent` (the session whose run this one
+belongs to), `agent` and `step_index` (the order of the contexts). The log has no token ids.
 
 Each context of a trajectory is exported as a file, unless a later one continues it.
 """
@@ -20,6 +21,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,18 @@ import pyarrow as pa
 from rollout_io.formats.base import Found, Input, Options, Progress, Run, Trajectory
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.exporting import Exported, Failed, PathLike, declared_tables, new_export
+from rollout_io.formats.parsing.completions import calls_in
 from rollout_io.formats.parsing.content import Message, known
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.messages import openai_tools, read_messages
 from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions, texts
-from schemas.messages import RETOKENIZED, marked, media_in
+from schemas.messages import RETOKENIZED, is_answer, marked, media_in
 
 HARNESS = "rollout-io"
 NO_MESSAGES = "without messages (token ids alone)"
+NO_ANSWER = "without an answer"
+NOT_WRITTEN = "rewards of rows that have no header of their own, not written"
 MARKED = "pictures and other parts that are not text, each written as a mark such as [image]"
 _MAX_NAME = 80
 _COLUMNS = ("trajectory_id", "instance_id", "repetition_id", "reward", "error", "agent", "model")
@@ -50,11 +55,12 @@ _MESSAGE = "message.role message.content message.reasoningContent message.toolCa
 CONTENTS = Contents(
     kind="type",
     reads={
-        "session": "id harness instance_id repetition_id reward error tools parent agent",
+        "session": "id harness instance_id repetition_id reward error tools parent agent "
+        "step_index",
         "message": f"{_MESSAGE}message.toolCalls.function message.toolCallId message.model",
     },
     leaves={
-        "facts about a session": "session/name session/model session/step_index",
+        "facts about a session": "session/name session/model",
         "facts about a message": "message/message.timestamp message/message.toolCalls.type "
         "message/timestamp",
     },
@@ -67,6 +73,7 @@ class _Head(msgspec.Struct, gc=False):
     reward: float | None = None
     error: str | None = None
     tools: Any = None
+    step_index: int | None = None
 
 
 class _Line(msgspec.Struct, gc=False):
@@ -139,16 +146,29 @@ def _head_of(run: Run) -> _Head:
 
 
 def read_trace(run: Run, options: Options) -> Trajectory:
-    """Read the contexts of a session and its sub-agents; the reward is that of the header.
+    """Read the contexts of a session and its sub-agents, in the order of their `step_index`.
+
+    The reward of the run is in the header of its session; those of the others are of their contexts.
 
     Raises:
         InputError: `record_type`: a field has the wrong type; `no_calls`: there is no answer.
     """
-    place = run.places[0]
-    head = decode_line(_HEAD, read_record(place), place.where)
-    found = _SESSIONS.read_run(run, options)
-    metrics = {} if head.reward is None else {"reward": head.reward}
-    return replace(found, reward=None if found.error else head.reward, metrics=metrics)
+    found, heads = _SESSIONS.read_run(run, options), dict[str, _Head]()
+    for _, file in groupby(run.places, lambda place: place.path):
+        places = [*file]
+        head = decode_line(_HEAD, read_record(places[0]), places[0].where)
+        heads |= {place.where: head for place in places}
+    main = heads[run.places[0].where]
+    contexts = [(heads[step.source], step) for step in found.steps]
+    for head, step in contexts:
+        step.reward = None if head is main else head.reward
+    order = [head.step_index for head, _ in contexts if head.step_index is not None]
+    if len(order) == len(contexts):
+        contexts = [contexts[i] for i in sorted(range(len(order)), key=order.__getitem__)]
+    steps = [step for _, step in contexts]
+    metrics = {} if main.reward is None else {"reward": main.reward}
+    reward = None if found.error else main.reward
+    return replace(found, steps=steps, reward=reward, metrics=metrics)
 
 
 ADAPTER = replace(
@@ -172,24 +192,38 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         RolloutError: `out` exists or is inside the dataset, or no row has messages.
     """
     del failed
-    done, num_marked, num_files = Exported(), 0, 0
+    done, num_marked, num_files, num_rewards = Exported(), 0, 0, 0
     with new_export(out, dataset) as folder:
         folder.mkdir()
         for table in declared_tables(dataset):
             for rows in _trajectories(table):
                 done.num_rows_read += len(rows)
-                said = [(row, _said(row)) for row in rows]
-                spoken = [(row, messages) for row, messages in said if messages]
-                done.leave_out(NO_MESSAGES, len(rows) - len(spoken))
+                num_rewards += sum(map(_is_rewarded, rows))
+                said = [(row, messages) for row in rows if (messages := _said(row))]
+                spoken = [(row, messages) for row, messages in said if _is_told(row, messages)]
+                done.leave_out(NO_MESSAGES, len(rows) - len(said))
+                done.leave_out(NO_ANSWER, len(said) - len(spoken))
                 done.num_rows_written += len(spoken)
-                for name, lines in _files(spoken):
+                for name, lines in _files(spoken, rows[-1]):
+                    num_rewards -= _is_rewarded(lines[0])
                     num_marked += sum(len(media_in(message)) for message in lines[1:])
                     path = folder / f"{num_files:06d}-{name}.jsonl"
-                    path.write_text("".join(map(_line, lines)), encoding="utf-8")
+                    text = "".join(map(_line, lines))  # a lone surrogate stays an escape of JSON
+                    path.write_text(text, encoding="utf-8", errors="backslashreplace")
                     num_files += 1
         done.close(dataset)
     done.remarks += [f"{MARKED}: {num_marked:,}"] if num_marked else []
+    done.remarks += [f"{NOT_WRITTEN}: {num_rewards:,}"] if num_rewards else []
     return done
+
+
+def _is_rewarded(fields: Mapping[str, Any]) -> bool:
+    return bool(fields.get("reward"))
+
+
+def _is_told(row: Mapping[str, Any], messages: Sequence[Message]) -> bool:
+    """True if a session of the messages can be read: it has an answer, or says why it has none."""
+    return any(map(is_answer, messages)) or row.get("error") is not None
 
 
 def _trajectories(table: pa.Table) -> Iterator[list[dict[str, Any]]]:
@@ -208,18 +242,29 @@ def _said(row: Mapping[str, Any]) -> list[Message]:
     """Return the messages of a row with its last answer; a merged row has them in its last segment."""
     last = (row.get("segments") or [{}])[-1]
     sent, text = (last.get(n) or row.get(n) for n in ("messages", "response_text"))
-    found = json.loads(sent) if sent else None
+    try:
+        found = json.loads(sent or "null")
+    except (ValueError, RecursionError):  # text
+        found = sent
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        found = [{"role": "user", "content": sent}] if sent else []
+        prompt = found if found is None or isinstance(found, str) else sent
+        found = [{"role": "user", "content": prompt}] if prompt else []
     if found and row["token_source"] != RETOKENIZED and text:
-        found.append({"role": "assistant", "content": text})
+        content, calls = calls_in(text)
+        said = {"role": "assistant", "content": content}
+        found.append(said | ({"tool_calls": calls} if calls else {}))
     return found
 
 
 def _files(
-    spoken: Sequence[tuple[Mapping[str, Any], list[Message]]],
+    spoken: Sequence[tuple[Mapping[str, Any], list[Message]]], last: Mapping[str, Any]
 ) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """Yield a name and the lines of each context that no later one continues: the last one first."""
+    """Yield a name and the lines of each context that no later one continues: the last one first.
+
+    Args:
+        spoken: Rows of a trajectory with their messages.
+        last: Its last row, which has the reward of the run.
+    """
     ends = [
         i
         for i, (_, messages) in enumerate(spoken)
@@ -230,7 +275,8 @@ def _files(
         row, messages = spoken[i]
         session = row["trajectory_id"] + (f"/{number}" if number else "")
         facts = {n: row.get(n) for n in ("instance_id", "repetition_id", "agent", "step_index")}
-        of_run = {} if number else {n: spoken[-1][0].get(n) for n in ("reward", "error")}
+        facts |= {"reward": (row if number else last).get("reward")}
+        of_run = {} if number else {"error": last.get("error")}
         head = {"type": "session", "harness": HARNESS, "id": session, "name": session}
         name = re.sub(r"[^\w.-]+", "_", session)[:_MAX_NAME]
         yield name, [known(head | facts | of_run | {"parent": parent}), *_told(messages, row)]

@@ -5,6 +5,7 @@ Streamed chunks are first assembled into complete responses.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -200,6 +201,18 @@ def _text(choice: Choice) -> str | None:
     if thought is None and calls is None:
         return message.content
     return "\n".join(part for part in (thought, message.content, calls) if part is not None)
+
+
+def calls_in(response: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text of a `response_text`, and the tool calls that its last line consists of."""
+    head, _, tail = response.rpartition("\n")
+    try:
+        calls = json.loads(tail) if tail.startswith("[{") else []
+        named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return response, []
+    is_called = calls and all(isinstance(name, str) for name, _ in named)
+    return (head, calls) if is_called else (response, [])
 
 
 def _json_text(raw: msgspec.Raw) -> str | None:

@@ -2,13 +2,15 @@
 
 import json
 
+import pyarrow as pa
 import pytest
 
 import rollout_io
 from rollout_io import Choices
 from rollout_io.cli.main import run
 from rollout_io.formats.detect import load_formats, recognize
-from rollout_io.formats.session_traces import ADAPTER
+from rollout_io.formats.session_traces import ADAPTER, NO_ANSWER, NOT_WRITTEN
+from schemas.columns import arrow_schema
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import read_all, write_lines
 from tests.helpers.structural_logs import CONVERSATION
@@ -137,6 +139,106 @@ def test_contexts_that_no_later_one_continues_are_sessions_of_one_run(tmp_path, 
     assert last[2]["message"]["model"] == "g"
     ((_, found),), _ = read_all(ADAPTER, *sorted((tmp_path / "out").iterdir()))
     assert len(found.steps) == 2
+
+
+def row(step, sent, text, **fields):
+    """A row of engine tokens with what was sent and answered, as text."""
+    return {
+        "instance_id": "a",
+        "repetition_id": 0,
+        "trajectory_id": "a_0",
+        "step_index": step,
+        "is_last_step": False,
+        "prompt_token_ids": [1, step + 2],
+        "response_ids": [5],
+        "loss_mask": [True],
+        "reward": 0.0,
+        "token_source": "engine",
+        "messages": sent,
+        "response_text": text,
+        **fields,
+    }
+
+
+def written(tmp_path, *rows):
+    """A dataset of the rows, the last of which ends the run."""
+    rows[-1]["is_last_step"] = True
+    table = pa.Table.from_pylist([*rows], schema=arrow_schema(tuple(rows[0])))
+    with rollout_io.RolloutWriter(tmp_path / "ds", layout="prefix") as writer:
+        writer.write(table)
+    return tmp_path / "ds"
+
+
+def asking(*texts):
+    roles = ("user", "assistant")
+    return json.dumps([{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)])
+
+
+def read_back(tmp_path):
+    ((_, found),), rejected = read_all(ADAPTER, *sorted((tmp_path / "out").iterdir()))
+    assert rejected == []
+    return found
+
+
+def test_contexts_come_back_in_their_order_each_with_its_reward(tmp_path):
+    dataset = written(
+        tmp_path,
+        row(0, asking("First."), "One.", reward=0.25),
+        row(1, asking("Second."), "Two.", reward=0.5),
+        row(2, asking("Second.", "Two.", "More."), "Three."),
+        row(3, asking("Last."), "Four.", reward=0.75),
+    )
+    done = rollout_io.export(dataset, tmp_path / "out", "session_traces")
+    found = read_back(tmp_path)
+    said = [(step.messages[0]["content"], step.reward) for step in found.steps]
+    assert said == [("First.", 0.25), ("Second.", 0.0), ("Last.", None)]
+    assert found.reward == 0.75
+    assert done.remarks == [f"{NOT_WRITTEN}: 1"]
+
+
+def test_the_contexts_of_other_writers_keep_the_order_of_their_files(tmp_path):
+    side = SESSION | {"id": "s/1", "parent": "s", "step_index": 0}
+    paths = [
+        write_lines(tmp_path / "a.jsonl", SESSION, said("user", "A."), TRACE[-1]),
+        write_lines(tmp_path / "b.jsonl", side, said("user", "B."), TRACE[-1]),
+    ]
+    ((_, found),), _ = read_all(ADAPTER, *paths)
+    assert [step.messages[0]["content"] for step in found.steps] == ["A.", "B."]
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (json.dumps('Say "hi"\n'), 'Say "hi"\n'),
+        ("Say hi", "Say hi"),
+        ('{"Say": "hi"}', '{"Say": "hi"}'),
+        (asking("Say \ud800"), "Say \ufffd"),
+    ],
+)
+def test_a_prompt_is_written_as_it_was_sent(tmp_path, sent, told):
+    dataset = written(tmp_path, row(0, sent, "Hi."))
+    rollout_io.export(dataset, tmp_path / "out", "session_traces")
+    (step,) = read_back(tmp_path).steps
+    assert [message["content"] for message in step.messages] == [told, "Hi."]
+
+
+def test_the_tool_calls_of_the_last_answer_stay_calls(tmp_path):
+    call = CALL | {"type": "function"}
+    dataset = written(tmp_path, row(0, asking("Go."), f"Yes.\n{json.dumps([call])}"))
+    rollout_io.export(dataset, tmp_path / "out", "session_traces")
+    (step,) = read_back(tmp_path).steps
+    assert step.messages[-1]["content"] == "Yes."
+    (made,) = step.messages[-1]["tool_calls"]
+    assert (made["id"], made["function"]["name"]) == ("c", "ls")
+    assert json.loads(made["function"]["arguments"]) == {"n": 1}
+
+
+def test_rows_without_an_answer_are_left_out_and_counted(tmp_path):
+    rows = (row(0, asking("Go."), "Yes."), row(1, asking("Again."), "", reward=1.0))
+    done = rollout_io.export(written(tmp_path, *rows), tmp_path / "out", "session_traces")
+    assert (done.num_rows_written, done.left_out) == (1, {NO_ANSWER: 1})
+    found = read_back(tmp_path)
+    assert (len(found.steps), found.reward) == (1, 1.0)
 
 
 def test_rows_of_token_ids_alone_are_left_out_and_counted(tmp_path, capsys):
