@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -256,6 +257,18 @@ def to_batch(table: pl.DataFrame, max_row_tokens: int | None = None) -> Batch:
         support=sets_of(table, responses.lengths),
         teacher=_teacher(table, responses.lengths),
     )
+
+
+def without_sets(batch: Batch) -> Batch:
+    """Return a batch whose log-probabilities are normalised over the entire vocabulary.
+
+    The sampler's log-probabilities over a set cannot be compared with those: they become NaN.
+    """
+    if batch.support is None:
+        return batch
+    has_set = torch.from_numpy(batch.support.lengths > 0)
+    logprobs = batch.rollout_logprobs.masked_fill(has_set, torch.nan)
+    return dataclasses.replace(batch, support=None, rollout_logprobs=logprobs)
 
 
 def _teacher(table: pl.DataFrame, lengths: IntArray) -> tuple[Ragged, Ragged] | None:

@@ -20,6 +20,7 @@ from trainer.algorithms.losses.policy import TokenLoss
 from trainer.algorithms.losses.ratios import probability_ratio
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
+from trainer.batches.support import teacher_sets
 from trainer.batches.transfer import Arriving, columns_to_device, to_device
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
@@ -152,6 +153,15 @@ def units_of(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
         micro_batch=micro_batch[slots],
         num_micro_batches=len(forests),
     )
+
+
+def with_teacher(forest: Forest, batch: Batch, loss: LossConfig) -> Forest:
+    """Add the teacher's ids of the targets, if the loss is `distill`."""
+    if loss.policy_loss_type != "distill" or batch.teacher is None:
+        return forest
+    is_reverse = loss.distill_type == "reverse_kl"
+    teacher = teacher_sets(batch.teacher, forest.target_slot, is_reverse=is_reverse)
+    return replace(forest, teacher=teacher)
 
 
 def loss_of(

@@ -30,13 +30,12 @@ import pyarrow as pa
 from torch import Tensor
 
 from schemas.errors import RolloutError
-from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch
+from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch, without_sets
 from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.batches.plan import split
 from trainer.batches.prefetch import one_ahead
 from trainer.batches.stored_rows import Origins, StoredRows, find_origins, stored_rows
-from trainer.batches.support import teacher_sets
 from trainer.batches.transfer import Arriving, to_device
 from trainer.distributed.balance import own_forests
 from trainer.distributed.processes import agreed, exchange_rows, gather_parts, own_groups
@@ -45,7 +44,7 @@ from trainer.models.critic import critic_values, update_critic
 from trainer.models.optimizer import clip_and_step
 from trainer.run.advice import differs_from_sampler, likely_cause
 from trainer.run.batch_advantages import charge_kl, estimate, next_coef
-from trainer.run.loss import Learner, loss_inputs, loss_of, policy_logprobs
+from trainer.run.loss import Learner, loss_inputs, loss_of, policy_logprobs, with_teacher
 from trainer.run.metrics import (
     batch_metrics,
     generated_per,
@@ -237,6 +236,8 @@ def ready_batch(
     own, generated, stored = share
     rows = exchange_rows(accelerator, own)
     batch = to_batch(rows, config.batch.max_row_tokens)
+    if config.loss.policy_loss_type == "distill":
+        batch = without_sets(batch)
     run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
     generated["generate/batch_num_seq"] = len(batch.names)
     if config.batch.sequence_layout == "merge":
@@ -357,10 +358,7 @@ def update(
         with without_reduction(learner.policy) if done < len(own) else nullcontext():
             slot = forest.target_slot
             temperature = to_device(batch.temperature[slot], accelerator.device)
-            if learner.loss.policy_loss_type == "distill" and batch.teacher is not None:
-                reverse = learner.loss.distill_type == "reverse_kl"
-                teacher = teacher_sets(batch.teacher, slot, is_reverse=reverse)
-                forest = dataclasses.replace(forest, sets=None, teacher=teacher)
+            forest = with_teacher(forest, batch, learner.loss)
             outputs = learner.policy(forest.to(accelerator.device), temperature)
             loss, found = loss_of(learner, batch, slot, outputs, inputs, failures, recorder)
             # Data-parallel wrappers average gradients over processes; the weights are global.

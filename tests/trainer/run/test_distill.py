@@ -121,3 +121,31 @@ def test_rows_without_a_teacher_are_refused(model: str, tmp_path: Path) -> None:
     )
     with pytest.raises(RolloutError, match="teacher_logprobs"):
         trainer.train(config)
+
+
+def test_sets_of_the_sampler_change_nothing(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for name in ("without", "with"):
+        rows = taught_rows()
+        for row in rows:
+            row["rollout_logprobs"] = [-0.5] * len(row["response_ids"])
+            if name == "with":
+                row["sampling_support"] = [[i, (i + 1) % NUM_IDS] for i in row["response_ids"]]
+        config = train_config(
+            dataset=write_dataset(tmp_path / f"{name}-ds", rows, "processed"),
+            model=model,
+            out=str(tmp_path / name),
+            policy_loss_type="distill",
+            kl_loss_coef=0.1,
+        )
+        capsys.readouterr()
+        trainer.train(config)
+        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        found.append({key: line[key] for key in ("loss", "policy_kl", "policy_entropy")})
+    assert found[0] == found[1]
+    assert found[0]["policy_kl"] == 0  # the policy is still the reference
+    # Log-probabilities over a set are not compared with those over the vocabulary.
+    assert "rollout_logprobs_diff_mean" not in line
+    assert "differ from the policy" not in capsys.readouterr().err
