@@ -88,6 +88,10 @@ class RolloutError(ValueError):
         error.__notes__ = [f"Hint: {error.hint}"] if error.hint else []
         return error
 
+    def with_got(self, got: str) -> Self:
+        """Return an error of the same rule, place and hint that says what else was found."""
+        return type(self)(self.rule, self.where, got, hint=self.hint)
+
     def fields(self) -> dict[str, str | None]:
         """Return the structured fields and the message, for JSON."""
         return {name: getattr(self, name) for name in _FIELDS} | {"message": self.sentence}

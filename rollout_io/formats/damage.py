@@ -85,8 +85,7 @@ def damage_in(
             continue
         found = _formats_of(repaired, path, formats_of)
         looks = f"; it looks like {' or '.join(found)}" if found else ""
-        got = f"{error.got}{looks}"
-        return InputError(error.rule, error.where, got, hint=error.hint)
+        return error.with_got(f"{error.got}{looks}")
     return None
 
 

@@ -152,6 +152,8 @@ def kind(row):
         return object()
     names = ("token_source", "temperature", "top_p", "top_k", "error")
     nulls = ("rollout_logprobs", "reward", "rewards", "rollout_expert_indices")
+    nulls += ("sampling_support", "policy_versions")
+    nulls += ("trainer_logprobs", "teacher_token_ids", "teacher_logprobs")
     return [row.get(n) for n in names] + [row.get(n) is None for n in nulls]
 
 

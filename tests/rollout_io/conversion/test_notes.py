@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rollout_io import Choices, convert
+from rollout_io.conversion.lacks import NO_SYSTEM, NO_TOOLS
 from rollout_io.conversion.summary import Summary
 from rollout_io.formats.claude_code import ADAPTER
 from tests.helpers.adapter_helpers import convert_with, write_lines
@@ -35,7 +36,7 @@ def test_a_finished_conversion_still_knows_the_counts(tmp_path, smollm2_dir):
         line("4", "assistant", [{"type": "text", "text": "A cat."}], "3"),
     )
     choices = {"tokenizer": str(smollm2_dir), "chat_template": save_template(tmp_path)}
-    expected = {"answers after content of type 'image'": 1}
+    expected = {"answers after content of type 'image'": 1, NO_SYSTEM: 1, NO_TOOLS: 1}
     done, table = convert_with(ADAPTER, [path], tmp_path, **choices)
     assert done.summary.notes == expected
     assert table["response_text"].to_pylist() == ["Ho."]
