@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import pyarrow as pa
@@ -40,6 +40,9 @@ FIELDS = {
 }
 """Columns with a corresponding field; all others go to the sample's `metadata`."""
 
+IN_METADATA = ("policy_versions", "trainer_logprobs", "teacher_token_ids", "teacher_logprobs")
+"""Columns about tokens without a field: slime does not read them where they are."""
+
 ROLLOUT_ID = 0
 
 
@@ -50,7 +53,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     describe the response; `reward` is copied from the column. `group_index` numbers the instances,
     `index` and `rollout_id` the trajectories, from 0 by first appearance. `status` is completed,
     truncated (stop_reason length), aborted (abort) or failed; `weight_versions` contains the policy
-    version.
+    versions in the order of the tokens.
 
     Masked trajectories are kept with `remove_sample`: slime clears the loss mask of these samples.
     A failed trajectory gets status failed and reward 0.0, which slime includes in the baseline
@@ -68,7 +71,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     done, groups = Exported(), Groups()
     uniform = Uniform(dataset, ["rollout_logprobs", ROUTES, SUPPORT])
     samples: list[dict[str, Any]] = []
-    num_removed = 0
+    num_removed, kept = 0, dict[str, None]()
     with new_export(out, dataset) as path:
         failures, pictures = Failures.of(dataset, failed), PictureBytes(dataset)
         for piece in map(pictures.restored_in, declared_tables(dataset)):
@@ -80,6 +83,7 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
             for row, number, removed in zip(_rows(piece), numbers, masked.tolist(), strict=True):
                 samples.append(_sample(row, *number, removed=removed))
             num_removed += int(masked.sum())
+            kept |= dict.fromkeys(name for name in IN_METADATA if name in piece.column_names)
         done.num_rows_read = done.num_rows_written = len(samples)
         done.close(dataset)
         _complete(samples, uniform, torch)
@@ -89,6 +93,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         done.remarks.append(
             f"{count(num_removed, 'sample')} excluded from training with remove_sample"
         )
+    if kept:
+        done.remarks.append(f"in `metadata`, since Sample has no field for them: {', '.join(kept)}")
     done.remarks += groups.remarks("slime", "n_samples_per_prompt")
     return done
 
@@ -100,7 +106,6 @@ def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
 
 def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) -> dict[str, Any]:
     prompt, response = row["prompt_token_ids"], row["response_ids"]
-    version = row.get("policy_version")
     failed = row.get("error") is not None
     return {
         "group_index": group,
@@ -116,11 +121,20 @@ def _sample(row: dict[str, Any], group: int, trajectory: int, *, removed: bool) 
         "rollout_routed_experts": row.get(ROUTES),
         "rollout_top_p_token_ids": None,
         "rollout_top_p_token_offsets": row.get(SUPPORT),
-        "weight_versions": [] if version is None else [str(version)],
+        "weight_versions": _versions(row),
         "remove_sample": removed,
         "status": "failed" if failed else STATUS.get(row.get("stop_reason") or "", "completed"),
         "metadata": _plain({n: v for n, v in row.items() if n not in FIELDS}),
     }
+
+
+def _versions(row: dict[str, Any]) -> list[str]:
+    """Return the version of each run of tokens that were sampled with the same weights."""
+    mask, version = row["loss_mask"], row.get("policy_version")
+    found = [v for v, is_own in zip(row.get("policy_versions") or (), mask, strict=False) if is_own]
+    if not found and version is not None:
+        found = [version]
+    return [str(version) for version, _ in groupby(found)]
 
 
 def _sent(row: dict[str, Any]) -> Any:

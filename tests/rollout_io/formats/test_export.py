@@ -254,6 +254,21 @@ def test_slime_samples_have_the_fields_of_a_sample(tmp_path):
     assert samples[1]["metadata"]["trajectory_id"] == "a_0"
 
 
+def test_slime_has_all_versions_of_the_sampled_tokens_and_names_the_columns_in_metadata(tmp_path):
+    columns = {
+        "policy_version": pa.array([3, 4, 3, 4], pa.int32()),
+        "policy_versions": pa.array([[3], [0, 4], [3, 5], None], pa.list_(pa.int32())),
+        "trainer_logprobs": pa.array([[-1.0], [0.0, -1.0], None, None], pa.list_(pa.float32())),
+    }
+    dataset = write(tmp_path / "ds", table_of(**columns))
+    done = rollout_io.export(dataset, tmp_path / "out.pt", "slime")
+    samples = samples_of(tmp_path / "out.pt")
+    assert [s["weight_versions"] for s in samples] == [["3"], ["4"], ["3", "5"], ["4"]]
+    kept = "in `metadata`, since Sample has no field for them: policy_versions, trainer_logprobs"
+    assert kept in done.remarks
+    assert samples[2]["metadata"]["policy_versions"] == [3, 5]
+
+
 def test_slime_keeps_a_failure_as_a_removed_sample(failed_dataset, tmp_path):
     samples = samples_of(export(failed_dataset, "slime", tmp_path))
     assert [s["remove_sample"] for s in samples] == [True, True, True, False]
