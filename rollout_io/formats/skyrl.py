@@ -182,11 +182,13 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         num = int((masked & last).sum())
         done.remarks.append(f"{count(num, 'placeholder')} written for masked trajectories")
     others = [name for name in table.column_names if name not in HELD]
-    if COLUMN in table.column_names and support_arrays(table, masked) is None:
-        others.append(COLUMN)
     if others:
         names = ", ".join(others)
         done.remarks.append(f"not exported, because GeneratorOutput has no field for them: {names}")
+    if COLUMN in table.column_names and support_arrays(table, masked) is None:
+        num = table.column(COLUMN).filter(pa.array(~masked)).null_count
+        lack = f"{count(num, 'row')} {'is' if num == 1 else 'are'} without it"
+        done.remarks.append(f"{COLUMN} not exported, because {lack}")
     return done.close(dataset)
 
 

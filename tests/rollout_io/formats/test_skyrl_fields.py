@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,6 +131,21 @@ def test_sample_support_of_merged_rows_is_exported_with_padding_at_observations(
     assert [[token] for token in table["response_ids"].to_pylist()[-1]] == table[
         "sampling_support"
     ].to_pylist()[-1]
+
+
+def test_sample_support_that_some_rows_lack_is_not_exported_and_says_so(tmp_path: Path) -> None:
+    support = [[[3]], [[4], [5]], [[6]], [[8], [9]]]
+    newer = {"rollout_sample_support": support, "trajectory_ids": IDS}
+    table = from_generator_output(PLAIN | newer)
+    place = table.column_names.index("sampling_support")
+    kind = table.schema.field("sampling_support")
+    values = [*table["sampling_support"].to_pylist()[:-1], None]
+    table = table.set_column(place, kind, pa.array(values, kind.type))
+    with rollout_io.RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(table)
+    done = rollout_io.export(tmp_path / "ds", tmp_path / "out.json", "skyrl")
+    assert done.remarks == ["sampling_support not exported, because 1 row is without it"]
+    assert "rollout_sample_support" not in json.loads((tmp_path / "out.json").read_text())
 
 
 def test_outputs_without_ids_convert_with_a_group_size(tmp_path: Path) -> None:
