@@ -60,7 +60,9 @@ class Exported:
         assert self.num_rows_read == self.num_rows_written + sum(self.left_out.values())
         if self.num_rows_written == 0:
             got, hint = "the dataset has no rows", None
-            if self.num_rows_read:
+            if self.left_out.keys() - {FAILED, IN_FAILED_GROUP}:
+                got = f"no row can be written ({self.text()})"
+            elif self.num_rows_read:
                 got = "every group has a failed trajectory"
                 hint = "pass --failed trajectory to export the other trajectories of a group"
             raise InputError("some_rows", os.fspath(dataset), got, hint=hint)

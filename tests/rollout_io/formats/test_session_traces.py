@@ -251,4 +251,7 @@ def test_rows_of_token_ids_alone_are_left_out_and_counted(tmp_path, capsys):
     write_lines(tmp_path / "calls.jsonl", line)
     rollout_io.convert(tmp_path / "calls.jsonl", tmp_path / "ds")
     assert run(["export", str(tmp_path / "ds"), "--format", "session_traces", "--out", "x"]) == 1
-    assert "[some_rows]" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "[some_rows]" in said
+    assert "1 without messages" in said
+    assert "failed" not in said
