@@ -14,6 +14,7 @@ from schemas.row_checks import MIN_ANSWER_TOKENS
 
 Row = dict[str, Any]
 Draw = st.DrawFn
+LOGPROBS = ("rollout_logprobs", "trainer_logprobs")
 _BAD_IDS = st.sampled_from([-1, -100])
 
 
@@ -147,9 +148,22 @@ def _set_logprob(values: list[float]) -> Callable[[Draw, list[Row]], None]:
         row = _any(draw, rows)
         logprobs = [-1.0] * len(row["response_ids"])
         logprobs[_position(draw, logprobs)] = draw(st.sampled_from(values))
-        row["rollout_logprobs"] = logprobs
+        row[draw(st.sampled_from(LOGPROBS))] = logprobs
 
     return apply
+
+
+def _bad_versions(draw: Draw, rows: list[Row]) -> None:
+    """Set a negative version, an older one than `policy_version`, or only newer ones."""
+    row = _any(draw, rows)
+    versions = [5] * len(row["response_ids"])
+    row["policy_version"] = 5
+    way = draw(st.sampled_from(["negative", "older", "newer"]))
+    if way == "newer":
+        versions = [9] * len(versions)
+    else:
+        versions[_position(draw, versions)] = -1 if way == "negative" else 4
+    row["policy_versions"] = versions
 
 
 def _bad_support(draw: Draw, rows: list[Row]) -> None:
@@ -266,9 +280,10 @@ BREAKERS: dict[str, Breaker] = {
     "mask_trains_something": Breaker(_mask_all),
     "response_in_prompt": Breaker(_answer_in_prompt),
     "logprobs_finite": Breaker(
-        _set_logprob([float("nan"), float("-inf"), float("inf"), -9999.0]), ("rollout_logprobs",)
+        _set_logprob([float("nan"), float("-inf"), float("inf"), -9999.0]), LOGPROBS
     ),
-    "logprobs_nonpositive": Breaker(_set_logprob([0.25, 7.0]), ("rollout_logprobs",)),
+    "logprobs_nonpositive": Breaker(_set_logprob([0.25, 7.0]), LOGPROBS),
+    "versions_of_tokens": Breaker(_bad_versions, ("policy_version", "policy_versions")),
     "support_has_token": Breaker(_bad_support, ("sampling_support",)),
     "teacher_shape": Breaker(_bad_teacher, ("teacher_token_ids", "teacher_logprobs")),
     "reward_finite": Breaker(_bad_reward, ("reward",)),

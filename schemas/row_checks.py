@@ -17,6 +17,7 @@ from schemas.numpy_arrays import filled, to_arrow, to_frame, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths
 from schemas.structure_checks import first_rows
 from schemas.support_checks import check_set_range, check_support, check_teacher
+from schemas.token_checks import check_logprobs, check_versions, first_elements
 from schemas.types import cast_column
 from schemas.view import View
 
@@ -24,8 +25,6 @@ from schemas.view import View
 HEADER_TOKENS = 2
 # Shorter responses ("OK") can recur in a conversation by chance.
 MIN_ANSWER_TOKENS = 16
-# vLLM clamps -inf log-probabilities to this value before it serialises them as JSON.
-LOGPROB_SENTINEL = -9999.0
 # Tolerance for float64 rounding of reward sums: relative for rewards above 1, otherwise absolute.
 REWARD_TOLERANCE = 1e-6
 
@@ -68,25 +67,8 @@ def check_token_range(view: View, vocab_size: int | None) -> Iterator[pl.DataFra
         if view.has(name):
             ids = view.ragged(name).values
             if len(ids) and (ids.min() < 0 or ids.max() > top):
-                yield _first_elements(view, "token_range", name, (ids < 0) | (ids > top), expected)
+                yield first_elements(view, "token_range", name, (ids < 0) | (ids > top), expected)
     yield from check_set_range(view, top, expected)
-
-
-def check_logprobs(view: View) -> Iterator[pl.DataFrame]:
-    """Check logprobs_finite and logprobs_nonpositive."""
-    if not view.has("rollout_logprobs"):
-        return
-    column = view.ragged("rollout_logprobs")
-    values = column.values
-    # Fast path without temporary arrays for valid values; NaN makes the comparison false.
-    if len(values) == 0 or LOGPROB_SENTINEL < values.min() <= values.max() <= 0.0:
-        return
-    with np.errstate(invalid="ignore"):
-        bad = ~np.isfinite(values) | (values <= LOGPROB_SENTINEL)
-        positive = (values > 0) & ~bad
-    name = "rollout_logprobs"
-    yield _first_elements(view, "logprobs_finite", name, bad, "finite values above -9999")
-    yield _first_elements(view, "logprobs_nonpositive", name, positive, "values <= 0")
 
 
 def check_rewards(view: View) -> Iterator[pl.DataFrame]:
@@ -105,7 +87,7 @@ def check_rewards(view: View) -> Iterator[pl.DataFrame]:
         return
     column = view.ragged("rewards")
     bad = ~np.isfinite(column.values)
-    yield _first_elements(view, "reward_finite", "rewards", bad, "finite numbers")
+    yield first_elements(view, "reward_finite", "rewards", bad, "finite numbers")
     if scalar is not None:
         yield _reward_sums(view, column, scalar)
 
@@ -402,6 +384,7 @@ ROW_CHECKS: tuple[RowCheck, ...] = (
     check_nonempty,
     check_lengths_align,
     check_logprobs,
+    check_versions,
     check_support,
     check_teacher,
     check_rewards,
@@ -421,27 +404,6 @@ def row_sums(column: Ragged) -> npt.NDArray[np.float64]:
     if len(filled):
         sums[filled] = np.add.reduceat(column.values, column.offsets[filled])
     return sums
-
-
-def _first_elements(
-    view: View, rule: str, name: str, bad: BoolArray, expected: str
-) -> pl.DataFrame:
-    """Report one breach per row: the first invalid element, and the number of further ones."""
-    column: Ragged = view.ragged(name)
-    positions = np.flatnonzero(bad)
-    rows, first, counts = np.unique(column.row_of(positions), return_index=True, return_counts=True)
-    got = [
-        _element(column, int(positions[i]), int(row), int(count))
-        for row, i, count in zip(rows, first, counts, strict=True)
-    ]
-    sentence = "{column} contains {got}; expected {expected}"
-    return view.breaches(rule, rows, name, got, expected, sentence)
-
-
-def _element(column: Ragged, position: int, row: int, count: int) -> str:
-    value: Any = column.values[position]
-    more = f" (and {count - 1} more)" if count > 1 else ""
-    return f"{value} at index {position - column.offsets[row]}{more}"
 
 
 def _first_per_row(row: IntArray, bad: BoolArray) -> tuple[IntArray, IntArray]:

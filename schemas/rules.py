@@ -94,13 +94,18 @@ _RULES = (
     ),
     Rule(
         name="logprobs_finite",
-        meaning="rollout_logprobs are finite and above the engines' sentinel -9999",
+        meaning="rollout_logprobs and trainer_logprobs are finite and above the engines' sentinel -9999",
         hint="ask the engine for the sampled token's log-probability, or drop the column",
     ),
     Rule(
         name="logprobs_nonpositive",
-        meaning="rollout_logprobs are at most 0",
+        meaning="rollout_logprobs and trainer_logprobs are at most 0",
         hint="check sign and scale: log-probabilities are in nats and at most 0",
+    ),
+    Rule(
+        name="versions_of_tokens",
+        meaning="policy_versions are at least 0, and the oldest one is policy_version",
+        hint="set policy_version to the oldest version among the sampled tokens, or drop policy_versions",
     ),
     Rule(
         name="support_has_token",

@@ -172,6 +172,8 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     if "policy_versions" in optional:
         versions = draw(st.lists(st.integers(0, 3), min_size=num, max_size=num))
         made["policy_versions"] = versions if "policy_versions" in present else None
+        if "policy_version" in optional and "policy_versions" in present:
+            made["policy_version"] = min(versions, default=0)
     if "trainer_logprobs" in optional:
         values = draw(st.lists(_LOGPROBS, min_size=num, max_size=num))
         made["trainer_logprobs"] = values if "trainer_logprobs" in present else None

@@ -218,3 +218,23 @@ def test_prompts_that_end_in_different_headers_are_looked_at_each_by_its_own():
         answered([4, 4, *ANSWER[1:], 3, 4, 4], step=2),
     ]
     assert rows_with_their_answer(*rows) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("oldest", "versions", "is_breach"),
+    [
+        (3, [3, 5], False),
+        (3, [0, 3, 5], False),  # the first token was not sampled
+        (0, [0, 2], False),
+        (None, [7, 8], False),
+        (3, [9, 9], True),
+        (5, [5, 3], True),
+        (0, [2, 3], True),
+        (3, [3, -1], True),
+    ],
+)
+def test_the_oldest_version_of_the_tokens_is_that_of_the_row(oldest, versions, is_breach):
+    row = answered([1], [2] * len(versions), policy_version=oldest, policy_versions=versions)
+    table = pa.Table.from_pylist([row], arrow_schema(("policy_version", "policy_versions")))
+    found = check(table)["rule"].to_list()
+    assert found == (["versions_of_tokens"] if is_breach else [])

@@ -15,7 +15,7 @@ import msgspec
 
 from pipelines.generation.engines.base import Sampling
 from schemas.metadata import LogprobsMode
-from schemas.row_checks import LOGPROB_SENTINEL
+from schemas.token_checks import LOGPROB_SENTINEL
 
 MOST_LOGPROBS = 20
 """vLLM's default `--max-logprobs`; a larger number would be refused."""
