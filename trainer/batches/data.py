@@ -123,6 +123,7 @@ def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
         if has_sets
         else pl.lit(value=False),
         has_teacher=pl.all_horizontal(pl.col(name).is_not_null() for name in TEACHER),
+        most_teacher_ids=pl.col(TEACHER[0]).list.eval(pl.element().list.len()).list.max(),
         has_reward=pl.col("reward").is_not_null() | pl.col("rewards").is_not_null(),
         finite_reward=pl.col("reward").is_finite().fill_null(value=True)
         & _holds("rewards", pl.element().is_finite()),

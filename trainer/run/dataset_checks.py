@@ -210,12 +210,16 @@ def check_teacher(rows: pl.DataFrame, config: TrainConfig) -> None:
     """Check that every row has a teacher's log-probabilities, if the loss is `distill`.
 
     Raises:
-        InputError: `teacher_logprobs`: a row has none.
+        InputError: `teacher_logprobs`: a row has none, or no token has more than one id.
     """
     if config.loss.policy_loss_type == "distill":
         got = "teacher_logprobs or teacher_token_ids is null, and distill needs both"
         hint = "add a teacher's log-probabilities to all rows, or drop the rows without them"
         _refuse(rows, ~pl.col("has_teacher"), "teacher_logprobs", got, hint=hint)
+        if not (rows["most_teacher_ids"] > 1).any():
+            got = "no token has more than one teacher id, and a distribution over one id has no gradient"
+            hint = "record at least the teacher's two most likely ids at each trained token"
+            raise InputError("teacher_logprobs", config.data.dataset, got, hint=hint)
 
 
 def corrects_for_sampler(

@@ -149,3 +149,29 @@ def test_sets_of_the_sampler_change_nothing(
     # Log-probabilities over a set are not compared with those over the vocabulary.
     assert "rollout_logprobs_diff_mean" not in line
     assert "differ from the policy" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_ids", [0, 1])
+def test_teachers_without_a_distribution_are_refused(
+    model: str, tmp_path: Path, num_ids: int
+) -> None:
+    rows = taught_rows()
+    for row in rows:
+        for name in ("teacher_token_ids", "teacher_logprobs"):
+            row[name] = [own[:num_ids] for own in row[name]]
+    config = train_config(
+        dataset=write_dataset(tmp_path / "ds", rows),
+        model=model,
+        out=str(tmp_path / "run"),
+        policy_loss_type="distill",
+    )
+    with pytest.raises(RolloutError, match="no token has more than one teacher id"):
+        trainer.train(config)
+
+
+@pytest.mark.parametrize("loss", ["distill", "cross_entropy"])
+def test_importance_weights_are_refused_where_they_have_no_effect(loss: str) -> None:
+    with pytest.raises(RolloutError, match="has no importance ratios"):
+        train_config(
+            dataset="ds", model="m", out="o", policy_loss_type=loss, tis_ratio_type="token"
+        )
