@@ -80,16 +80,18 @@ class Batch:
     teacher: tuple[Ragged, Ragged] | None = None
 
 
-def index_rows(rollouts: pl.LazyFrame) -> pl.DataFrame:
+def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFrame:
     """Collect the lengths, token range and sampling settings of every row in one streaming pass.
 
     `num_forwarded_tokens` is the cost of forwarding the row as a chain: the number of prompt and
     response tokens before the last trained token (or before the last token if none is trained).
     `num_untrained_at_start` is the number of tokens before the first trained one (undefined if none
-    is trained).
+    is trained). With `imitates`, rows at temperature 0 are trained, too: see `to_batch`.
     """
     has_sets = SUPPORT in rollouts.collect_schema()
     rollouts = with_absent(_with_optional_columns(rollouts), ["images", SUPPORT, *TEACHER])
+    if imitates:
+        rollouts = rollouts.with_columns(_unscaled())
     greedy = _is_greedy()
     names = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards")
     prompt, response, mask, logprobs, rewards = (pl.col(name).list for name in names)
@@ -148,6 +150,12 @@ def _is_greedy() -> pl.Expr:
     A merged row has a single temperature, because steps with different ones are never merged.
     """
     return (pl.col("temperature") == 0).fill_null(value=False)
+
+
+def _unscaled() -> pl.Expr:
+    """Build `temperature`, with 1 in greedy rows."""
+    one = pl.lit(1.0, OPTIONAL_COLUMNS["temperature"])
+    return pl.when(_is_greedy()).then(one).otherwise("temperature").alias("temperature")
 
 
 def _holds(name: str, condition: pl.Expr) -> pl.Expr:
@@ -213,11 +221,17 @@ def read_rows(
     return table[np.argsort(number, kind="stable")]
 
 
-def to_batch(table: pl.DataFrame, max_row_tokens: int | None = None) -> Batch:
+def to_batch(
+    table: pl.DataFrame, max_row_tokens: int | None = None, *, imitates: bool = False
+) -> Batch:
     """Convert the table that `read_rows` returns to a batch.
 
-    Tokens beyond the first `max_row_tokens` of a row are excluded from training.
+    Tokens beyond the first `max_row_tokens` of a row are excluded from training, as are rows at
+    temperature 0. With `imitates`, for losses without advantages, the latter are trained at
+    temperature 1.
     """
+    if imitates:
+        table = table.with_columns(_unscaled())
     prompts = _ragged(table["prompt_token_ids"])
     responses = _ragged(table["response_ids"])
     logprobs = _ragged(table["rollout_logprobs"])

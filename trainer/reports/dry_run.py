@@ -159,7 +159,9 @@ def _count(run: TrainingRun, settings: dict[str, Any]) -> tuple[Layout, int]:
     tables = one_ahead(
         lambda groups: read_rows(run.rollouts, run.plan, groups, config), run.plan.batches
     )
-    for batch in (to_batch(table, config.max_row_tokens) for table in tables):
+    imitates = run.config.loss.is_supervised
+    for table in tables:
+        batch = to_batch(table, config.max_row_tokens, imitates=imitates)
         num_trained += int(batch.trains.sum())
         lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
         run.limit.check(lengths[-1], batch.names)

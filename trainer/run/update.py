@@ -235,7 +235,7 @@ def ready_batch(
     # Rows: every process reads some groups, and gets the rows of all.
     own, generated, stored = share
     rows = exchange_rows(accelerator, own)
-    batch = to_batch(rows, config.batch.max_row_tokens)
+    batch = to_batch(rows, config.batch.max_row_tokens, imitates=config.loss.is_supervised)
     if config.loss.policy_loss_type == "distill":
         batch = without_sets(batch)
     run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)

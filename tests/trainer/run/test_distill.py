@@ -175,3 +175,23 @@ def test_importance_weights_are_refused_where_they_have_no_effect(loss: str) -> 
         train_config(
             dataset="ds", model="m", out="o", policy_loss_type=loss, tis_ratio_type="token"
         )
+
+
+@pytest.mark.parametrize("loss", ["distill", "cross_entropy"])
+def test_greedy_rows_are_trained_as_at_temperature_1(model: str, tmp_path: Path, loss: str) -> None:
+    found = []
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        rows = taught_rows()
+        for row in rows[:4]:
+            row["temperature"] = temperature
+        config = train_config(
+            dataset=write_dataset(tmp_path / f"{name}-ds", rows),
+            model=model,
+            out=str(tmp_path / name),
+            policy_loss_type=loss,
+        )
+        assert trainer.train(config).num_greedy_rows == 0
+        line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+        found.append((line["loss"], line["num_trained_tokens"]))
+    assert found[0] == found[1]
+    assert found[0][1] == sum(len(row["response_ids"]) for row in rows)

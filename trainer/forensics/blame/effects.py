@@ -67,7 +67,7 @@ def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
     plan = plan_of(dataset_returns(rollouts, config.data.outcome), config)
     policy = run.learner.accelerator.unwrap_model(run.learner.policy)
     vocab_size = policy.model.get_input_embeddings().weight.shape[0]
-    index = index_rows(rollouts)
+    index = index_rows(rollouts, imitates=config.loss.is_supervised)
     trained = check_rows(index, plan, config, vocab_size=vocab_size, limit=run.limit)
     check_sampling(trained, config)
     corrects = corrects_for_sampler(
@@ -76,7 +76,7 @@ def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
     groups = [group for groups in plan.batches for group in groups]
     rows = read_rows(rollouts, plan, groups, config.batch)
     rows = rows.with_columns(mini_batch=pl.lit(0, pl.Int64))
-    batch = to_batch(rows, config.batch.max_row_tokens)
+    batch = to_batch(rows, config.batch.max_row_tokens, imitates=config.loss.is_supervised)
     run.limit.check(chain_lengths(batch.prompts, batch.responses, batch.trains), batch.names)
     (mini_batch,) = cut_batch(batch, config.batch)
     return batch, mini_batch.forests, corrects
