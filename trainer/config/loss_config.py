@@ -227,7 +227,8 @@ def _contradictions(c: LossConfig) -> Iterator[Breach]:
             " to rollout_logprobs"
         )
         yield "policy_loss_type and tis_ratio_type", f"{c.tis_ratio_type}", expected
-    if c.is_supervised and c.tis_ratio_type in ("token", "sequence"):
+    is_own = ":" in c.policy_loss_type
+    if c.is_supervised and not is_own and c.tis_ratio_type in ("token", "sequence"):
         expected = f"auto or none, because {c.policy_loss_type} has no importance ratios"
         yield "tis_ratio_type", c.tis_ratio_type, expected
     if c.is_supervised and c.masks_by_ratio:
