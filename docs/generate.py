@@ -81,7 +81,9 @@ This page describes the columns of a rollout dataset, and the invariants that ap
 `rollouts validate DS`.
 
 Each row is one sequence; freshly converted data with exact ids has one row per step. Your own columns are kept. Nullable columns may be
-absent.
+absent. `convert` adds columns like your own for strings about a run (`model`, `env`), and for what a trainer noted:
+[prime-rl's annotations](formats.md#verifiers) become `effective`, `advantage`, `annotations`, `advantages`, `entropies`, `is_masked` and
+`mismatch_kl`, and its log-probabilities `trainer_logprobs`.
 
 {documentation_table()}
 In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`; [Open a dataset with other

@@ -233,7 +233,8 @@ class Recorded:
             arrays[ROUTING] = np.array(row.column(ROUTING)[0].as_py(), np.int16)
         values.pop(ROUTING, None)
         own = {"source": f"{conversation.source} with {call.name}", "agent": conversation.agent}
-        return Step(**{**values, **arrays, **own, "trains": conversation.trains})
+        kept = {"trains": conversation.trains, "columns": conversation.columns}
+        return Step(**{**values, **arrays, **own, **kept})
 
     def state(self) -> dict[str, Any]:
         """Return which calls are used so far, as JSON; `restore` reads it."""

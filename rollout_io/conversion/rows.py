@@ -14,6 +14,7 @@ import pyarrow as pa
 from rollout_io.formats.base import Ids, Step
 from rollout_io.formats.parsing.tokens import parse_ids, usage_differs
 from schemas.columns import COLUMN_BY_NAME, COLUMNS, SEGMENT_FIELDS, Column
+from schemas.errors import InputError
 from schemas.ragged import (
     IntArray,
     Ragged,
@@ -79,7 +80,8 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
     Raises:
         ArithmeticError, ValueError: A value does not fit its column, or the routing comes
             from several models.
-        RolloutError: `usage_counts`: the engine reported a different number of tokens.
+        RolloutError: `usage_counts`: the engine reported a different number of tokens; `free_name`: a
+            user column of the log has the name of another column.
     """
     rows = _Rows.of(batch)
     made = {c.name: _column(c, rows) for c in COLUMNS if c.name not in _NOT_READ}
@@ -88,6 +90,15 @@ def table_of(batch: Sequence[Settled]) -> pa.Table:
     columns: dict[str, pa.Array] = {n: array for n, array in made.items() if array is not None}
     for name in sorted({name for t in batch for name in t.user_values}):
         columns[name] = rows.repeated([t.user_values.get(name) for t in batch], pa.string())
+    kinds = {name: value.type for step in rows.steps for name, value in step.columns.items()}
+    for name, kind in kinds.items():
+        if name in columns:
+            got = f"the log and the rewards both give a column {name!r}"
+            raise InputError(
+                "free_name", rows.steps[0].source, got, hint="rename it in the rewards"
+            )
+        given = [step.columns.get(name) for step in rows.steps]
+        columns[name] = pa.array([None if v is None else v.as_py() for v in given], kind)
     fields = [
         pa.field(n, a.type, n not in COLUMN_BY_NAME or COLUMN_BY_NAME[n].nullable)
         for n, a in columns.items()

@@ -103,6 +103,7 @@ class Retokenizer:
             images=self._images(conversation.messages, picture, encoded),
             response_text=_readable(messages[first:]).replace(PICTURE, "[image]"),
             metrics=conversation.metrics,
+            columns=conversation.columns,
         )
 
     def picture(self, messages: Sequence[Mapping[str, Any]]) -> str | None:

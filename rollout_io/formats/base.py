@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from schemas.errors import ConfigError, InputError, RolloutError
 
@@ -175,6 +176,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
         texts: Verbatim parts of the response's text, without special tokens and tool calls.
         called: Words that the tool calls of the response consist of.
         token_text: Tokens of the response, decoded one by one and concatenated, or None.
+        columns: Values of user columns; a name has the same type in all steps of a log.
     """
 
     source: str
@@ -207,6 +209,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
     images: list[dict[str, Any]] | None = None
     response_text: str | None = None
     metrics: dict[str, float] | None = None
+    columns: Mapping[str, pa.Scalar] = msgspec.field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -241,6 +244,7 @@ class Conversation:
     top_p: float | None = None
     agent: str | None = None
     metrics: dict[str, float] | None = None
+    columns: Mapping[str, pa.Scalar] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -68,22 +68,11 @@ def _agents_sdk_trace(record: Any) -> str | None:
     return "the trace of OpenAI's Agents SDK has no texts" if is_trace else None
 
 
-def _prime_rl_annotation(record: Any) -> str | None:
-    names = {"trace_id", "advantage", "subset"}
-    is_one = isinstance(record, Mapping) and names <= record.keys()
-    return "an annotation of prime-rl has no conversation" if is_one else None
-
-
 REFUSED = {
     "openai_agents_trace": _refused(
         "traces of OpenAI's Agents SDK: recognized but rejected, since they have no texts",
         _agents_sdk_trace,
         "convert the run's saved state or items, or traces of OpenInference or OpenTelemetry",
-    ),
-    "prime_rl_annotations": _refused(
-        "annotations of prime-rl: recognized but rejected, since they have no conversation",
-        _prime_rl_annotation,
-        "convert the traces beside them",
     ),
     "terminal_bench": _refused(
         "Terminal-Bench 1 results: recognized but rejected, since they have no conversation",

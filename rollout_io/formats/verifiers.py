@@ -3,15 +3,18 @@
     outputs/evals/<env>--<model>/<hash>/{results.jsonl, metadata.json}
     <run>/traces.jsonl
     rollouts/step_<N>/<train|eval>/<all|effective>/traces.jsonl
+    traces/{stream/<N>.jsonl, annotations/<producer>/<N>.jsonl}
 
 An episode is a run; if it occurs in several subsets, it is one run with several records. Its group
-is `group.id`, or else its task. A row is a run, and its example is its group.
+is `group.id`, or else its task. The annotations of its traces are records of its run
+(`prime_rl_annotations`). A row is a run, and its example is its group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,6 +40,14 @@ from rollout_io.formats.parsing.documents import logs_of
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import lines_of, read_record, refuse_repeated
 from rollout_io.formats.parsing.naming import label
+from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.prime_rl_annotations import (
+    HEAD,
+    PART,
+    Annotated,
+    Update,
+    read_updates,
+)
 from rollout_io.formats.verifiers_rows import METADATA, metadata_beside, read_row
 from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, metrics_of
 from schemas.errors import InputError, RolloutError, count
@@ -44,6 +55,7 @@ from schemas.errors import InputError, RolloutError, count
 _LOGS = {"results.jsonl", "traces.jsonl"}
 _BESIDE = {METADATA, "config.json"}
 _TASKS = "inferred: episodes that do not name a group are grouped by the key of their task"
+_UNUSED = "annotated traces without a row"
 _EXAMPLES = "inferred: rows that name no environment are grouped by file and example"
 
 
@@ -117,6 +129,8 @@ class _RowHead(msgspec.Struct, gc=False):
 
 class _Kind(msgspec.Struct, gc=False):
     traces: msgspec.Raw = NO_JSON
+    trace_id: msgspec.Raw = NO_JSON
+    completion: msgspec.Raw = NO_JSON
 
 
 class _Shape(_RowHead, gc=False):
@@ -139,19 +153,22 @@ _EPISODE_HEAD = msgspec.json.Decoder(_EpisodeHead)
 _EPISODE = msgspec.json.Decoder(_Episode)
 _ROW_HEAD = msgspec.json.Decoder(_RowHead)
 _SHAPE = msgspec.json.Decoder(_Shape)
+_RECORDS: tuple[msgspec.json.Decoder[Any], ...] = (_EPISODE_HEAD, _SHAPE, HEAD)
 
 
 def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield rows, then episodes, in the order of the logs, and facts on how groups were inferred.
 
-    Episodes with the same id are records of one run.
+    Episodes with the same id, and the annotations of their traces, are records of one run.
     """
     files = [file for given in inputs for file in _logs_of(given)]
     episodes: dict[str, Run] = {}
     rows: dict[bytes, str] = {}
     rules: dict[str, str] = {}
+    annotated = Annotated()
     for file in files:
-        for item in _find_in(file, progress, None if len(files) == 1 else file.name, rows):
+        owner = None if len(files) == 1 else file.name
+        for item in _find_in(file, progress, owner, rows, annotated):
             if not isinstance(item, Run):
                 yield item
                 continue
@@ -170,18 +187,25 @@ def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     if repeated:
         text = f"{count(repeated, 'episode')} in several files (subsets of one step): one run each"
         rules["repeated_episodes"] = text
+    yield from annotated.joined()
     yield from episodes.values()
     yield from (About(name, rule) for name, rule in rules.items())
 
 
 def _find_in(
-    file: Input, progress: Progress, owner: str | None, rows: dict[bytes, str]
+    file: Input,
+    progress: Progress,
+    owner: str | None,
+    rows: dict[bytes, str],
+    annotated: Annotated,
 ) -> Iterator[Found]:
     try:
         for place, content in lines_of([file], progress):
             try:
                 refuse_not_utf8(content, place.where)
-                yield _find(place, content, owner, rows)
+                found = _find(place, content, owner, rows, annotated)
+                if found is not None:
+                    yield found
             except RolloutError as error:
                 yield Rejected(place, error)
     except RolloutError as error:
@@ -190,10 +214,25 @@ def _find_in(
         yield Rejected(Place(file.path, file.name, 0, file.path.stat().st_size), error)
 
 
-def _find(place: Place, content: bytes, owner: str | None, rows: dict[bytes, str]) -> Run:
+def _find(
+    place: Place,
+    content: bytes,
+    owner: str | None,
+    rows: dict[bytes, str],
+    annotated: Annotated,
+) -> Run | None:
+    """Return the run of a record; None for an annotation, which is added to `annotated`."""
     kind = decode_line(_KIND, content, place.where)
     if bytes(kind.traces) != b"null":
-        return _find_episode(place, decode_line(_EPISODE_HEAD, content, place.where))
+        head = decode_line(_EPISODE_HEAD, content, place.where)
+        run = _find_episode(place, head)
+        annotated.add_run(run, head.traces or ())
+        return run
+    if bytes(kind.trace_id) != b"null" and bytes(kind.completion) == b"null":
+        about = decode_line(HEAD, content, place.where).trace_id
+        place = msgspec.structs.replace(place, part=PART)
+        annotated.places.setdefault(about, []).append(place)
+        return None
     refuse_repeated(content.strip(), place.where, rows)
     return _find_row(place, decode_line(_ROW_HEAD, content, place.where), owner)
 
@@ -239,9 +278,12 @@ def read_rollout(run: Run, options: Options) -> Trajectory:
     if "episode" not in run.labels:
         metadata = metadata_beside(place.path)
         return read_row(read_record(place), place.where, metadata, options)
-    first = _read_episode(place, options, failed=run.failed)
-    for other in run.places[1:]:
-        _refuse_other_tokens(first, _read_episode(other, options, failed=run.failed), place, other)
+    others = [each for each in run.places[1:] if each.part != PART]
+    updates = read_updates([each for each in run.places if each.part == PART])
+    first = _read_episode(place, options, updates, failed=run.failed)
+    for other in others:
+        second = _read_episode(other, options, updates, failed=run.failed)
+        _refuse_other_tokens(first, second, place, other)
     return first
 
 
@@ -262,7 +304,9 @@ def _same(first: Logged, second: Logged) -> bool:
     return False
 
 
-def _read_episode(place: Place, options: Options, *, failed: bool) -> Trajectory:
+def _read_episode(
+    place: Place, options: Options, updates: Mapping[str, Sequence[Update]], *, failed: bool
+) -> Trajectory:
     """Read an episode; untrained agents come first, so that the policy's call is last.
 
     The outcome is the reward (scores times weights) of the last trained trace that has one; all
@@ -273,8 +317,10 @@ def _read_episode(place: Place, options: Options, *, failed: bool) -> Trajectory
     error = _error(episode, options)
     failed = failed or error is not None
     numbered = sorted(enumerate(episode.traces), key=lambda item: item[1].agent.trainable)
-    graphs = [(Graph(t, f"{place.where}, traces[{i}]"), t) for i, t in numbered]
-    steps, num_left_out = _steps([graph for graph, _ in graphs], _policy(episode), failed=failed)
+    graphs = [
+        Graph(t, f"{place.where}, traces[{i}]", updates.get(t.id or "", ())) for i, t in numbered
+    ]
+    steps, num_left_out = _steps(graphs, _policy(episode), failed=failed)
     main = numbered[-1][1] if numbered else Trace()
     if not steps and error is None and not failed:
         raise InputError("no_calls", place.where, "the episode has no model calls")
@@ -319,6 +365,7 @@ def _steps(
         for step in own:
             if isinstance(step, Step) and graph.trace.agent.trainable:
                 step.policy_version = policy.start
+        note(_UNUSED, int(graph.is_annotated and not own))
         steps += own
     return steps, num_left_out
 
@@ -361,12 +408,12 @@ def _texts(episode: _Episode, main: Trace) -> dict[str, str]:
 
 
 def recognizes(path: Path) -> bool:
-    """True for a file of episodes or rows, or a directory of such files without other records."""
+    """True for a file of episodes, rows or annotations, or a directory of such files without other records."""
     try:
         logs = _logs_of(Input("", path))
     except OSError:
         return False
-    return bool(logs) and any(has_record(logs[0].path, shape) for shape in (_EPISODE_HEAD, _SHAPE))
+    return bool(logs) and any(has_record(logs[0].path, shape) for shape in _RECORDS)
 
 
 def _logs_of(given: Input) -> list[Input]:
@@ -374,7 +421,7 @@ def _logs_of(given: Input) -> list[Input]:
 
 
 ADAPTER = Adapter(
-    summary="verifiers and prime-rl: traces.jsonl (v1), results.jsonl (v0, legacy), run directories",
+    summary="verifiers and prime-rl: episodes and annotations (v1), rows (v0, legacy), directories",
     recognizes=recognizes,
     find=find_rollouts,
     read=read_rollout,

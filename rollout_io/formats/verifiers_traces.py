@@ -29,6 +29,7 @@ from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
 from rollout_io.formats.parsing.sampling import sampling_extra
 from rollout_io.formats.parsing.tokens import broken, logprob_array, strict_ids
+from rollout_io.formats.prime_rl_annotations import Annotations, Update
 from schemas.errors import InputError
 
 _ASK = "sample with the train client of verifiers, which records the engine's tokens"
@@ -77,6 +78,7 @@ class _Reward(msgspec.Struct, gc=False):
 class Trace(msgspec.Struct, gc=False):
     """The messages, calls and rewards of one agent in an episode."""
 
+    id: str | None = None
     agent: _Agent = msgspec.field(default_factory=_Agent)
     nodes: list[_Node] = []
     calls: list[_Call] = []
@@ -101,12 +103,18 @@ _ANY = msgspec.json.Decoder(Any)
 class Graph:
     """Message nodes of a trace with their tokens.
 
+    Args:
+        trace: The trace.
+        where: Its location.
+        updates: What prime-rl found out about it later, the newest last.
+
     Raises:
         RolloutError: `dangling_reference`: a parent is not an earlier node; `record_type`: a
             message is not an object; `lengths_align`, `token_range`: the tokens break an invariant.
+            See `Annotations` for errors of `updates`.
     """
 
-    def __init__(self, trace: Trace, where: str) -> None:
+    def __init__(self, trace: Trace, where: str, updates: Sequence[Update] = ()) -> None:
         self.trace, self.where = trace, where
         self.calls = {call.node: call for call in trace.calls if call.node is not None}
         places = [self._place(i) for i in range(len(trace.nodes))]
@@ -122,6 +130,8 @@ class Graph:
         parents = {node.parent for node in trace.nodes}
         self.leaves = [i for i in range(len(trace.nodes)) if i not in parents]
         self.trained = self._trained()
+        paths = [self._path(leaf) for leaf in self.leaves] if updates else []
+        self.annotations, self.is_annotated = Annotations(updates, paths, self.masks), bool(updates)
 
     @property
     def sampled(self) -> list[int]:
@@ -192,6 +202,7 @@ class Graph:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             agent=self.trace.agent.name,
+            columns=self.annotations.columns,
         )
 
     def missing(self) -> InputError:
@@ -213,6 +224,7 @@ class Graph:
         trained = self.trace.agent.trainable and index in self.trained
         messages = b",".join(bytes(self._message(i)) for i in path[:-1])
         text = text_of(decode_line(_ANY, bytes(node.message), place))
+        trainer_logprobs, columns = self.annotations.of(index, start, stop)
         usage = call.usage or Usage()
         num_sampled = usage.completion_tokens or None
         return Step(
@@ -220,6 +232,7 @@ class Graph:
             prompt_token_ids=np.concatenate([*(self.tokens[i] for i in path[:-1]), tokens[:start]]),
             response_ids=tokens[start:stop],
             rollout_logprobs=_logprobs(node, mask, place),
+            trainer_logprobs=trainer_logprobs,
             loss_mask=None if mask.all() else mask,
             spans=None if mask.all() else runs(mask),
             trains=trained,
@@ -233,6 +246,7 @@ class Graph:
             response_text=text,
             texts=(text,) if text else (),
             num_counted=(usage.prompt_tokens or None, num_sampled if mask.all() else None),
+            columns=columns,
         )
 
     def _trained(self) -> set[int]:

@@ -128,7 +128,6 @@ def _save_made(folder):
     (folder / "results.json").write_text(json.dumps(bench), encoding="utf-8")
     programs = LOGS | {
         "openai_agents_trace": {"object": "trace.span", "id": "s", "span_data": {"type": "agent"}},
-        "prime_rl_annotations": {"trace_id": "t", "step": 0, "advantage": 0.5, "subset": "all"},
     }
     for name, log in programs.items():
         (folder / f"{name}.json").write_text(json.dumps(log), encoding="utf-8")

@@ -1,0 +1,275 @@
+"""Annotations of prime-rl: what it learned about a trace after it had written the episode.
+
+    {"version": 1, "trace_id": "0d19", "info": {"effective": true, "advantage": 0.5, "ship": {"step": 3}},
+     "branches": [{"index": 0, "trainer_logprobs": [null, null, -0.25, -1.5], "entropies": [...]}]}
+
+Since September 2026, prime-rl writes an episode once (`traces/stream/`), and appends what the
+orchestrator and the trainer find out later to `traces/annotations/<producer>/`
+(`prime_rl.monitors.file.traces.update`). A branch is a path from the root to a leaf, in the order of
+the leaves; a stream has one value per token of its path, or of the first tokens of it, and null where
+there is none. Later records override earlier ones: objects in `info` are merged, and a message takes
+a stream that has a value for one of its sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rollout_io.formats.base import Place, Rejected, Run
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.lines import read_record
+from rollout_io.formats.parsing.notes import note_unread
+from rollout_io.formats.parsing.tokens import broken, logprob_array
+from schemas.errors import InputError, count
+
+PART = "annotation"
+"""`Place.part` of the annotations among the records of an episode."""
+
+LOGPROBS = "trainer_logprobs"
+_NUMBERS, _FLAGS = list[float | None], list[bool | None]
+_STREAMS: Mapping[str, Any] = {
+    **dict.fromkeys((LOGPROBS, "advantages", "entropies", "mismatch_kl"), _NUMBERS),
+    "is_masked": _FLAGS,
+}
+_ARROW = {_NUMBERS: pa.list_(pa.float64()), _FLAGS: pa.list_(pa.bool_())}
+_ELSEWHERE = {"version", "trace_id", "info", "branches"}
+
+
+class Head(msgspec.Struct, gc=False):
+    """The fields by which an annotation is recognized, and the trace that it is about."""
+
+    trace_id: str
+    version: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    branches: list[msgspec.Raw] | None = None
+    advantage: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    subset: str | None = None
+
+    def __post_init__(self) -> None:
+        is_update = self.version is not msgspec.UNSET and self.branches is not None
+        is_flat = self.advantage is not msgspec.UNSET and self.subset is not None
+        if not is_update and not is_flat:
+            raise ValueError("the record is not an annotation")
+
+
+class _Info(msgspec.Struct, gc=False):
+    effective: bool | None = None
+    advantage: float | None = None
+    subset: str | None = None
+
+
+class _Branch(NamedTuple):
+    number: int
+    streams: dict[str, list[Any]]
+
+
+class Update(NamedTuple):
+    """One annotation: its location, the facts about its trace, and its values by token."""
+
+    where: str
+    info: dict[str, Any]
+    branches: list[_Branch]
+
+
+HEAD = msgspec.json.Decoder(Head)
+_RECORD = msgspec.json.Decoder(dict[str, Any])
+
+
+@dataclass(slots=True)
+class Annotated:
+    """The annotations of a log, and the runs of the traces that they are about.
+
+    Attributes:
+        runs: The run of each trace id; None if several episodes have the id.
+        places: Annotations by trace id, in the order of the log.
+    """
+
+    runs: dict[str, Run | None] = field(default_factory=dict)
+    places: dict[str, list[Place]] = field(default_factory=dict)
+
+    def add_run(self, run: Run, traces: Iterable[Mapping[str, msgspec.Raw]]) -> None:
+        """Note the traces of an episode."""
+        for trace in traces:
+            name = _trace_id(trace)
+            if name is not None:
+                other = self.runs.setdefault(name, run)
+                if other is None or other.labels["episode"] != run.labels["episode"]:
+                    self.runs[name] = None
+
+    def joined(self) -> Iterator[Rejected]:
+        """Add each annotation to the records of its run; yield those that are of no run."""
+        for name, places in self.places.items():
+            run = self.runs.get(name)
+            if run is not None:
+                run.places = [*run.places, *places]
+                continue
+            what = "several episodes have" if name in self.runs else "no episode has"
+            got = f"an annotation of the trace {name[:100]!r}, which {what}"
+            hint = "convert the annotations together with the episodes of their run"
+            for place in places:
+                yield Rejected(place, InputError("dangling_reference", place.where, got, hint=hint))
+
+
+def _trace_id(trace: Mapping[str, msgspec.Raw]) -> str | None:
+    try:
+        found = msgspec.json.decode(bytes(trace.get("id", b"null")))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def read_updates(places: Sequence[Place]) -> dict[str, list[Update]]:
+    """Read annotations, by the trace that they are about.
+
+    Raises:
+        InputError: `record_type`: a field has the wrong type, or the version is not 1.
+    """
+    found: dict[str, list[Update]] = {}
+    for place in places:
+        record = decode_line(_RECORD, read_record(place), place.where)
+        found.setdefault(record["trace_id"], []).append(_update(record, place.where))
+    return found
+
+
+def _update(record: Mapping[str, Any], where: str) -> Update:
+    if record.get("version", 1) != 1:
+        hint = "convert the episodes without their annotations"
+        got = f"an annotation of version {record['version']}"
+        raise InputError("record_type", where, got, "version 1", hint)
+    flat = {name: value for name, value in record.items() if name not in _ELSEWHERE}
+    info = _converted(record.get("info") or {}, dict[str, Any], f"{where}, info")
+    branches = _converted(record.get("branches") or [], list[dict[str, Any]], f"{where}, branches")
+    return Update(where, {**flat, **info}, [_branch(each, where) for each in branches])
+
+
+def _branch(branch: Mapping[str, Any], where: str) -> _Branch:
+    index = _converted(branch.get("index"), int, f"{where}, index")
+    streams = {}
+    for name, values in branch.items():
+        if name in _STREAMS and values is not None:
+            streams[name] = _converted(values, _STREAMS[name], f"{where}, {name}")
+        elif name not in _STREAMS and name != "index":
+            note_unread(f"branches.{name}")
+    return _Branch(index, streams)
+
+
+def _converted(value: Any, kind: Any, where: str) -> Any:
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise InputError("record_type", where, str(error)) from None
+
+
+class Annotations:
+    """What all annotations of one trace say together.
+
+    Attributes:
+        columns: Values of the trace's rows in the columns `effective` (bool), `advantage` (double)
+            and `annotations` (the merged `info`, as JSON).
+
+    Args:
+        updates: Annotations, the newest last.
+        paths: Node indices from the root to each leaf, in the order of the leaves.
+        masks: For each node, [tokens] bool, true for sampled tokens.
+
+    Raises:
+        RolloutError: `dangling_reference`: a branch does not exist; `lengths_align`: a stream is longer
+            than its path; `record_type`: a fact has the wrong type.
+
+    Example:
+        >>> update = Update("a:1", {"effective": True}, [_Branch(0, {"entropies": [None, 0.5]})])
+        >>> made = Annotations([update], [[0, 1]], [np.array([False]), np.array([True])])
+        >>> made.columns["effective"].as_py(), made.of(1, 0, 1)[1]["entropies"].as_py()
+        (True, [0.5])
+    """
+
+    def __init__(
+        self,
+        updates: Sequence[Update],
+        paths: Sequence[Sequence[int]],
+        masks: Sequence[npt.NDArray[np.bool_]],
+    ) -> None:
+        self.columns: dict[str, pa.Scalar] = {}
+        self._streams: dict[int, dict[str, tuple[list[Any], str]]] = {}
+        info: dict[str, Any] = {}
+        for update in updates:
+            info = _merged(info, update.info)
+            known = _converted(info, _Info, update.where)
+            for branch in update.branches:
+                if not 0 <= branch.number < len(paths):
+                    got = f"branch {branch.number}, but the trace has {count(len(paths), 'branch')}"
+                    raise InputError("dangling_reference", update.where, got)
+                self._take(branch, paths[branch.number], masks, update.where)
+        if not updates:
+            return
+        effective = known.effective
+        if effective is None and known.subset is not None:
+            effective = known.subset == "effective"
+        text = msgspec.json.encode(info).decode()
+        made = {
+            "effective": pa.scalar(effective, pa.bool_()),
+            "advantage": pa.scalar(known.advantage, pa.float64()),
+            "annotations": pa.scalar(text if info else None, pa.string()),
+        }
+        self.columns = {name: value for name, value in made.items() if value.is_valid}
+
+    def _take(
+        self,
+        branch: _Branch,
+        path: Sequence[int],
+        masks: Sequence[npt.NDArray[np.bool_]],
+        where: str,
+    ) -> None:
+        num_tokens = sum(len(masks[node]) for node in path)
+        for name, values in branch.streams.items():
+            if len(values) > num_tokens:
+                got = f"branch {branch.number} has {len(values)} {name}"
+                expected = f"at most {num_tokens}, one per token"
+                raise broken("lengths_align", where, got, expected)
+            for node, own in _cut(values, path, masks):
+                if any(v is not None for v, m in zip(own, masks[node], strict=True) if m):
+                    self._streams.setdefault(node, {})[name] = (own, where)
+
+    def of(
+        self, node: int, start: int, stop: int
+    ) -> tuple[npt.NDArray[np.float32] | None, dict[str, pa.Scalar]]:
+        """Return the values of a node's tokens from `start` to `stop`.
+
+        Returns:
+            `trainer_logprobs`, [tokens] float32 nats, 0.0 at tokens without one, None if unknown; and
+            the other columns: those of the trace, and each stream as a list with nulls.
+
+        Raises:
+            InvariantError: `logprobs_finite`, `logprobs_nonpositive`: a value is invalid.
+        """
+        columns, logprobs = dict(self.columns), None
+        for name, (values, where) in self._streams.get(node, {}).items():
+            own = values[start:stop]
+            if name == LOGPROBS:
+                logprobs = logprob_array([v or 0.0 for v in own], len(own), where)
+            else:
+                columns[name] = pa.scalar(own, _ARROW[_STREAMS[name]])
+        return logprobs, columns
+
+
+def _cut(
+    values: Sequence[Any], path: Sequence[int], masks: Sequence[npt.NDArray[np.bool_]]
+) -> Iterator[tuple[int, list[Any]]]:
+    """Yield each node of a path with its part of a stream, null after the stream's end."""
+    start = 0
+    for node in path:
+        own = list(values[start : start + len(masks[node])])
+        yield node, own + [None] * (len(masks[node]) - len(own))
+        start += len(masks[node])
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
+    return new
