@@ -41,7 +41,8 @@ from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
 from rollout_io.formats.parsing.lines import incomplete
 from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
-from rollout_io.formats.parsing.weight_versions import names_of, versions_of_calls
+from rollout_io.formats.parsing.weight_versions import names_of, oldest, versions_of_calls
+from rollout_io.formats.slime_metadata import read_back
 from rollout_io.formats.verifiers_traces import runs
 from schemas.errors import InputError, RolloutError, count
 from schemas.extras import requires_extra
@@ -52,7 +53,6 @@ _FIELDS = (b"rollout_id", b"samples")
 _SAMPLE_FIELDS = (b"response_length", b"group_index")
 _REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 _LFS_BYTES = 1024
-_MOST_VERSION_DIGITS = 10  # of a 32-bit integer
 
 _Index = Annotated[int, msgspec.Meta(ge=-INT32_MAX - 1, le=INT32_MAX)]
 
@@ -207,11 +207,13 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
         for step, reward in zip(steps, given, strict=True):
             step.reward = reward
     last = siblings[-1][0]
-    for sample, where in siblings:
-        metrics = {**_numbers(sample.metadata or {}, f"{where}, metadata"), **metrics}
+    for (sample, where), step in zip(siblings, steps, strict=True):
+        others = sample.metadata or {}
+        others = others if failed else read_back(step, others, where)
+        metrics = {**_numbers(others, f"{where}, metadata"), **metrics}
     texts = {"label": run.labels.get("label"), "status": last.status}
     versions = [name for sample, _ in siblings for name in names_of(sample.weight_versions)]
-    if versions and _oldest(versions) is None:
+    if versions and oldest(versions) is None:
         texts["weight_versions"] = ",".join(dict.fromkeys(versions))
     return Trajectory(
         steps=[step for step in steps if not failed or len(step.prompt_token_ids)],
@@ -252,7 +254,7 @@ def _step(sample: _Sample, where: str, *, failed: bool) -> Step:
         trains=not sample.remove_sample,
         spans=runs(mask) if mask is not None and mask.any() else None,
         stop_reason=_REASONS.get(sample.status or "", sample.status),
-        policy_version=_oldest(names_of(sample.weight_versions)),
+        policy_version=oldest(names_of(sample.weight_versions)),
         policy_versions=versions_of_calls(sample.weight_versions, len(tokens) - num, num, where),
         messages=_json(sent),
         response_text=sample.response or None,
@@ -378,13 +380,6 @@ def _error(samples: Sequence[_Sample], outcome: float | None) -> str | None:
         return "status: failed"
     odd = next((s for s in statuses if s is not None and s not in {"completed", "truncated"}), None)
     return f"status: {odd}" if odd is not None and outcome is None else None
-
-
-def _oldest(versions: Sequence[str]) -> int | None:
-    """Return the smallest version; None if there are none or if one of them is not a number."""
-    is_known = versions and all(v.isdecimal() and len(v) <= _MOST_VERSION_DIGITS for v in versions)
-    oldest = min(map(int, versions)) if is_known else None
-    return oldest if oldest is not None and oldest <= INT32_MAX else None
 
 
 def _json(value: Any) -> str | None:

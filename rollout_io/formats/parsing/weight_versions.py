@@ -19,6 +19,8 @@ import numpy.typing as npt
 from rollout_io.formats.parsing.tokens import INT32_MAX, broken
 from schemas.errors import InputError
 
+_MOST_DIGITS = 10  # of a 32-bit integer
+
 
 class _Span(msgspec.Struct):
     version: str | int
@@ -103,3 +105,10 @@ def _spread(
     got = ", ".join(f"{span.start} to {span.end}" for span in spans[:5])
     expected = f"spans in order that cover {first} to {first + num_tokens}"
     raise broken("lengths_align", f"{where}, weight_versions", got, expected)
+
+
+def oldest(versions: Sequence[str]) -> int | None:
+    """Return the smallest version; None if there are none or if one of them is not a number."""
+    is_known = versions and all(v.isdecimal() and len(v) <= _MOST_DIGITS for v in versions)
+    found = min(map(int, versions)) if is_known else None
+    return found if found is not None and found <= INT32_MAX else None
