@@ -7,7 +7,9 @@
     sessions/ID/ID.messages.json
     {"version": 1, "sessionId": "...", "system_prompt": "...", "messages": [{"id": "...", ...}]}
 
-Messages are Anthropic's. A task is a run. Roo keeps what it no longer sends: a summary (`isSummary`),
+    {"version": 2, "messages": [{"role": "assistant", "content": [{"type": "tool-call", ...}], "ts": ...}]}
+
+Messages are Anthropic's; in Roo's documents of version 2, Vercel's AI SDK's. A task is a run. Roo keeps what it no longer sends: a summary (`isSummary`),
 or a mark of a truncation, begins a context without the messages that name it as their parent. Lists
 have no system prompt; no log has tool definitions, a reward or token ids.
 """
@@ -31,14 +33,24 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.parsing.lines import Record, read_record
-from rollout_io.formats.parsing.messages import MESSAGE, read_messages
+from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.records import decode_record, find_records, first_values
 from rollout_io.formats.parsing.sessions import GROUPS, SUMMARIES, Contexts, Item, texts
 from schemas.errors import InputError
 
+_PARTS = PARTS.plus(
+    reads={
+        "tool-call": "toolCallId toolName input",
+        "tool-result": "toolCallId output",
+        **dict.fromkeys(("image", "file"), "image data mediaType"),
+    },
+    leaves={"for the provider": "*/providerOptions", "repeats the call": "tool-result/toolName"},
+)
 _MESSAGE = MESSAGE.plus(
+    inner={"message/content": _PARTS},
     reads={
         "message": "isSummary condenseId condenseParent isTruncationMarker truncationId "
         "truncationParent modelInfo.id modelInfo.modelId"
@@ -46,7 +58,7 @@ _MESSAGE = MESSAGE.plus(
     leaves={
         "facts about a message": "message/id message/ts message/metrics message/modelInfo "
         "message/metadata reasoning/ts reasoning/id",
-        "repeats the reasoning, for the API": "message/reasoning_details",
+        "repeats the reasoning, for the API": "message/reasoning_details message/providerOptions",
     },
 )
 CONTENTS = Contents(
@@ -59,6 +71,8 @@ CONTENTS = Contents(
 class _Marks(msgspec.Struct, gc=False, rename="camel"):
     """What Roo says about a message that it no longer sends, or that takes the place of others."""
 
+    role: str | None = None
+    type: str | None = None
     is_summary: bool | None = None
     condense_id: str | None = None
     condense_parent: str | None = None
@@ -68,6 +82,11 @@ class _Marks(msgspec.Struct, gc=False, rename="camel"):
     model_info: dict[str, Any] | None = None
 
     @property
+    def is_reasoning(self) -> bool:
+        """True for an item of reasoning of version 2, which precedes its answer."""
+        return self.role is None and self.type == "reasoning"
+
+    @property
     def replaces(self) -> str | None:
         """Name of the messages that it takes the place of; empty if they are not in the log."""
         if self.is_summary:
@@ -75,9 +94,19 @@ class _Marks(msgspec.Struct, gc=False, rename="camel"):
         return (self.truncation_id or "") if self.is_truncation_marker else None
 
 
+_ROO_VERSION = 2
+
+
 class _Document(msgspec.Struct, gc=False):
     messages: list[msgspec.Raw]
     system_prompt: str | None = None
+    version: int | None = None
+    session_id: str | None = msgspec.field(default=None, name="sessionId")
+
+    @property
+    def is_roo(self) -> bool:
+        """True for version 2 of Roo's documents; sessions of Cline have an id."""
+        return self.version == _ROO_VERSION and self.session_id is None
 
 
 _DOCUMENT = msgspec.json.Decoder(_Document | list[msgspec.Raw])
@@ -113,10 +142,22 @@ def read_task(run: Run, _: Options) -> Trajectory:
     contexts = Contexts(system=document.system_prompt)
     kept: list[tuple[_Marks, Item]] = []
     models: list[Any] = []
+    thought = ""
     for number, message in enumerate(document.messages):
         where = f"{place.where}, messages[{number}]"
         marks = decode_record(Record(place, bytes(message)), _MARKS)
-        made = read_messages([message], where)
+        if document.is_roo:
+            fields: Any = decode_record(Record(place, bytes(message)))
+            of_kind = responses if marks.is_reasoning else frameworks
+            made = of_kind.messages([fields], where)
+        else:
+            made = read_messages([message], where)
+        if document.is_roo and marks.is_reasoning:
+            thought += "".join(each.get("reasoning_content", "") for each in made)
+            continue
+        if thought and made and made[0]["role"] == "assistant":
+            made[0].setdefault("reasoning_content", thought)
+            thought = ""
         item = Item(where, made, where, is_given=bool(marks.is_summary))
         replaced = marks.replaces
         if replaced is not None:
@@ -128,6 +169,7 @@ def read_task(run: Run, _: Options) -> Trajectory:
             ]
         kept.append((marks, item))
         models += [(marks.model_info or {}).get(name) for name in ("id", "modelId")]
+    note("reasoning without an answer, left out", bool(thought))
     contexts.add([each for _, each in kept])
     if not contexts.found:
         raise InputError("no_calls", place.where, "the task has no model response")
@@ -135,22 +177,25 @@ def read_task(run: Run, _: Options) -> Trajectory:
 
 
 def recognizes(path: Path) -> bool:
-    """True for a document with the fields of a session, or a list of messages with Cline's times."""
+    """True for a document of a session or of Roo, or a list of messages with Cline's times."""
     values = first_values(path) if path.is_file() else []
     if len(values) != 1:
         return False
     first = values[0]
     if isinstance(first, list):
         return len(first) > 0 and all(map(_is_message, first))
-    is_session = isinstance(first, dict) and isinstance(first.get("sessionId"), str)
-    return is_session and isinstance(first.get("version"), int) and _has_messages(first)
+    if not isinstance(first, dict) or not isinstance(first.get("version"), int):
+        return False
+    if isinstance(first.get("sessionId"), str):
+        return _has_messages(first, "role", "content")
+    return first["version"] == _ROO_VERSION and _has_messages(first, "ts")
 
 
-def _has_messages(document: Mapping[str, Any]) -> bool:
+def _has_messages(document: Mapping[str, Any], *names: str) -> bool:
     messages = document.get("messages")
     if not isinstance(messages, list) or not messages:
         return False
-    return all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+    return all(isinstance(m, dict) and set(names) <= m.keys() for m in messages)
 
 
 def _is_message(value: Any) -> bool:

@@ -20,10 +20,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from rollout_io.formats.dialects import anthropic, gemini
-from rollout_io.formats.parsing.content import Message, bad_message, canonical_json, known, raw_of
+from rollout_io.formats.dialects.parts import (
+    as_json,
+    as_text,
+    is_of_vercel,
+    langchain_block,
+    parsed,
+    result_block,
+    vercel_block,
+    word,
+)
+from rollout_io.formats.parsing.content import Message, bad_message, known, raw_of
 from rollout_io.formats.parsing.messages import read_messages
 
 Fields = Mapping[str, Any]
@@ -112,13 +120,13 @@ def _one(given: Any, where: str) -> list[Message]:
     if not isinstance(given, Mapping):
         raise bad_message(where, f"a message is {type(given).__name__}", "an object or a string")
     given = _without_wrapper(given)
-    if _word(given.get("kind")) in {"request", "response"} and "parts" in given:
+    if word(given.get("kind")) in {"request", "response"} and "parts" in given:
         return _of_pydantic_ai(given, where)
-    if _word(given.get("type")) in _AUTOGEN or (
+    if word(given.get("type")) in _AUTOGEN or (
         given.get("type") == "SystemMessage" and "id" not in given
     ):
         return _of_autogen(given, where)
-    if _word(given.get("type")) in LANGCHAIN and "role" not in given:
+    if word(given.get("type")) in LANGCHAIN and "role" not in given:
         return _of_langchain(given, LANGCHAIN[given["type"]], where)
     if "from" in given and "value" in given:
         return _of_sharegpt(given, where)
@@ -140,7 +148,7 @@ def _without_wrapper(given: Fields) -> Fields:
         path = given.get("id") or [""]
         return {"type": path[-1]} | dict(given["kwargs"])
     data = given.get("data")
-    if isinstance(data, Mapping) and _word(given.get("type")) in LANGCHAIN:
+    if isinstance(data, Mapping) and word(given.get("type")) in LANGCHAIN:
         return dict(data) | {"type": given["type"]}
     return given
 
@@ -158,10 +166,13 @@ def _of_chat(given: Fields, where: str) -> list[Message]:
     if fields.get("role") == "tool" and "tool_call_id" not in fields and "id" in fields:
         fields["tool_call_id"] = fields["id"]
     content = fields.get("content")
-    if isinstance(content, list) and any(_is_of_vercel(part) for part in content):
-        return _of_blocks(str(fields.get("role")), [_vercel_block(p) for p in content], where)
+    if isinstance(content, list) and any(is_of_vercel(part) for part in content):
+        role = fields.get("role")
+        if not isinstance(role, str):
+            raise bad_message(where, f"a role of type {type(role).__name__}", "the role's name")
+        return _of_blocks(role, [vercel_block(p) for p in content], where)
     if isinstance(content, Mapping | int | float | bool):
-        fields["content"] = _json(content)
+        fields["content"] = as_json(content)
     if isinstance(fields.get("tool_calls"), list):
         fields["tool_calls"] = [_openai_call(call) for call in fields["tool_calls"]]
     if not isinstance(fields.get("name"), str):
@@ -175,7 +186,7 @@ def _openai_call(call: Any) -> Any:
     """Return a call with its name and arguments where OpenAI's format has them."""
     if not isinstance(call, Mapping) or "function" in call or "args" not in call:
         return call
-    function = {"name": call.get("name"), "arguments": _json(call["args"])}
+    function = {"name": call.get("name"), "arguments": as_json(call["args"])}
     return known({"id": call.get("id"), "type": "function", "function": function})
 
 
@@ -184,10 +195,10 @@ def _of_langchain(given: Fields, role: str, where: str) -> list[Message]:
     content = given.get("content")
     if calls and isinstance(content, list):
         content = [
-            p for p in content if not (isinstance(p, Mapping) and _word(p.get("type")) in _CALLS)
+            p for p in content if not (isinstance(p, Mapping) and word(p.get("type")) in _CALLS)
         ]
     if isinstance(content, list):
-        content = [_langchain_block(part) for part in content]
+        content = [langchain_block(part) for part in content]
     more = given.get("additional_kwargs") or {}
     fields = {
         "role": role,
@@ -203,18 +214,6 @@ def _of_langchain(given: Fields, role: str, where: str) -> list[Message]:
 _CALLS = frozenset({"tool_use", "tool_call", "function_call", "input_json_delta"})
 
 
-def _langchain_block(part: Any) -> Any:
-    """Return a picture or a file, whose bytes LangChain has beside its type, with a `source`."""
-    if not isinstance(part, Mapping) or _word(part.get("type")) not in {"image", "file", "audio"}:
-        return part
-    data, url = part.get("data", part.get("base64")), part.get("url")
-    if not isinstance(data, str) and not isinstance(url, str):
-        return part
-    kind = "document" if part["type"] == "file" else part["type"]
-    source = {"type": "base64", "data": data} if data else {"type": "url", "url": url}
-    return {"type": kind, "source": known(source | {"media_type": part.get("mime_type")})}
-
-
 def _of_blocks(role: str, blocks: list[Any], where: str) -> list[Message]:
     role = {"tool": "user", "model": "assistant"}.get(role, role)
     return anthropic.messages([{"role": role, "content": blocks}], where)
@@ -224,9 +223,9 @@ def _semantic_block(part: Any) -> Fields | str:
     """Return a part of OpenTelemetry's GenAI conventions as a block of Anthropic's API."""
     if not isinstance(part, Mapping):
         return str(part)
-    kind, content = _word(part.get("type")), part.get("content", part.get("text"))
+    kind, content = word(part.get("type")), part.get("content", part.get("text"))
     if kind == "tool_call":
-        arguments = _value(part.get("arguments"))
+        arguments = parsed(part.get("arguments"))
         return {
             "type": "tool_use",
             "id": part.get("id"),
@@ -235,7 +234,7 @@ def _semantic_block(part: Any) -> Fields | str:
         }
     if kind == "tool_call_response":
         result = part.get("response", part.get("result", content))
-        return _result_block(part.get("id"), result)
+        return result_block(part.get("id"), result)
     if kind == "reasoning" or "Reasoning" in str(kind):
         text = content.get("text") if isinstance(content, Mapping) else content
         return {"type": "thinking", "thinking": str(text or "")}
@@ -249,30 +248,7 @@ def _semantic_block(part: Any) -> Fields | str:
         )
         return {"type": media, "source": source}
     if kind == "text":
-        return {"type": "text", "text": _text(content)}
-    return part
-
-
-def _is_of_vercel(part: Any) -> bool:
-    return isinstance(part, Mapping) and _word(part.get("type")) in _OF_VERCEL
-
-
-_OF_VERCEL = frozenset({"tool-call", "tool-result"})
-
-
-def _vercel_block(part: Fields) -> Fields:
-    kind = _word(part.get("type"))
-    if kind == "tool-call":
-        arguments = _value(part.get("input", part.get("args")))
-        name, call_id = part.get("toolName"), part.get("toolCallId")
-        return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
-    if kind == "tool-result":
-        output = part.get("output", part.get("result"))
-        if isinstance(output, Mapping) and {"type", "value"} <= output.keys():
-            output = output["value"]
-        return _result_block(part.get("toolCallId"), output)
-    if kind == "reasoning":
-        return {"type": "thinking", "thinking": part.get("text")}
+        return {"type": "text", "text": as_text(content)}
     return part
 
 
@@ -282,28 +258,28 @@ def _of_pydantic_ai(given: Fields, where: str) -> list[Message]:
         return _of_blocks("assistant", blocks, where)
     found: list[Message] = []
     for part in given["parts"]:
-        kind, content = _word(part.get("part_kind")), part.get("content")
+        kind, content = word(part.get("part_kind")), part.get("content")
         if kind == "system-prompt":
-            found.append({"role": "system", "content": _text(content)})
+            found.append({"role": "system", "content": as_text(content)})
         elif kind == "user-prompt":
             listed = content if isinstance(content, list) else [content]
             found += _of_blocks("user", [_user_block(each) for each in listed], where)
         elif kind in {"tool-return", "retry-prompt"} and part.get("tool_name"):
-            found += _of_blocks("user", [_result_block(part.get("tool_call_id"), content)], where)
+            found += _of_blocks("user", [result_block(part.get("tool_call_id"), content)], where)
         elif kind == "retry-prompt":
-            found.append({"role": "user", "content": _text(content)})
+            found.append({"role": "user", "content": as_text(content)})
         else:
             raise bad_message(where, f"a part of the kind {kind!r}", "a part of a request")
     return found
 
 
 def _pydantic_block(part: Fields, where: str) -> Fields:
-    kind = _word(part.get("part_kind"))
+    kind = word(part.get("part_kind"))
     if kind in {"text", "thinking"}:
         return {"type": kind, ("text" if kind == "text" else "thinking"): part.get("content") or ""}
     if kind in {"tool-call", "builtin-tool-call"}:
         name, call_id = part.get("tool_name"), part.get("tool_call_id")
-        arguments = _value(part.get("args")) or {}
+        arguments = parsed(part.get("args")) or {}
         is_own = kind == "tool-call"
         return {
             "type": "tool_use" if is_own else "server_tool_use",
@@ -312,7 +288,7 @@ def _pydantic_block(part: Fields, where: str) -> Fields:
             "input": arguments,
         }
     if kind == "builtin-tool-return":
-        content = _text(part.get("content"))
+        content = as_text(part.get("content"))
         return {
             "type": "mcp_tool_result",
             "tool_use_id": part.get("tool_call_id"),
@@ -323,7 +299,7 @@ def _pydantic_block(part: Fields, where: str) -> Fields:
 
 def _user_block(each: Any) -> Fields | str:
     if not isinstance(each, Mapping):
-        return _text(each)
+        return as_text(each)
     kind = str(each.get("kind"))
     if kind == "binary":
         mime = str(each.get("media_type", ""))
@@ -338,9 +314,7 @@ def _user_block(each: Any) -> Fields | str:
 def _of_autogen(given: Fields, where: str) -> list[Message]:
     kind, content = given["type"], given.get("content")
     if kind == "FunctionExecutionResultMessage":
-        results = [
-            _result_block(each.get("call_id"), each.get("content")) for each in content or ()
-        ]
+        results = [result_block(each.get("call_id"), each.get("content")) for each in content or ()]
         return _of_blocks("user", results, where)
     role = {"SystemMessage": "system", "UserMessage": "user"}.get(kind, "assistant")
     blocks: list[Any] = (
@@ -348,7 +322,7 @@ def _of_autogen(given: Fields, where: str) -> list[Message]:
     )
     for each in content if isinstance(content, list) else [content]:
         if isinstance(each, Mapping) and "arguments" in each:
-            arguments = _value(each["arguments"])
+            arguments = parsed(each["arguments"])
             blocks.append(
                 {
                     "type": "tool_use",
@@ -358,7 +332,7 @@ def _of_autogen(given: Fields, where: str) -> list[Message]:
                 }
             )
         else:
-            blocks.append(each if isinstance(each, Mapping) else _text(each))
+            blocks.append(each if isinstance(each, Mapping) else as_text(each))
     return _of_blocks(role, blocks, where)
 
 
@@ -370,7 +344,7 @@ def _of_llama_index(given: Fields, where: str) -> list[Message]:
             "type": "tool_use",
             "id": b.get("tool_call_id"),
             "name": b.get("tool_name"),
-            "input": _value(b.get("tool_kwargs")),
+            "input": parsed(b.get("tool_kwargs")),
         },
         "image": lambda b: {
             "type": "image",
@@ -382,7 +356,7 @@ def _of_llama_index(given: Fields, where: str) -> list[Message]:
     more, role = given.get("additional_kwargs") or {}, str(given.get("role"))
     blocks = []
     for block in given["blocks"]:
-        kind = _word(block.get("block_type"))
+        kind = word(block.get("block_type"))
         if kind not in makers:
             raise bad_message(
                 where, f"a block of the type {kind!r}", "text, image, thinking, tool_call"
@@ -405,41 +379,8 @@ def _of_sharegpt(given: Fields, where: str) -> list[Message]:
     sender, value = str(given["from"]), given["value"]
     role = _SHAREGPT.get(sender, sender)
     if sender == "function_call":
-        call = _value(value)
+        call = parsed(value)
         calls = call if isinstance(call, list) else [call]
         if all(isinstance(each, Mapping) and "name" in each for each in calls):
             return read_messages([raw_of({"role": role, "tool_calls": calls})], where)
-    return read_messages([raw_of({"role": role, "content": _text(value)})], where)
-
-
-def _result_block(call_id: Any, result: Any) -> Fields:
-    is_parts = isinstance(result, list) and all(
-        isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in result
-    )
-    content = result if is_parts and result else _text(result)
-    return known({"type": "tool_result", "tool_use_id": call_id, "content": content})
-
-
-def _word(value: Any) -> str:
-    """Return a value that names a kind; damaged logs may have anything in its place."""
-    return value if isinstance(value, str) else ""
-
-
-def _text(value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return _json(value)
-
-
-def _json(value: Any) -> str:
-    return value if isinstance(value, str) else canonical_json(msgspec.json.encode(value))
-
-
-def _value(value: Any) -> Any:
-    """Return the value of JSON text; any other value, and text that is no JSON, as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return msgspec.json.decode(value)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return value
+    return read_messages([raw_of({"role": role, "content": as_text(value)})], where)

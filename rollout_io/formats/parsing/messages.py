@@ -42,7 +42,7 @@ from rollout_io.formats.parsing.content import (
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.media import READS
 
-_PARTS = Contents(
+PARTS = Contents(
     kind="type",
     default="text",
     reads=dict(BLOCKS.reads) | dict(TEXTS.reads) | READS,
@@ -54,7 +54,7 @@ _CHAT = Contents(
         "": "role reasoning_content reasoning thinking thinking_blocks tool_calls tool_call_id "
         "tool_call_ids name"
     },
-    inner={"content": _PARTS},
+    inner={"content": PARTS},
 )
 MESSAGE = Contents(
     kind="type",
@@ -66,7 +66,7 @@ MESSAGE = Contents(
         "message/token_ids",
         "facts about a call": "message/finish_reason message/stop_reason message/annotations",
     },
-    inner={**ITEMS.inner, "message/content": _PARTS, "message/output": ITEMS},
+    inner={**ITEMS.inner, "message/content": PARTS, "message/output": ITEMS},
 )
 """A message of `read_messages`."""
 

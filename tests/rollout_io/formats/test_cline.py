@@ -64,6 +64,47 @@ def test_a_session_has_its_system_prompt_and_name(tmp_path):
     assert contents(found.steps[0])[:2] == ["You help.", "Fix.\nMore."]
 
 
+PART = {"type": "tool-call", "toolCallId": "t", "toolName": "read_file", "input": {"path": "a"}}
+OUTPUT = {"type": "tool-result", "toolCallId": "t", "toolName": "read_file"}
+PICTURE = {"type": "image", "image": "iVBORw0KGgo=", "mediaType": "image/png"}
+SIGNED = {"providerOptions": {"anthropic": {"signature": "a signature"}}}
+SECOND = [
+    said("user", "Fix.", PICTURE),
+    said("assistant", {"type": "reasoning", "text": "Hm."} | SIGNED, "Look.", PART),
+    said("tool", OUTPUT | {"output": {"type": "text", "value": "abc"}}),
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}], "ts": 1},
+    said("assistant") | {"content": "Done."},
+]
+
+
+def test_a_document_of_version_2_has_the_messages_of_vercels_sdk(tmp_path):
+    document = {"version": 2, "messages": SECOND}
+    path = save(tmp_path / "17" / "api_conversation_history.json", document)
+    assert recognize(path, load_formats().adapters) == ["cline"]
+    run, found = read_one(path)
+    assert (run.instance_id, found.unread, found.notes) == ("17", {}, {})
+    (step,) = found.steps
+    assert contents(step)[1:] == ["Look.", "abc", "Done."]
+    source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+    assert contents(step)[0][1] == {"type": "image", "source": source}
+    assert [m.get("reasoning_content") for m in step.messages] == [None, "Hm.", None, "So."]
+    assert step.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"path":"a"}'
+    assert step.messages[2]["tool_call_id"] == "t"
+
+
+@pytest.mark.parametrize("url", ["https://a/b.png", "data:image/png;base64,iVBORw0KGgo="])
+def test_a_picture_of_version_2_may_have_a_url(url, tmp_path):
+    document = {"version": 2, "messages": [said("user", PICTURE | {"image": url}), SECOND[-1]]}
+    found = read_one(save(tmp_path / "17" / "history.json", document))[1]
+    assert url in json.dumps(contents(found.steps[0])[0]) or "iVBORw0KGgo=" in str(found.steps)
+
+
+def test_reasoning_of_version_2_without_an_answer_is_counted(tmp_path):
+    document = {"version": 2, "messages": [SECOND[0], SECOND[-1], SECOND[3]]}
+    found = read_one(save(tmp_path / "17" / "history.json", document))[1]
+    assert found.notes == {"reasoning without an answer, left out": 1}
+
+
 def test_a_summary_or_a_truncation_begins_a_context_without_what_it_replaces(tmp_path):
     history = [
         said("user", "Go.", condenseParent="c"),
@@ -96,6 +137,14 @@ def test_damage_is_named(damage, tmp_path):
     path = save(tmp_path / "1" / "api_conversation_history.json", [TASK[0], TASK[3] | damage])
     found, rejected = read_all(ADAPTER, path)
     assert (found, {r.error.rule for r in rejected}) == ([], {"record_type"})
+
+
+@pytest.mark.parametrize("damage", [{"role": 1}, {"type": 3}, {"role": None}])
+def test_damage_of_version_2_is_named(damage, tmp_path):
+    document = {"version": 2, "messages": [SECOND[0], SECOND[1] | damage, SECOND[-1]]}
+    found, rejected = read_all(ADAPTER, save(tmp_path / "1" / "history.json", document))
+    assert found == []
+    assert {r.error.rule for r in rejected} <= {"record_type", "message"}
 
 
 def test_other_text_is_named(tmp_path):
