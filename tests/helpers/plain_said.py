@@ -61,7 +61,7 @@ def strings_in(value):
             stack += each
         elif isinstance(each, str):
             yield each
-            if each[:1] in {"{", "["}:
+            if each.lstrip()[:1] in {"{", "["}:
                 try:
                     stack.append(json.loads(each))
                 except (ValueError, RecursionError):
@@ -111,9 +111,14 @@ def texts_of(value):
 
 
 def is_said(text, known):
-    """True if all lines are known, or the text is the JSON of values that are, such as arguments."""
-    if lines_of(text) <= known:
-        return True
+    """True if each line is known, or it or the text is the JSON of values that are, as arguments are."""
+    return is_json_said(text, known) or all(
+        line in known or is_json_said(line, known) for line in lines_of(text)
+    )
+
+
+def is_json_said(text, known):
+    """True for the JSON of a value that is no text, and whose texts are known."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -14,8 +14,11 @@ from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.inspect_ai import members_of, read_member
 from tests.conftest import EXAMPLES, ROOT
 from tests.helpers.structural_mutations import encoded
+from tests.helpers.verifiers_helpers import episode, trace
 from tests.rollout_io.formats.test_agent_programs import LOGS
+from tests.rollout_io.formats.test_cline import SECOND
 from tests.rollout_io.formats.test_fuzz import save_inline
+from tests.rollout_io.formats.test_prime_rl_annotations import SCORED, SHIPPED, TRAINED, update
 from tests.rollout_io.formats.test_source_is_kept import (
     EXACT_FORMATS,
     GOOSE_TABLES,
@@ -129,6 +132,13 @@ def _save_made(folder):
     programs = LOGS | {
         "openai_agents_trace": {"object": "trace.span", "id": "s", "span_data": {"type": "agent"}},
     }
+    programs["roo"] = {"version": 2, "messages": SECOND}
+    noted = [
+        episode(trace(id="t1")),
+        update(info=SHIPPED, branches=[SCORED]),
+        update(branches=[TRAINED]),
+    ]
+    (folder / "annotated.jsonl").write_text("".join(json.dumps(r) + "\n" for r in noted))
     for name, log in programs.items():
         (folder / f"{name}.json").write_text(json.dumps(log), encoding="utf-8")
     shutil.copy(DATA / "inspect_zstd.eval", folder)
