@@ -100,6 +100,8 @@ def _hermes(rows):
     if not all(m.get("active", 1) for m in record["messages"]):
         raise NotCompared
     prompt = record.get("system_prompt")
+    if not isinstance(prompt, str | None):
+        raise NotCompared
     system = [{"role": "system", "content": prompt}] if prompt else []
     return conversation([*system, *record["messages"]], number(record.get("score")))
 
