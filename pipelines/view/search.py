@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 
-from pipelines.merging.prefix_tree import prefix_tree
 from pipelines.view.dataset import Dataset
 from pipelines.view.trajectory_index import TrajectoryIndex
-from rollout_io.dataset.prefix_layout import Tokens
-from rollout_io.retokenize.token_bytes import TokenBytes
+from rollout_io.dataset.finding import FOUND_COLUMNS, Match, find, find_in_texts
 from schemas.errors import InputError
-from schemas.ragged import IntArray, Ragged, offsets_of
 
 MAX_HITS = 10_000
 MAX_NAMES = 20
@@ -26,7 +22,6 @@ MAX_SECONDS = 10.0
 """Seconds after which a search stops, even if it is incomplete."""
 
 _NUM_ROWS = 4096
-_BYTES_PER_ID = 4
 
 
 def search(
@@ -51,9 +46,8 @@ def search(
     known = {"searched": searched, **_named(dataset.index, text)}
     hits: list[dict[str, Any]] = []
     for begin, end in _pieces(dataset, where):
-        for trajectory_id, step_index, position in _found(dataset, begin, end, text, ids):
-            hit = {"trajectory_id": trajectory_id, "step_index": step_index, "position": position}
-            hits.append(hit)
+        for match in _found(dataset, begin, end, text, ids):
+            hits.append(dataclasses.asdict(match))
             if len(hits) >= limit:
                 return {"hits": hits, "complete": False, **known}
         if time.monotonic() > ends:
@@ -107,81 +101,11 @@ def _pieces(dataset: Dataset, where: str | None) -> Iterator[tuple[int, int]]:
 
 def _found(
     dataset: Dataset, begin: int, end: int, text: str | None, ids: list[int] | None
-) -> Iterator[tuple[str, int, int | None]]:
-    keys = ["trajectory_id", "step_index"]
+) -> Iterator[Match]:
     if text is not None and dataset.token_bytes is None:
-        yield from _in_texts(dataset, begin, end, text)
+        names = ["trajectory_id", "step_index", *dataset.present("messages", "response_text")]
+        yield from find_in_texts(dataset.reader.rows(begin, end, names), text)
         return
-    table = dataset.reader.rows(begin, end, [*keys, "prompt_token_ids", "response_ids"])
-    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
-    responses = Ragged.from_arrow(table.column("response_ids"))
-    shared = prefix_tree(table).shared.tolist()
-    names = zip(*(table.column(name).to_pylist() for name in keys), strict=True)
-    for row, (trajectory_id, step_index) in enumerate(names):
-        whole = np.concatenate([prompts.row(row), responses.row(row)]).astype(np.int32)
-        for first, last in _places(whole, text, ids, dataset.token_bytes):
-            if last > shared[row]:
-                yield trajectory_id, step_index, first
-
-
-def _places(
-    whole: Tokens, text: str | None, ids: list[int] | None, vocabulary: TokenBytes | None
-) -> Iterator[tuple[int, int]]:
-    """Yield each match as (index of its first token, index after its last token)."""
-    if ids is not None:
-        needle = np.array(ids, np.int32).tobytes()
-        for at in _matches(whole.tobytes(), needle):
-            if at % _BYTES_PER_ID == 0:
-                yield at // _BYTES_PER_ID, at // _BYTES_PER_ID + len(ids)
-        return
-    assert text is not None
-    assert vocabulary is not None
-    needle, content = text.encode("utf-8", "replace"), vocabulary.join(whole)
-    ends: IntArray | None = None
-    for at in _matches(content, needle):
-        ends = offsets_of(vocabulary.lengths(whole))[1:] if ends is None else ends
-        first = int(np.searchsorted(ends, at, side="right"))
-        yield first, int(np.searchsorted(ends, at + len(needle) - 1, side="right")) + 1
-
-
-def _matches(content: bytes, needle: bytes) -> Iterator[int]:
-    at = content.find(needle)
-    while at >= 0:
-        yield at
-        at = content.find(needle, at + 1)
-
-
-def _in_texts(
-    dataset: Dataset, begin: int, end: int, text: str
-) -> Iterator[tuple[str, int, int | None]]:
-    texts = dataset.present("messages", "response_text")
-    table: pa.Table = dataset.reader.rows(begin, end, ["trajectory_id", "step_index", *texts])
-    known, seen = None, set[str]()
-    for row in table.to_pylist():
-        if row["trajectory_id"] != known:
-            known, seen = row["trajectory_id"], set()
-        found = {t for t in _strings(row.get("messages"), text) if text in t}
-        if text in (row.get("response_text") or ""):
-            found.add(row["response_text"])
-        if not found <= seen:
-            yield row["trajectory_id"], row["step_index"], None
-        seen |= found
-
-
-def _strings(messages: str | None, text: str) -> Iterator[str]:
-    """Yield the strings in logged messages; none if the JSON cannot contain the text."""
-    if messages is None or ("\\" not in messages and text not in messages):
-        return
-    try:
-        nodes = [json.loads(messages)]
-    except (ValueError, RecursionError):
-        yield messages
-        return
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, str):
-            yield node
-        elif isinstance(node, list):
-            nodes += node
-        elif isinstance(node, dict):
-            nodes += node.values()
+    table = dataset.reader.rows(begin, end, FOUND_COLUMNS)
+    sought = np.array(ids, np.int32) if text is None else text
+    yield from find(table, sought, dataset.token_bytes)

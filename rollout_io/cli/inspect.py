@@ -33,12 +33,19 @@ _WITHOUT_TOKENIZER = """\
 only logged text is shown: the last message of each prompt, and each response (as token ids if the \
 log lacks its text); pass --tokenizer DIR to see every token
 """
-EXAMPLE = example('rollouts inspect shop/ --where "reward > 0" --limit 2')
+EXAMPLE = example(
+    'rollouts inspect shop/ --where "reward > 0" --limit 2\n'
+    '  rollouts inspect shop/ --find "Traceback" --limit 20'
+)
 
 
 @click.command(epilog=EXAMPLE)
 @click.argument("dataset", metavar="DS", type=click.Path())
 @click.option("--where", metavar="SQL", help='SQL condition on any column, such as "reward > 0".')
+@click.option("--find", "text", metavar="TEXT", help="List where this text occurs.")
+@click.option(
+    "--find-ids", "ids", metavar="IDS", help="List where these token ids occur, such as 12,13."
+)
 @click.option("--trajectory", metavar="ID", help="Show this trajectory, such as shop-2_1.")
 @click.option(
     "--limit",
@@ -46,7 +53,7 @@ EXAMPLE = example('rollouts inspect shop/ --where "reward > 0" --limit 2')
     default=5,
     show_default=True,
     metavar="N",
-    help="Maximum number of trajectories to show.",
+    help="Maximum number of trajectories, or of matches, to show.",
 )
 @click.option(
     "--tokenizer",
@@ -60,6 +67,8 @@ def inspect(
     ctx: click.Context,
     dataset: str,
     where: str | None,
+    text: str | None,
+    ids: str | None,
     trajectory: str | None,
     limit: int,
     tokenizer: str | None,
@@ -70,19 +79,34 @@ def inspect(
 
     A trajectory is shown in full if the condition holds for at least one of its rows. Exit code 1 if
     a displayed row breaks a named invariant.
+
+    --find searches the decoded tokens of every row (without a tokenizer: the logged messages and
+    responses). A match in tokens that a row repeats from an earlier row is listed once.
     """
     from rollout_io.cli.trajectory_text import legend, render
     from rollout_io.dataset.checking import validate
 
+    if text or ids:
+        from rollout_io.cli.finding import ids_of, print_matches
+
+        if text and ids:
+            raise click.UsageError("--find and --find-ids exclude each other.")
+        chosen = where is not None or trajectory is not None
+        kept = candidates(open_dataset(dataset), where, trajectory) if chosen else None
+        if trajectory is not None and kept is not None:
+            kept = [known(trajectory, kept)]
+        sought = text if text else ids_of(ids or "")
+        print_matches(dataset, sought, tokenizer, kept, limit, as_json=as_json)
+        return
     decode = own_decoder(dataset) if tokenizer is None else load_decoder(tokenizer)
     frame = open_dataset(dataset)
     if tokenizer is not None:
         warn_of_other_tokenizer(dataset, tokenizer)
-    ids = candidates(frame, where, trajectory)
+    matching_ids = candidates(frame, where, trajectory)
     if trajectory is not None:
-        ids = [known(trajectory, ids)]
+        matching_ids = [known(trajectory, matching_ids)]
     try:
-        shown = rows_of(frame, ids[:limit])
+        shown = rows_of(frame, matching_ids[:limit])
     except RolloutError:
         validate(dataset)  # report the invalid rows instead of the prompt that fails to decode
         raise
@@ -102,8 +126,14 @@ def inspect(
             note(_WITHOUT_TOKENIZER)
     for view in views:
         emit_styled(render(view, color=color) + "\n")
-    found = f"{len(views)} of {count(len(ids), 'trajectory')} shown"
-    note(found if ids else f"no trajectory matches: {where}" if where else "the dataset is empty")
+    found = f"{len(views)} of {count(len(matching_ids), 'trajectory')} shown"
+    note(
+        found
+        if matching_ids
+        else f"no trajectory matches: {where}"
+        if where
+        else "the dataset is empty"
+    )
     ctx.exit(int(problem is not None))
 
 

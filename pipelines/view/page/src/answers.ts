@@ -430,6 +430,9 @@ export interface Hit {
   step_index: number;
   /** Null if text was searched without a tokenizer. */
   position: number | null;
+  before: string;
+  found: string;
+  after: string;
 }
 
 export interface Hits {

@@ -88,6 +88,7 @@ export function Find(): JSX.Element | null {
                     <button type="button" class={index === at ? "link chosen" : "link"} onClick={() => show(index)}>
                       <Text value={hit.trajectory_id} /> <small>step {hit.step_index}{hit.position !== null && `, token ${short(hit.position)}`}</small>
                     </button>
+                    <p class="snippet">{hit.before}<mark>{hit.found}</mark>{hit.after}</p>
                   </li>
                 ))}
               </ol>
