@@ -27,6 +27,7 @@ EXAMPLES = example(
     "\n  rollouts filter math/ --mix code/ --share 0.7 --share 0.3 --out mixed/"
 )
 WHOLE = click.IntRange(min=0)
+_SHOWN_OVERLAPS = 5
 
 
 @click.command("filter", epilog=EXAMPLES)
@@ -81,6 +82,18 @@ WHOLE = click.IntRange(min=0)
     "--dedup",
     type=click.Choice(["group", "dataset"]),
     help="Drop exact duplicates in each group or in the dataset.",
+)
+@click.option(
+    "--dedup-similarity",
+    type=float,
+    metavar="X",
+    help="With --dedup: also drop trajectories that share this part of their token sequences.",
+)
+@click.option(
+    "--overlap",
+    type=click.Path(),
+    metavar="EVAL",
+    help="Drop trajectories that contain most of a text of this evaluation set (JSON Lines).",
 )
 @click.option("--drop-overlong", is_flag=True, help="Drop trajectories that were cut off.")
 @click.option("--drop-zero-variance", is_flag=True, help="Drop groups whose returns are all equal.")
@@ -176,6 +189,8 @@ class _Choices:
     min_reward: float | None
     max_reward: float | None
     dedup: Literal["group", "dataset"] | None
+    dedup_similarity: float | None
+    overlap: str | None
     drop_overlong: bool
     drop_zero_variance: bool
     sample_groups: int | None
@@ -204,6 +219,7 @@ class _Source:
     rows: dict[str, int]
     dropped: pl.DataFrame
     masked: pl.DataFrame
+    overlaps: pl.DataFrame | None
 
     @classmethod
     def decide(cls, path: str, choices: _Choices) -> _Source:
@@ -217,13 +233,17 @@ class _Source:
         if choices.keep_rows is not None:
             move = choices.move_outcome
             frame, rows = keep_rows(frame, choices.keep_rows, outcome=outcome, move_outcome=move)
-        frame, dropped = apply_filters(frame, _filters(choices), outcome)
+        found = None if choices.overlap is None else _overlaps(path, frame, choices.overlap)
+        frame, dropped = apply_filters(frame, _filters(choices, found), outcome)
         frame, masked = apply_masks(frame, _masks(choices), outcome)
-        return cls(path=path, frame=frame, rows=rows, dropped=dropped, masked=masked)
+        return cls(
+            path=path, frame=frame, rows=rows, dropped=dropped, masked=masked, overlaps=found
+        )
 
     def as_json(self) -> dict[str, Any]:
         lists = {"filters": self.dropped.to_dicts(), "masks": self.masked.to_dicts()}
-        return {"dataset": self.path, "rows": self.rows, **lists}
+        found = {} if self.overlaps is None else {"overlaps": self.overlaps.to_dicts()}
+        return {"dataset": self.path, "rows": self.rows, **lists, **found}
 
     def lines(self) -> Iterator[str]:
         yield self.path
@@ -235,6 +255,11 @@ class _Source:
                     f"  {name}: {found:,} of {count(before, 'trajectory')} {verb}, "
                     f"including {gone:,} of {count(groups, 'group')} entirely"
                 )
+        if self.overlaps is not None:
+            for name, line, share in self.overlaps.head(_SHOWN_OVERLAPS).rows():
+                yield f"    {name} contains {share:.0%} of a text of line {line:,}"
+            if len(self.overlaps) > _SHOWN_OVERLAPS:
+                yield f"    and {len(self.overlaps) - _SHOWN_OVERLAPS:,} more: --json lists all"
 
 
 def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
@@ -242,6 +267,8 @@ def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
         raise click.UsageError("Missing option '--out' (or --dry-run).")
     if (choices.max_staleness is None) != (choices.policy_version is None):
         raise click.UsageError("--max-staleness and --policy-version must be passed together.")
+    if choices.dedup_similarity is not None and choices.dedup is None:
+        raise click.UsageError("--dedup-similarity requires --dedup.")
     if choices.move_outcome and choices.keep_rows is None:
         raise click.UsageError("--move-outcome requires --keep-rows.")
     if choices.share and len(choices.share) != 1 + len(choices.mix):
@@ -262,34 +289,54 @@ def _refuse_inside(out: str, datasets: Sequence[str]) -> None:
         refuse_inside(out, dataset)
 
 
-def _filters(choices: _Choices) -> list[Filter]:
-    from pipelines.filtering import filters
+def _overlaps(dataset: str, frame: pl.LazyFrame, evaluation: str) -> pl.DataFrame:
+    from pipelines.filtering.overlap import overlaps
+    from rollout_io.dataset.reader import read_metadata
+    from rollout_io.retokenize.local import remembered_tokenizer
+    from rollout_io.retokenize.token_bytes import load_token_bytes
 
-    found = [filters.where(condition) for condition in choices.where]
-    found += [filters.where(condition, rows="all") for condition in choices.where_all]
+    tokenizer = remembered_tokenizer(read_metadata(dataset))
+    if tokenizer is None:
+        got = "the tokenizer of the dataset is unknown, or not on this machine"
+        hint = "convert the log again with --tokenizer DIR"
+        raise InputError("tokenizer", dataset, got, "its tokenizer, to compare texts", hint)
+    return overlaps(frame, evaluation, load_token_bytes(tokenizer))
+
+
+def _filters(choices: _Choices, found: pl.DataFrame | None) -> list[Filter]:
+    from pipelines.filtering import filters
+    from pipelines.filtering.near_duplicates import near_duplicates
+    from pipelines.filtering.overlap import overlapping
+
+    rules = [filters.where(condition) for condition in choices.where]
+    rules += [filters.where(condition, rows="all") for condition in choices.where_all]
     if choices.drop_failed_groups:
-        found.append(filters.failed("group"))
+        rules.append(filters.failed("group"))
     if choices.drop_failed:
-        found.append(filters.failed())
+        rules.append(filters.failed())
     if choices.drop_unknown:
-        found.append(filters.unknown_return())
+        rules.append(filters.unknown_return())
     if choices.max_staleness is not None and choices.policy_version is not None:
-        found.append(filters.stale(choices.policy_version, choices.max_staleness))
+        rules.append(filters.stale(choices.policy_version, choices.max_staleness))
     if (choices.min_tokens, choices.max_tokens) != (None, None):
-        found.append(filters.token_range(choices.min_tokens, choices.max_tokens))
+        rules.append(filters.token_range(choices.min_tokens, choices.max_tokens))
     if (choices.min_steps, choices.max_steps) != (None, None):
-        found.append(filters.step_range(choices.min_steps, choices.max_steps))
+        rules.append(filters.step_range(choices.min_steps, choices.max_steps))
     if (choices.min_reward, choices.max_reward) != (None, None):
-        found.append(filters.reward_range(choices.min_reward, choices.max_reward))
+        rules.append(filters.reward_range(choices.min_reward, choices.max_reward))
     if choices.dedup is not None:
-        found.append(filters.duplicates(choices.dedup))
+        rules.append(filters.duplicates(choices.dedup))
+    if choices.dedup is not None and choices.dedup_similarity is not None:
+        rules.append(near_duplicates(choices.dedup_similarity, choices.dedup))
+    if found is not None and choices.overlap is not None:
+        rules.append(overlapping(found, choices.overlap))
     if choices.drop_overlong:
-        found.append(filters.overlong())
+        rules.append(filters.overlong())
     if choices.drop_zero_variance:
-        found.append(filters.zero_variance())
+        rules.append(filters.zero_variance())
     if choices.sample_groups is not None and not choices.mix:
-        found.append(filters.sample_groups(choices.sample_groups, choices.seed))
-    return list({rule.name: rule for rule in found}.values())
+        rules.append(filters.sample_groups(choices.sample_groups, choices.seed))
+    return list({rule.name: rule for rule in rules}.values())
 
 
 def _masks(choices: _Choices) -> list[Filter]:

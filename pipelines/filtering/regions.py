@@ -1,0 +1,47 @@
+"""The tokens by which trajectories are compared: what was sampled, and what stands before it."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from pipelines.filtering.verdicts import STEPS
+from schemas.ragged import IntArray, Ragged, gather, offsets_of, zipped
+from schemas.types import as_table
+
+
+def regions(rows: pl.Series, num_before: int) -> tuple[Ragged, IntArray]:
+    """Cut the sampled tokens of each step, with the tokens before them, out of the rows.
+
+    Args:
+        rows: [N] structs of `prompt_token_ids`, `response_ids` and the joined steps (`STEPS`).
+        num_before: Maximum number of tokens before the sampled ones.
+
+    Returns:
+        tokens: Tokens of K regions, one per step, in order of rows.
+        owners: [K] row of each region.
+
+    Example:
+        A row with the prompt [1, 2, 3] and the response [4], and one token before:
+
+        >>> tokens, owners = regions(rows, 1)
+        >>> tokens.row(0).tolist(), owners.tolist()
+        ([3, 4], [0])
+    """
+    table = as_table(rows.struct.unnest().select("prompt_token_ids", "response_ids"))
+    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+    responses = Ragged.from_arrow(table.column("response_ids"))
+    steps = rows.struct.field(STEPS)
+    counts = np.maximum(steps.list.len().fill_null(1).to_numpy().astype(np.int64), 1)
+    owners = np.repeat(np.arange(len(rows)), counts)
+    starts, lengths = np.zeros(len(owners), np.int64), responses.lengths[owners]
+    is_joined = np.repeat((steps.list.len().fill_null(0) > 0).to_numpy(), counts)
+    spans = steps.drop_nulls().explode(empty_as_null=False)
+    starts[is_joined] = spans.struct.field("start").to_numpy()
+    lengths[is_joined] = spans.struct.field("length").to_numpy()
+    whole = zipped(prompts, responses)
+    sampled_at = prompts.lengths[owners] + starts
+    before = np.minimum(sampled_at, num_before)
+    sizes = before + lengths
+    values = gather(whole.values, whole.offsets[owners] + sampled_at - before, sizes)
+    return Ragged(values, offsets_of(sizes), np.ones(len(owners), np.bool_)), owners
