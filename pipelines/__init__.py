@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         failed,
         first_groups,
         overlong,
+        pass_rate_range,
         reward_range,
         sample_groups,
         stale,
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
         where,
         zero_variance,
     )
+    from pipelines.filtering.near_duplicates import near_duplicates
+    from pipelines.filtering.overlap import overlapping, overlaps
     from pipelines.filtering.row_removal import keep_rows
     from pipelines.filtering.verdicts import Filter, apply_filters, apply_masks, judge
     from pipelines.generation.gym_generator import GymGenerator
@@ -63,9 +66,13 @@ __all__ = [
     "keep_rows",
     "merge",
     "mix",
+    "near_duplicates",
+    "overlapping",
+    "overlaps",
     "overlong",
     "part_by_routes",
     "pass_at_k",
+    "pass_rate_range",
     "place_outcomes",
     "place_rewards",
     "place_token_rewards",

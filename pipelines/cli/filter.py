@@ -26,7 +26,7 @@ EXAMPLES = example(
     "\n  rollouts filter shop/ --where \"reward > 0 AND agent = 'main'\" --out wins/"
     "\n  rollouts filter math/ --mix code/ --share 0.7 --share 0.3 --out mixed/"
 )
-WHOLE = click.IntRange(min=0)
+WHOLE, SHARE = click.IntRange(min=0), click.FloatRange(0, 1)
 _SHOWN_OVERLAPS = 5
 
 
@@ -77,6 +77,18 @@ _SHOWN_OVERLAPS = 5
 )
 @click.option(
     "--max-reward", type=float, metavar="X", help="Maximum return; drops unknown returns too."
+)
+@click.option(
+    "--min-pass-rate",
+    type=SHARE,
+    metavar="X",
+    help="Minimum share of a group's attempts with a return above 0.",
+)
+@click.option(
+    "--max-pass-rate",
+    type=SHARE,
+    metavar="X",
+    help="Maximum share of a group's attempts with a return above 0.",
 )
 @click.option(
     "--dedup",
@@ -188,6 +200,8 @@ class _Choices:
     max_steps: int | None
     min_reward: float | None
     max_reward: float | None
+    min_pass_rate: float | None
+    max_pass_rate: float | None
     dedup: Literal["group", "dataset"] | None
     dedup_similarity: float | None
     overlap: str | None
@@ -324,6 +338,8 @@ def _filters(choices: _Choices, found: pl.DataFrame | None) -> list[Filter]:
         rules.append(filters.step_range(choices.min_steps, choices.max_steps))
     if (choices.min_reward, choices.max_reward) != (None, None):
         rules.append(filters.reward_range(choices.min_reward, choices.max_reward))
+    if (choices.min_pass_rate, choices.max_pass_rate) != (None, None):
+        rules.append(filters.pass_rate_range(choices.min_pass_rate, choices.max_pass_rate))
     if choices.dedup is not None:
         rules.append(filters.duplicates(choices.dedup))
     if choices.dedup is not None and choices.dedup_similarity is not None:

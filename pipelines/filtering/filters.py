@@ -105,6 +105,23 @@ def reward_range(minimum: float | None = None, maximum: float | None = None) -> 
     return _in_range("reward", pl.col("return"), minimum, maximum)
 
 
+def pass_rate_range(minimum: float | None = None, maximum: float | None = None) -> Filter:
+    """Keep groups whose pass rate is in a range, bounds included: tasks of a chosen difficulty.
+
+        pass rate = attempts with a return > 0 / attempts with a known return
+
+    A group without a known return is outside any range.
+
+    Example:
+        Returns [1, 0, 0, null] in group a and [1, 1] in group b:
+
+        >>> judge(frame, [pass_rate_range(maximum=0.5)])["reason"].to_list()
+        [None, None, None, None, 'pass rate <= 0.5', 'pass rate <= 0.5']
+    """
+    rate = (pl.col("return") > 0).mean().over(_GROUP)
+    return _in_range("pass rate", rate, minimum, maximum)
+
+
 def token_range(minimum: int | None = None, maximum: int | None = None) -> Filter:
     """Keep trajectories whose longest sequence (prompt + response) has a length in a range."""
     tokens = [pl.col(n).list.len().cast(pl.Int64) for n in ("prompt_token_ids", "response_ids")]

@@ -49,7 +49,7 @@ class Collector:
 
     Args:
         generator: Runs trajectories.
-        tasks: Infinite iterator of tasks from `trainer.rl.task_order.shuffled_tasks`; tasks that
+        tasks: Infinite iterator of tasks from `trainer.rl.task_order.endless_tasks`; tasks that
             are already in `groups` are skipped.
         groups: Stores finished groups.
         config: Configuration of the run.

@@ -36,6 +36,7 @@ from trainer.config.train_config import (
     TrainConfig,
     default_dtype,
 )
+from trainer.rl.task_order import TaskOrder
 
 Table = TypeVar("Table")
 MOST_ITERATIONS = 100_000
@@ -58,6 +59,9 @@ class LoopConfig:
 
     tasks: str = ""
     """Required. Tasks to sample: JSON Lines or Parquet, as for `rollouts generate`."""
+    task_order: TaskOrder = "shuffled"
+    """Order of the tasks: `shuffled` differently in each pass, or as `listed` in the file, for a
+    curriculum."""
     num_iterations: Annotated[int, Meta(ge=1, le=MOST_ITERATIONS)] | None = None
     """Required. Number of batches to sample and train on; from 1 to 100000."""
     max_staleness: CountOrZero = 0

@@ -45,7 +45,7 @@ from trainer.rl.iteration_metrics import (
 )
 from trainer.rl.resume import find_checkpoint, prepare
 from trainer.rl.sampling_progress import SamplingProgress
-from trainer.rl.task_order import check_names, first_name, shuffled_tasks
+from trainer.rl.task_order import check_names, endless_tasks, first_name
 from trainer.rl.together import Together, follow
 from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_swap import WeightSwapEngine
@@ -252,7 +252,7 @@ class Loop:
                     show(remark)
                 check_lengths(config, learning.opened.limit, self.engine.context_tokens)
                 await self._begin_engine()
-                order = shuffled_tasks(self.tasks, config.run.seed)
+                order = endless_tasks(self.tasks, config.loop.task_order, config.run.seed)
                 async with Collector(generator, order, groups, config) as collector:
                     while learning.iteration < config.num_iterations:
                         await self._evaluate(calls)

@@ -1,4 +1,4 @@
-"""Order of tasks: repeated passes over all tasks, each shuffled differently."""
+"""Order of tasks: repeated passes over all tasks, each shuffled differently or as listed."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ import itertools
 import random
 import re
 from collections.abc import Collection, Iterator, Sequence
+from typing import Literal
 
 from pipelines.generation.tasks import Task
 from schemas.errors import InputError
 
+TaskOrder = Literal["shuffled", "listed"]
+
 _AGAIN = re.compile(r"(.+)@(\d+)")
 
 
-def shuffled_tasks(tasks: Sequence[Task], seed: int) -> Iterator[Task]:
+def endless_tasks(tasks: Sequence[Task], order: TaskOrder, seed: int) -> Iterator[Task]:
     """Yield tasks endlessly; ids have the suffix `@2` in the second pass, and so on.
 
-    The seed and the number of a pass determine its order.
+    Args:
+        tasks: The tasks.
+        order: `shuffled`: the seed and the number of a pass determine its order; `listed`: each
+            pass has the order of `tasks`, such as a curriculum.
+        seed: Seed of the order.
 
     Example:
-        >>> tasks = [Task(instance_id=name, repetition_id=0, prompt=[]) for name in "ab"]
-        >>> sorted(task.instance_id for task in itertools.islice(shuffled_tasks(tasks, 0), 4))
-        ['a', 'a@2', 'b', 'b@2']
+        >>> tasks = [Task(instance_id=name, repetition_id=0, prompt=[]) for name in "ba"]
+        >>> found = itertools.islice(endless_tasks(tasks, "listed", 0), 4)
+        >>> [task.instance_id for task in found]
+        ['b', 'a', 'b@2', 'a@2']
     """
     for number in itertools.count(1):
-        order = list(tasks)
-        random.Random(f"{seed}/{number}").shuffle(order)
-        for task in order:
+        order_of_pass = list(tasks)
+        if order == "shuffled":
+            random.Random(f"{seed}/{number}").shuffle(order_of_pass)
+        for task in order_of_pass:
             name = task.instance_id
             yield dataclasses.replace(task, instance_id=name if number == 1 else f"{name}@{number}")
 

@@ -12,6 +12,7 @@ from pipelines.filtering.filters import (
     failed,
     first_groups,
     overlong,
+    pass_rate_range,
     reward_range,
     sample_groups,
     stale,
@@ -406,3 +407,14 @@ def test_an_aggregate_over_a_trajectory_is_a_condition_on_rows():
 def test_returns_that_differ_by_rounding_have_no_variance(returns):
     frame = table(*one_step(*returns), ("b", 0, [{"reward": 0.0}]))
     assert ids(apply_filters(frame, [zero_variance()])[0]) == ["b_0"]
+
+
+def test_groups_of_a_chosen_pass_rate_are_kept_and_failed_attempts_do_not_count():
+    groups = [*one_step(1.0, 0.0, 0.0, "failed"), *one_step(0.5, 1.0, instance="b")]
+    groups += one_step("failed", instance="c")
+    verdicts = judge(table(*groups), [pass_rate_range(0.3, 0.4)])
+    kept = verdicts.filter(pl.col("reason").is_null())["instance_id"].unique().to_list()
+    assert kept == ["a"]
+    assert verdicts["reason"].drop_nulls().unique().to_list() == [
+        "pass rate >= 0.3, pass rate <= 0.4"
+    ]

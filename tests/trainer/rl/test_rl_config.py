@@ -18,7 +18,7 @@ from tests.helpers.rl_helpers import config_of
 from trainer.batches.forest import RowLimit
 from trainer.rl import load_rl_config
 from trainer.rl.groups import num_allowed, place
-from trainer.rl.task_order import check_names, shuffled_tasks
+from trainer.rl.task_order import check_names, endless_tasks
 from trainer.rl.updates import check_lengths
 
 TOML = """
@@ -266,16 +266,24 @@ def tasks_named(*names):
 
 def test_every_pass_has_every_task_once_in_an_order_of_its_own():
     names = [f"t{i}" for i in range(20)]
-    drawn = [t.instance_id for t in itertools.islice(shuffled_tasks(tasks_named(*names), 3), 60)]
+    drawn = [
+        t.instance_id
+        for t in itertools.islice(endless_tasks(tasks_named(*names), "shuffled", 3), 60)
+    ]
     first, second, third = drawn[:20], drawn[20:40], drawn[40:]
     assert sorted(first) == sorted(names)
     assert sorted(second) == sorted(f"{name}@2" for name in names)
     assert [n.partition("@")[0] for n in second] != first
     assert {n.partition("@")[2] for n in third} == {"3"}
-    again = itertools.islice(shuffled_tasks(tasks_named(*names), 3), 60)
+    again = itertools.islice(endless_tasks(tasks_named(*names), "shuffled", 3), 60)
     assert [t.instance_id for t in again] == drawn
-    other = itertools.islice(shuffled_tasks(tasks_named(*names), 4), 20)
+    other = itertools.islice(endless_tasks(tasks_named(*names), "shuffled", 4), 20)
     assert [t.instance_id for t in other] != first
+
+
+def test_listed_tasks_keep_the_order_of_the_file_in_every_pass():
+    drawn = itertools.islice(endless_tasks(tasks_named("c", "a", "b"), "listed", 3), 5)
+    assert [t.instance_id for t in drawn] == ["c", "a", "b", "c@2", "a@2"]
 
 
 def test_ids_that_a_later_pass_would_give_again_are_refused():

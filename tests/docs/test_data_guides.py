@@ -1,0 +1,29 @@
+"""Each guide about data without training: its commands print what it shows."""
+
+import json
+import subprocess
+import sys
+
+from rollout_io import scan
+from tests.conftest import ROOT
+from tests.docs.test_guides import commands, printed_by
+from tests.helpers.guide_helpers import blocks_of, check_outputs
+
+
+def test_the_guide_to_clean_data_finds_drops_and_orders(smollm2_dir, tmp_path):
+    files = {name: code for _, name, code in blocks_of("clean.md") if name}
+    for name, code in files.items():
+        (tmp_path / name).write_text(code.replace('"runs/', f'"{tmp_path}/'))
+    places = {f"runs/{name}": str(tmp_path / name) for name in ("shop", "clean", "medium")}
+    places |= {"eval.jsonl": str(tmp_path / "eval.jsonl"), ".cache/smollm2": str(smollm2_dir)}
+    shop = ("examples/shop.calls.jsonl", "examples/shop.rewards.jsonl")
+    given = list(commands("clean.md", places | {name: str(ROOT / name) for name in shop}))
+    check_outputs("clean.md", printed_by(given, places))
+    assert "shop-0" not in scan(tmp_path / "clean").collect()["instance_id"]
+    tasks = [{"instance_id": f"shop-{n}"} for n in range(12)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    subprocess.run([sys.executable, "order.py"], cwd=tmp_path, check=True)
+    ordered = [json.loads(line) for line in (tmp_path / "ordered.jsonl").read_text().splitlines()]
+    rates = [task["pass_rate"] for task in ordered]
+    assert len(rates) == 12
+    assert rates == sorted(rates, reverse=True)
