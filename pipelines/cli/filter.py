@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipelines.cli.filter_choices import Choices, check_usage, filters_of, masks_of
 from rollout_io.cli.datasets import layout_option
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
-from rollout_io.cli.usage import HintedUsageError
 from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
     import polars as pl
 
-    from pipelines.filtering.verdicts import Filter
     from rollout_io.dataset.sources import Sources
-    from schemas.metadata import DatasetMetadata, Layout, Outcome
+    from schemas.metadata import DatasetMetadata, Outcome
 
 EXAMPLES = example(
     "rollouts filter shop/ --drop-zero-variance --mask-overlong --out small/"
@@ -34,6 +33,7 @@ _SHOWN_OVERLAPS = 5
 @click.argument("dataset", metavar="DS", type=click.Path())
 @click.option("--out", metavar="DS2", help="Directory of the new dataset.")
 @click.option("--dry-run", is_flag=True, help="Print the report; write nothing.")
+@click.option("--reward", metavar="NAME", help="Use this reward version (`rollouts rescore`).")
 @click.option("--keep-rows", metavar="SQL", help="Keep only matching rows; renumber the steps.")
 @click.option(
     "--move-outcome", is_flag=True, help="With --keep-rows: move the return to the last kept row."
@@ -154,8 +154,8 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
     """
     from rollout_io.dataset.sources import Sources
 
-    choices = _Choices(**options)
-    _check_usage(out, choices, dry_run=dry_run)
+    choices = Choices(**options)
+    check_usage(out, choices, dry_run=dry_run)
     if out is not None:
         _refuse_inside(out, (dataset, *choices.mix))
     read_from = Sources(dataset, *choices.mix, may_grow=True)
@@ -182,49 +182,6 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Choices:
-    """The options that determine the rows of the new dataset, in the order that `--help` lists."""
-
-    keep_rows: str | None
-    move_outcome: bool
-    where: tuple[str, ...]
-    where_all: tuple[str, ...]
-    drop_failed_groups: bool
-    drop_failed: bool
-    drop_unknown: bool
-    max_staleness: int | None
-    policy_version: int | None
-    min_tokens: int | None
-    max_tokens: int | None
-    min_steps: int | None
-    max_steps: int | None
-    min_reward: float | None
-    max_reward: float | None
-    min_pass_rate: float | None
-    max_pass_rate: float | None
-    dedup: Literal["group", "dataset"] | None
-    dedup_similarity: float | None
-    overlap: str | None
-    drop_overlong: bool
-    drop_zero_variance: bool
-    sample_groups: int | None
-    seed: int
-    mask_overlong: bool
-    mask_failed_groups: bool
-    mask_failed: bool
-    mix: tuple[str, ...]
-    share: tuple[float, ...]
-    layout: Layout | None
-    prefix_names: bool
-    outcome: Outcome | None
-
-    def given(self) -> dict[str, Any]:
-        """Return the options that were passed, and the seed."""
-        values = asdict(self).items()
-        return {name: v for name, v in values if v is not None and v is not False and v != ()}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
     """One dataset with its filters and masks applied."""
 
@@ -236,20 +193,24 @@ class _Source:
     overlaps: pl.DataFrame | None
 
     @classmethod
-    def decide(cls, path: str, choices: _Choices) -> _Source:
+    def decide(cls, path: str, choices: Choices) -> _Source:
         from pipelines.filtering.row_removal import keep_rows
         from pipelines.filtering.verdicts import apply_filters, apply_masks
         from pipelines.rewards import dataset_outcome
         from rollout_io.cli.datasets import open_valid
 
         frame, outcome = open_valid(path), dataset_outcome(path, choices.outcome)
+        if choices.reward is not None:
+            from pipelines.rescoring.versions import with_version
+
+            frame = with_version(frame, path, choices.reward)
         rows: dict[str, int] = {}
         if choices.keep_rows is not None:
             move = choices.move_outcome
             frame, rows = keep_rows(frame, choices.keep_rows, outcome=outcome, move_outcome=move)
         found = None if choices.overlap is None else _overlaps(path, frame, choices.overlap)
-        frame, dropped = apply_filters(frame, _filters(choices, found), outcome)
-        frame, masked = apply_masks(frame, _masks(choices), outcome)
+        frame, dropped = apply_filters(frame, filters_of(choices, found), outcome)
+        frame, masked = apply_masks(frame, masks_of(choices), outcome)
         return cls(
             path=path, frame=frame, rows=rows, dropped=dropped, masked=masked, overlaps=found
         )
@@ -276,26 +237,6 @@ class _Source:
                 yield f"    and {len(self.overlaps) - _SHOWN_OVERLAPS:,} more: --json lists all"
 
 
-def _check_usage(out: str | None, choices: _Choices, *, dry_run: bool) -> None:
-    if out is None and not dry_run:
-        raise click.UsageError("Missing option '--out' (or --dry-run).")
-    if (choices.max_staleness is None) != (choices.policy_version is None):
-        raise click.UsageError("--max-staleness and --policy-version must be passed together.")
-    if choices.dedup_similarity is not None and choices.dedup is None:
-        raise click.UsageError("--dedup-similarity requires --dedup.")
-    if choices.move_outcome and choices.keep_rows is None:
-        raise click.UsageError("--move-outcome requires --keep-rows.")
-    if choices.share and len(choices.share) != 1 + len(choices.mix):
-        raise click.UsageError("Pass --share once for DS and once for each --mix, in that order.")
-    if not choices.given().keys() - {"seed", "outcome", "share"}:
-        hint = (
-            "select trajectories with --where 'reward > 0', --drop-zero-variance, --drop-failed, "
-            "--max-tokens N or --sample-groups N, or change the dataset with --mask-overlong or "
-            "--mix DS3"
-        )
-        raise HintedUsageError("no filter is given", hint)
-
-
 def _refuse_inside(out: str, datasets: Sequence[str]) -> None:
     from rollout_io.dataset.storage import refuse_inside
 
@@ -317,57 +258,8 @@ def _overlaps(dataset: str, frame: pl.LazyFrame, evaluation: str) -> pl.DataFram
     return overlaps(frame, evaluation, load_token_bytes(tokenizer))
 
 
-def _filters(choices: _Choices, found: pl.DataFrame | None) -> list[Filter]:
-    from pipelines.filtering import filters
-    from pipelines.filtering.near_duplicates import near_duplicates
-    from pipelines.filtering.overlap import overlapping
-
-    rules = [filters.where(condition) for condition in choices.where]
-    rules += [filters.where(condition, rows="all") for condition in choices.where_all]
-    if choices.drop_failed_groups:
-        rules.append(filters.failed("group"))
-    if choices.drop_failed:
-        rules.append(filters.failed())
-    if choices.drop_unknown:
-        rules.append(filters.unknown_return())
-    if choices.max_staleness is not None and choices.policy_version is not None:
-        rules.append(filters.stale(choices.policy_version, choices.max_staleness))
-    if (choices.min_tokens, choices.max_tokens) != (None, None):
-        rules.append(filters.token_range(choices.min_tokens, choices.max_tokens))
-    if (choices.min_steps, choices.max_steps) != (None, None):
-        rules.append(filters.step_range(choices.min_steps, choices.max_steps))
-    if (choices.min_reward, choices.max_reward) != (None, None):
-        rules.append(filters.reward_range(choices.min_reward, choices.max_reward))
-    if (choices.min_pass_rate, choices.max_pass_rate) != (None, None):
-        rules.append(filters.pass_rate_range(choices.min_pass_rate, choices.max_pass_rate))
-    if choices.dedup is not None:
-        rules.append(filters.duplicates(choices.dedup))
-    if choices.dedup is not None and choices.dedup_similarity is not None:
-        rules.append(near_duplicates(choices.dedup_similarity, choices.dedup))
-    if found is not None and choices.overlap is not None:
-        rules.append(overlapping(found, choices.overlap))
-    if choices.drop_overlong:
-        rules.append(filters.overlong())
-    if choices.drop_zero_variance:
-        rules.append(filters.zero_variance())
-    if choices.sample_groups is not None and not choices.mix:
-        rules.append(filters.sample_groups(choices.sample_groups, choices.seed))
-    return list({rule.name: rule for rule in rules}.values())
-
-
-def _masks(choices: _Choices) -> list[Filter]:
-    from pipelines.filtering import filters
-
-    found = [filters.overlong()] if choices.mask_overlong else []
-    if choices.mask_failed_groups:
-        found.append(filters.failed("group"))
-    if choices.mask_failed:
-        found.append(filters.failed())
-    return found
-
-
 def _combined(
-    sources: Sequence[_Source], choices: _Choices
+    sources: Sequence[_Source], choices: Choices
 ) -> tuple[pl.LazyFrame, list[dict[str, Any]]]:
     """Mix the sources into the frame to write, and report the mixture."""
     from pipelines.mixing import mix
@@ -408,7 +300,7 @@ def _write(
     frame: pl.LazyFrame,
     out: str,
     sources: Sequence[_Source],
-    choices: _Choices,
+    choices: Choices,
     read_from: Sources,
 ) -> None:
     import polars as pl

@@ -35,7 +35,17 @@ from schemas.extras import explained
 
 GROUP = "rollout_io.verbs"
 ORDER = (
-    *("formats", "templates", "convert", "validate", "inspect", "view", "stats", "filter"),
+    *(
+        "formats",
+        "templates",
+        "convert",
+        "validate",
+        "inspect",
+        "view",
+        "stats",
+        "filter",
+        "rescore",
+    ),
     *("merge", "unmerge", "drift", "export", "record", "generate", "train", "rl", "audit"),
     *("replay", "blame", "plot"),
 )

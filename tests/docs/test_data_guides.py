@@ -27,3 +27,15 @@ def test_the_guide_to_clean_data_finds_drops_and_orders(smollm2_dir, tmp_path):
     rates = [task["pass_rate"] for task in ordered]
     assert len(rates) == 12
     assert rates == sorted(rates, reverse=True)
+
+
+def test_the_guide_to_new_rewards_scores_each_trajectory(tmp_path, monkeypatch):
+    for _, name, code in blocks_of("rescore.md"):
+        if name:
+            (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    places = {f"runs/{name}": str(tmp_path / name) for name in ("shop", "brief")}
+    shop = ("examples/shop.calls.jsonl", "examples/shop.rewards.jsonl")
+    given = list(commands("rescore.md", places | {name: str(ROOT / name) for name in shop}))
+    check_outputs("rescore.md", printed_by(given, places))
+    assert set(scan(tmp_path / "brief").collect()["reward"]) == {0.0, 1.0}

@@ -44,6 +44,8 @@ class DataConfig:
     dataset: str = ""
     """Required. Rollout dataset: a directory, a glob or one Parquet file, local or on any filesystem that
     fsspec supports (`s3://...`)."""
+    reward: str | None = None
+    """Reward version to train on, made by `rollouts rescore`. None: the dataset's own rewards."""
     allow_other_tokenizer: bool = False
     """Train even if the model's tokenizer does not match the dataset's tokenizer fingerprint."""
     outcome: Literal["last", "sum"] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 import rollout_io
+from pipelines.rescoring.versions import with_version
 from pipelines.sampling_defaults import (
     COLUMNS,
     FILE,
@@ -17,8 +18,13 @@ from trainer.config.train_config import TrainConfig
 
 
 def scan_rows(config: TrainConfig) -> pl.LazyFrame:
-    """Scan the dataset; `config.data.sampling_defaults` fills in the settings that rows do not record."""
+    """Scan the dataset, with the rewards of the version `config.data.reward`.
+
+    `config.data.sampling_defaults` fills in the settings that rows do not record.
+    """
     rows = rollout_io.scan(config.data.dataset)
+    if config.data.reward is not None:
+        rows = with_version(rows, config.data.dataset, config.data.reward)
     if config.data.sampling_defaults is None:
         return rows
     found = (

@@ -1,0 +1,115 @@
+"""The `rollouts rescore` command."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rollout_io.cli.datasets import open_valid
+from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
+
+if TYPE_CHECKING:
+    import polars as pl
+
+EXAMPLE = example(
+    "rollouts rescore shop/ --reward rewards:strict\n"
+    "  rollouts rescore math/ --environment gsm8k --tasks math.jsonl --name gsm8k"
+)
+_SHOWN = 5
+
+
+@click.command(epilog=EXAMPLE)
+@click.argument("dataset", metavar="DS", type=click.Path())
+@click.option("--reward", metavar="MODULE:FUNCTION", help="Function from an attempt to a number.")
+@click.option(
+    "--environment",
+    metavar="NAME|MODULE:CLASS",
+    help="Replay the responses in this environment instead; requires --tasks.",
+)
+@click.option("--tasks", type=click.Path(), metavar="FILE", help="Tasks of the environment.")
+@click.option("--name", metavar="NAME", help="Name of the new version.  [default: the function's]")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    metavar="S",
+    help="Time limit for one trajectory, in seconds.",
+)
+@click.option("--workers", type=click.IntRange(1), metavar="N", help="Number of processes.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+def rescore(
+    dataset: str,
+    reward: str | None,
+    environment: str | None,
+    tasks: str | None,
+    name: str | None,
+    timeout_s: float,
+    workers: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Score trajectories with another reward function, and keep the result beside the dataset.
+
+    The function gets each trajectory that did not fail (pipelines.rescoring.attempts.Attempt). Its
+    rewards become a version, DS.rewards/NAME.parquet; the dataset does not change. Train on it with
+    --set data.reward=NAME, or write it into a new dataset with filter --reward NAME. A run that was
+    stopped continues where it was.
+    """
+    import polars as pl
+
+    from pipelines.rescoring.rescore import rescore as run
+    from pipelines.rescoring.scorers import Scorer
+    from pipelines.rewards import dataset_outcome
+    from rollout_io.dataset.parallel import num_cores
+
+    if (reward is None) == (environment is None):
+        raise click.UsageError("Pass either --reward or --environment.")
+    if (environment is None) != (tasks is None):
+        raise click.UsageError("--environment and --tasks must be passed together.")
+    function = reward or environment or ""
+    name = name or function.rpartition(":")[2].rpartition(".")[2]
+    frame, outcome = open_valid(dataset), dataset_outcome(dataset)
+    scorer = Scorer(function=function, tasks=tasks, outcome=outcome, timeout_s=timeout_s)
+    num = frame.select(pl.col("trajectory_id").n_unique()).collect().item()
+    with progress_bar(num, " trajectories", "rescore") as bar:
+        found = run(dataset, name, scorer, num_workers=workers or num_cores(), progress=bar)
+    compared = _compared(frame, dataset, name)
+    if as_json:
+        emit_json(dataclasses.asdict(found) | {"dataset": dataset, "name": name, **compared})
+        return
+    note(f"{dataset}: {found.num_scored:,} scored, {found.num_errors:,} without a score")
+    for reason, times in list(found.errors.items())[:_SHOWN]:
+        note(f"  {times:,} x {reason}")
+    before, after = compared["mean_before"], compared["mean_after"]
+    note(
+        f"mean return {_text(before)} -> {_text(after)}: {compared['num_higher']:,} higher, "
+        f"{compared['num_equal']:,} equal, {compared['num_lower']:,} lower"
+    )
+    next_command(f"rollouts filter {dataset} --reward {name} --out {dataset.rstrip('/')}-{name}")
+
+
+def _compared(frame: pl.LazyFrame, dataset: str, name: str) -> dict[str, Any]:
+    """Compare the returns of the dataset and of a version, where both are known."""
+    import polars as pl
+
+    from pipelines.rescoring.versions import read_version
+    from pipelines.rewards import trajectory_returns
+
+    scores, _ = read_version(dataset, name)
+    old = trajectory_returns(frame).select("trajectory_id", before="return").collect()
+    both = old.join(scores, on="trajectory_id").drop_nulls(["before", "reward"])
+    change = pl.col("reward") - pl.col("before")
+    return both.select(
+        mean_before=pl.col("before").mean(),
+        mean_after=pl.col("reward").mean(),
+        num_higher=(change > 0).sum(),
+        num_equal=(change == 0).sum(),
+        num_lower=(change < 0).sum(),
+    ).row(0, named=True)
+
+
+def _text(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4g}"

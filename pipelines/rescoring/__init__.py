@@ -1,0 +1,1 @@
+"""Score recorded trajectories again, and keep each new reward as a version beside the dataset."""

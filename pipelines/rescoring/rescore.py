@@ -1,0 +1,181 @@
+"""Score a dataset with a reward function, each trajectory once, and continue after a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from pipelines.generation.environments import environment_class, resolve
+from pipelines.rescoring.attempts import Attempt, attempts
+from pipelines.rescoring.scorers import RULE, Score, Scorer, scores
+from pipelines.rescoring.versions import SCHEMA, read_version, version_path, write_version
+from rollout_io.dataset.locking import lock
+from rollout_io.dataset.reader import read_metadata
+from rollout_io.retokenize.local import remembered_tokenizer
+from rollout_io.retokenize.token_bytes import load_token_bytes
+from schemas.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rescored:
+    """Numbers of a run; they add up to the trajectories that did not fail.
+
+    Attributes:
+        num_scored: Trajectories with a reward, from this run or an earlier one.
+        num_errors: Trajectories without, because the function raised, hung, died or gave no number.
+        num_resumed: How many of both come from an earlier run.
+        errors: How often each reason occurred, the most frequent first.
+    """
+
+    num_scored: int
+    num_errors: int
+    num_resumed: int
+    errors: dict[str, int]
+
+
+def rescore(
+    dataset: str,
+    name: str,
+    scorer: Scorer,
+    *,
+    num_workers: int = 1,
+    progress: Callable[[int], object] = lambda _: None,
+) -> Rescored:
+    """Write a reward version of a dataset: one score per trajectory that did not fail.
+
+    Each score is added to a journal beside the version before the next one is asked for, so a run
+    that is killed continues where it stopped. If the source of the function has changed since, the
+    run starts from the beginning. A version that is complete is only completed by trajectories that
+    were appended to the dataset.
+
+    Args:
+        dataset: Path of a valid dataset: a local directory.
+        name: Name of the version.
+        scorer: The reward function.
+        num_workers: Number of processes that score.
+        progress: Called with the number of trajectories done since the last call.
+
+    Raises:
+        InputError: `reward_version`: another process writes this version, or the version exists and
+            was made by another function; `reward_function`: the function cannot be imported.
+        ConfigError: `reward_function`, `reward_version`: the function or name is not usable.
+    """
+    path = version_path(dataset, name)
+    made = {**asdict(scorer), "source_sha256": source_digest(scorer)}
+    with _only_writer(path):
+        before = _earlier(path, dataset, name, made)
+        journal = path.with_name(f".{path.name}.journal")
+        done = {score.trajectory_id: score for score in [*before, *_journaled(journal, made)]}
+        num_resumed = len(done)
+        progress(num_resumed)
+        tokenizer = remembered_tokenizer(read_metadata(dataset))
+        vocabulary = None if tokenizer is None else load_token_bytes(tokenizer)
+
+        def left() -> Iterator[Attempt]:
+            return (a for a in attempts(dataset, vocabulary) if a.trajectory_id not in done)
+
+        with _appending(journal, made) as write:
+            for score in scores(scorer, left(), num_workers):
+                write(asdict(score))
+                done[score.trajectory_id] = score
+                progress(1)
+        rows = [asdict(score) for score in done.values()]
+        table = pl.DataFrame(rows, schema=SCHEMA).sort("trajectory_id")
+        stamp = datetime.now(UTC).isoformat(timespec="seconds")
+        write_version(path, table, {**made, "created": stamp, "num_trajectories": len(table)})
+        journal.unlink()
+    lost = table.filter(pl.col("error").is_not_null())
+    reasons = lost["error"].value_counts(sort=True)
+    return Rescored(
+        num_scored=len(table) - len(lost),
+        num_errors=len(lost),
+        num_resumed=num_resumed,
+        errors=dict(reasons.rows()),
+    )
+
+
+def source_digest(scorer: Scorer) -> str | None:
+    """Return the SHA-256 of the file that defines the function; None if there is none.
+
+    Raises:
+        ConfigError: `reward_function`, `environment`: the function cannot be imported.
+    """
+    load = environment_class if scorer.tasks is not None else lambda f: resolve(f, RULE)
+    found = inspect.unwrap(load(scorer.function))
+    try:
+        file = inspect.getsourcefile(found)
+    except TypeError:  # a callable object, or a function written in C
+        file = inspect.getsourcefile(type(found)) if not inspect.isbuiltin(found) else None
+    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _earlier(path: Path, dataset: str, name: str, made: dict[str, Any]) -> list[Score]:
+    """Return the scores of a complete version, which must be of the same function."""
+    if not path.exists():
+        return []
+    scores, before = read_version(dataset, name)
+    if any(before.get(key) != value for key, value in made.items() if key != "timeout_s"):
+        got = (
+            f"version {name!r} was made by {before.get('function')}, whose source or options differ"
+        )
+        hint = f"pass another --name, or remove {path}"
+        raise InputError("reward_version", dataset, got, hint=hint)
+    return [Score(*row) for row in scores.rows()]
+
+
+def _journaled(journal: Path, made: dict[str, Any]) -> list[Score]:
+    """Return the scores of a journal of the same function; a line that was cut off is left out."""
+    if not journal.exists():
+        return []
+    first, *lines = journal.read_text().split("\n")
+    if _parsed(first) != made:
+        journal.unlink()
+        return []
+    return [Score(**record) for line in lines if (record := _parsed(line)) is not None]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return record
+
+
+@contextmanager
+def _appending(journal: Path, made: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Open a journal; each record is with the operating system when the call returns."""
+    is_new = not journal.exists()
+    with journal.open("ab", buffering=0) as file:
+
+        def write(record: dict[str, Any]) -> None:
+            file.write(json.dumps(record).encode() + b"\n")
+
+        if is_new:
+            write(made)
+        else:
+            file.write(b"\n")  # ends a line that was cut off
+        yield write
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    held = lock(path.with_name(f".{path.name}.lock"))
+    if held is None:
+        hint = "wait for it, or pass another --name"
+        raise InputError("reward_version", str(path), "another process is writing it", hint=hint)
+    try:
+        yield
+    finally:
+        held.release()

@@ -1,0 +1,119 @@
+"""Reward versions of a dataset: one Parquet file each, beside its shards.
+
+    DS.rewards/NAME.parquet   one row per trajectory, and how it was made
+
+A version does not change the dataset. `with_version` sets the rewards of its rows for one use, such
+as a training run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+
+from pipelines.rewards import place_outcomes
+from rollout_io.dataset.atomic_files import whole
+from rollout_io.dataset.opening import open_input
+from schemas.errors import ConfigError, InputError, count
+from schemas.types import with_absent
+
+RULE = "reward_version"
+SCHEMA = {"trajectory_id": pl.String, "reward": pl.Float64, "error": pl.String}
+"""Columns of a version: reward is null if the trajectory has an error or was not scored."""
+
+_NAME = re.compile(r"[A-Za-z0-9][\w-]{0,99}")
+_MADE = b"rollout_io.reward_version"
+
+
+def version_path(dataset: str, name: str) -> Path:
+    """Return the path of a version, whether or not it exists.
+
+    Raises:
+        ConfigError: `reward_version`: the name has other characters than letters, digits, _ and -.
+        InputError: `reward_version`: the dataset is not a local directory.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(RULE, "name", repr(name), "letters, digits, _ and -")
+    if not Path(dataset).is_dir():
+        got, expected = "not a local directory", "the directory of one dataset"
+        raise InputError(RULE, dataset, got, expected)
+    return Path(f"{dataset.rstrip('/')}.rewards") / f"{name}.parquet"
+
+
+def write_version(path: Path, scores: pl.DataFrame, made: Mapping[str, Any]) -> None:
+    """Write a version, which becomes visible once it is complete.
+
+    Args:
+        path: From `version_path`.
+        scores: Columns of `SCHEMA`.
+        made: How it was made, stored as JSON.
+    """
+    table = scores.cast(SCHEMA).to_arrow()  # type: ignore[arg-type]
+    table = table.replace_schema_metadata({_MADE: json.dumps(made)})
+    path.parent.mkdir(exist_ok=True)
+    with whole(path) as partial:
+        pq.write_table(table, partial)
+
+
+def read_version(dataset: str, name: str) -> tuple[pl.DataFrame, dict[str, Any]]:
+    """Read a version: its rows, and how it was made.
+
+    Raises:
+        InputError: `reward_version`: it does not exist, or the file is not one.
+    """
+    path = version_path(dataset, name)
+    if not path.exists():
+        known = sorted(one.stem for one in path.parent.glob("*.parquet"))
+        got = f"no reward version {name!r}"
+        hint = (
+            f"use one of {', '.join(known)}" if known else f"make one: rollouts rescore {dataset}"
+        )
+        raise InputError(RULE, dataset, got, hint=hint)
+    with open_input(path) as file:
+        try:
+            table = pq.read_table(file)
+            made = json.loads((table.schema.metadata or {})[_MADE])
+            scores = pl.DataFrame(table.replace_schema_metadata(None)).select(*SCHEMA).cast(SCHEMA)  # type: ignore[arg-type]
+        except Exception as error:  # of Arrow, Polars or json, for a file of anything
+            got = f"the file is not a reward version: {' '.join(str(error).split())[:200]}"
+            raise InputError(RULE, str(path), got, hint="score the dataset again") from None
+    return scores, made
+
+
+def with_version(frame: pl.LazyFrame, dataset: str, name: str) -> pl.LazyFrame:
+    """Replace the rewards of a dataset's rows by those of a version.
+
+    A trajectory that has no reward in the version becomes a failed one, with the version's error.
+
+    Args:
+        frame: Rows of the dataset.
+        dataset: Its path.
+        name: Name of the version.
+
+    Raises:
+        InputError: `reward_version`: there is no such version, or the dataset has trajectories that
+            it does not have.
+
+    Example:
+        >>> rows = with_version(scan("runs/shop"), "runs/shop", "strict")
+    """
+    scores, _ = read_version(dataset, name)
+    frame = with_absent(frame, ["error"])
+    healthy = frame.filter(pl.col("error").is_null()).select("trajectory_id").unique()
+    missing = healthy.join(scores.lazy(), on="trajectory_id", how="anti").collect()
+    if len(missing):
+        got = f"{count(len(missing), 'trajectory')} not scored, such as {missing.item(0, 0)!r}"
+        hint = "run `rollouts rescore` with the same options again: it scores those"
+        raise InputError(RULE, f"{dataset}, version {name}", got, hint=hint)
+    errors = scores.filter(pl.col("reward").is_null()).select(
+        "trajectory_id", unscored=pl.format("reward {}: {}", pl.lit(name), pl.col("error"))
+    )
+    rows = frame.join(errors.lazy(), on="trajectory_id", how="left", maintain_order="left")
+    rows = rows.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")
+    return place_outcomes(rows, scores.select("trajectory_id", "reward"))

@@ -1,0 +1,257 @@
+"""New rewards beside a dataset: each trajectory once, whatever the function does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines import trajectory_returns
+from pipelines.rescoring.attempts import attempts
+from pipelines.rescoring.rescore import rescore
+from pipelines.rescoring.scorers import Scorer
+from pipelines.rescoring.versions import read_version, version_path, with_version
+from rollout_io import RolloutWriter, scan, validate
+from rollout_io.cli.main import run
+from rollout_io.retokenize.token_bytes import load_token_bytes
+from schemas.errors import ConfigError, InputError
+from tests.helpers.configs import train_config
+from tests.helpers.filter_helpers import one_step, table
+from trainer.run.sampling_checks import scan_rows
+
+FUNCTIONS = '''
+import os
+import sys
+import time
+
+
+def number_of(attempt):
+    return int(attempt.trajectory_id.rpartition("_")[2])
+
+
+def last_digit(attempt):
+    return number_of(attempt) % 10
+
+
+def odd(attempt):
+    number = number_of(attempt)
+    if number == 1:
+        raise ValueError("no reward today")
+    if number == 2:
+        return float("nan")
+    if number == 3:
+        os._exit(7)
+    if number == 4:
+        time.sleep(1000)
+    if number == 5:
+        return "much"
+    return number
+
+
+def told(attempt):
+    sys.stdout.write(attempt.trajectory_id + "\\n")
+    sys.stdout.flush()
+    return number_of(attempt)
+
+
+class Checks:
+    """An environment that rewards the responses that are the expected ones."""
+
+    def __init__(self, env_config, extras):
+        self.expected = list(extras["expected"])
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        wanted = self.expected.pop(0)
+        return {"observations": [], "reward": float(action == wanted), "done": not self.expected}
+
+    def close(self):
+        pass
+'''
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    """A module of reward functions that worker processes can import, too."""
+    (tmp_path / "own_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
+    return tmp_path / "own_rewards.py"
+
+
+def write(path, *trajectories, optional=(), **more):
+    with RolloutWriter(path, **more) as writer:
+        writer.write(table(*trajectories, optional=optional))
+    return str(path)
+
+
+def scores_of(dataset, name):
+    scores, _ = read_version(dataset, name)
+    return dict(scores.select("trajectory_id", "reward").rows())
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_function_that_raises_hangs_or_dies_costs_only_its_own_trajectory_which_fails(tmp_path):
+    dataset = write(tmp_path / "ds", *one_step(*[0.5] * 8, "failed"))
+    scorer = Scorer(function="own_rewards:odd", timeout_s=0.5)
+    found = rescore(dataset, "odd", scorer, num_workers=2)
+    scores, made = read_version(dataset, "odd")
+    assert dict(scores.select("trajectory_id", "reward").rows()) == {
+        f"a_{n}": None if 1 <= n <= 5 else float(n) for n in range(8)
+    }
+    assert scores["error"].to_list()[1:6] == [
+        "ValueError: no reward today",
+        "the result nan is not a finite number",
+        "its process ended with exit code 7",
+        "no result within 0.5 s",
+        "the result 'much' is not a finite number",
+    ]
+    assert (found.num_scored, found.num_errors, found.num_resumed) == (3, 5, 0)
+    assert made["function"] == "own_rewards:odd"
+    rows = with_version(scan(dataset), dataset, "odd").collect()
+    kept = [0.0, *[None] * 5, 6.0, 7.0, None]
+    assert rows["reward"].to_list() == kept
+    errors = rows["error"].to_list()
+    assert (errors[0], errors[1], errors[8]) == (
+        None,
+        "reward odd: ValueError: no reward today",
+        "timeout",
+    )
+    config = train_config(dataset=dataset, reward="odd")
+    returns = trajectory_returns(scan_rows(config)).collect()
+    assert returns["return"].to_list() == kept
+    assert run(["filter", dataset, "--reward", "odd", "--drop-failed", "--out", f"{dataset}2"]) == 0
+    validate(f"{dataset}2")
+    assert scan(f"{dataset}2").collect()["reward"].to_list() == [0.0, 6.0, 7.0]
+
+
+@pytest.mark.usefixtures("functions")
+def test_only_trajectories_without_a_score_are_scored_again(tmp_path, capfd):
+    dataset = write(tmp_path / "ds", *one_step(0.0, 0.0))
+    scorer = Scorer(function="own_rewards:told")
+    rescore(dataset, "told", scorer)
+    assert capfd.readouterr().out.splitlines() == ["a_0", "a_1"]
+    write(dataset, *one_step(0.0, instance="b"), append=True)
+    with pytest.raises(InputError, match="1 trajectory not scored") as caught:
+        with_version(scan(dataset), dataset, "told")
+    assert caught.value.rule == "reward_version"
+    found = rescore(dataset, "told", scorer)
+    assert capfd.readouterr().out.splitlines() == ["b_0"]
+    assert found.num_resumed == 2
+    assert scores_of(dataset, "told") == {"a_0": 0.0, "a_1": 1.0, "b_0": 0.0}
+
+
+def test_a_version_is_not_mixed_from_two_functions(functions, tmp_path):
+    dataset = write(tmp_path / "ds", *one_step(0.0, 0.0))
+    rescore(dataset, "mine", Scorer(function="own_rewards:last_digit"))
+    with pytest.raises(InputError) as caught:
+        rescore(dataset, "mine", Scorer(function="own_rewards:told"))
+    assert caught.value.rule == "reward_version"
+    functions.write_text(FUNCTIONS.replace("% 10", "% 3"))
+    with pytest.raises(InputError) as caught:
+        rescore(dataset, "mine", Scorer(function="own_rewards:last_digit"))
+    assert caught.value.rule == "reward_version"
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_journal_of_another_function_or_with_half_a_line_is_not_trusted(tmp_path):
+    dataset = write(tmp_path / "ds", *one_step(0.0, 0.0))
+    scorer = Scorer(function="own_rewards:last_digit")
+    rescore(dataset, "mine", scorer)
+    path = version_path(dataset, "mine")
+    made = read_version(dataset, "mine")[1]
+    header = {key: made[key] for key in ("function", "tasks", "outcome", "timeout_s")}
+    header["source_sha256"] = made["source_sha256"]
+    line = json.dumps({"trajectory_id": "a_0", "reward": 77.0, "error": None})
+    journal = path.with_name(f".{path.name}.journal")
+    path.unlink()
+    journal.write_text("\n".join([json.dumps(header), line, '{"trajectory_id": "a_1", "rew']))
+    assert rescore(dataset, "mine", scorer).num_resumed == 1
+    assert scores_of(dataset, "mine") == {"a_0": 77.0, "a_1": 1.0}
+    path.unlink()
+    journal.write_text("\n".join([json.dumps(header | {"source_sha256": "0"}), line, ""]))
+    assert rescore(dataset, "mine", scorer).num_resumed == 0
+    assert scores_of(dataset, "mine") == {"a_0": 0.0, "a_1": 1.0}
+
+
+@pytest.mark.usefixtures("functions")
+def test_an_environment_scores_the_recorded_responses(tmp_path, capsys):
+    said = [{"response_text": "x"}, {"response_text": "y"}]
+    dataset = write(
+        tmp_path / "ds",
+        ("a", 0, said),
+        ("a", 1, said[:1]),
+        ("b", 0, said[:1]),
+        optional=("response_text",),
+    )
+    tasks = tmp_path / "tasks.jsonl"
+    task = {"instance_id": "a", "prompt": "?", "expected": ["z", "y"]}
+    tasks.write_text(json.dumps(task) + "\n")
+    arguments = ["rescore", dataset, "--environment", "own_rewards:Checks", "--tasks", str(tasks)]
+    assert run([*arguments, "--json", "--workers", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_scored"] == 2
+    scores, _ = read_version(dataset, "Checks")
+    assert scores["reward"].to_list() == [1.0, 0.0, None]
+    assert "no task 'b'" in scores["error"][2]
+
+
+def test_a_response_without_a_logged_text_is_decoded(shop_dataset, smollm2_dir):
+    vocabulary = load_token_bytes(str(smollm2_dir))
+    first = next(attempts(shop_dataset, vocabulary))
+    logged = first.rows[0]["response_text"]
+    assert first.instance_id == "shop-0"
+    assert [row["step_index"] for row in first.rows] == list(range(5))
+    bare = next(iter(attempts(shop_dataset, None)))
+    assert bare.rows[0]["response_text"] in (logged, None)
+    assert first.response
+    assert first.messages[0]["role"] == "system"
+
+
+@pytest.mark.parametrize("name", ["../up", "", "a.b", "a" * 200])
+def test_names_that_are_no_file_names_are_refused(tmp_path, name):
+    with pytest.raises(ConfigError) as caught:
+        version_path(str(tmp_path), name)
+    assert caught.value.rule == "reward_version"
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_damaged_version_and_an_unknown_one_are_named(tmp_path):
+    dataset = write(tmp_path / "ds", *one_step(0.0))
+    path = version_path(dataset, "mine")
+    path.parent.mkdir()
+    path.write_bytes(b"PAR1 and more")
+    for name in ("mine", "other"):
+        with pytest.raises(InputError) as caught:
+            read_version(dataset, name)
+        assert caught.value.rule == "reward_version"
+    assert "mine" in caught.value.hint
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("functions")
+def test_a_run_killed_20_times_scores_every_trajectory_once(tmp_path):
+    dataset = write(tmp_path / "ds", *one_step(*[0.0] * 60))
+    command = [sys.executable, "-m", "rollout_io", "rescore", dataset, "--workers", "2"]
+    command += ["--reward", "own_rewards:told", "-q"]
+    for kill in range(20):
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        ) as process:
+            for _ in range(1 + kill % 4):
+                process.stdout.readline()  # a trajectory that is being scored, or the end
+            os.killpg(process.pid, signal.SIGKILL)
+    assert subprocess.run(command, check=True, stdout=subprocess.DEVNULL).returncode == 0
+    scores, _ = read_version(dataset, "told")
+    assert scores["trajectory_id"].n_unique() == len(scores) == 60
+    assert scores_of(dataset, "told") == {f"a_{n}": float(n) for n in range(60)}
+    assert sorted(p.name for p in Path(f"{dataset}.rewards").iterdir() if "lock" not in p.name) == [
+        "told.parquet"
+    ]
+    assert pq.read_metadata(version_path(dataset, "told")).num_rows == 60
