@@ -372,7 +372,9 @@ class Loop:
             num_updates=progress.global_step,
             num_skipped_updates=progress.num_skipped,
             num_trained_groups=len(progress.trained),
-            num_greedy_rows=num_greedy_rows(Path(out) / ROLLOUTS),
+            num_greedy_rows=0
+            if self.config.loss.is_supervised
+            else num_greedy_rows(Path(out) / ROLLOUTS),
             return_mean=self.return_mean,
             evaluation=self.evaluated[max(self.evaluated)] if self.evaluated else None,
         )
