@@ -22,6 +22,7 @@ from pipelines.record.recorder import Recorder
 from pipelines.record.sessions import Seen, Session
 from pipelines.record.spoken import SpokenStream, engine_error, whole
 from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
+from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS
 from schemas.errors import EngineError, RolloutError
 
 ABORTED, BROKEN_OFF = "abort", "error"
@@ -88,6 +89,7 @@ class Call:
         with self.session.calling():
             # Before anything waits: the version at which the request was written.
             began_s, version = time.monotonic(), self.recorder.policy_version
+            self._count_hidden()
             await self._check_disk()
             self.about = {
                 "time": self.recorder.now_s(),
@@ -318,6 +320,12 @@ class Call:
                 self.recorder.warn("calls are refused", str(error))
                 raise
             self._lost(error)
+
+    def _count_hidden(self) -> None:
+        number = 0 if self.dialect is None else self.dialect.num_hidden_thoughts
+        if number:
+            self.recorder.warn(ENCRYPTED_THOUGHTS, f"left out, in session {self.session.name}")
+        self.session.num_hidden_thoughts = max(self.session.num_hidden_thoughts, number)
 
     async def _check_disk(self) -> None:
         try:

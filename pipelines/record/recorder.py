@@ -37,7 +37,7 @@ _ANSWER, _CHUNKS = msgspec.json.Decoder(LoggedAnswer), msgspec.json.Decoder(list
 _CHUNK = msgspec.json.Decoder(Response)
 _TICK_S = 0.25
 _LOST = "calls_lost:"
-_LOSSES = frozenset({"unrecorded_calls", "exact_prefix_fallbacks"})
+_LOSSES = frozenset({"unrecorded_calls", "exact_prefix_fallbacks", "encrypted_thoughts"})
 
 
 class Recorder:
@@ -396,6 +396,8 @@ def losses_of(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any
         found["unrecorded_calls"] = session.num_unrecorded
     if session is not None and session.num_fallbacks:
         found["exact_prefix_fallbacks"] = session.num_fallbacks
+    if session is not None and session.num_hidden_thoughts:
+        found["encrypted_thoughts"] = session.num_hidden_thoughts
     if session is not None and session.num_lost and not said.get("error"):
         found["error"] = f"{_LOST} {count(session.num_lost, 'call')} could not be written"
     return found

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -24,11 +24,14 @@ from pipelines.record.dialects.base import (
     Block,
     Blocks,
     Chat,
+    Count,
     DialectCall,
     Fields,
     PlainMessage,
     Step,
     Stream,
+    Temperature,
+    TopP,
     Usage,
     arguments_of,
     decoded,
@@ -92,14 +95,14 @@ class MessagesRequest(msgspec.Struct):
 
     model: str
     messages: list[msgspec.Raw]
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     system: msgspec.Raw = NO_JSON
     tools: list[dict[str, Any]] | None = None
     tool_choice: _ToolChoice | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
     stream: bool | None = None
     thinking: _Thinking | None = None
     output_config: _Output | None = None

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,6 +23,10 @@ from schemas.errors import EngineError, InputError
 T = TypeVar("T")
 Fields = dict[str, Any]
 Said = Literal["begin", "more", "end"]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Temperature = Annotated[float, msgspec.Meta(ge=0)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
 _DATA_URL = "data:{};base64,{}"
 _FALLBACK_TYPE = "application/octet-stream"
@@ -284,6 +288,7 @@ class DialectCall(ABC):
         chat: Body of the chat completion.
         is_stream: True if the answer is to be streamed.
         session: Name of the session as the harness's request has it; None if it has none.
+        num_hidden_thoughts: Number of thoughts in the request that only the API could read.
         media_type: Content type of a streamed answer.
     """
 
@@ -291,6 +296,7 @@ class DialectCall(ABC):
     chat: Fields
     is_stream: bool
     session: str | None = None
+    num_hidden_thoughts: int = 0
     media_type: str = "text/event-stream; charset=utf-8"
 
     @abstractmethod
@@ -337,7 +343,7 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes, path: str) -> T:
     try:
         return decode_line(decoder, body, path)
     except InputError as error:
-        raise error.at(path, "send the fields that the API documents") from None
+        raise error.at(error.where, "send the fields that the API documents") from None
 
 
 def inexpressible(path: str, what: str) -> InputError:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 import msgspec
@@ -27,10 +27,14 @@ from pipelines.record.dialects.base import (
     Block,
     Blocks,
     Chat,
+    Count,
     DialectCall,
     Fields,
+    Penalty,
     Step,
     Stream,
+    Temperature,
+    TopP,
     Usage,
     arguments_of,
     decoded,
@@ -42,6 +46,7 @@ from pipelines.record.dialects.base import (
 from pipelines.record.dialects.gemini_names import camel, json_schema
 from rollout_io.formats.dialects import gemini
 from rollout_io.formats.parsing.content import NO_JSON, known
+from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError
 
 _STREAM, _COUNT = "streamGenerateContent", "countTokens"
@@ -77,15 +82,15 @@ class _Thinking(msgspec.Struct, rename="camel"):
 
 
 class _Config(msgspec.Struct, rename="camel"):
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: float | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[float, msgspec.Meta(ge=0, le=INT32_MAX, multiple_of=1)] | None = None
     stop_sequences: list[str] | None = None
     seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    candidate_count: int | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    candidate_count: Count | None = None
     response_logprobs: bool | None = None
     response_mime_type: str | None = None
     response_modalities: list[str] | None = None

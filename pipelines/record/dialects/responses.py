@@ -31,59 +31,27 @@ from pipelines.record.dialects.base import (
     Step,
     Stream,
     decoded,
-    engine_messages,
-    inexpressible,
-    one_system,
     sse,
 )
-from rollout_io.formats.dialects import responses
+from pipelines.record.dialects.responses_request import (
+    ResponsesRequest,
+    Tool,
+    named_tools,
+    request_to_chat,
+)
+from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS
 from rollout_io.formats.parsing.content import known
+from rollout_io.formats.parsing.notes import noted
 from schemas.errors import InputError
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_CLIENTS_TOOLS = frozenset({"function", "custom", "namespace"})
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-_LOGPROBS = "message.output_text.logprobs"
-_STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 _ECHOED = (
-    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning"),
-    *("temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "user"),
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
+    *("reasoning", "temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "user"),
 )
 _USUAL: Fields = {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-
-
-class _Text(msgspec.Struct):
-    format: dict[str, Any] | None = None
-
-
-class _Reasoning(msgspec.Struct):
-    effort: str | None = None
-    summary: str | None = None
-
-
-class ResponsesRequest(msgspec.Struct):
-    """The fields of a request that have an effect."""
-
-    model: str
-    input: str | list[msgspec.Raw] = []
-    instructions: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    text: _Text | None = None
-    reasoning: _Reasoning | None = None
-    previous_response_id: str | None = None
-    conversation: Any = None
-    background: bool | None = None
-    prompt: Any = None
-    prompt_cache_key: str | None = None
-    include: list[str] | None = None
-    top_logprobs: int | None = None
 
 
 class ResponsesShape(msgspec.Struct):
@@ -94,90 +62,8 @@ class ResponsesShape(msgspec.Struct):
     stream: bool = False
 
 
-class _Tool(NamedTuple):
-    """A tool as its client knows it."""
-
-    name: str
-    namespace: str | None
-    is_custom: bool
-
-
 _DECODER = msgspec.json.Decoder(ResponsesRequest)
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
-_FORMAT = ("name", "description", "schema", "strict")
-
-
-def request_to_chat(asked: ResponsesRequest, path: str) -> Fields:
-    """Translate a request to a chat completion.
-
-    Raises:
-        InputError: `dialect`: the request needs a stored response, a tool of the API, or a part that
-            engines cannot read; any error of the converters.
-    """
-    for name in _STATEFUL:
-        if getattr(asked, name):
-            raise inexpressible(path, f"`{name}`, which refers to what the API stores,")
-    items: list[Any] = (
-        [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
-    )
-    messages = responses.messages(items, f"{path}, input")
-    if asked.instructions:
-        messages.insert(0, {"role": "system", "content": asked.instructions})
-    chat: Fields = {
-        "model": asked.model,
-        "messages": engine_messages(one_system(messages), path),
-        "max_tokens": asked.max_output_tokens,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "reasoning_effort": asked.reasoning.effort if asked.reasoning else None,
-        "response_format": _format(asked.text.format if asked.text else None),
-        **_tools(asked, path),
-    }
-    if _LOGPROBS in (asked.include or ()):
-        chat |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
-    if asked.stream:
-        chat |= {"stream": True, "stream_options": {"include_usage": True}}
-    return known(chat)
-
-
-def _format(given: Mapping[str, Any] | None) -> Fields | None:
-    if given is None or given.get("type") == "text":
-        return None
-    if given.get("type") != "json_schema":
-        return {"type": given.get("type")}
-    schema = {name: given[name] for name in _FORMAT if name in given}
-    return {"type": "json_schema", "json_schema": schema}
-
-
-def _tools(asked: ResponsesRequest, path: str) -> Fields:
-    for tool in asked.tools or ():
-        if tool.get("type") not in _CLIENTS_TOOLS:
-            what = f"the tool {tool.get('type')!r}, which is defined by the API,"
-            raise inexpressible(path, what)
-    tools = responses.tools(asked.tools)
-    if tools is None:
-        return {}
-    made: Fields = {"tools": tools, "parallel_tool_calls": asked.parallel_tool_calls}
-    choice = asked.tool_choice
-    if isinstance(choice, Mapping):
-        if choice.get("type") not in {"function", "custom"}:
-            raise inexpressible(path, f"tool_choice {choice.get('type')!r}")
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return made | {"tool_choice": choice}
-
-
-def _names(tools: list[dict[str, Any]] | None) -> dict[str, _Tool]:
-    """Return the tools by the names under which the model knows them."""
-    found: dict[str, _Tool] = {}
-    for tool in tools or ():
-        inner = tool.get("tools")
-        for each in inner if isinstance(inner, list) else [tool]:
-            namespace = tool.get("name") if isinstance(inner, list) else None
-            for named in responses.tools([tool | {"tools": [each]} if inner else each]) or ():
-                is_custom = each.get("type") == "custom"
-                name = str(each.get("name"))
-                found[named["function"]["name"]] = _Tool(name, namespace, is_custom)
-    return found
 
 
 class _Answer:
@@ -190,7 +76,7 @@ class _Answer:
 
     def __init__(self, asked: ResponsesRequest, fields: Fields) -> None:
         self._model, self._fields = asked.model, fields
-        self._tools = _names(asked.tools)
+        self._tools = named_tools(asked.tools)
         self.has_summaries = bool(asked.reasoning and asked.reasoning.summary)
         self.blocks = Blocks()
 
@@ -261,9 +147,9 @@ class _Answer:
             kind = {"id": f"fc_{name}", "type": "function_call", "arguments": text}
         return {**kind, "status": status, **about}
 
-    def tool(self, block: Block) -> _Tool:
+    def tool(self, block: Block) -> Tool:
         """Return the tool that a block calls."""
-        return self._tools.get(block.name) or _Tool(block.name, None, is_custom=False)
+        return self._tools.get(block.name) or Tool(block.name, None, is_custom=False)
 
     def input(self, block: Block) -> str:
         """Return the arguments of a call; of a custom tool, the text that it gets."""
@@ -397,7 +283,9 @@ class ResponsesCall(DialectCall):
             raise InputError("record_type", path, "no `input`", "a text, or at least one item")
         self._asked, self._fields = asked, decoded(_FIELDS, body, path)
         self.model, self.is_stream = asked.model, bool(asked.stream)
-        self.chat: Fields = request_to_chat(asked, path)
+        with noted() as notes:
+            self.chat: Fields = request_to_chat(asked, path)
+        self.num_hidden_thoughts = notes[ENCRYPTED_THOUGHTS]
         key = asked.prompt_cache_key or ""  # other clients share one key among conversations
         self.session = key if _UUID.fullmatch(key) else None
 

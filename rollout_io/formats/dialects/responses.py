@@ -171,7 +171,8 @@ def read_item(item: Item, where: str) -> Message | None:
     """Return the contribution of an item to a conversation; `extend` joins the assistant's pieces.
 
     Reasoning is taken from its text or, if there is none, from its summary. Return None for an item
-    that the model does not see. Web searches and encrypted reasoning are noted.
+    that the model does not see, and for reasoning without any text. Web searches and encrypted
+    reasoning are noted.
 
     Raises:
         InputError: `message`: the item has an unknown type, is encrypted, or is a message without a
@@ -204,9 +205,10 @@ def read_item(item: Item, where: str) -> Message | None:
         return {"role": item.role, "content": shown(parts_in(item.content))}
     piece: Message = {"role": "assistant", "content": ""}
     if item.type == "reasoning":
-        thought = all_text(item.content) or all_text(item.summary)
-        note(ENCRYPTED_THOUGHTS, int(not thought and item.encrypted_content is not None))
-        return piece | ({"reasoning_content": thought} if thought else {})
+        if thought := all_text(item.content) or all_text(item.summary):
+            return piece | {"reasoning_content": thought}
+        note(ENCRYPTED_THOUGHTS, int(item.encrypted_content is not None))
+        return None
     note(WEB_SEARCHES, int(item.type == "web_search_call"))
     return piece | {"tool_calls": [_call(item, where)]}
 

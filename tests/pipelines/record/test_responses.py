@@ -164,6 +164,17 @@ def test_the_engine_gets_the_conversation_as_chat_messages():
         ({"background": True}, "background"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ({"truncation": "auto"}, "`truncation` 'auto'"),
+        (
+            {"include": ["message.output_text.logprobs", "usage.cost"]},
+            "`include` with 'usage.cost'",
+        ),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 9.5}, "max_output_tokens"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_logprobs": 21}, "top_logprobs"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name_and_goes_nowhere(
@@ -177,6 +188,32 @@ def test_what_cannot_be_expressed_is_refused_by_name_and_goes_nowhere(
 
     run(tmp_path / "ds", engine, main)
     assert engine.requests == []
+
+
+def test_thoughts_that_only_the_api_can_read_are_left_out_and_counted(engine, tmp_path):
+    hidden = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAA"}
+    items = [
+        {"role": "user", "content": "List."},
+        hidden,
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "Again."},
+        hidden,
+    ]
+    asked = ASK | {"include": ["reasoning.encrypted_content"], "max_tool_calls": 3}
+
+    async def main(spoken, _):
+        first = await spoken.responses.create(**asked | {"input": items})
+        await spoken.responses.create(**asked | {"input": items[:3]})
+        return first
+
+    engine.said = ANSWERS["text"]
+    first = run(tmp_path / "ds", engine, main)
+    assert (first.max_tool_calls, first.truncation) == (3, "disabled")
+    assert [m["content"] for m in engine.requests[0]["messages"]] == [
+        *("Be brief.", "List.", "a", "Again.")
+    ]
+    last = rows(tmp_path / "ds", "metrics")[-1]
+    assert last["metrics"] == [{"key": "encrypted_thoughts", "value": 2.0}]
 
 
 def test_errors_of_the_engine_are_errors_of_the_api(engine, tmp_path):

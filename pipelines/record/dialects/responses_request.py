@@ -1,0 +1,159 @@
+"""Requests of OpenAI's Responses API as chat completions.
+
+Reasoning that only the API can read, and fields for its cache and its store, have no effect;
+`max_tool_calls` limits calls of tools that the API runs, of which there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from pipelines.record.dialects.base import (
+    Count,
+    Fields,
+    Temperature,
+    TopP,
+    engine_messages,
+    inexpressible,
+    one_system,
+)
+from rollout_io.formats.dialects import responses
+from rollout_io.formats.parsing.content import known
+
+_CLIENTS_TOOLS = frozenset({"function", "custom", "namespace"})
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = frozenset(
+    {
+        *(_LOGPROBS, "reasoning.encrypted_content"),
+        # Of tools that the API runs, which are rejected, and of the input, which is not returned.
+        *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+        *("code_interpreter_call.outputs", "computer_call_output.output.image_url"),
+        "message.input_image.image_url",
+    }
+)
+_STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
+_FORMAT = ("name", "description", "schema", "strict")
+
+
+class _Text(msgspec.Struct):
+    format: dict[str, Any] | None = None
+
+
+class _Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct):
+    """The fields of a request that have an effect."""
+
+    model: str
+    input: str | list[msgspec.Raw] = []
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
+    text: _Text | None = None
+    reasoning: _Reasoning | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    prompt_cache_key: str | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    truncation: str | None = None
+
+
+class Tool(NamedTuple):
+    """A tool as its client knows it."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+def request_to_chat(asked: ResponsesRequest, path: str) -> Fields:
+    """Translate a request to a chat completion.
+
+    Raises:
+        InputError: `dialect`: the request needs a stored response, a tool of the API, or a part that
+            engines cannot read; any error of the converters.
+    """
+    for name in _STATEFUL:
+        if getattr(asked, name):
+            raise inexpressible(path, f"`{name}`, which refers to what the API stores,")
+    if asked.truncation not in (None, "disabled"):
+        raise inexpressible(path, f"`truncation` {asked.truncation!r}")
+    for name in asked.include or ():
+        if name not in _INCLUDED:
+            raise inexpressible(path, f"`include` with {name!r}")
+    items: list[Any] = (
+        [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+    )
+    messages = responses.messages(items, f"{path}, input")
+    if asked.instructions:
+        messages.insert(0, {"role": "system", "content": asked.instructions})
+    chat: Fields = {
+        "model": asked.model,
+        "messages": engine_messages(one_system(messages), path),
+        "max_tokens": asked.max_output_tokens,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "reasoning_effort": asked.reasoning.effort if asked.reasoning else None,
+        "response_format": _format(asked.text.format if asked.text else None),
+        **_tools(asked, path),
+    }
+    if _LOGPROBS in (asked.include or ()):
+        chat |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+    if asked.stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    return known(chat)
+
+
+def _format(given: Mapping[str, Any] | None) -> Fields | None:
+    if given is None or given.get("type") == "text":
+        return None
+    if given.get("type") != "json_schema":
+        return {"type": given.get("type")}
+    schema = {name: given[name] for name in _FORMAT if name in given}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _tools(asked: ResponsesRequest, path: str) -> Fields:
+    for tool in asked.tools or ():
+        if tool.get("type") not in _CLIENTS_TOOLS:
+            what = f"the tool {tool.get('type')!r}, which is defined by the API,"
+            raise inexpressible(path, what)
+    tools = responses.tools(asked.tools)
+    if tools is None:
+        return {}
+    made: Fields = {"tools": tools, "parallel_tool_calls": asked.parallel_tool_calls}
+    choice = asked.tool_choice
+    if isinstance(choice, Mapping):
+        if choice.get("type") not in {"function", "custom"}:
+            raise inexpressible(path, f"tool_choice {choice.get('type')!r}")
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return made | {"tool_choice": choice}
+
+
+def named_tools(tools: list[dict[str, Any]] | None) -> dict[str, Tool]:
+    """Return the tools by the names under which the model knows them."""
+    found: dict[str, Tool] = {}
+    for tool in tools or ():
+        inner = tool.get("tools")
+        for each in inner if isinstance(inner, list) else [tool]:
+            namespace = tool.get("name") if isinstance(inner, list) else None
+            for named in responses.tools([tool | {"tools": [each]} if inner else each]) or ():
+                is_custom = each.get("type") == "custom"
+                name = str(each.get("name"))
+                found[named["function"]["name"]] = Tool(name, namespace, is_custom)
+    return found
