@@ -229,7 +229,8 @@ def corrects_for_sampler(
 
     Without `rollout_logprobs`, default weights are switched off; explicitly requested ones are an
     error. An unknown `logprobs_mode` is treated as raw, which matters only if raw log-probabilities
-    differ from the log-probabilities of the sampled distribution.
+    differ from the log-probabilities of the sampled distribution. Processed ones of truncated
+    sampling need `sampling_support`: the policy gives the kept tokens less than their probability.
 
     Raises:
         InvariantError, InputError: Only some rows have log-probabilities; these are not from the
@@ -263,21 +264,25 @@ def _refuse_mismatched_logprobs(rows: pl.DataFrame, logprobs_mode: str | None, o
     _refuse(rows, is_retokenized, "rollout_logprobs", got, hint=off)
     if logprobs_mode is None:
         off = f"{RECORD_MODE}; or {off}"
-    if logprobs_mode != "processed":
-        sampled = ("temperature", "top_p", "top_k", "sampling_extra")
-        temperature, top_p, top_k, extra = (pl.col(name) for name in sampled)
+    sampled = ("temperature", "top_p", "top_k", "sampling_extra")
+    temperature, top_p, top_k, extra = (pl.col(name) for name in sampled)
+    if logprobs_mode == "processed":
+        is_changed = (top_p < 1) | (top_k > 0) | extra.str.contains('"min_p":', literal=True)
+        got = "rollout_logprobs cover only the tokens that truncation kept, and sampling_support does not record them"
+        usable = "the kept tokens (sampling_support): sample with a top_k of at most 20"
+    else:
         is_changed = (temperature != 1) | (top_p < 1) | (top_k > 0) | extra.is_not_null()
-        if logprobs_mode is None:  # sets are only recorded with log-probabilities over them
-            is_changed &= ~pl.col("has_support")
-        mode = "rollout_logprobs are not from the sampled distribution (logprobs_mode"
-        mode = f"{mode} {logprobs_mode or 'unknown'},"
-        shown = pl.format(
-            f"{mode} temperature {{}}, top_p {{}}, top_k {{}}{{}})",
-            *(pl.col(name).cast(pl.String).fill_null("unset") for name in sampled[:3]),
-            (", " + extra.str.slice(0, MOST_SAID)).fill_null(""),
-        )
-        hint = f"{off}; or record usable ones, with vLLM's --logprobs-mode processed_logprobs"
-        _refuse(rows, is_changed, "rollout_logprobs", shown, hint=hint)
+        got = "rollout_logprobs are not from the sampled distribution"
+        usable = "usable ones, with vLLM's --logprobs-mode processed_logprobs"
+    if logprobs_mode != "raw":  # sets are only recorded with log-probabilities over them
+        is_changed &= ~pl.col("has_support")
+    shown = pl.format(
+        f"{got} (logprobs_mode {logprobs_mode or 'unknown'},"
+        " temperature {}, top_p {}, top_k {}{})",
+        *(pl.col(name).cast(pl.String).fill_null("unset") for name in sampled[:3]),
+        (", " + extra.str.slice(0, MOST_SAID)).fill_null(""),
+    )
+    _refuse(rows, is_changed, "rollout_logprobs", shown, hint=f"{off}; or record {usable}")
 
 
 def _refuse_without_logprobs(config: TrainConfig) -> None:

@@ -337,7 +337,12 @@ def test_correction_with_another_distributions_logprobs_is_refused(
     for mode in ("raw", None):
         with pytest.raises(RolloutError, match="are not from the sampled distribution"):
             corrects_for_sampler(rows, config(), mode)
-    assert corrects_for_sampler(rows, config(), "processed")
+    if "temperature" in values:
+        assert corrects_for_sampler(rows, config(), "processed")
+    else:
+        with pytest.raises(RolloutError, match="sampling_support does not record them") as error:
+            corrects_for_sampler(rows, config(), "processed")
+        assert "top_k of at most 20" in (error.value.hint or "")
     assert corrects_for_sampler(rows, config(allow_mismatched_logprobs=True), "raw")
     assert not corrects_for_sampler(rows, config(tis_ratio_type=None), "raw")
 

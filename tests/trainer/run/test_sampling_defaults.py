@@ -78,15 +78,17 @@ def test_the_refusal_names_the_row_the_settings_and_the_remedy(
     assert "--set data.sampling_defaults=model" in said
 
 
-@pytest.mark.parametrize("mode", ["raw", "processed"])
+@pytest.mark.parametrize("mode", ["raw", "processed", "allowed"])
 def test_the_models_settings_train_like_recorded_ones(
     mode: str, model: str, tmp_path: Path
 ) -> None:
     for name in ("absent", "present"):
         (tmp_path / name).mkdir()
-    absent = trained(tmp_path / "absent", model, {}, mode, sampling_defaults="model")
-    present = trained(tmp_path / "present", model, USED, mode)
-    if mode == "raw":
+    allowed = {"allow_mismatched_logprobs": mode == "allowed"}
+    kind = "raw" if mode == "raw" else "processed"
+    absent = trained(tmp_path / "absent", model, {}, kind, sampling_defaults="model", **allowed)
+    present = trained(tmp_path / "present", model, USED, kind, **allowed)
+    if mode != "allowed":
         assert absent == present == "rollout_logprobs"
     else:
         assert isinstance(absent, dict)

@@ -277,9 +277,10 @@ def test_the_ratio_is_1_at_the_weights_that_sampled_truncated_rows(
         [{k: v for k, v in row.items() if k != "sampling_support"} for row in rows],
         "processed",
     )
-    trainer.train(
-        train_config(dataset=without, model=model, out=str(tmp_path / "b"), sequence_layout=layout)
-    )
+    config = {"dataset": without, "model": model, "out": str(tmp_path / "b")}
+    with pytest.raises(RolloutError, match="sampling_support does not record them"):
+        trainer.train(train_config(**config, sequence_layout=layout))
+    trainer.train(train_config(**config, sequence_layout=layout, allow_mismatched_logprobs=True))
     assert first_metrics(tmp_path / "b")["rollout_logprobs_diff_mean"] < -0.05
 
 
