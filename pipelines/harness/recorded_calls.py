@@ -14,7 +14,6 @@ import asyncio
 import hmac
 import math
 import secrets
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -27,13 +26,14 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.engines.base import ENGINE_DOWN, Engine
 from pipelines.generation.process_groups import Watch
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import seed_of
+from pipelines.harness.addresses import answering_at
 from pipelines.harness.engine_api import (
     EngineApp,
     EngineGone,
@@ -50,8 +50,7 @@ from pipelines.http_app import (
     raw_path,
     read_body,
 )
-from pipelines.http_server import answering, listen
-from pipelines.origin_guard import Guard, is_loopback
+from pipelines.origin_guard import is_loopback
 from pipelines.record.dialects.base import DialectCall
 from pipelines.record.engine_requests import MODEL_APIS, Asked, Fields, Kind, ModelApi, read_request
 from pipelines.record.model_call import Call
@@ -76,7 +75,6 @@ from schemas.errors import InputError, RolloutError, count
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]
 
-_LOOPBACK, _WILDCARDS, _STOP_S = "127.0.0.1", ("0.0.0.0", "::"), 5
 _DECODER = msgspec.json.Decoder(Fields)
 
 
@@ -243,7 +241,11 @@ class Calls:
     async def _call(self, api: ModelApi, request: Request) -> Response:
         opened: OpenTrajectory = request.state.trajectory
         body = await read_body(request, self._recorder.settings.max_request_bytes)
-        spoken = spoken_call(api, body, request)
+        try:
+            spoken = spoken_call(api, body, request)
+        except RolloutError as error:
+            opened.session.refusal = str(error)
+            raise
         if spoken is not None and api.is_count:
             model = (await self._upstreams.model()).id
             return await count_tokens(spoken, self._upstreams, request.state.headers, model)
@@ -370,38 +372,6 @@ async def open_calls(
             yield calls
 
 
-@asynccontextmanager
-async def answering_at(app: ASGIApp, host: str = _LOOPBACK, port: int = 0) -> AsyncIterator[str]:
-    """Serve an application at an address; yield its root URL, as clients reach it.
-
-    Args:
-        app: The application.
-        host: Address to listen on; for a wildcard (0.0.0.0, ::), the URL has the address of the
-            interface with the default route.
-        port: Port; 0 picks a free one.
-
-    Raises:
-        ConfigError: `address`: the address cannot be bound.
-    """
-    host = host.strip("[]")
-    with listen(host, port) as listener:
-        async with answering(Guard(app, host, refusal), listener, stop_s=_STOP_S):
-            name = _own_address(listener.family) if host in _WILDCARDS else host
-            shown = f"[{name}]" if ":" in name else name
-            yield f"http://{shown}:{listener.getsockname()[1]}"
-
-
-def _own_address(family: int) -> str:
-    """Return this machine's address on its default route, else loopback; nothing is sent."""
-    is_v6 = family == socket.AF_INET6
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("2001:db8::1" if is_v6 else "192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "::1" if is_v6 else _LOOPBACK
-
-
 class HarnessTrajectory:
     """One run of a harness.
 
@@ -452,7 +422,9 @@ class HarnessTrajectory:
         if failure is None and not self.steps:
             calls = count(opened.num_calls, "call")
             got = f"the harness made {calls} but received no response"
-            if not opened.num_calls:
+            if refusal := opened.session.refusal:
+                got = f"all calls of the harness failed; the last with {refusal}"
+            elif not opened.num_calls:
                 got = "the harness made no calls to the model"
             hint = f"check that the harness uses its base URL, {endpoint.base_url}"
             raise InputError("no_calls", self.where, got, hint=hint)

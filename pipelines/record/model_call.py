@@ -20,13 +20,14 @@ from pipelines.record.exact_prefix import FIRST, PATH, ChatShown, ExactPrefix, U
 from pipelines.record.parsed_ids import IdParser, chunks_of, shown_chat
 from pipelines.record.recorder import Recorder
 from pipelines.record.sessions import Seen, Session
-from pipelines.record.spoken import SpokenStream, engine_error, whole
+from pipelines.record.spoken import SpokenStream, engine_error, engine_message, whole
 from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS
 from schemas.errors import EngineError, RolloutError
 
 ABORTED, BROKEN_OFF = "abort", "error"
 _SSE = "text/event-stream"
+_REFUSAL_BYTES = 500
 _BLANK_BYTES = 1 << 16  # blank lines to skip before a body is judged by its content type
 _EVENT_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
 
@@ -81,6 +82,7 @@ class Call:
         try:
             await self._run()
         except RolloutError as error:
+            self.session.refusal = str(error)
             if error.rule in REFUSED_ANSWERS:
                 self._refused(error)
             raise
@@ -298,16 +300,27 @@ class Call:
                 content = await self.upstreams.whole(response)
             except BROKEN as error:
                 raise self._broken(error) from None
+            self._answered(response.status, content)
             told = engine_error(self.dialect, response.status, content)
             await self.reply.answer(response.status, told, self._head(response))
             return
         await self.reply.begin(response.status, passed_on(response))
+        seen = b""
         try:
             async for content in self.upstreams.parts(response):
+                seen += content[: _REFUSAL_BYTES - len(seen)]
                 await self.reply.more(content)
         except (*BROKEN, RolloutError):
             return  # end without a final chunk
+        finally:
+            self._answered(response.status, seen)
         await self.reply.finish()
+
+    def _answered(self, status: int, content: bytes) -> None:
+        """Keep what the engine answered if that is an error."""
+        if status != 200:
+            text = engine_message(status, content)[:_REFUSAL_BYTES]
+            self.session.refusal = f"status {status}: {' '.join(text.split())}"
 
     async def _record(self, asked: Asked, response: msgspec.Raw | None) -> None:
         """Record the call; if that fails, raise or report it, depending on `on_full`."""

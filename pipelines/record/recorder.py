@@ -20,7 +20,7 @@ from pipelines.record.journal import Journal, Recovered
 from pipelines.record.recorder_metrics import Metrics
 from pipelines.record.sessions import ABANDONED, UNASSIGNED, Seen, Session, Sessions
 from pipelines.record.settings import RecordSettings
-from pipelines.record.shards import Shards, ended_of, lock_dataset
+from pipelines.record.shards import NO_CALLS, Shards, ended_of, lock_dataset
 from rollout_io.conversion.rewards import Outcome, parse_outcome
 from rollout_io.dataset.atomic_files import replace_text
 from rollout_io.formats.parsing.bodies import Answer as LoggedAnswer
@@ -375,7 +375,7 @@ def _check_same(name: str, said: Outcome, kept: Outcome | None) -> None:
 def _is_same(said: Outcome, kept: Outcome) -> bool:
     """True if what a client said gave an outcome, to which the recorder may have added losses."""
     metrics = {k: v for k, v in kept.metrics.items() if k in said.metrics or k not in _LOSSES}
-    is_ours = said.error is None and (kept.error or "").startswith(_LOST)
+    is_ours = said.error is None and (kept.error or "").startswith((_LOST, NO_CALLS))
     error = None if is_ours else kept.error
     if kept.user_values not in ({}, said.user_values):
         return False
@@ -400,6 +400,8 @@ def losses_of(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any
         found["encrypted_thoughts"] = session.num_hidden_thoughts
     if session is not None and session.num_lost and not said.get("error"):
         found["error"] = f"{_LOST} {count(session.num_lost, 'call')} could not be written"
+    if session is not None and not session.places and session.refusal and not said.get("error"):
+        found["error"] = f"{NO_CALLS}; the last answer was an error: {session.refusal}"
     return found
 
 

@@ -58,6 +58,7 @@ class Session:
         num_lost: Number of unrecorded calls whose write failed.
         losses_kept: num_unrecorded and num_lost, as last written to the journal.
         num_fallbacks: Calls that `exact_prefix` could not continue token by token.
+        refusal: Last error response to a call; None if there was none.
         num_hidden_thoughts: Largest number of thoughts in a request that only the API could read.
         ends: By agent, the ids of prompt + response for each choice of the last call.
         is_of_harness: True if the harness named the session in its own way.
@@ -77,6 +78,7 @@ class Session:
     num_lost: int = 0
     losses_kept: tuple[int, int] = (0, 0)
     num_fallbacks: int = 0
+    refusal: str | None = None
     num_hidden_thoughts: int = 0
     ends: dict[str | None, list[npt.NDArray[np.int32]]] = field(default_factory=dict)
     is_of_harness: bool = False

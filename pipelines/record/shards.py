@@ -37,6 +37,7 @@ from schemas.columns import metrics_dict
 from schemas.errors import InputError, RolloutError
 from schemas.metadata import DatasetMetadata
 
+NO_CALLS = "no_calls: the session ended without a recorded call"
 VERB = "record"
 OUTCOMES = b"rollout_io.outcomes"
 """Footer key for outcomes that clients gave and that the rows of their sessions do not hold."""
@@ -346,7 +347,7 @@ def _with_calls(ended: Ended) -> Ended:
     """Mark a session as failed if it ended successfully without any call."""
     if ended.run.places or ended.outcome.error is not None:
         return ended
-    return _failed(ended, "no_calls: the session ended without a recorded call")
+    return _failed(ended, NO_CALLS)
 
 
 def _as_failed(ended: Ended, rejected: Sequence[Rejected]) -> Ended:

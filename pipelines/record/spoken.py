@@ -125,6 +125,11 @@ def whole(call: DialectCall, content: bytes) -> bytes:
 
 def engine_error(call: DialectCall, status: int, content: bytes) -> bytes:
     """Translate an error response of an engine."""
+    return msgspec.json.encode(call.error(status, engine_message(status, content)))
+
+
+def engine_message(status: int, content: bytes) -> str:
+    """Return the message of an error response of an engine."""
     text = content[:2000].decode(errors="replace")
     try:
         refusal = _REFUSAL.decode(content)
@@ -133,7 +138,7 @@ def engine_error(call: DialectCall, status: int, content: bytes) -> bytes:
         text = told or refusal.message or text
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         pass  # no JSON: its text is the message
-    return msgspec.json.encode(call.error(status, text or f"status {status}"))
+    return text or f"status {status}"
 
 
 class SpokenStream:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import openai
 
 from pipelines.generation.engines.base import Sampled
@@ -72,3 +74,11 @@ async def silent(endpoint, task):
 async def raising(endpoint, task):
     await two_turns(endpoint, task)
     raise OSError("no sandbox")
+
+
+async def rejected(endpoint, task):  # noqa: ARG001
+    """A call that no engine can answer."""
+    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as api:
+        with contextlib.suppress(openai.BadRequestError):
+            await api.responses.create(model=endpoint.model, input="x", truncation="auto")
+    return 1.0

@@ -248,10 +248,14 @@ def whole_response(answer: Answer, where: str, *, echo: bool = False) -> Respons
 
 
 def _refuse_error(response: Response, where: str) -> None:
-    error = response.error
-    if (error is NO_JSON or bytes(error) == b"null") and response.object != "error":
+    said = bytes(response.error)
+    if said == b"null" and (response.object == "error" or not response.choices):
+        # Older versions of vLLM answer {"object": "error", "message": ...}, FastAPI {"detail": ...}.
+        message = bytes(response.message)  # an object in other APIs
+        said = message if message[:1] == b'"' else bytes(response.detail)
+    if said == b"null" and response.object != "error":
         return
-    got = f"the engine returned an error: {str(response.error, 'utf-8')[:200]}"
+    got = f"the engine returned an error: {said.decode()[:200]}"
     raise InputError("no_response", where, got, hint=_FAILED)
 
 

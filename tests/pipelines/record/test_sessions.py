@@ -164,6 +164,26 @@ def test_sessions_are_opened_by_the_api_numbered_where_they_are_not(engine, tmp_
     assert outcomes(tmp_path / "ds") == {"a_0": (None, ended), "a_1": (None, "no sandbox")}
 
 
+@pytest.mark.parametrize("path", ["completions", "messages"])
+def test_a_session_whose_calls_the_engine_rejected_says_why(tmp_path, path):
+    app = FakeEngine()
+    app.status = 400
+    body = TEXT if path == "completions" else CHAT | {"max_tokens": 4}
+
+    async def main():
+        async with recording(tmp_path / "ds", url) as client:
+            assert (await client.post(f"/s/a/0/v1/{path}", json=body)).status_code == 400
+            for _ in range(2):
+                assert (await client.post("/s/a/0/end", json={"reward": 1.0})).status_code == 200
+
+    with running(app) as url:
+        asyncio.run(main())
+    why = (
+        "the session ended without a recorded call; the last answer was an error: status 400: busy"
+    )
+    assert outcomes(tmp_path / "ds") == {"a_0": (None, f"no_calls: {why}")}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

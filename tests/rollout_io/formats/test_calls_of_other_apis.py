@@ -123,3 +123,23 @@ def test_ids_in_sglangs_fields_are_named_with_the_fields_to_write(tmp_path: Path
     assert caught.value.rule == "other_api"
     assert "SGLang's fields (`response_token_ids` and `meta_info`)" in str(caught.value)
     assert "`choices[i].token_ids`" in (caught.value.hint or "")
+
+
+TOO_LONG = "This model has 4096 tokens"
+ERRORS = [
+    {"error": {"message": TOO_LONG, "code": 400}},
+    {"object": "error", "message": TOO_LONG, "code": 400},
+    {"detail": [{"loc": ["body"], "msg": TOO_LONG}]},
+    {"message": TOO_LONG},
+]
+
+
+@pytest.mark.parametrize("response", ERRORS)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_error_of_an_engine_is_quoted(
+    tmp_path: Path, response: Record, *, is_stream: bool
+) -> None:
+    record = {"session": "a/0", "request": {}, "response": [response] if is_stream else response}
+    with pytest.raises(RolloutError, match=f"the engine returned an error: .*{TOO_LONG}") as caught:
+        read_calls([write(tmp_path / "calls.jsonl", [record])])
+    assert caught.value.rule == "no_response"
