@@ -492,7 +492,8 @@ gradient reaches only the logits of the set. A token with an empty set is normal
 without sets can be mixed; layout and micro-batches do not change the result.
 
 The embedded engine records the sets whenever it truncates. vLLM servers return them if started with `--logprobs-mode
-processed_logprobs`, for `top_k` of at most 20 (with or without `top_p` and `min_p`). A response is recorded without sets if
+processed_logprobs`, for `top_k` of at most 20 (with or without `top_p` and `min_p`), to `generate`, `rl` and, with
+`--logprobs-mode processed`, to [`record`](record.md#what-is-recorded). A response is recorded without sets if
 the returned tokens of any position have a total probability below 0.999. A set takes 4 to 5 bytes per sampled token on disk
 at an average of 4 ids (measured with a Zipf distribution of ids), and memory in training grows with the number of ids, not
 with the vocabulary.

@@ -247,6 +247,8 @@ def _text_choice(index: int, sampled: Sampled, stop: Sequence[str]) -> dict[str,
 def _choice(index: int, sampled: Sampled) -> dict[str, Any]:
     routes = sampled.rollout_expert_indices
     found = {} if routes is None else {"routed_experts": routes.tolist()}
+    if sampled.sampling_support is not None:
+        found["sampling_support"] = sampled.sampling_support
     ids = {"token_ids": sampled.response_ids}
     return {"index": index, "finish_reason": sampled.stop_reason} | ids | found
 

@@ -186,7 +186,8 @@ class Calls:
         lost = losses.pop("error", None)
         metrics = outcome.metrics | {name: float(number) for name, number in losses.items()}
         ended = ended_of(session, replace(outcome, error=outcome.error or lost, metrics=metrics))
-        settled, fault = await asyncio.to_thread(settle, ended, self._vocab_size)
+        mode = self._engine.logprobs_mode
+        settled, fault = await asyncio.to_thread(settle, ended, self._vocab_size, mode)
         for step in settled.steps:
             step.source = opened.task.source
         if fault is None and lost is not None:
@@ -320,7 +321,9 @@ class Calls:
         version = self._engine.policy_version
         own = usual_fields(config, seed, version, special) | {"model": model}
         made = msgspec.json.encode(completed(fields, own, config.max_response_tokens))
-        asked = read_request(kind, made)
+        # A served engine answers with the sets themselves.
+        mode = None if self._served is not None else self._engine.logprobs_mode
+        asked = read_request(kind, made, logprobs_mode=mode)
         if asked is None or not asked.is_exact:
             got = "requests with `echo` or `use_beam_search` cannot be recorded"
             if asked is None:

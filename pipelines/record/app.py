@@ -224,7 +224,7 @@ class App:
         if spoken is not None:
             path, body = CHAT_PATH, msgspec.json.encode(spoken.chat)
             headers = engine_headers(headers)
-        asked = read_request(api.kind, body, names, self._defaults)
+        asked = read_request(api.kind, body, names, self._defaults, settings.logprobs_mode)
 
         async def run(reply: Reply) -> None:
             session = self.recorder.session_for(name)

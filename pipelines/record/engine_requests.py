@@ -8,12 +8,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from pipelines.generation.engines.sampling_support import support_fields
 from pipelines.record.bounds import check_request, num_prompts
 from pipelines.record.dialects.anthropic import MessagesCall, MessagesShape
 from pipelines.record.dialects.base import DialectCall, PlainMessage
 from pipelines.record.dialects.gemini import GeminiCall, GeminiShape
 from pipelines.record.dialects.responses import ResponsesCall, ResponsesShape
 from pipelines.record.secrets import without_secrets
+from rollout_io.formats.parsing.bodies import Sampling
+from schemas.metadata import LogprobsMode
 
 Fields = dict[str, msgspec.Raw]
 Kind = Literal["chat", "text"]
@@ -118,7 +121,7 @@ MODEL_APIS = (
 """The APIs that `rollouts record` and the endpoint of harnesses serve; a line adds one."""
 
 NULL = msgspec.Raw(b"null")
-_IDS = frozenset({"prompt_token_ids", "token_ids"})
+_IDS = frozenset({"prompt_token_ids", "token_ids", "sampling_support"})
 _LOGPROBS = frozenset({"logprobs"})
 _ABSENT = (b"", b"null", b"false")
 _DECODER = msgspec.json.Decoder(Fields)
@@ -164,6 +167,7 @@ def read_request(
     body: bytes,
     models: tuple[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    logprobs_mode: LogprobsMode | None = None,
 ) -> Asked | None:
     r"""Parse a request body; None if it is not a JSON object, which the engine then rejects.
 
@@ -172,6 +176,8 @@ def read_request(
         body: Body as received.
         models: The model's names for clients and for the engine; None if they are the same.
         defaults: Sampling settings to send and record if the client leaves them out.
+        logprobs_mode: Distribution of the engines' log-probabilities; if it is `processed`, the ids
+            that truncated sampling keeps are requested, too.
 
     Raises:
         InputError: `request_size`: decoding the body would take too much memory.
@@ -181,7 +187,7 @@ def read_request(
         >>> asked.body
         b'{"messages":[],"n":2,"return_token_ids":true,"logprobs":true}'
         >>> sorted(asked.hidden), asked.num_choices
-        (['logprobs', 'prompt_token_ids', 'token_ids'], 2)
+        (['logprobs', 'prompt_token_ids', 'sampling_support', 'token_ids'], 2)
     """
     try:
         check_request(body)
@@ -199,6 +205,8 @@ def read_request(
         hidden |= _IDS
     if is_exact and _may_ask_logprobs(kind, fields):
         changed["logprobs"] = msgspec.Raw(b"true" if kind == "chat" else b"0")
+        asked = support_fields(_sampling(fields), logprobs_mode, is_chat=kind == "chat")
+        changed |= {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in asked.items()}
         hidden |= _LOGPROBS
     renamed = models is not None and value_of(fields, "model") == models[0]
     if models is not None and renamed:
@@ -213,6 +221,15 @@ def read_request(
         is_exact=is_exact,
         model=models[0] if models is not None and renamed else None,
     )
+
+
+def _sampling(fields: Fields) -> Sampling:
+    """Return the sampling settings of a request; none if the engine will reject them."""
+    names = ("temperature", "top_p", "top_k", "min_p")
+    try:
+        return msgspec.convert({n: value_of(fields, n) for n in names if n in fields}, Sampling)
+    except msgspec.ValidationError:
+        return Sampling()
 
 
 def value_of(fields: Fields, name: str) -> Any:

@@ -39,7 +39,7 @@ _CARRIED = frozenset(
         *("temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens", "ignore_eos"),
         *("stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty"),
         *("structured_outputs", "logit_bias", "request_id"),
-        *("include_stop_str_in_output", "skip_special_tokens"),
+        *("include_stop_str_in_output", "skip_special_tokens", "return_tokens_as_token_ids"),
     }
 )
 _DROPPED = frozenset({"messages", "max_completion_tokens"})
@@ -151,7 +151,8 @@ class ExactPrefix:
         if most is None:
             return Unsure("no room")
         carried = {k: v for k, v in asked.sent.items() if k in _CARRIED}
-        exact = {"prompt": ids, "max_tokens": most, "logprobs": 0, "return_token_ids": True}
+        exact = {"prompt": ids, "max_tokens": most, "return_token_ids": True}
+        exact["logprobs"] = value_of(asked.sent, "top_logprobs") or 0  # ours: see `_chat_only`
         if is_parsed:
             carried = {k: v for k, v in carried.items() if k not in {"stream", "stream_options"}}
         return Continued(msgspec.json.encode(carried | exact), is_parsed)

@@ -35,7 +35,7 @@ from rollout_io.formats.parsing.naming import split_session
 from rollout_io.formats.parsing.sampling import ModelNames
 from schemas.columns import metrics_dict
 from schemas.errors import InputError, RolloutError
-from schemas.metadata import DatasetMetadata
+from schemas.metadata import DatasetMetadata, LogprobsMode
 
 NO_CALLS = "no_calls: the session ended without a recorded call"
 VERB = "record"
@@ -278,7 +278,7 @@ def _differing(sessions: Sequence[Ended], tables: Sequence[pa.Table]) -> dict[st
 def _settings(metadata: DatasetMetadata, tokenizer: str | None) -> Settings:
     return Settings(
         adapter=ADAPTER,
-        options=Options(),
+        options=Options(logprobs_mode=metadata.logprobs_mode),
         retokenizer=None,
         tokenizer=tokenizer,
         layout="prefix",
@@ -286,18 +286,21 @@ def _settings(metadata: DatasetMetadata, tokenizer: str | None) -> Settings:
     )
 
 
-def settle(ended: Ended, vocab_size: int) -> tuple[Settled, RolloutError | None]:
+def settle(
+    ended: Ended, vocab_size: int, logprobs_mode: LogprobsMode | None = None
+) -> tuple[Settled, RolloutError | None]:
     """Convert one session to a trajectory, as `Shards.write` does.
 
     Args:
         ended: The session.
         vocab_size: Vocabulary size; all token ids must be below it.
+        logprobs_mode: Distribution of the engine's log-probabilities; None if unknown.
 
     Returns:
         The trajectory with its readable steps; and the error that makes some calls unusable, or
         None.
     """
-    settings, fault = _settings(DatasetMetadata(), None), None
+    settings, fault = _settings(DatasetMetadata(logprobs_mode=logprobs_mode), None), None
     for again in (_as_failed, _without_steps, None):
         reader = Reader(settings, {_key(ended): ended.outcome})
         for run, settled in reader.settle([ended.run]):

@@ -36,7 +36,6 @@ class Choices(Options):
         join: Dataset or log of the calls that were recorded of the runs, with exact tokens; None if
             there is none.
         layout: Store prompts as references to earlier steps (`prefix`), or in full (`full`).
-        logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
         on_error: Whether invalid records stop the conversion (`fail`) or are rejected (`skip`).
         strict: If true, files inside directories that match no format are invalid records, and so
             are runs with content that is neither read nor left out on purpose; if false, the files
@@ -50,7 +49,6 @@ class Choices(Options):
     chat_template: str | None = None
     join: str | None = None
     layout: Literal["prefix", "full"] = "prefix"
-    logprobs_mode: Literal["raw", "processed"] | None = None
     on_error: Literal["fail", "skip"] = "fail"
     strict: bool = False
 

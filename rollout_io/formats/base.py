@@ -127,6 +127,7 @@ class Options:
         other_fields: Handling of fields of a GeneratorOutput that match no column: `refuse`,
             `keep` as columns, or `drop`.
         group_size: Attempts per prompt of a GeneratorOutput without `trajectory_ids`; >= 1.
+        logprobs_mode: Distribution of the log-probabilities: `raw` or `processed`; None if unknown.
     """
 
     reward: str | None = None
@@ -134,6 +135,7 @@ class Options:
     overflows: str = "zero"
     other_fields: Literal["refuse", "keep", "drop"] = "refuse"
     group_size: int | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
 
     def __post_init__(self) -> None:
         for name, known in (

@@ -127,7 +127,7 @@ def _session(content: bytes, where: str) -> bytes:
         return name.encode()
 
 
-def read_session(run: Run, _: Options) -> Trajectory:
+def read_session(run: Run, options: Options) -> Trajectory:
     """Read the calls of a session in order, one step per sampled choice.
 
     If all lines have `time`, their order in the file does not matter. The reward of a call is
@@ -143,7 +143,10 @@ def read_session(run: Run, _: Options) -> Trajectory:
     steps: list[Step] = []
     for entry in entries:
         call, where = entry.call, entry.place.where
-        choices = read_choices(call.response, call.request, where, failed=run.failed)
+        mode = options.logprobs_mode
+        choices = read_choices(
+            call.response, call.request, where, failed=run.failed, logprobs_mode=mode
+        )
         for step in choices:
             step.agent = call.agent
             if step.policy_versions is None:

@@ -9,6 +9,8 @@ import trainer
 from pipelines.generation import Sampling
 from pipelines.generation.engines.vllm import VllmEngine
 from tests.helpers.configs import train_config
+from tests.helpers.recorder_helpers import recording
+from tests.helpers.recorder_helpers import rows as rows_of
 from tests.helpers.trainer_helpers import step, write_dataset
 
 pytestmark = pytest.mark.vllm
@@ -45,15 +47,44 @@ def sampled_rows(url, sampling):
     ]
 
 
+def recorded_rows(url, sampling, sampled, out):
+    """The same calls, as a harness makes them through a recorder."""
+    names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+    own = {"model": "smollm2"} | {name: getattr(sampling, name) for name in names}
+
+    async def ask():
+        async with recording(out, url, logprobs_mode="processed") as client:
+            chats = [{"messages": [{"role": "user", "content": text}]} for text in QUESTIONS]
+            texts = [{"prompt": row["prompt_token_ids"]} for row in sampled[len(chats) :]]
+            for number, body in enumerate([*chats, *texts]):
+                path = "chat/completions" if "messages" in body else "completions"
+                body |= own | {"stream": number % 2 == 1}
+                answer = await client.post(f"/s/q/0/v1/{path}", json=body)
+                assert answer.status_code == 200, answer.text
+                assert "token_id:" not in answer.text
+            await client.post("/s/q/0/end", json={"reward": 1.0})
+
+    asyncio.run(ask())
+    return rows_of(out, "response_ids", "rollout_logprobs", "sampling_support")
+
+
 @pytest.mark.parametrize(("dtype", "noise"), [("float32", 2e-3), ("bfloat16", 0.1)])
 def test_the_ratio_is_1_within_the_engines_noise(start_vllm, smollm2_dir, tmp_path, dtype, noise):
     sampling = Sampling(temperature=0.8, top_p=0.9, top_k=20, max_tokens=24, seed=1)
     arguments = ["--logprobs-mode", "processed_logprobs", "--dtype", dtype]
     with start_vllm(*arguments) as server:
         rows = sampled_rows(server.url, sampling)
+        is_exact = dtype == "float32"  # else the ids depend on the batch
+        recorded = recorded_rows(server.url, sampling, rows, tmp_path / "rec") if is_exact else rows
     sizes = [len(ids) for row in rows for ids in row["sampling_support"]]
     assert 1 <= min(sizes) <= max(sizes) <= 20
     assert max(sizes) > 1
+    for row, again in zip(rows, recorded, strict=True):
+        assert again["response_ids"] == row["response_ids"]
+        assert list(map(sorted, again["sampling_support"])) == list(
+            map(sorted, row["sampling_support"])
+        )
+        assert again["rollout_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=noise)
     dataset, out = write_dataset(tmp_path / "ds", rows), tmp_path / "run"
     trainer.train(train_config(dataset=dataset, model=str(smollm2_dir), out=str(out)))
     line = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])

@@ -52,6 +52,7 @@ class Token(msgspec.Struct, gc=False):
 
     logprob: float
     token: str | None = None
+    top_logprobs: msgspec.Raw = NO_JSON
 
 
 class Logprobs(msgspec.Struct, gc=False):
@@ -61,6 +62,7 @@ class Logprobs(msgspec.Struct, gc=False):
     token_logprobs: list[float] | None = None
     tokens: list[str | None] | None = None
     text_offset: list[int] | None = None
+    top_logprobs: list[msgspec.Raw] | None = None
 
 
 class Function(msgspec.Struct, gc=False):
@@ -111,6 +113,7 @@ class Choice(msgspec.Struct, gc=False):
     text: str | None = None
     prompt_token_ids: msgspec.Raw = NO_JSON
     token_ids: msgspec.Raw = NO_JSON
+    sampling_support: list[list[Int32]] | None = None
     provider_specific_fields: Provider | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None

@@ -30,6 +30,7 @@ from rollout_io.formats.parsing.bodies import (
 )
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.support import read_support, truncates
 from rollout_io.formats.parsing.tokens import broken, num_ids, route_array, same_ids, usage_differs
 from rollout_io.formats.parsing.weight_versions import versions_of_meta
 from rollout_io.formats.parsing.witnesses import check_tokens, words_of_calls
@@ -39,7 +40,12 @@ ASK = 'set "return_token_ids": true in the request (vLLM)'
 
 
 def read_choices(
-    answer: Answer, request: Request, where: str, *, failed: bool = False
+    answer: Answer,
+    request: Request,
+    where: str,
+    *,
+    failed: bool = False,
+    logprobs_mode: str | None = None,
 ) -> list[Step]:
     """Return the choices of a call as steps, ordered by index.
 
@@ -48,6 +54,7 @@ def read_choices(
         request: Body of the request.
         where: Location of the call, for error messages.
         failed: If true, ids may be missing, since the run is not trained on.
+        logprobs_mode: `processed` if the most likely tokens are those that truncation kept.
 
     Raises:
         InputError: `no_token_ids`: the call has no ids, or ids of a chunk are missing;
@@ -64,7 +71,14 @@ def read_choices(
     steps = []
     for choice in choices:
         prompt = _ids(_prompt_of(choice, response, where), "prompt", where, failed=failed)
-        steps.append(_step(choice, prompt, request, where, failed=failed))
+        step = _step(choice, prompt, request, where, failed=failed)
+        step.sampling_support = choice.sampling_support
+        if choice.sampling_support is None and logprobs_mode == "processed" and truncates(request):
+            ids = (
+                _INTEGERS.decode(step.response_ids) if isinstance(step.response_ids, bytes) else ()
+            )
+            step.sampling_support = read_support(choice.logprobs, ids)
+        steps.append(step)
     if response.usage is not None:
         _take_usage(response.usage, steps, where)
     return steps
@@ -222,6 +236,7 @@ def _json_text(raw: msgspec.Raw) -> str | None:
 
 T = TypeVar("T")
 
+_INTEGERS = msgspec.json.Decoder(list[int])
 _CHUNK = msgspec.json.Decoder(Response)
 _AS_IT_CAME = "keep the chunks exactly as the engine sent them"
 _FAILED = "delete the line, or give its session an `error` in --rewards"
@@ -365,6 +380,7 @@ def _join_choice(index: int, pieces: Sequence[Choice], where: str) -> Choice:
         finish_reason=reasons[-1] if reasons else None,
         routed_experts=routes[0] if routes else NO_JSON,
         meta_info=metas[-1] if metas else NO_JSON,
+        sampling_support=_concatenated([p.sampling_support for p in pieces]),
     )
 
 
@@ -382,6 +398,7 @@ def _join_logprobs(pieces: Sequence[Logprobs]) -> Logprobs | None:
         content=_concatenated([p.content for p in pieces]),
         token_logprobs=_concatenated([p.token_logprobs for p in pieces]),
         tokens=_concatenated([p.tokens for p in pieces]),
+        top_logprobs=_concatenated([p.top_logprobs for p in pieces]),
     )
 
 

@@ -32,7 +32,15 @@ from trainer.rl.weight_swap import WeightSwapEngine
 TASK = Task(instance_id="a/b", repetition_id=3, prompt=ASK, source="tasks.jsonl:1")
 CHAT = {"model": "gpt-5", "messages": ASK}
 SHOWN = ("prompt_token_ids", "response_ids", "rollout_logprobs", "temperature", "top_p", "agent")
-SHOWN += ("stop_reason", "messages", "response_text", "policy_version", "token_source", "reward")
+SHOWN += (
+    "sampling_support",
+    "stop_reason",
+    "messages",
+    "response_text",
+    "policy_version",
+    "token_source",
+    "reward",
+)
 
 
 def config_of(**settings):
@@ -195,6 +203,7 @@ def test_steps_are_those_that_the_recorder_writes_of_the_same_calls(tokenizer, t
     asyncio.run(recorded())
     written, steps = rows(tmp_path / "ds", *SHOWN), asyncio.run(in_the_loop())
     assert len(written) == len(steps) == 3
+    assert min(len(kept) for row in written for kept in row["sampling_support"]) > 0
     for row, step in zip(written, steps, strict=True):
         assert row.keys() == set(SHOWN)
         found = {name: getattr(step, name) for name in SHOWN}
