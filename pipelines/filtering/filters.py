@@ -137,7 +137,7 @@ def step_range(minimum: int | None = None, maximum: int | None = None) -> Filter
 def stale(policy_version: int, max_staleness: int) -> Filter:
     """Drop trajectories that have a row sampled by weights older than allowed.
 
-        staleness = policy_version - the row's policy_version
+        staleness = policy_version - the row's policy_version, the oldest of its tokens
 
     Only known versions count. A trajectory without any known version is dropped unless it failed.
     """

@@ -65,9 +65,9 @@ class LoopConfig:
     num_iterations: Annotated[int, Meta(ge=1, le=MOST_ITERATIONS)] | None = None
     """Required. Number of batches to sample and train on; from 1 to 100000."""
     max_staleness: CountOrZero = 0
-    """Maximum number of iterations between the weights that sampled a row and the weights trained
-    on it; >= 0. With 0, the groups of an iteration start when the previous iteration is complete;
-    otherwise sampling continues during training."""
+    """Maximum number of iterations between the weights that sampled a row (the oldest, if several
+    did) and the weights trained on it; >= 0. With 0, the groups of an iteration start when the
+    previous iteration is complete; otherwise sampling continues during training."""
     weight_sync: Literal["wait", "now"] = "wait"
     """How to treat running calls when the engine gets new weights. `wait`: let them finish, and
     hold new calls until then; `now`: continue them with the new weights, if the engine can."""

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from schemas.errors import RolloutError
 from tests.helpers.architectures import tiny_model
 from tests.helpers.chat_helpers import CONVERSATIONS, prompt_ids
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
+from trainer.engine.batching import continue_batch
 from trainer.engine.embedded import TransformersEngine, assistant_message
 from trainer.engine.token_sampling import sample_tokens, sampled_distribution
 
@@ -279,6 +281,35 @@ def test_new_weights_speak_and_are_named(engine, tmp_path):
     (sampled,) = sample_all(engine, PROMPTS[:1], [Sampling(max_tokens=6)])
     assert sampled.policy_version == 4
     engine.model = other
+    assert differences(engine, [sampled], [1.0]) < 2e-5
+
+
+def test_all_tokens_of_a_call_under_way_are_of_the_weights_it_began_with(
+    engine, tmp_path, monkeypatch
+):
+    tiny_llama(seed=1, vocab_size=49152).save_pretrained(tmp_path)
+    old, begun, may_sample = tiny_llama(vocab_size=49152), threading.Event(), threading.Event()
+
+    def held(*arguments, **settings):
+        begun.set()
+        assert may_sample.wait(30)
+        return continue_batch(*arguments, **settings)
+
+    monkeypatch.setattr("trainer.engine.embedded.continue_batch", held)
+
+    async def play():
+        async with engine:
+            call = asyncio.create_task(engine.sample(PROMPTS[0], Sampling(max_tokens=9)))
+            await asyncio.to_thread(begun.wait, 30)
+            load = asyncio.create_task(engine.load_weights(str(tmp_path), policy_version=4))
+            await asyncio.sleep(0)
+            may_sample.set()
+            return await call, await load
+
+    sampled, _ = asyncio.run(play())
+    assert (sampled.policy_version, engine.policy_version) == (3, 4)
+    assert differences(engine, [sampled], [1.0]) > 2e-4
+    engine.model = old
     assert differences(engine, [sampled], [1.0]) < 2e-5
 
 
