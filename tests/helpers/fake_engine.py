@@ -35,7 +35,10 @@ class FakeEngine:
         dies_after: Chunks after which a stream breaks off; None: never.
         gap_s: Between two chunks.
         num_left: Streams whose client went away.
+        max_model_len: Length of its context, as it says.
     """
+
+    max_model_len = 4096
 
     def __init__(self, *, num_tokens=6, gap_s=0.0, dies_after=None, first_s=0.0):
         self.num_tokens, self.gap_s, self.dies_after = num_tokens, gap_s, dies_after
@@ -48,7 +51,8 @@ class FakeEngine:
             return
         self.headers.append({k.decode(): v.decode() for k, v in scope["headers"]})
         if scope["path"] == "/v1/models":
-            await answer(send, {"object": "list", "data": [{"id": "fake", "max_model_len": 4096}]})
+            model = {"id": "fake", "max_model_len": self.max_model_len}
+            await answer(send, {"object": "list", "data": [model]})
             return
         parts = []
         while True:

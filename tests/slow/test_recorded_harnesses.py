@@ -114,7 +114,7 @@ def test_every_answer_of_a_log_joins_with_a_recorded_call(harness, scenario, tmp
     assert {(tuple(r["prompt_token_ids"]), tuple(r["response_ids"])) for r in made} <= exact
 
 
-@pytest.mark.parametrize("harness", ["claude_code", "opencode"])
+@pytest.mark.parametrize("harness", ASK)
 def test_what_a_real_harness_sends_back_continues_token_by_token(
     harness, tokenizer, smollm2_dir, tmp_path
 ):
@@ -126,6 +126,7 @@ def test_what_a_real_harness_sends_back_continues_token_by_token(
     ]
     title = ["A title."] if harness == "opencode" else []
     app = TokenEngine(tokenizer, [*title, *lines, "<think>Hm.</think>Done.\n"])
+    app.max_model_len = 200_000
     arguments = ("--end-open", "--exact-prefix", str(smollm2_dir))
     with (
         running(app) as engine,
