@@ -94,7 +94,9 @@ bench: $(READY) $(MODEL)/model.safetensors  ## Benchmarks: ratios measured side 
 	$(BIN)/python -m benchmarks.conversion
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.trees
-	$(BIN)/python -m benchmarks.record
+	$(BIN)/python -m benchmarks.record --sessions 1
+	$(BIN)/python -m benchmarks.record --sessions 8
+	$(BIN)/python -m benchmarks.record --sessions 64
 	$(BIN)/python -m benchmarks.view
 
 docs: $(READY) $(MODEL)/model.safetensors  ## Write the generated pages of docs/ and examples/
