@@ -5,12 +5,15 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelines.harness.launchers import outcome_of
 from rollout_io import Choices, read_log
 from tests.helpers.fake_engine import FakeEngine, answer, event, running
+from tests.helpers.harness_helpers import Scripted
 from tests.helpers.recorder_helpers import CHAT, TEXT, recording, rows
+from tests.pipelines.harness.test_recorded_calls import calling
 
 EXCLUDED = -9999.0
 
@@ -134,6 +137,24 @@ def test_what_a_client_asks_for_itself_is_kept_and_gives_sets_if_it_is_enough(tm
     assert [row["sampling_support"] for row in found] == [None, expected]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_a_harness_have_the_sets_of_a_server(tokenizer, stream):
+    app = TruncatingEngine()
+
+    async def main(url):
+        own = {"engine": "vllm", "urls": (url,), "top_k": 3}
+        async with calling(Scripted(tokenizer, "one"), tokenizer, **own) as (calls, opened, *rest):
+            answer = await rest[-1].post("v1/chat/completions", json=CHAT | {"stream": stream})
+            assert "token_id:" not in answer.text
+            return await calls.steps(opened, outcome_of(1.0, "t"))
+
+    with running(app) as url:
+        (step,), fault = asyncio.run(main(url))
+    assert fault is None
+    assert app.requests[0]["top_logprobs"] == 4
+    assert step.sampling_support == [list(kept) for kept in TruncatingEngine.sets]
+
+
 SETS = st.lists(
     st.lists(st.integers(0, 800), min_size=1, max_size=20, unique=True), min_size=1, max_size=6
 )
@@ -144,6 +165,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("logs")
 
 
+@settings(max_examples=30)
 @given(sets=SETS, num=st.integers(1, 20), is_chat=st.booleans(), is_stream=st.booleans())
 def test_a_logged_call_has_its_sets_if_it_lists_every_kept_token(
     folder, sets, num, is_chat, is_stream
@@ -152,19 +174,15 @@ def test_a_logged_call_has_its_sets_if_it_lists_every_kept_token(
     request = {"top_k": 20} | ({"messages": []} if is_chat else {"prompt": "x"})
     log = folder / "a.calls.jsonl"
     log.write_text(json.dumps({"session": "a/0", "request": request, "response": made}) + "\n")
-    found = {
-        mode: read_log([log], Choices(format="calls", logprobs_mode=mode)).to_pylist()[0]
-        for mode in ("processed", "raw", None)
-    }
+    (row,) = read_log([log], Choices(format="calls", logprobs_mode="processed")).to_pylist()
     sampled = [set() if is_chat else {kept[-1]} for kept in sets]  # text lists it anyway
     listed = [{*dict(entries(kept, num)), *own} for kept, own in zip(sets, sampled, strict=True)]
     is_whole = all(set(kept) <= tokens for kept, tokens in zip(sets, listed, strict=True))
-    own = found["processed"].get("sampling_support")
-    assert (own is not None) == is_whole
+    found = row.get("sampling_support")
+    assert (found is not None) == is_whole
     if is_whole:
-        assert list(map(sorted, own)) == list(map(sorted, sets))
-    assert found["raw"].get("sampling_support") is found[None].get("sampling_support") is None
-    assert found["processed"]["response_ids"] == [kept[-1] for kept in sets]
+        assert list(map(sorted, found)) == list(map(sorted, sets))
+    assert row["response_ids"] == [kept[-1] for kept in sets]
 
 
 @pytest.mark.parametrize("top", [3, "x", [3], [{"token": "x"}], [{"token": "a", "logprob": 0.0}]])
@@ -177,3 +195,15 @@ def test_likely_tokens_that_cannot_be_read_give_no_sets(tmp_path, top):
     (row,) = read_log([log], Choices(format="calls", logprobs_mode="processed")).to_pylist()
     assert row.get("sampling_support") is None
     assert row["response_ids"] == [5]
+
+
+@pytest.mark.parametrize("mode", ["raw", None])
+def test_sets_need_processed_log_probabilities_unless_the_log_names_them(tmp_path, mode):
+    made = response([[5, 6]], 3, is_chat=True, is_stream=False)
+    calls = [{"session": f"a/{i}", "request": {"top_k": 3}, "response": made} for i in range(2)]
+    calls[1] = json.loads(json.dumps(calls[1]))
+    calls[1]["response"]["choices"][0]["sampling_support"] = [[4, 6]]
+    log = tmp_path / "a.calls.jsonl"
+    log.write_text("".join(json.dumps(call) + "\n" for call in calls))
+    table = read_log([log], Choices(format="calls", logprobs_mode=mode))
+    assert table.column("sampling_support").to_pylist() == [None, [[4, 6]]]
