@@ -43,17 +43,26 @@ class Exported:
     Attributes:
         left_out: Number of rows that were not written, by reason.
         remarks: Warnings and notes about the exported file.
+        num_samples: Number of samples in the file, if a sample is not a row.
+        counts: Other counts, by name.
     """
 
     num_rows_read: int = 0
     num_rows_written: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    num_samples: int | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
     def leave_out(self, reason: str, num_rows: int) -> None:
         """Count rows that are not written."""
         if num_rows:
             self.left_out[reason] = self.left_out.get(reason, 0) + num_rows
+
+    def take_back(self, reason: str, num_rows: int) -> None:
+        """Leave out rows that were counted as written."""
+        self.num_rows_written -= num_rows
+        self.leave_out(reason, num_rows)
 
     def close(self, dataset: PathLike) -> Exported:
         """Check the counts, and reject an export without rows."""
@@ -72,9 +81,10 @@ class Exported:
         """Return the counts as one line."""
         why = ", ".join(f"{number:,} {reason}" for reason, number in self.left_out.items())
         left = sum(self.left_out.values())
+        samples = "" if self.num_samples is None else f"; {count(self.num_samples, 'sample')}"
         return (
             f"{count(self.num_rows_read, 'row')} read: {self.num_rows_written:,} written, "
-            f"{left:,} left out" + (f" ({why})" if why else "")
+            f"{left:,} left out" + (f" ({why})" if why else "") + samples
         )
 
 

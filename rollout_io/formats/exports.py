@@ -1,52 +1,135 @@
-"""The formats that datasets can be exported to."""
+"""The formats that datasets can be exported to; other packages add theirs as entry points."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from rollout_io.plugins import plugins
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout_io.formats.exporting import Exported, Failed, PathLike
 
+AT_LEAST = ">=X"
+"""The choice of the samples whose return is at least X."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format that datasets can be exported to.
+
+    Attributes:
+        summary: The output in a few words.
+        write: Writes a dataset. Takes the dataset, the output path and `failed`; and the chosen
+            `select` if there are `selections`.
+        selections: Values that `select` may have, the default first; `>=X` takes a number.
+        failed: What a failed trajectory masks by default.
+    """
+
+    summary: str
+    write: Callable[..., Exported]
+    selections: tuple[str, ...] = ()
+    failed: Failed = "group"
+
+    def choice(self, select: str | None) -> str:
+        """Return the chosen selection, or the default.
+
+        Raises:
+            ConfigError: `choices`: this format has no such selection.
+        """
+        select = self.selections[0] if select is None else select
+        if select in set(self.selections) - {AT_LEAST}:
+            return select
+        if AT_LEAST in self.selections and bar_of(select) is not None:
+            return select
+        raise ConfigError("choices", "select", repr(select), f"one of {', '.join(self.selections)}")
+
+
+def bar_of(select: str) -> float | None:
+    """Return X of `>=X`; None for any other selection.
+
+    Example:
+        >>> bar_of(">=0.5"), bar_of("best")
+        (0.5, None)
+    """
+    try:
+        bar = float(select.removeprefix(">="))
+    except ValueError:
+        return None
+    return bar if select.startswith(">=") and abs(bar) < float("inf") else None
+
+
+def _written(module: str, dataset: PathLike, out: PathLike, failed: Failed) -> Exported:
+    done: Exported = import_module(f"rollout_io.formats.{module}").write(dataset, out, failed)
+    return done
+
+
 FORMATS = {
-    "skyrl": ("skyrl", "a GeneratorOutput as JSON"),
-    "trl": ("trl", "samples of a GRPO rollout function, Parquet"),
-    "verl": ("verl", "agent-loop outputs, Parquet"),
-    "slime": ("slime_export", "a .pt for --load-debug-rollout-data"),
-    "hf": ("hf", "a Hugging Face dataset folder"),
-    "session_traces": ("session_traces", "sessions for the Hub's viewer of traces, JSONL"),
-    "parquet": ("parquet", "a directory of Parquet files with full prompts"),
+    "skyrl": Format("a GeneratorOutput as JSON", partial(_written, "skyrl")),
+    "trl": Format("samples of a GRPO rollout function, Parquet", partial(_written, "trl")),
+    "verl": Format("agent-loop outputs, Parquet", partial(_written, "verl")),
+    "slime": Format("a .pt for --load-debug-rollout-data", partial(_written, "slime_export")),
+    "hf": Format("a Hugging Face dataset folder", partial(_written, "hf")),
+    "session_traces": Format(
+        "sessions for the Hub's viewer of traces, JSONL", partial(_written, "session_traces")
+    ),
+    "parquet": Format(
+        "a directory of Parquet files with full prompts", partial(_written, "parquet")
+    ),
 }
-"""Module of the writer, and a description of the output, by name."""
+"""The formats of this package, by name."""
 
 
-def export(dataset: PathLike, out: PathLike, format: str, failed: Failed = "group") -> Exported:
+def formats() -> dict[str, Format]:
+    """Return all formats by name: those of this package, then the entry points `rollout_io.exports`.
+
+    An entry point is a dictionary of formats by name.
+    """
+    found = dict(FORMATS)
+    for plugin in plugins("rollout_io.exports"):
+        found |= plugin.load()
+    return found
+
+
+def export(
+    dataset: PathLike,
+    out: PathLike,
+    format: str,
+    failed: Failed | None = None,
+    select: str | None = None,
+) -> Exported:
     """Write a dataset in another project's format.
 
     Args:
         dataset: The dataset.
         out: Path to write; nothing is overwritten.
-        format: Name of the format: `skyrl`, `trl`, `verl`, `slime`, `hf`, `session_traces` or
-            `parquet`.
+        format: Name of the format, as `rollouts export --help` lists them.
         failed: If a trajectory failed: mask its entire `group`, or only the `trajectory`; `hf`,
-            `session_traces` and `parquet` keep all rows.
+            `session_traces` and `parquet` keep all rows. None: the default of the format.
+        select: Which samples to write, for formats with `selections`. None: the first of them.
 
     Returns:
         The numbers of rows read, written and left out, with the reasons.
 
     Raises:
-        ConfigError: `choices`: the format is unknown.
+        ConfigError: `choices`: the format is unknown, or it has no such selection.
         RolloutError: The dataset is invalid, or the output cannot be written.
 
     Example:
         >>> export("shop/", "shop.json", "skyrl").num_rows_written
         205
     """
-    if format not in FORMATS:
-        raise ConfigError("choices", "format", repr(format), f"one of {', '.join(FORMATS)}")
-    done: Exported = import_module(f"rollout_io.formats.{FORMATS[format][0]}").write(
-        dataset, out, failed
-    )
-    return done
+    known = formats()
+    if format not in known:
+        raise ConfigError("choices", "format", repr(format), f"one of {', '.join(known)}")
+    target = known[format]
+    if target.selections:
+        return target.write(dataset, out, failed or target.failed, target.choice(select))
+    if select is not None:
+        got = f"{select!r}, but {format} always takes the whole dataset"
+        raise ConfigError("choices", "select", got, hint="run `rollouts filter` first")
+    return target.write(dataset, out, failed or target.failed)

@@ -35,6 +35,8 @@ WRITING = {
     "export-slime": ["--format", "slime", "--out"],
     "export-hf": ["--format", "hf", "--out"],
     "export-parquet": ["--format", "parquet", "--out"],
+    "export-sft": ["--format", "sft", "--out"],
+    "export-dpo": ["--format", "dpo_tokens", "--out"],
     "train": ["--model", MODEL.name, "--out"],
 }
 READING = {

@@ -27,6 +27,8 @@ ENDING = {
     "hf": "folder",
     "session_traces": "dir",
     "parquet": "dir",
+    **dict.fromkeys(("sft", "sharegpt", "openai_sft", "dpo", "kto"), "jsonl"),
+    **dict.fromkeys(("sft_tokens", "dpo_tokens", "kto_tokens"), "parquet"),
 }
 READ = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward")
 

@@ -1,0 +1,1 @@
+"""Export rollouts as data for supervised and preference training: samples, pairs, chats."""

@@ -1,0 +1,179 @@
+"""The messages of a row as other projects write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from pipelines.exporting.steps import Tokens
+from rollout_io.formats.parsing.completions import calls_in
+from rollout_io.formats.parsing.content import known
+from schemas.columns import JOINED
+from schemas.messages import RETOKENIZED, is_answer
+
+Message: TypeAlias = dict[str, Any]
+Turn: TypeAlias = tuple[list[Message], Message]
+"""The messages before an answer, and the answer."""
+
+COLUMNS = ("token_source", "messages", "response_text", "segments", "tools")
+_FROM = {"system": "system", "developer": "system", "user": "human", "assistant": "gpt"}
+
+
+def turns(row: Mapping[str, Any]) -> list[Turn]:
+    """Return a turn for each step of a row, in order; none if the text of a step is unknown.
+
+    Args:
+        row: The columns `COLUMNS`; each but `token_source` may be absent.
+    """
+    segments = row.get("segments") or []
+    is_merged = bool(segments and segments[0].get(JOINED))
+    steps, num = (segments, 1) if is_merged else ([row], len(segments) or 1)
+    is_text = row["token_source"] == RETOKENIZED
+    found = [turn for step in steps for turn in _turns(step, num, is_text=is_text)]
+    return found if len(found) == len(steps) * num else []
+
+
+def _turns(step: Mapping[str, Any], num: int, *, is_text: bool) -> list[Turn]:
+    try:
+        messages = json.loads(step.get("messages") or "null")
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        return []
+    if is_text:
+        answers = [i for i, message in enumerate(messages) if is_answer(message)][-num:]
+        return [(messages[:i], messages[i]) for i in answers]
+    text = step.get("response_text")
+    if not messages or not text:
+        return []
+    content, calls = calls_in(text)
+    said: Message = {"role": "assistant", "content": content}
+    return [(messages, said | ({"tool_calls": calls} if calls else {}))]
+
+
+def plain(message: Mapping[str, Any]) -> Message:
+    """Return a message as chat templates take it: text as one string, arguments as an object."""
+    found = known(dict(message)) | {"content": _text(message.get("content"))}
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return found
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(p.get("text", "")) if isinstance(p, dict) else str(p) for p in content)
+    return "" if content is None else str(content)
+
+
+def _call(call: Mapping[str, Any]) -> Message:
+    function = dict(call.get("function") or {})
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (TypeError, ValueError, RecursionError):  # an object already, or damaged
+        arguments = function.get("arguments")
+    return {
+        **known(dict(call)),
+        "type": "function",
+        "function": {**function, "arguments": arguments},
+    }
+
+
+def _trl(messages: Sequence[Message], tools: str | None) -> Message:
+    return {"messages": list(messages)} | known({"tools": tools})
+
+
+def _sharegpt(messages: Sequence[Message], tools: str | None) -> Message:
+    """Tool calls and reasoning are in the text, as in Hermes's data."""
+    said: list[Message] = [
+        {"from": _FROM.get(str(m.get("role")), str(m.get("role"))), "value": _hermes(m)}
+        for m in messages
+    ]
+    return {"conversations": said} | known({"tools": tools})
+
+
+def _hermes(message: Message) -> str:
+    thought = message.get("reasoning_content")
+    parts = [f"<think>\n{thought}\n</think>"] if thought else []
+    parts += [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls") or ():
+        named = {name: call["function"].get(name) for name in ("name", "arguments")}
+        parts.append(f"<tool_call>\n{json.dumps(named, ensure_ascii=False)}\n</tool_call>")
+    return "\n".join(parts)
+
+
+def _openai(messages: Sequence[Message], tools: str | None) -> Message:
+    """Each call has an id, which its result names; arguments are JSON."""
+    said, unanswered, num_calls = list[Message](), list[str](), 0
+    for message in messages:
+        found: Message = {"role": message.get("role"), "content": message["content"]}
+        calls = [_numbered(c, num_calls + i) for i, c in enumerate(message.get("tool_calls", ()))]
+        if calls:
+            num_calls += len(calls)
+            unanswered = [call["id"] for call in calls]
+            found["tool_calls"] = calls
+        elif found["role"] == "tool":
+            answered = message.get("tool_call_id") or next(iter(unanswered), None)
+            unanswered = [name for name in unanswered if name != answered]
+            found |= known({"tool_call_id": answered})
+        said.append(found)
+    return {"messages": said} | known({"tools": json.loads(tools) if tools else None})
+
+
+def _numbered(call: Message, number: int) -> Message:
+    name, arguments = call["function"].get("name"), call["function"].get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": text}
+    return {"id": call.get("id") or f"call_{number}", "type": "function", "function": function}
+
+
+DIALECTS: dict[str, Callable[[Sequence[Message], str | None], Message]] = {
+    "trl": _trl,
+    "sharegpt": _sharegpt,
+    "openai": _openai,
+}
+"""The function that turns a conversation and its tools (JSON) into a sample, by dialect."""
+
+
+class Messages:
+    """The messages of N sequences, and the samples made of them.
+
+    Args:
+        table: Rows, merged or not.
+        tokens: Their tokens.
+        dialect: One of `DIALECTS`.
+    """
+
+    suffix = ""
+
+    def __init__(self, table: pa.Table, tokens: Tokens, dialect: str) -> None:
+        self._table = table.select([name for name in COLUMNS if name in table.column_names])
+        self._tokens, self._dialect = tokens, DIALECTS[dialect]
+        self._row, self._found = -1, list[Turn]()
+
+    def whole(self, row: int) -> Message | None:
+        """Return a sequence as a sample: all messages up to its last answer; None if unknown."""
+        found = self._turns(row)
+        if not found:
+            return None
+        before, answer = found[-1]
+        has_tools = "tools" in self._table.column_names
+        tools = self._table.column("tools")[row].as_py() if has_tools else None
+        return self._dialect([plain(message) for message in (*before, answer)], tools)
+
+    def step(self, row: int, step: int) -> tuple[Any, Any] | None:
+        """Return the messages before a step, and its answer in a list; None if unknown."""
+        found = self._turns(row)
+        if not found:
+            return None
+        before, answer = found[step]
+        return [plain(message) for message in before], [plain(answer)]
+
+    def _turns(self, row: int) -> list[Turn]:
+        if self._row != row:
+            found = turns(self._table.slice(row, 1).to_pylist()[0])
+            is_whole = len(found) == len(self._tokens.spans(row))
+            self._row, self._found = row, found if is_whole else []
+        return self._found

@@ -1,0 +1,299 @@
+"""Write rollouts as supervised samples, preference pairs or labelled samples.
+
+Steps that continue each other are merged first, so that a sequence is written once and its
+environment tokens are known. Token formats copy the ids of the table; nothing is tokenized again.
+
+TRL's DPO and KTO trainers train every token of a completion. A completion is therefore one step:
+all of its tokens were sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import polars as pl
+import pyarrow as pa
+
+from pipelines.exporting.chats import Messages
+from pipelines.exporting.pairs import labelled, pairs, selected
+from pipelines.exporting.steps import Tokens, index_steps
+from pipelines.merging.merge import merge_table
+from pipelines.rewards import dataset_outcome, trajectory_returns
+from rollout_io.dataset.blobs import IMAGES
+from rollout_io.dataset.checking import checked_tables
+from rollout_io.dataset.reader import iter_tables, scan
+from rollout_io.formats.exporting import (
+    Exported,
+    Failed,
+    Failures,
+    ParquetFile,
+    PathLike,
+    new_export,
+)
+from schemas.errors import count
+from schemas.ragged import list_lengths
+from schemas.types import cast_table
+
+Sample = dict[str, Any]
+
+PICTURES = "with pictures or other parts that are not text"
+NO_TEXT = "without messages, or without the text of an answer"
+UNTRAINED = "that train no token"
+NO_FORK = "at no fork of their group"
+NO_PREFERENCE = "at forks, but in no pair"
+NO_STEP = "without a step whose tokens all train"
+
+_IDS, _NAME = pa.list_(pa.int32()), pa.string()
+_FACTS = {"instance_id": _NAME, "trajectory_id": _NAME, "return": pa.float64()}
+_SIDES = {
+    f"{side}_{name}": kind
+    for side in ("chosen", "rejected")
+    for name, kind in _FACTS.items()
+    if name != "instance_id"
+}
+SCHEMAS = {
+    "sft": {"input_ids": _IDS, "assistant_masks": pa.list_(pa.int8()), **_FACTS},
+    "dpo": {
+        **dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids"), _IDS),
+        "instance_id": _NAME,
+        **_SIDES,
+    },
+    "kto": {"prompt_ids": _IDS, "completion_ids": _IDS, "label": pa.bool_(), **_FACTS},
+}
+"""Columns of the token formats."""
+
+
+class _Lines:
+    """A file with one JSON object per line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("w", encoding="utf-8", errors="backslashreplace")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+
+
+class _Columns:
+    """A Parquet file of samples."""
+
+    def __init__(self, path: Path, kinds: Mapping[str, pa.DataType]) -> None:
+        self._file, self._kinds = ParquetFile(path), kinds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def write(self, samples: Sequence[Sample]) -> None:
+        columns = {
+            name: pa.array([sample[name] for sample in samples], kind)
+            for name, kind in self._kinds.items()
+        }
+        self._file.write(pa.table(columns))
+
+
+class _Writing:
+    """One export: the sequences of the dataset, the file, and the counts."""
+
+    def __init__(
+        self, dataset: PathLike, failed: Failed, dialect: str | None, file: _Lines | _Columns
+    ) -> None:
+        self.file, self.done = file, Exported(num_samples=0)
+        self._dataset, self._dialect = dataset, dialect
+        self._failures = Failures.of(dataset, failed)
+
+    def returns(self) -> pl.DataFrame:
+        """Return instance_id, trajectory_id and return of the trajectories that are not masked."""
+        masked = pl.col("trajectory_id").is_in(self._failures.trajectories.to_pylist())
+        masked |= pl.col("instance_id").is_in(self._failures.groups.to_pylist())
+        found = trajectory_returns(scan(self._dataset), dataset_outcome(self._dataset))
+        return found.filter(~masked).select("instance_id", "trajectory_id", "return").collect()
+
+    def sequences(self, done: Exported, *, is_checked: bool) -> Iterator[pa.Table]:
+        """Yield merged rows that can be written, and count all rows."""
+        read = iter_tables if is_checked else checked_tables
+        for piece in read(self._dataset, decode=False):
+            rows = merge_table(cast_table(piece))
+            table = self._failures.leave_out(rows, done)
+            if IMAGES in table.column_names:
+                has_parts = list_lengths(table.column(IMAGES)) > 0
+                done.take_back(PICTURES, int(has_parts.sum()))
+                table = table.filter(pa.array(~has_parts)).combine_chunks()
+            yield table
+
+    def texts(self, table: pa.Table, tokens: Tokens) -> Tokens | Messages:
+        """Return the contents of sequences in the form of this format."""
+        return tokens if self._dialect is None else Messages(table, tokens, self._dialect)
+
+    def facts(self, sample: Sample, facts: Sample) -> Sample:
+        """Add ids and returns to a sample; OpenAI's and ShareGPT's samples have no such fields."""
+        return sample | facts if self._dialect in (None, "trl") else sample
+
+    def write(self, samples: Sequence[Sample]) -> None:
+        """Write samples, and count them."""
+        self.file.write(samples)
+        self.done.num_samples = (self.done.num_samples or 0) + len(samples)
+
+
+def write(
+    dataset: PathLike,
+    out: PathLike,
+    failed: Failed,
+    select: str,
+    *,
+    kind: str,
+    dialect: str | None,
+) -> Exported:
+    """Write a file of samples, reading the dataset once (pairs: twice), one row group at a time.
+
+    Memory grows with the number of trajectories (pairs: of steps), and with the pairs of which only
+    one side was read yet: with one group, if the attempts of a group are stored together.
+
+    Args:
+        dataset: The rollout dataset, merged or not.
+        out: Path of the new file.
+        failed: If a trajectory failed: leave out its entire `group`, or only the `trajectory`.
+        select: One of the `SELECTIONS` of the kind.
+        kind: `sft`, `dpo` or `kto`.
+        dialect: Form of the messages, one of `DIALECTS`; None: token ids, as Parquet.
+
+    Returns:
+        Counts of merged rows and of samples.
+
+    Raises:
+        ValidationError: The dataset breaks an invariant.
+        RolloutError: `out` exists, or no sample can be written.
+    """
+    with new_export(out, dataset) as path:
+        sink = _Columns(path, SCHEMAS[kind]) if dialect is None else _Lines(path)
+        with sink as file:
+            writing = _Writing(dataset, failed, dialect, file)
+            _WRITERS[kind](writing, select)
+        done = writing.done
+        done.close(dataset)
+    num_stored = scan(dataset).select(pl.len()).collect().item()
+    if num_stored != done.num_rows_read:
+        rows = count(done.num_rows_read, "sequence")
+        done.remarks.append(f"{count(num_stored, 'row')} merged into {rows}, which are counted")
+    return done
+
+
+def _write_sft(writing: _Writing, select: str) -> None:
+    for texts, _, kept in _chosen(writing, selected(writing.returns(), select)):
+        found = ((texts.whole(row), facts) for row, facts, _ in kept)
+        samples = [writing.facts(sample, facts) for sample, facts in found if sample is not None]
+        writing.done.take_back(NO_TEXT, len(kept) - len(samples))
+        writing.write(samples)
+
+
+def _write_kto(writing: _Writing, select: str) -> None:
+    for texts, tokens, kept in _chosen(writing, labelled(writing.returns(), select)):
+        samples: list[Sample] = []
+        for row, facts, label in kept:
+            steps = tokens.trained(row)
+            found = [parts for i in steps if (parts := texts.step(row, i)) is not None]
+            if not found:
+                writing.done.take_back(NO_TEXT if steps else NO_STEP, 1)
+            for prompt, completion in found:
+                sample = {f"prompt{texts.suffix}": prompt, f"completion{texts.suffix}": completion}
+                samples.append(writing.facts(sample | {"label": label}, facts))
+        writing.write(samples)
+
+
+def _chosen(
+    writing: _Writing, chosen: pl.DataFrame
+) -> Iterator[tuple[Tokens | Messages, Tokens, list[tuple[int, Sample, bool]]]]:
+    """Yield sequences: their contents, and the rows to write with facts and labels."""
+    known = {name: rest for name, *rest in chosen.drop("instance_id").iter_rows()}
+    for table in writing.sequences(writing.done, is_checked=False):
+        tokens, kept = Tokens(table), []
+        names = zip(*(table.column(n).to_pylist() for n in list(_FACTS)[:2]), strict=True)
+        for row, (instance, trajectory) in enumerate(names):
+            value, reason, label = known[trajectory]
+            if reason is None and not tokens.masks.row(row).any():
+                reason = UNTRAINED
+            if reason is not None:
+                writing.done.take_back(reason, 1)
+                continue
+            facts = dict(zip(_FACTS, (instance, trajectory, value), strict=True))
+            kept.append((row, facts, label))
+        yield writing.texts(table, tokens), tokens, kept
+
+
+def _write_pairs(writing: _Writing, select: str) -> None:
+    frames, num_rows = [], 0
+    for table in writing.sequences(writing.done, is_checked=False):
+        frames.append(index_steps(table, num_rows))
+        num_rows += table.num_rows
+    returns = writing.returns().select("trajectory_id", "return")
+    steps = pl.concat(frames).join(returns, on="trajectory_id", how="left", maintain_order="left")
+    found, chosen = pairs(steps, select)
+    at_fork = set(steps.join(found, on=["instance_id", "context"], how="semi")["row"])
+    written = _write_chosen(writing, chosen)
+    wanted = {side["row"] for name in ("chosen", "rejected") for side in chosen[name]}
+    done = writing.done
+    done.take_back(NO_FORK, num_rows - len(at_fork))
+    done.take_back(NO_TEXT, len(wanted - written))
+    done.take_back(NO_PREFERENCE, len(at_fork - wanted))
+    done.counts = {
+        "num_forks": len(found),
+        "num_forks_of_equal_return": int(found["is_equal"].sum()),
+    }
+    equal = f"{done.counts['num_forks_of_equal_return']:,} of equal return"
+    done.remarks.append(
+        f"{count(len(found), 'fork')}, {equal}; {count(len(chosen), 'pair')} chosen"
+    )
+    untrained = len(steps) - int(steps["trains"].sum())
+    if untrained:
+        done.remarks.append(f"{count(untrained, 'step')} with tokens that do not train, in no pair")
+
+
+def _write_chosen(writing: _Writing, chosen: pl.DataFrame) -> set[int]:
+    """Write each pair when its second side is read; return the rows that are in a written pair."""
+    wanted = chosen.select("instance_id", "chosen", "rejected").to_dicts()
+    sides: dict[int, list[tuple[int, str]]] = {}
+    for number, pair in enumerate(wanted):
+        for name in ("chosen", "rejected"):
+            sides.setdefault(pair[name]["row"], []).append((number, name))
+    read, written, row = dict[int, Any](), set[int](), -1
+    for table in writing.sequences(Exported(), is_checked=True):
+        texts, samples = writing.texts(table, Tokens(table)), []
+        for index in range(table.num_rows):
+            row += 1
+            for number, name in sides.get(row, ()):
+                pair = wanted[number]
+                parts = texts.step(index, pair[name]["step"])
+                if parts is None:
+                    continue
+                if number not in read:
+                    read[number] = parts[1]
+                    continue
+                both = {"rejected": read.pop(number), "chosen": parts[1]}
+                if name == "rejected":
+                    both = {"rejected": both["chosen"], "chosen": both["rejected"]}
+                written |= {pair["chosen"]["row"], pair["rejected"]["row"]}
+                sample = {f"{key}{texts.suffix}": value for key, value in both.items()}
+                facts = {"instance_id": pair["instance_id"]}
+                facts |= {
+                    f"{side}_{fact}": pair[side][fact]
+                    for side in both
+                    for fact in ("trajectory_id", "return")
+                }
+                samples.append(writing.facts({f"prompt{texts.suffix}": parts[0]} | sample, facts))
+        writing.write(samples)
+    return written
+
+
+_WRITERS = {"sft": _write_sft, "dpo": _write_pairs, "kto": _write_kto}

@@ -1,0 +1,125 @@
+"""The sampled steps of sequences: their places, and digests of their tokens."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.numpy_arrays import to_numpy
+from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
+
+_DIGEST_BYTES = 16
+
+
+class Tokens:
+    """The tokens of N sequences, and the samples made of them.
+
+    Args:
+        table: Rows with full prompts, merged or not.
+
+    Attributes:
+        prompts: [N] int32 ids.
+        responses: [N] int32 ids.
+        masks: [N] bool, the `loss_mask`.
+        suffix: Ending of the names of columns with prompts and completions.
+    """
+
+    suffix = "_ids"
+
+    def __init__(self, table: pa.Table) -> None:
+        self.prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+        self.responses = Ragged.from_arrow(table.column("response_ids"))
+        self.masks = Ragged.from_arrow(table.column("loss_mask"))
+        self._starts, self._lengths, self._first = _spans(table, self.responses.lengths)
+
+    def spans(self, row: int) -> list[tuple[int, int]]:
+        """Return the start and the length, in the response, of each step of a sequence."""
+        steps = slice(self._first[row], self._first[row + 1])
+        return list(zip(self._starts[steps].tolist(), self._lengths[steps].tolist(), strict=True))
+
+    def trained(self, row: int) -> list[int]:
+        """Return the numbers of the steps of a sequence whose tokens all train."""
+        mask, spans = self.masks.row(row), enumerate(self.spans(row))
+        return [i for i, (at, num) in spans if num and mask[at : at + num].all()]
+
+    def whole(self, row: int) -> dict[str, Any]:
+        """Return a sequence as a sample of TRL's SFT trainer: its ids, and 1 where they train."""
+        prompt, mask = self.prompts.row(row), self.masks.row(row)
+        masks = np.concatenate([np.zeros(len(prompt), np.int8), mask.astype(np.int8)])
+        ids = np.concatenate([prompt, self.responses.row(row)])
+        return {"input_ids": ids, "assistant_masks": masks}
+
+    def step(self, row: int, step: int) -> tuple[Any, Any]:
+        """Return the prompt of a step, which is all tokens before it, and its sampled tokens."""
+        start, length = self.spans(row)[step]
+        response = self.responses.row(row)
+        before = np.concatenate([self.prompts.row(row), response[:start]])
+        return before, response[start : start + length]
+
+
+def _spans(table: pa.Table, lengths: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return start and length of all steps, and the [N + 1] first step of each row."""
+    alone = np.zeros(len(lengths), np.int64), lengths, np.arange(len(lengths) + 1)
+    if "segments" not in table.column_names:
+        return alone
+    column = table.column("segments")
+    known = to_numpy(column.is_valid())
+    count = np.where(known, list_lengths(column), 1)
+    first, is_listed = offsets_of(count), np.repeat(known, count)
+    flat = pc.list_flatten(column)
+    starts, sizes = np.zeros(int(first[-1]), np.int64), np.repeat(lengths, count)
+    starts[is_listed] = to_numpy(pc.struct_field(flat, "start"))
+    sizes[is_listed] = to_numpy(pc.struct_field(flat, "length"))
+    return starts, sizes, first
+
+
+def _digest(ids: IntArray) -> blake2b:
+    return blake2b(ids.data, digest_size=_DIGEST_BYTES)
+
+
+def index_steps(table: pa.Table, first_row: int) -> pl.DataFrame:
+    """List the steps of sequences.
+
+    Args:
+        table: Merged rows of complete trajectories.
+        first_row: Number of the first row.
+
+    Returns:
+        instance_id, trajectory_id; row (int64) and step (int64, its number in the row); context
+        and sampled (16-byte digests of the tokens before the step, and of the step); trains (true
+        if every token of the step trains). Time grows with the tokens of the sequences, not with
+        the sum of the prompts.
+
+    Example:
+        A sequence with prompt [1, 2] and response [3, 9, 4], in which 9 is an observation, has two
+        steps: [3] after [1, 2], and [4] after [1, 2, 3, 9].
+    """
+    tokens = Tokens(table)
+    rows, steps, contexts, sampled, trains = [], [], [], [], []
+    for row in range(table.num_rows):
+        response, trained = tokens.responses.row(row), tokens.trained(row)
+        digest, done = _digest(tokens.prompts.row(row)), 0
+        for step, (start, length) in enumerate(tokens.spans(row)):
+            digest.update(response[done:start].data)
+            ids = _digest(response[start : start + length])
+            rows.append(row)
+            steps.append(step)
+            contexts.append(digest.digest())
+            sampled.append(ids.digest())
+            trains.append(step in trained)
+            done = start
+    names = table.select(["instance_id", "trajectory_id"]).take(pa.array(rows, pa.int64()))
+    frame = pl.from_arrow(names)
+    assert isinstance(frame, pl.DataFrame)
+    return frame.with_columns(
+        pl.Series("row", rows, pl.Int64) + first_row,
+        pl.Series("step", steps, pl.Int64),
+        pl.Series("context", contexts, pl.Binary),
+        pl.Series("sampled", sampled, pl.Binary),
+        pl.Series("trains", trains, pl.Boolean),
+    )
