@@ -158,3 +158,24 @@ def test_a_guide_says_to_save_each_script_before_it_is_run(guide):
         if language == "sh":
             run_here = re.findall(r"(?:^|\s)(?:python|rollouts rl) (\w+\.(?:py|toml))\b", code)
             assert set(run_here) <= saved
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.filterwarnings("ignore")  # of TRL and Transformers
+def test_rollouts_become_samples_and_pairs_that_trl_trains(narrow_smollm2, tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "smollm2").symlink_to(narrow_smollm2)
+    given = list(commands("preferences.md", {}))
+    verbs = ["convert", "stats", "export", "export", "filter", "train", *["export"] * 3]
+    assert [words[0] for words in given] == verbs
+    check_outputs("preferences.md", printed_by(given, {}))
+    check_trained("runs/imitated", narrow_smollm2)
+    (code,) = re.findall(r"```python\n(.*?)```", (GUIDES / "preferences.md").read_text(), re.DOTALL)
+    found = {}
+    exec(code, found)
+    assert [found[name].state.global_step for name in ("imitation", "preference")] == [2, 2]
