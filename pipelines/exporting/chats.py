@@ -12,6 +12,7 @@ from pipelines.exporting.steps import Tokens
 from rollout_io.formats.parsing.completions import calls_in
 from rollout_io.formats.parsing.content import known
 from schemas.columns import JOINED
+from schemas.errors import InputError
 from schemas.messages import RETOKENIZED, is_answer
 
 Message: TypeAlias = dict[str, Any]
@@ -41,7 +42,7 @@ def _turns(step: Mapping[str, Any], num: int, *, is_text: bool) -> list[Turn]:
         messages = json.loads(step.get("messages") or "null")
     except (ValueError, RecursionError):
         return []
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
         return []
     if is_text:
         answers = [i for i, message in enumerate(messages) if is_answer(message)][-num:]
@@ -52,6 +53,15 @@ def _turns(step: Mapping[str, Any], num: int, *, is_text: bool) -> list[Turn]:
     content, calls = calls_in(text)
     said: Message = {"role": "assistant", "content": content}
     return [(messages, said | ({"tool_calls": calls} if calls else {}))]
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    calls = value.get("tool_calls") or []
+    return isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    )
 
 
 def plain(message: Mapping[str, Any]) -> Message:
@@ -69,7 +79,7 @@ def _text(content: Any) -> str:
 
 
 def _call(call: Mapping[str, Any]) -> Message:
-    function = dict(call.get("function") or {})
+    function = dict(call["function"])
     try:
         arguments = json.loads(function.get("arguments") or "{}")
     except (TypeError, ValueError, RecursionError):  # an object already, or damaged
@@ -88,8 +98,7 @@ def _trl(messages: Sequence[Message], tools: str | None) -> Message:
 def _sharegpt(messages: Sequence[Message], tools: str | None) -> Message:
     """Tool calls and reasoning are in the text, as in Hermes's data."""
     said: list[Message] = [
-        {"from": _FROM.get(str(m.get("role")), str(m.get("role"))), "value": _hermes(m)}
-        for m in messages
+        {"from": _FROM.get(m["role"], m["role"]), "value": _hermes(m)} for m in messages
     ]
     return {"conversations": said} | known({"tools": tools})
 
@@ -108,7 +117,7 @@ def _openai(messages: Sequence[Message], tools: str | None) -> Message:
     """Each call has an id, which its result names; arguments are JSON."""
     said, unanswered, num_calls = list[Message](), list[str](), 0
     for message in messages:
-        found: Message = {"role": message.get("role"), "content": message["content"]}
+        found: Message = {"role": message["role"], "content": message["content"]}
         calls = [_numbered(c, num_calls + i) for i, c in enumerate(message.get("tool_calls", ()))]
         if calls:
             num_calls += len(calls)
@@ -151,6 +160,7 @@ class Messages:
     def __init__(self, table: pa.Table, tokens: Tokens, dialect: str) -> None:
         self._table = table.select([name for name in COLUMNS if name in table.column_names])
         self._tokens, self._dialect = tokens, DIALECTS[dialect]
+        self._names = table.column("trajectory_id")
         self._row, self._found = -1, list[Turn]()
 
     def whole(self, row: int) -> Message | None:
@@ -159,9 +169,8 @@ class Messages:
         if not found:
             return None
         before, answer = found[-1]
-        has_tools = "tools" in self._table.column_names
-        tools = self._table.column("tools")[row].as_py() if has_tools else None
-        return self._dialect([plain(message) for message in (*before, answer)], tools)
+        messages = [plain(message) for message in (*before, answer)]
+        return self._dialect(messages, self._tools(row))
 
     def step(self, row: int, step: int) -> tuple[Any, Any] | None:
         """Return the messages before a step, and its answer in a list; None if unknown."""
@@ -170,6 +179,19 @@ class Messages:
             return None
         before, answer = found[step]
         return [plain(message) for message in before], [plain(answer)]
+
+    def _tools(self, row: int) -> str | None:
+        if "tools" not in self._table.column_names:
+            return None
+        text = self._table.column("tools")[row].as_py()
+        try:
+            is_known = text is None or isinstance(json.loads(text), list)
+        except (TypeError, ValueError, RecursionError):
+            is_known = False
+        if not is_known:
+            where = f"trajectory {self._names[row].as_py()!r}, column 'tools'"
+            raise InputError("tools", where, "the value is not a JSON list of tool definitions")
+        return None if text is None else str(text)
 
     def _turns(self, row: int) -> list[Turn]:
         if self._row != row:

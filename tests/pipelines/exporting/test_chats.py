@@ -5,10 +5,13 @@ import json
 import pyarrow as pa
 import pytest
 from datasets import load_dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import pipelines
 from pipelines.exporting.chats import DIALECTS, plain, turns
 from rollout_io.cli.main import run
+from schemas.errors import InputError
 from tests.conftest import EXAMPLES
 from tests.helpers.pair_helpers import attempts, exported, write
 
@@ -50,6 +53,42 @@ def test_an_engine_row_has_the_messages_that_were_sent_and_its_text():
 )
 def test_a_row_whose_texts_are_unknown_has_no_turns(row):
     assert turns({"token_source": "engine"} | row) == []
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "tool_calls", "function", "arguments", "name"]),
+            inner | st.sampled_from(["user", "assistant", "tool"]),
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(st.lists(JSON, max_size=4), st.sampled_from(["engine", "retokenized"]))
+def test_whatever_the_messages_are_they_become_samples_or_nothing(messages, source):
+    row = {"token_source": source, "messages": json.dumps(messages), "response_text": "x"}
+    for before, answer in turns(row):
+        for dialect in DIALECTS.values():
+            sample = dialect([plain(message) for message in (*before, answer)], None)
+            assert json.loads(json.dumps(sample)) == sample
+
+
+@pytest.mark.parametrize("tools", ["{", "{}", "3"])
+def test_tools_that_are_no_list_are_refused(tools, tmp_path):
+    table = attempts(
+        ("a", 1.0, [([1], [2])]),
+        messages=pa.array([json.dumps([ASK])]),
+        response_text=pa.array(["x"]),
+        tools=pa.array([tools]),
+    )
+    with pytest.raises(InputError, match=r"trajectory 'a_0', column 'tools'.*\[tools\]"):
+        exported(write(tmp_path / "ds", table), "sft")
 
 
 def test_sharegpt_has_calls_and_reasoning_in_the_text():
