@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pipelines
 import rollout_io
 from schemas.errors import InputError
 from schemas.strategies import rollout_tables
@@ -140,9 +141,12 @@ def brute_force(rows):
 @given(
     rollout_tables(min_trajectories=2, optional=("reward",), errors=False, user_column=False),
     st.sampled_from(["prefix", "full"]),
+    st.booleans(),
 )
-def test_pairs_are_those_of_the_definition_with_identical_prompts(table, layout):
+def test_pairs_are_those_of_the_definition_with_identical_prompts(table, layout, is_merged):
     rows = table.to_pylist()
+    if is_merged:
+        table = pipelines.merge(table).collect().to_arrow()
     expected, found = brute_force(rows), []
     with tempfile.TemporaryDirectory() as folder:
         dataset = write(Path(folder) / "ds", table, layout=layout)
