@@ -10,7 +10,7 @@ all of its tokens were sampled.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,6 +46,9 @@ NO_FORK = "at no fork of their group"
 NO_PREFERENCE = "at forks, but in no pair"
 NO_STEP = "without a step whose tokens all train"
 
+ROW_GROUP_IDS = 1 << 20
+"""Number of token ids after which a row group is written."""
+
 _IDS, _NAME = pa.list_(pa.int32()), pa.string()
 _FACTS = {"instance_id": _NAME, "trajectory_id": _NAME, "return": pa.float64()}
 _SIDES = {
@@ -79,9 +82,8 @@ class _Lines:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def write(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+    def add(self, sample: Sample) -> None:
+        self._file.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
 
 class _Columns:
@@ -89,19 +91,29 @@ class _Columns:
 
     def __init__(self, path: Path, kinds: Mapping[str, pa.DataType]) -> None:
         self._file, self._kinds = ParquetFile(path), kinds
+        self._ids = [name for name, kind in kinds.items() if kind == _IDS]
+        self._samples, self._num_ids = list[Sample](), 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._flush()
         self._file.__exit__(*error)
 
-    def write(self, samples: Sequence[Sample]) -> None:
+    def add(self, sample: Sample) -> None:
+        self._samples.append(sample)
+        self._num_ids += sum(len(sample[name]) for name in self._ids)
+        if self._num_ids > ROW_GROUP_IDS:
+            self._flush()
+
+    def _flush(self) -> None:
         columns = {
-            name: pa.array([sample[name] for sample in samples], kind)
+            name: pa.array([sample[name] for sample in self._samples], kind)
             for name, kind in self._kinds.items()
         }
         self._file.write(pa.table(columns))
+        self._samples, self._num_ids = [], 0
 
 
 class _Writing:
@@ -110,7 +122,7 @@ class _Writing:
     def __init__(
         self, dataset: PathLike, failed: Failed, dialect: str | None, file: _Lines | _Columns
     ) -> None:
-        self.file, self.done = file, Exported(num_samples=0)
+        self._file, self.done = file, Exported(num_samples=0)
         self._dataset, self._dialect = dataset, dialect
         self._failures = Failures.of(dataset, failed)
 
@@ -137,14 +149,10 @@ class _Writing:
         """Return the contents of sequences in the form of this format."""
         return tokens if self._dialect is None else Messages(table, tokens, self._dialect)
 
-    def facts(self, sample: Sample, facts: Sample) -> Sample:
-        """Add ids and returns to a sample; OpenAI's and ShareGPT's samples have no such fields."""
-        return sample | facts if self._dialect in (None, "trl") else sample
-
-    def write(self, samples: Sequence[Sample]) -> None:
-        """Write samples, and count them."""
-        self.file.write(samples)
-        self.done.num_samples = (self.done.num_samples or 0) + len(samples)
+    def add(self, sample: Sample, facts: Sample) -> None:
+        """Write a sample; OpenAI's and ShareGPT's have no fields for ids and returns."""
+        self._file.add(sample | facts if self._dialect in (None, "trl") else sample)
+        self.done.num_samples = (self.done.num_samples or 0) + 1
 
 
 def write(
@@ -192,24 +200,24 @@ def write(
 
 def _write_sft(writing: _Writing, select: str) -> None:
     for texts, _, kept in _chosen(writing, selected(writing.returns(), select)):
-        found = ((texts.whole(row), facts) for row, facts, _ in kept)
-        samples = [writing.facts(sample, facts) for sample, facts in found if sample is not None]
-        writing.done.take_back(NO_TEXT, len(kept) - len(samples))
-        writing.write(samples)
+        for row, facts, _ in kept:
+            sample = texts.whole(row)
+            if sample is None:
+                writing.done.take_back(NO_TEXT, 1)
+            else:
+                writing.add(sample, facts)
 
 
 def _write_kto(writing: _Writing, select: str) -> None:
     for texts, tokens, kept in _chosen(writing, labelled(writing.returns(), select)):
-        samples: list[Sample] = []
+        prompt, completion = (f"{name}{texts.suffix}" for name in ("prompt", "completion"))
         for row, facts, label in kept:
             steps = tokens.trained(row)
             found = [parts for i in steps if (parts := texts.step(row, i)) is not None]
             if not found:
                 writing.done.take_back(NO_TEXT if steps else NO_STEP, 1)
-            for prompt, completion in found:
-                sample = {f"prompt{texts.suffix}": prompt, f"completion{texts.suffix}": completion}
-                samples.append(writing.facts(sample | {"label": label}, facts))
-        writing.write(samples)
+            for before, answer in found:
+                writing.add({prompt: before, completion: answer, "label": label}, facts)
 
 
 def _chosen(
@@ -269,7 +277,7 @@ def _write_chosen(writing: _Writing, chosen: pl.DataFrame) -> set[int]:
             sides.setdefault(pair[name]["row"], []).append((number, name))
     read, written, row = dict[int, Any](), set[int](), -1
     for table in writing.sequences(Exported(), is_checked=True):
-        texts, samples = writing.texts(table, Tokens(table)), []
+        texts = writing.texts(table, Tokens(table))
         for index in range(table.num_rows):
             row += 1
             for number, name in sides.get(row, ()):
@@ -291,8 +299,7 @@ def _write_chosen(writing: _Writing, chosen: pl.DataFrame) -> set[int]:
                     for side in both
                     for fact in ("trajectory_id", "return")
                 }
-                samples.append(writing.facts({f"prompt{texts.suffix}": parts[0]} | sample, facts))
-        writing.write(samples)
+                writing.add({f"prompt{texts.suffix}": parts[0]} | sample, facts)
     return written
 
 

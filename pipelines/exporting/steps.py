@@ -59,7 +59,7 @@ class Tokens:
         start, length = self.spans(row)[step]
         response = self.responses.row(row)
         before = np.concatenate([self.prompts.row(row), response[:start]])
-        return before, response[start : start + length]
+        return before, response[start : start + length].copy()  # keeps no table in memory
 
 
 def _spans(table: pa.Table, lengths: IntArray) -> tuple[IntArray, IntArray, IntArray]:

@@ -5,11 +5,13 @@ import tempfile
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipelines
+import rollout_io
 from rollout_io.cli.main import run
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError, InputError
@@ -165,3 +167,13 @@ def test_json_has_the_counts_of_samples_and_forks(dataset, capsys):
     assert counts["num_forks_of_equal_return"] == 0
     assert counts["num_rows_read"] == 5
     assert counts["num_rows_written"] == 2
+
+
+def test_samples_are_written_in_small_row_groups(dataset, monkeypatch, tmp_path):
+    _, expected = exported(dataset, "kto_tokens", ">=0")
+    monkeypatch.setattr("pipelines.exporting.export.ROW_GROUP_IDS", 3)
+    out = tmp_path / "small"
+    rollout_io.export(dataset, out, "kto_tokens", select=">=0")
+    with pq.ParquetFile(out) as file:
+        assert file.num_row_groups == 3
+        assert file.read().to_pylist() == expected
