@@ -10,6 +10,7 @@ import click
 
 from rollout_io.cli.datasets import workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
+from rollout_io.cli.usage import HintedUsageError
 from rollout_io.terminal import columns
 
 if TYPE_CHECKING:
@@ -31,10 +32,9 @@ _SECTIONS = {
 }
 
 
-@click.command(
-    epilog=example("rollouts stats shop/ --model Qwen3-8B/\n  rollouts stats shop/ solvable/")
-)
-@click.argument("datasets", metavar="DS [DS2]", nargs=-1, required=True, type=click.Path())
+@click.command(epilog=example("rollouts stats shop/ --model Qwen3-8B/"))
+@click.argument("dataset", metavar="DS", type=click.Path())
+@click.argument("others", metavar="", nargs=-1, type=click.Path())
 @click.option(
     "--outcome",
     type=click.Choice(["last", "sum"]),
@@ -57,7 +57,8 @@ _SECTIONS = {
 @click.option("--all", "shows_all", is_flag=True, help="Print every number and metric by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print every number and metric as JSON.")
 def stats(
-    datasets: tuple[str, ...],
+    dataset: str,
+    others: tuple[str, ...],
     outcome: Any,
     model: str | None,
     params: float | None,
@@ -67,32 +68,55 @@ def stats(
     shows_all: bool,
     as_json: bool,
 ) -> None:
-    """Summarise a dataset, or compare two: counts, lengths, rewards, and tokens to train on.
+    """Summarise a dataset: counts, lengths, rewards, and tokens to train on.
 
     Rewards are returns of trajectories. Layouts are the values of `sequence_layout` in `rollouts
     train`; their token counts exclude failed trajectories. --all and --json add metrics per step,
-    trajectory and group (docs/metrics.md).
+    trajectory and group (docs/metrics.md). If the dataset has several policy versions, numbers that
+    speak against a rising return are named.
     """
-    if len(datasets) > 2:
-        raise click.UsageError("stats compares at most two datasets.")
-    if len(datasets) == 2 and shows_all:
-        raise click.UsageError("--all shows one dataset; pass --json to compare all numbers.")
+    if others:
+        hint = f"compare two datasets: rollouts diff {dataset} {others[0]}"
+        raise HintedUsageError("stats summarises one dataset", hint)
     shape = _model_shape(model, params)
-    chosen = {path: workers_of(workers, engine, path) for path in datasets}
+    chosen = workers_of(workers, engine, dataset)
     if as_json or shows_all:
-        found = [dataset_numbers(path, outcome, shape, chosen[path]) for path in datasets]
-        if not as_json:
-            emit(all_numbers(found[0]))
-        elif len(found) == 1:
-            emit_json(found[0])
+        found = dataset_numbers(dataset, outcome, shape, chosen)
+        if as_json:
+            emit_json(found)
         else:
-            emit_json([{"dataset": p} | one for p, one in zip(datasets, found, strict=True)])
+            emit(all_numbers(found))
         return
-    from pipelines.cli.stats_screen import comparison, screen
+    from pipelines.cli.diff import suspected
+    from pipelines.cli.stats_screen import screen
 
-    overviews = [_overview(path, outcome, shape, chosen[path]) for path in datasets]
-    emit_styled(screen(overviews[0]) if len(overviews) == 1 else comparison(*overviews))
+    emit_styled(screen(_overview(dataset, outcome, shape, chosen)))
+    for line in suspected(_suspicions(dataset, outcome)):
+        emit(line)
     note("pass --all or --json for every number and metric")
+
+
+def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
+    """Compare the attempts of the later policy versions of a dataset with those of the earlier."""
+    import polars as pl
+
+    from pipelines.rewards import dataset_outcome
+    from pipelines.statistics.attempts import attempts
+    from pipelines.statistics.differences import differences
+    from rollout_io.dataset.reader import scan
+
+    frame = scan(dataset)
+    if "policy_version" not in frame.collect_schema():
+        return []
+    versions = frame.select(pl.col("policy_version").unique().sort()).collect().to_series()
+    versions = versions.drop_nulls()
+    if len(versions) < 2:
+        return []
+    lines, middle = attempts(frame, dataset_outcome(dataset, outcome)), versions[len(versions) // 2]
+    earlier, later = (
+        lines.filter(side) for side in (pl.col("version") < middle, pl.col("version") >= middle)
+    )
+    return differences(earlier, later).suspicions
 
 
 def _overview(

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -24,9 +24,6 @@ from pipelines.statistics.summary import Summary
 from rollout_io.cli.output import wants_color
 from rollout_io.terminal import console, printable
 from schemas.errors import count
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LAYOUTS = {"step": "step", "merge_lineage": "merge", "tree_per_group": "tree"}
 """Layouts shown: key in `savings` -> value of `sequence_layout`."""
@@ -65,57 +62,8 @@ def screen(overview: Overview) -> str:
     )
 
 
-def comparison(first: Overview, second: Overview) -> str:
-    """Render the statistics of two datasets side by side, with the changes."""
-    table = _table("", "A", "B", "change")
-    for (name, before, form), (_, after, _) in zip(_lines(first), _lines(second), strict=True):
-        table.add_row(name, form(before), form(after), _change(before, after, form))
-    paths = [Text(f"{name}  {_shown(one.path)}") for name, one in (("A", first), ("B", second))]
-    return _rendered([*paths, table])
-
-
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
-
-
-def _lines(overview: Overview) -> list[tuple[str, Any, Callable[[Any], str]]]:
-    """List the numbers to compare, each as (label, value, formatter)."""
-    numbers, rewards = overview.numbers, overview.rewards
-    found: list[tuple[str, Any, Callable[[Any], str]]] = [
-        ("rows", numbers["num_rows"], readable),
-        ("trajectories", numbers["num_trajectories"], readable),
-        ("groups", numbers["num_groups"], readable),
-        ("failed trajectories", numbers["num_failed"], readable),
-        ("groups with failed trajectories", numbers["num_groups_with_failed"], readable),
-        ("trajectories without a reward", numbers["num_unknown_reward"], readable),
-        ("tokens trained on", numbers["num_trained_tokens"], readable),
-    ]
-    for label, one in overview.lengths.items():
-        found.append((f"{label}, mean", one.mean, readable))
-        found.append((f"{label}, p95", one.p95, readable))
-        found.append((f"{label}, max", one.max, readable))
-    found += [
-        ("reward, mean", rewards.mean, readable),
-        ("solved (reward 1)", rewards.solved, _share),
-        ("groups with different rewards", rewards.num_varied, readable),
-        ("groups with equal rewards", rewards.num_equal, readable),
-    ]
-    for name, layout in LAYOUTS.items():
-        tokens = overview.savings[name]["num_tokens"]
-        found.append((f"tokens forwarded, {layout}", tokens, readable))
-    return found
-
-
-def _change(before: Any, after: Any, form: Callable[[Any], str]) -> str:
-    if before is None or after is None:
-        return "-"
-    if before == after:
-        return "="
-    if form is _share:
-        return f"{100 * (after - before):+.1f} points"
-    if not before:
-        return f"+{form(after)}" if after > 0 else form(after)
-    return f"{(after - before) / abs(before):+.1%}"
 
 
 def _counts(numbers: Mapping[str, Any]) -> Iterable[RenderableType]:

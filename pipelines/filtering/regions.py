@@ -14,7 +14,8 @@ def regions(rows: pl.Series, num_before: int) -> tuple[Ragged, IntArray]:
     """Cut the sampled tokens of each step, with the tokens before them, out of the rows.
 
     Args:
-        rows: [N] structs of `prompt_token_ids`, `response_ids` and the joined steps (`STEPS`).
+        rows: [N] structs of `response_ids`, the joined steps (`STEPS`) and, unless `num_before` is
+            0, `prompt_token_ids`.
         num_before: Maximum number of tokens before the sampled ones.
 
     Returns:
@@ -28,9 +29,12 @@ def regions(rows: pl.Series, num_before: int) -> tuple[Ragged, IntArray]:
         >>> tokens.row(0).tolist(), owners.tolist()
         ([3, 4], [0])
     """
-    table = as_table(rows.struct.unnest().select("prompt_token_ids", "response_ids"))
-    prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+    table = as_table(rows.struct.unnest().drop(STEPS))
     responses = Ragged.from_arrow(table.column("response_ids"))
+    parts = [responses]
+    if num_before:
+        parts.insert(0, Ragged.from_arrow(table.column("prompt_token_ids")))
+    prompt_lengths = parts[0].lengths if num_before else np.zeros(len(rows), np.int64)
     steps = rows.struct.field(STEPS)
     counts = np.maximum(steps.list.len().fill_null(1).to_numpy().astype(np.int64), 1)
     owners = np.repeat(np.arange(len(rows)), counts)
@@ -39,8 +43,8 @@ def regions(rows: pl.Series, num_before: int) -> tuple[Ragged, IntArray]:
     spans = steps.drop_nulls().explode(empty_as_null=False)
     starts[is_joined] = spans.struct.field("start").to_numpy()
     lengths[is_joined] = spans.struct.field("length").to_numpy()
-    whole = zipped(prompts, responses)
-    sampled_at = prompts.lengths[owners] + starts
+    whole = zipped(*parts)
+    sampled_at = prompt_lengths[owners] + starts
     before = np.minimum(sampled_at, num_before)
     sizes = before + lengths
     values = gather(whole.values, whole.offsets[owners] + sampled_at - before, sizes)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import polars as pl
 
+from pipelines.statistics.parting import Sampled, parting, sampled_mask
 from pipelines.view.dataset import Dataset
 from pipelines.view.sources import Run
-from rollout_io.dataset.prefix_layout import Tokens, common_prefix
-from schemas.ragged import BoolArray, Ragged
+from schemas.ragged import Ragged
 
 MAX_TASKS = 10_000
-Sampled = list[tuple[int, Tokens, BoolArray]]
-"""For each row of a trajectory: number of prompt tokens, response ids, mask of sampled tokens."""
 
 
 def group(
@@ -92,38 +89,3 @@ def sampled_tokens(dataset: Dataset, number: int) -> Sampled:
         (prompt, responses.row(i), sampled_mask(len(responses.row(i)), spans[i]))
         for i, prompt in enumerate(prompts)
     ]
-
-
-def sampled_mask(num_tokens: int, segments: list[dict[str, Any]] | None) -> BoolArray:
-    """Return the mask ([R] bool) of a response's sampled tokens: the tokens in its segments.
-
-    Without segments, all R tokens were sampled.
-    """
-    mask = np.full(num_tokens, segments is None)
-    for segment in segments or ():
-        mask[segment["start"] : segment["start"] + segment["length"]] = True
-    return mask
-
-
-def parting(first: Sampled, other: Sampled) -> dict[str, int] | None:
-    """Find the first sampled token at which `other` differs from `first`.
-
-    Rows are compared in order.
-
-    Returns:
-        `row` in `other`, and `token`, counted from the start of the row's prompt; None if the
-        sampled tokens of `other` are a prefix of those of `first`.
-    """
-    for row, (num_prompt, response, mask) in enumerate(other):
-        wanted = first[row][1][first[row][2]] if row < len(first) else response[:0]
-        own = response[mask]
-        common = common_prefix(wanted, own)
-        if common < len(own):
-            place = int(np.flatnonzero(mask)[common])
-            return {"row": row, "token": num_prompt + place}
-        if common < len(wanted):  # the row is shorter, so `other` differs where it samples next
-            for later, (num_next, _, mask_next) in enumerate(other[row + 1 :], row + 1):
-                if mask_next.any():
-                    return {"row": later, "token": num_next + int(mask_next.argmax())}
-            return None
-    return None

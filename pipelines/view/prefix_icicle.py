@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pipelines.drift_diagnosis.table import diagnose
 from pipelines.merging.segments import is_joined
-from pipelines.view.attempts import sampled_mask
+from pipelines.statistics.parting import sampled_mask
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import whole_characters
 from pipelines.view.sources import Run

@@ -11,7 +11,7 @@ import pyarrow as pa
 from starlette.responses import Response
 
 from pipelines.rewards import place_rewards_table
-from pipelines.view.attempts import sampled_mask
+from pipelines.statistics.parting import sampled_mask
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import arrow_response
 from pipelines.view.run_files import FLAGS, NUMBERS

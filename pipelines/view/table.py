@@ -9,7 +9,8 @@ import numpy as np
 import polars as pl
 from starlette.responses import Response
 
-from pipelines.view.attempts import parting, sampled_tokens
+from pipelines.statistics.parting import parting
+from pipelines.view.attempts import sampled_tokens
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import arrow_response, json_response
 from pipelines.view.trajectory_index import TrajectoryIndex

@@ -39,3 +39,14 @@ def test_the_guide_to_new_rewards_scores_each_trajectory(tmp_path, monkeypatch):
     given = list(commands("rescore.md", places | {name: str(ROOT / name) for name in shop}))
     check_outputs("rescore.md", printed_by(given, places))
     assert set(scan(tmp_path / "brief").collect()["reward"]) == {0.0, 1.0}
+
+
+def test_the_guide_to_differences_finds_the_planted_reward_hacking(tmp_path):
+    (code,) = [code for _, name, code in blocks_of("diff.md") if name == "planted.py"]
+    places = {f"runs/{name}": str(tmp_path / name) for name in ("shop", "short", "hacked")}
+    shop = ("examples/shop.calls.jsonl", "examples/shop.rewards.jsonl")
+    given = list(commands("diff.md", places | {name: str(ROOT / name) for name in shop}))
+    printed = printed_by(given[:3], places)
+    (tmp_path / "planted.py").write_text(code.replace('"runs/', f'"{tmp_path}/'))
+    subprocess.run([sys.executable, "planted.py"], cwd=tmp_path, check=True)
+    check_outputs("diff.md", printed + printed_by(given[3:], places))

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.view.attempts import parting
+from pipelines.statistics.parting import parting
 from rollout_io import RolloutWriter
 from tests.helpers.view_helpers import Asked
 

@@ -13,7 +13,7 @@ from rollout_io.terminal import is_quiet
 from tests.conftest import EXAMPLES
 
 SHOP = str(EXAMPLES / "shop.calls.jsonl")
-WITHOUT_OUT = {"formats", "templates", "validate", "inspect", "stats", "drift", "rescore"}
+WITHOUT_OUT = {"formats", "templates", "validate", "inspect", "stats", "drift", "rescore", "diff"}
 
 
 @pytest.mark.parametrize("verb", ORDER)

@@ -48,7 +48,7 @@ COMMANDS = [
         "usage",
         ["unexpected extra argument", "rollouts merge [OPTIONS] DS"],
     ),
-    ("stats DS DS DS", 2, "usage", ["at most two datasets"]),
+    ("stats DS DS", 2, "usage", ["summarises one dataset", "rollouts diff DS DS"]),
     ("drift DS --retokenize", 1, "tokenizer", ["a tokenizer is required", "--tokenizer DIR"]),
     ("filter DS --max-staleness 1 --dry-run", 2, "usage", ["--max-staleness", "--policy-version"]),
     # numbers and choices

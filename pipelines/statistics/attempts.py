@@ -1,0 +1,172 @@
+"""Numbers of each trajectory by which two datasets are compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+from pipelines.filtering.regions import regions
+from pipelines.filtering.verdicts import STEPS
+from pipelines.rewards import Outcome, joined_steps
+from pipelines.statistics.metrics import trajectories
+from pipelines.tables import Frame, as_lazy
+from schemas.ragged import Ragged, offsets_of, ranges
+from schemas.types import with_absent
+
+MOST_NAMES = 8
+"""Number of tools, stop reasons and environment metrics that are compared, the most frequent."""
+
+_NGRAM = 4
+_PRIME, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
+_TOOL_SCHEMA = pl.Struct({"tools": pl.List(pl.String()), "tool errors": pl.Float64()})
+_ERROR_STARTS = ("error", "traceback", "command failed", "exception")
+_decoder = msgspec.json.Decoder()
+
+
+def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
+    """Collect one line per trajectory, in one pass; merging changes no number.
+
+    Returns:
+        Columns instance_id, trajectory_id, return and error as in `trajectory_returns`; version
+        (the oldest policy_version); and numbers, null where they are unknown or the trajectory
+        failed: `steps`, `response tokens` (of all steps, without what stands between merged
+        steps), `repeated 4-grams` (share of the sequences of four tokens of a response that
+        occurred in it before, mean over steps), `tools` (names called, with repetitions), `tool errors` (share of the results
+        that begin like an error), `stop_reason` (of the last row) and `environment` ({key, value}).
+
+    Example:
+        A trajectory of two steps, whose responses have 1 and 3 tokens:
+
+        >>> attempts(steps).select("steps", "response tokens").rows()
+        [(2, 4)]
+    """
+    frame = with_absent(as_lazy(frame), ["stop_reason", "messages", "policy_version"])
+    frame = frame.with_columns(joined_steps(frame).alias(STEPS))
+    said = pl.when("is_last_step").then(
+        "messages"
+    )  # the last row has the messages of its trajectory
+    more = (
+        frame.select(
+            "trajectory_id",
+            "stop_reason",
+            "policy_version",
+            told=said.map_batches(_tools, return_dtype=_TOOL_SCHEMA, is_elementwise=True),
+            repeated=pl.struct("response_ids", STEPS).map_batches(
+                _repeated, return_dtype=pl.List(pl.Float64), is_elementwise=True
+            ),
+        )
+        .group_by("trajectory_id")
+        .agg(
+            pl.col("stop_reason").last(),
+            version=pl.col("policy_version").min(),
+            told=pl.col("told").last(),
+            repeated=pl.col("repeated").explode(empty_as_null=True).mean(),
+        )
+        .unnest("told")
+    )
+    healthy = pl.col("error").is_null()
+    numbers = {
+        "steps": pl.col("step_tokens").list.len(),
+        "response tokens": pl.col("step_tokens").list.sum(),
+        "repeated 4-grams": pl.col("repeated"),
+        "tool errors": pl.col("tool errors"),
+    }
+    return (
+        trajectories(frame, outcome)
+        .join(more, on="trajectory_id", how="left", maintain_order="left")
+        .select(
+            *("instance_id", "trajectory_id", "return", "error", "version"),
+            *(
+                pl.when(healthy).then(value.cast(pl.Float64)).alias(n)
+                for n, value in numbers.items()
+            ),
+            *("tools", "stop_reason", "environment"),
+        )
+        .collect(engine="streaming")
+    )
+
+
+def _repeated(rows: pl.Series) -> pl.Series:
+    """Return, for each step of each row, the share of its 4-grams that occurred in it before."""
+    found, owners = regions(rows, 0)
+    lengths = np.maximum(found.lengths - _NGRAM + 1, 0)
+    starts = ranges(found.offsets[:-1], lengths)
+    steps = np.repeat(np.arange(len(lengths)), lengths)
+    hashed = (steps.astype(np.uint64) + np.uint64(1)) * _PRIME  # mixed, so that no token undoes it
+    for place in range(_NGRAM):
+        hashed = (hashed ^ found.values[starts + place].astype(np.uint64)) * _PRIME
+        hashed ^= hashed >> _SHIFT
+    _, firsts = np.unique(hashed, return_index=True)
+    distinct = np.bincount(steps[firsts], minlength=len(lengths))
+    has_some = lengths > 0
+    shares = 1 - distinct[has_some] / lengths[has_some]
+    offsets = offsets_of(np.bincount(owners[has_some], minlength=len(rows)).astype(np.int64))
+    column = Ragged(shares, offsets, np.ones(len(rows), np.bool_)).to_arrow(pa.float64())
+    return pl.Series(rows.name, column)
+
+
+def _tools(messages: pl.Series) -> pl.Series:
+    """Count the tool calls and results in the messages of each row."""
+    return pl.Series(messages.name, [_told(text) for text in messages], _TOOL_SCHEMA)
+
+
+def _told(text: str | None) -> dict[str, Any]:
+    if text is None or '"tool' not in text:
+        return {"tools": [], "tool errors": None}
+    try:
+        found = _decoder.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        return {"tools": [], "tool errors": None}
+    names: list[str] = []
+    results: list[bool] = []
+    for message in found if isinstance(found, list) else ():
+        if not isinstance(message, dict):
+            continue
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("name"), str):
+                names.append(function["name"])
+        if message.get("role") == "tool":
+            results.append(_is_error(message.get("content")))
+    return {"tools": names, "tool errors": sum(results) / len(results) if results else None}
+
+
+def _is_error(content: Any) -> bool:
+    if isinstance(content, list):
+        texts = (part.get("text") for part in content if isinstance(part, dict))
+        content = next((text for text in texts if isinstance(text, str)), "")
+    return isinstance(content, str) and content.lstrip(' <[{"').lower().startswith(_ERROR_STARTS)
+
+
+def with_names(first: pl.DataFrame, second: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Turn tools, stop reasons and environment metrics into columns, the same for both tables.
+
+    Of each kind, the `MOST_NAMES` most frequent names of both tables become columns: calls per
+    trajectory, 1 or 0, and the mean over a trajectory's steps.
+    """
+    tables = (first, second)
+    tools = _frequent([table["tools"].explode(empty_as_null=True) for table in tables])
+    reasons = _frequent([table["stop_reason"] for table in tables])
+    found = [table["environment"].explode(empty_as_null=True) for table in tables]
+    keys = _frequent([pairs.struct.field("key") for pairs in found])
+    healthy = pl.col("error").is_null()
+    pairs = pl.col("environment").list
+    columns = {f"calls of {name}": pl.col("tools").list.count_matches(name) for name in tools}
+    columns |= {f"stopped: {r}": pl.col("stop_reason").eq_missing(pl.lit(r)) for r in reasons}
+    for key in keys:
+        same = pl.element().struct.field("key") == key
+        value = pairs.eval(pl.element().filter(same).struct.field("value")).list.mean()
+        columns[f"environment/{key}"] = value
+    named = {n: pl.when(healthy).then(e.cast(pl.Float64)) for n, e in columns.items()}
+    dropped = ("tools", "stop_reason", "environment")
+    left, right = (table.with_columns(**named).drop(dropped) for table in (first, second))
+    return left, right
+
+
+def _frequent(names: list[pl.Series]) -> list[str]:
+    counts = pl.concat(names).drop_nulls().value_counts(sort=True)
+    return sorted(counts[counts.columns[0]].head(MOST_NAMES))

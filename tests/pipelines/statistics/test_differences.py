@@ -1,0 +1,225 @@
+"""Differences of two datasets: planted regressions are found, and nothing is found by chance."""
+
+import json
+import math
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
+
+from pipelines import merge
+from pipelines.statistics.attempts import attempts
+from pipelines.statistics.differences import differences
+from pipelines.statistics.parting import broken_prefixes, greedy_partings
+from pipelines.statistics.resampling import discoveries, mean_intervals, permutation_test
+from rollout_io import RolloutWriter, scan
+from rollout_io.cli.main import run
+from tests.helpers.filter_helpers import one_step, table
+
+
+def lines(returns, **numbers):
+    """Lines of `attempts`: returns by task, and other numbers, the same for all attempts."""
+    rows = [
+        {"instance_id": f"t{task}", "trajectory_id": f"t{task}_{n}", "return": value, "error": None}
+        for task, values in enumerate(returns)
+        for n, value in enumerate(values)
+    ]
+    schema = {"instance_id": pl.String, "trajectory_id": pl.String, "return": pl.Float64}
+    kinds = {"tools": pl.List(pl.String), "stop_reason": pl.String}
+    kinds["environment"] = pl.List(pl.Struct({"key": pl.String, "value": pl.Float64}))
+    frame = pl.DataFrame(rows, {**schema, "error": pl.String})
+    empty = {name: pl.lit(None, kind) for name, kind in kinds.items()}
+    given_numbers = {
+        name: pl.Series([v for task in values for v in task], dtype=pl.Float64)
+        for name, values in numbers.items()
+    }
+    return frame.with_columns(version=pl.lit(None, pl.Int32), **empty, **given_numbers)
+
+
+def passes(rng, rates, num):
+    return (rng.random((len(rates), num)) < np.array(rates)[:, None]).astype(float)
+
+
+def numbers_of(found):
+    return {line["name"]: line for line in found.numbers.to_dicts()}
+
+
+def test_all_planted_regressions_are_found_and_few_others():
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        rates = rng.uniform(0.5, 1.0, 200)
+        before, after = passes(rng, rates, 16), passes(rng, rates, 16)
+        before[:20], after[:20] = passes(rng, [0.95] * 20, 16), passes(rng, [0.05] * 20, 16)
+        tasks = differences(lines(before), lines(after)).tasks
+        certain = set(tasks.filter(is_certain=True)["instance_id"])
+        planted = {f"t{n}" for n in range(20)}
+        assert planted <= certain
+        assert len(certain - planted) <= 0.05 * len(certain) + 1
+        losses = tasks.filter(pl.col("instance_id").is_in(list(planted)))["verdict"]
+        assert set(losses) == {"loss"}
+
+
+@pytest.mark.slow
+def test_intervals_of_splits_without_a_difference_contain_0_in_95_percent():
+    rng = np.random.default_rng(7)
+    inside = dict.fromkeys((8, 30, 120), 0)
+    for num in inside:
+        rates = rng.uniform(0.0, 1.0, num)
+        for _ in range(500):
+            both = passes(rng, rates, 8)
+            change = both[:, 4:].mean(axis=1) - both[:, :4].mean(axis=1)
+            ((low, high),) = mean_intervals(change[:, None], seed=int(rng.integers(1 << 30)))
+            inside[num] += low <= 0 <= high
+    assert all(0.93 <= number / 500 <= 0.97 for number in inside.values()), inside
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_the_test_of_successes_is_fishers_exact_test(num, other, data):
+    a, b = data.draw(st.integers(0, num)), data.draw(st.integers(0, other))
+    first, second = (np.array([1.0] * x + [0.0] * (n - x)) for x, n in ((a, num), (b, other)))
+    ways = {
+        x: math.comb(num, x) * math.comb(other, a + b - x)
+        for x in range(max(0, a + b - other), min(num, a + b) + 1)
+    }
+
+    def change(x):
+        return abs(x / num - (a + b - x) / other)
+
+    extreme = sum(n for x, n in ways.items() if change(x) >= change(a) - 1e-9)
+    assert permutation_test(first, second) == pytest.approx(extreme / math.comb(num + other, a + b))
+
+
+def test_large_groups_are_tested_with_random_splits():
+    rng = np.random.default_rng(0)
+    same = permutation_test(rng.normal(size=40), rng.normal(size=40))
+    other = permutation_test(rng.normal(size=40), rng.normal(2.0, size=40))
+    assert same > 0.05
+    assert other == pytest.approx(1 / 20_001)
+
+
+@given(st.lists(st.floats(0, 1), max_size=30))
+def test_discoveries_are_those_of_benjamini_and_hochberg(p):
+    ordered = sorted(p)
+    most = max((k for k, one in enumerate(ordered, 1) if one <= 0.05 * k / len(p)), default=0)
+    assert sum(discoveries(p)) == sum(one <= ordered[most - 1] for one in p) * bool(most)
+
+
+def test_one_task_or_none_in_both_has_no_interval():
+    found = differences(lines([[1.0, 0.0]]), lines([[1.0, 1.0], [0.0]]))
+    assert (found.num_only_a, found.num_only_b) == (0, 1)
+    assert numbers_of(found)["return"]["change"] == 0.5
+    assert numbers_of(found)["return"]["low"] is None
+    assert differences(lines([]), lines([[1.0]])).tasks.is_empty()
+
+
+def test_tasks_of_later_passes_are_the_same_tasks():
+    before, after = lines([[0.0], [0.0]]), lines([[1.0], [1.0]])
+    after = after.with_columns(instance_id=pl.col("instance_id") + "@2")
+    assert differences(before, after).tasks["verdict"].to_list() == ["win", "win"]
+
+
+def test_a_rising_return_with_a_falling_witness_is_suspicious():
+    rng = np.random.default_rng(1)
+    before, after = passes(rng, [0.3] * 30, 8), passes(rng, [0.9] * 30, 8)
+    calm, wild = rng.normal(0.1, 0.01, (30, 8)), rng.normal(0.4, 0.01, (30, 8))
+    found = differences(
+        lines(before, **{"repeated 4-grams": calm, "tool errors": calm}),
+        lines(after, **{"repeated 4-grams": wild, "tool errors": calm}),
+    )
+    (one,) = found.suspicions
+    assert one["witness"] == "repeated 4-grams"
+    assert one["num_contradicted"] == one["num_tasks"] >= 25
+    assert 0.28 < one["low"] < one["change"] < one["high"] < 0.32
+    same = differences(lines(before), lines(after))
+    assert same.suspicions == []
+
+
+def test_merging_changes_no_number(shop_dataset):
+    steps = scan(shop_dataset)
+    one, other = attempts(steps), attempts(merge(steps))
+    assert_frame_equal(one, other, rel_tol=1e-12)
+
+
+def test_numbers_of_attempts_are_what_their_rows_say():
+    said = [
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "bash", "arguments": "{}"}}] * 2,
+        },
+        {"role": "tool", "content": "Error: no such file"},
+        {"role": "tool", "content": "ok"},
+    ]
+    steps = [
+        {"response_ids": [1, 2, 3, 4, 1, 2, 3, 4], "loss_mask": [True] * 8, "messages": None},
+        {
+            "response_ids": [5],
+            "loss_mask": [True],
+            "messages": json.dumps(said),
+            "stop_reason": "stop",
+        },
+    ]
+    rows = table(("a", 0, steps), ("a", 1, [{"messages": "[broken"}]), optional=("messages",))
+    first, second = attempts(rows).to_dicts()
+    assert first["tools"] == ["bash", "bash"]
+    assert first["tool errors"] == 0.5
+    assert (first["steps"], first["response tokens"]) == (2, 9)
+    assert first["repeated 4-grams"] == pytest.approx(1 / 5)
+    assert first["stop_reason"] == "stop"
+    assert (second["tools"], second["tool errors"]) == ([], None)
+
+
+def test_greedy_attempts_part_at_the_first_other_token():
+    def greedy(*responses, temperature=0.0):
+        step = {"temperature": temperature, "prompt_token_ids": [1, 2]}
+        return [
+            (f"t{n}", 0, [{**step, "response_ids": r, "loss_mask": [True] * len(r)}])
+            for n, r in enumerate(responses)
+        ]
+
+    a = table(*greedy([5, 6], [5], [7]), optional=("temperature",))
+    b = table(*greedy([5, 9], [5], [8]), optional=("temperature",))
+    found = greedy_partings(pl.from_arrow(a).lazy(), pl.from_arrow(b).lazy())
+    assert found.select("instance_id", "row", "token").rows() == [
+        ("t0", 0, 3), ("t1", None, None), ("t2", 0, 2),
+    ]  # fmt: skip
+    warm = table(*greedy([5, 6], temperature=1.0), optional=("temperature",))
+    assert greedy_partings(pl.from_arrow(a).lazy(), pl.from_arrow(warm).lazy()).is_empty()
+
+
+@pytest.mark.parametrize("layout", ["prefix", "full"])
+def test_rows_that_keep_only_a_part_of_an_earlier_row_are_counted(tmp_path, layout):
+    kept = [([1, 2], [3]), ([1, 2, 3, 9], [4]), ([1, 2, 3, 9, 4, 5], [6])]
+    cut = [([1, 2], [3]), ([1, 2, 9], [4]), ([7], [4])]
+    steps = [
+        [{"prompt_token_ids": p, "response_ids": r, "loss_mask": [True]} for p, r in one]
+        for one in (kept, cut)
+    ]
+    with RolloutWriter(tmp_path / "ds", layout=layout) as writer:
+        writer.write(table(("a", 0, steps[0]), ("a", 1, steps[1])))
+    assert broken_prefixes(tmp_path / "ds")["broken prefixes"].to_list() == [0, 1]
+
+
+def test_the_screen_names_what_got_worse_for_certain(tmp_path, capsys):
+    def write(name, *groups):
+        with RolloutWriter(tmp_path / name) as writer:
+            writer.write(table(*(one for group in groups for one in group)))
+        return str(tmp_path / name)
+
+    a = write("a", one_step(*[1.0] * 8), one_step(0.0, 1.0, instance="b"))
+    b = write(
+        "b", one_step(*[0.0] * 8), one_step(1.0, 0.0, instance="b"), one_step(1.0, instance="c")
+    )
+    assert run(["diff", a, b]) == 0
+    printed = capsys.readouterr().out
+    assert "2 tasks in both, 1 only in B" in printed
+    assert "tasks, for B: 0 win, 1 tie, 1 loss" in printed
+    assert "worse for certain: 1 of 1\n  a: 1 -> 0 in 8 and 8 attempts" in printed
+    assert run(["diff", a, b, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tasks"][0]["p"] == pytest.approx(2 / math.comb(16, 8))
+    other = write("other", one_step(1.0, instance="z"))
+    assert run(["diff", a, other]) == 1
+    assert "[same_tasks]" in capsys.readouterr().err
