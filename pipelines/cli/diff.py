@@ -21,9 +21,10 @@ _PERCENT = ("pass rate", "failed", "repeated 4-grams", "tool errors", "stopped: 
 
 
 @click.command(
+    short_help="Compare two datasets task by task.",
     epilog=example(
         "rollouts diff runs/before runs/after\n  rollouts diff shop/ shop/ --reward-b strict"
-    )
+    ),
 )
 @click.argument("a", metavar="A", type=click.Path())
 @click.argument("b", metavar="B", type=click.Path())

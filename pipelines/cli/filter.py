@@ -29,7 +29,7 @@ WHOLE, SHARE = click.IntRange(min=0), click.FloatRange(0, 1)
 _SHOWN_OVERLAPS = 5
 
 
-@click.command("filter", epilog=EXAMPLES)
+@click.command("filter", short_help="Select or mask trajectories; mix datasets.", epilog=EXAMPLES)
 @click.argument("dataset", metavar="DS", type=click.Path())
 @click.option("--out", metavar="DS2", help="Directory of the new dataset.")
 @click.option("--dry-run", is_flag=True, help="Print the report; write nothing.")

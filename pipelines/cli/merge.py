@@ -22,7 +22,10 @@ JSON = click.option(
 )
 
 
-@click.command(epilog=example("rollouts merge shop/ --out merged/"))
+@click.command(
+    short_help="Join steps that extend each other into one row.",
+    epilog=example("rollouts merge shop/ --out merged/"),
+)
 @click.argument("dataset", metavar="DS", type=click.Path())
 @OUT
 @click.option(

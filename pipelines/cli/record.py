@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ --port 8100"
 
 
-@click.command(epilog=example(_EXAMPLE))
+@click.command(
+    short_help="Record the calls of any harness, through a proxy.", epilog=example(_EXAMPLE)
+)
 @click.option(
     "--upstream",
     "upstreams",

@@ -20,7 +20,7 @@ EXAMPLE = example(
 _SHOWN = 5
 
 
-@click.command(epilog=EXAMPLE)
+@click.command(short_help="Score trajectories with another reward function.", epilog=EXAMPLE)
 @click.argument("dataset", metavar="DS", type=click.Path())
 @click.option("--reward", metavar="MODULE:FUNCTION", help="Function from an attempt to a number.")
 @click.option(

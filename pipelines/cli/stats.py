@@ -32,7 +32,10 @@ _SECTIONS = {
 }
 
 
-@click.command(epilog=example("rollouts stats shop/ --model Qwen3-8B/"))
+@click.command(
+    short_help="Summarise a dataset: counts, lengths, rewards, tokens.",
+    epilog=example("rollouts stats shop/ --model Qwen3-8B/"),
+)
 @click.argument("dataset", metavar="DS", type=click.Path())
 @click.argument("others", metavar="", nargs=-1, type=click.Path())
 @click.option(

@@ -176,7 +176,10 @@ def _why(found: Sequence[Match]) -> str:
 
 
 @click.command(
-    epilog=example('vllm serve MODEL --chat-template "$(rollouts templates chatml_tools_thinking)"')
+    short_help="List the chat templates of the package.",
+    epilog=example(
+        'vllm serve MODEL --chat-template "$(rollouts templates chatml_tools_thinking)"'
+    ),
 )
 @click.argument("name", required=False, metavar="[NAME]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, including the paths.")

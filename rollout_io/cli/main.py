@@ -34,22 +34,18 @@ from schemas.errors import InputError, RolloutError
 from schemas.extras import explained
 
 GROUP = "rollout_io.verbs"
-ORDER = (
-    *(
-        "formats",
-        "templates",
-        "convert",
-        "validate",
-        "inspect",
-        "view",
-        "stats",
-        "filter",
-        "rescore",
-    ),
-    *("merge", "unmerge", "drift", "export", "record", "generate", "train", "rl", "audit"),
-    *("replay", "blame", "plot"),
-)
+SECTIONS = {
+    "Get data in": ("convert", "record", "generate", "formats", "templates"),
+    "Look": ("inspect", "view", "stats", "diff", "drift", "plot", "validate"),
+    "Shape": ("filter", "merge", "unmerge", "rescore", "redact", "export"),
+    "Train": ("train", "rl"),
+    "Explain a run": ("audit", "replay", "blame"),
+}
+"""The verbs by what people do. Verbs of other packages come after them."""
 
+ORDER = tuple(name for names in SECTIONS.values() for name in names)
+
+_WIDEST_VERB = 12
 _TOKENIZING = frozenset({"convert", "drift", "record", "view"})
 """Verbs that may load a tokenizer, and never a model."""
 
@@ -61,6 +57,18 @@ class Verbs(click.Group):
         """Return the names of the verbs."""
         known = {name: index for index, name in enumerate(ORDER)}
         return sorted(_registered(ctx), key=lambda name: (known.get(name, len(ORDER)), name))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the verbs in sections."""
+        names = self.list_commands(ctx)
+        others = tuple(name for name in names if name not in ORDER)
+        for title, verbs in {**SECTIONS, "Of other packages": others}.items():
+            found = [(name, self.get_command(ctx, name)) for name in verbs if name in names]
+            if lines := [
+                (name, command.get_short_help_str(100)) for name, command in found if command
+            ]:
+                with formatter.section(title):
+                    formatter.write_dl(lines, col_max=_WIDEST_VERB)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Load a verb; return a stub that reports the missing library if the import fails."""

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 FIRST_ROWS = 5  # breaches shown per rule
 
 
-@click.command(epilog=example("rollouts validate shop/"))
+@click.command(
+    short_help="Check every row and file of a dataset.", epilog=example("rollouts validate shop/")
+)
 @click.argument("dataset", metavar="DS", type=click.Path())
 @workers_options
 @click.option("--json", "as_json", is_flag=True, help="Print every breach as JSON.")

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer smollm2/"
 
 
-@click.command(epilog=example(EXAMPLE))
+@click.command(
+    short_help="Find how the stored log-probabilities were sampled.", epilog=example(EXAMPLE)
+)
 @click.argument("dataset", metavar="DS", type=click.Path())
 @click.option(
     "--weights",

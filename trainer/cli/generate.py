@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from pipelines.generation.run import GenerateResult
 
 
-@click.command(epilog=example("rollouts generate gsm8k.toml --out rollouts/ --set group_size=8"))
+@click.command(
+    short_help="Sample trajectories for tasks from an engine.",
+    epilog=example("rollouts generate gsm8k.toml --out rollouts/ --set group_size=8"),
+)
 @click.argument("config", metavar="CONFIG.toml", type=click.Path())
 @click.option("--out", metavar="DS", help="Dataset to write, or to resume.")
 @click.option(

@@ -24,7 +24,7 @@ EXAMPLES = example(
 MOST_SHOWN = 10
 
 
-@click.command(epilog=EXAMPLES)
+@click.command(short_help="Replay an optimizer step of a training run.", epilog=EXAMPLES)
 @click.argument("run", metavar="RUN", type=click.Path())
 @update_option
 @click.option(

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    epilog=example("rollouts rl addition.toml --out run/ --set optimizer.learning_rate=5e-6")
+    short_help="Train a policy on its own samples, in a loop.",
+    epilog=example("rollouts rl addition.toml --out run/ --set optimizer.learning_rate=5e-6"),
 )
 @click.argument("config", metavar="CONFIG.toml", type=click.Path())
 @click.option("--out", metavar="RUN", help="Directory for the run; must be new, unless resumed.")

@@ -139,7 +139,9 @@ def train(
     return 0
 
 
-@click.command(epilog=example(PLOT_EXAMPLE))
+@click.command(
+    short_help="Plot training runs or datasets as an image.", epilog=example(PLOT_EXAMPLE)
+)
 @click.argument("paths", metavar="RUN|DS...", nargs=-1, required=True, type=click.Path())
 @click.option(
     "--out",

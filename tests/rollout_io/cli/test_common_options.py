@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_io.cli.main import ORDER, rollouts, run
+from rollout_io.cli.main import GROUP, ORDER, SECTIONS, rollouts, run
+from rollout_io.plugins import plugins
 from rollout_io.terminal import is_quiet
 from tests.conftest import EXAMPLES
 
@@ -16,7 +17,7 @@ SHOP = str(EXAMPLES / "shop.calls.jsonl")
 WITHOUT_OUT = {"formats", "templates", "validate", "inspect", "stats", "drift", "rescore", "diff"}
 
 
-@pytest.mark.parametrize("verb", ORDER)
+@pytest.mark.parametrize("verb", sorted(entry.name for entry in plugins(GROUP)))
 def test_every_verb_has_the_common_options(verb):
     context = rollouts.make_context("rollouts", [], resilient_parsing=True)
     command = rollouts.get_command(context, verb)
@@ -122,3 +123,15 @@ def test_the_readme_has_a_line_for_each_shell(shell):
     script = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
     assert f"_ROLLOUTS_COMPLETE={shell}_complete" in script
     assert line.startswith("    ")
+
+
+def test_help_lists_every_verb_in_a_section_with_one_line(capsys):
+    assert run(["--help"]) == 0
+    printed = capsys.readouterr().out
+    installed = {entry.name for entry in plugins(GROUP)}
+    for title, verbs in SECTIONS.items():
+        lines = printed.partition(f"\n{title}:\n")[2].partition("\n\n")[0].splitlines()
+        shown = [line.split()[0] for line in lines]
+        assert shown == [verb for verb in verbs if verb in installed]
+        assert all(line.endswith(".") for line in lines)
+    assert installed <= set(ORDER)
