@@ -161,7 +161,8 @@ $(LOWEST)/.ready: pyproject.toml
 $(DEMO): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	test -e $(READY) || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	test -e $(READY) || $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	test -e $(READY) || $(UV_INSTALL) $(BIN)/python -c constraints.txt -e '.[demo]'
 	@touch $@
 
 # A server's environment is its own; polars, pyarrow and sqlglot are what our recorder needs inside it.

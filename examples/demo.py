@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RUN = Path("runs/demo")
-STEPS, MERGED, TRAINED = RUN / "steps", RUN / "merged", RUN / "train"
+STEPS, MERGED, CHOSEN, TRAINED = (RUN / name for name in ("steps", "merged", "chosen", "train"))
 MODEL = Path(".cache/smollm2")
 
 STAGES = (
@@ -42,21 +42,25 @@ STAGES = (
         f"rollouts merge {STEPS} --out {MERGED}",
     ),
     (
-        "Plan the training",
-        "The tokens to train on and to forward, and the memory needed; nothing is written.",
-        f"rollouts train {MERGED} --model {MODEL} --out {TRAINED} --config examples/demo.toml "
-        "--set batch.max_updates=1 --dry-run",
+        "Choose what to train on",
+        "Two groups with different rewards, without the longest attempts, to keep this short.",
+        f"rollouts filter {MERGED} --where \"instance_id IN ('shop-5', 'shop-10')\" "
+        f"--max-tokens 350 --drop-zero-variance --out {CHOSEN}",
     ),
     (
         "Train one update on the CPU",
-        "GRPO on two groups whose rewards differ (examples/demo.toml); about a minute on two cores.",
-        f"rollouts train {MERGED} --model {MODEL} --out {TRAINED} --config examples/demo.toml "
-        "--set batch.max_updates=1",
+        "GRPO on the two groups (examples/demo.toml).",
+        f"rollouts train {CHOSEN} --model {MODEL} --out {TRAINED} --config examples/demo.toml",
     ),
     (
         "Compare the two policies with plain Transformers",
-        "Did rewarded responses become more likely? About half a minute on two cores.",
-        f"python examples/compare_policies.py {MERGED} {MODEL} {TRAINED}",
+        "Did rewarded responses become more likely?",
+        f"python examples/compare_policies.py {CHOSEN} {MODEL} {TRAINED}",
+    ),
+    (
+        "Draw the dataset",
+        "Lengths, rewards and drift by turn, as a picture.",
+        f"rollouts plot {STEPS} --out {RUN}/shop.png",
     ),
 )
 
@@ -69,7 +73,8 @@ def main() -> None:
         start = time.monotonic()
         run(command)
         print(f"    ({time.monotonic() - start:.1f} s)", flush=True)
-    print(f"\nDone in {time.monotonic() - begin:.0f} s. The trained model: {TRAINED}/checkpoints/")
+    print(f"\nDone in {time.monotonic() - begin:.0f} s.")
+    print(f"The picture: {RUN}/shop.png; the trained model: {TRAINED}/checkpoints/")
 
 
 def run(command: str) -> None:

@@ -12,8 +12,7 @@ from schemas import RULES
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(sh|python)\n(.*?)```", README, re.DOTALL)
-COMMANDS = [(kind, text) for kind, text in BLOCKS if not text.startswith("make ")]
+WALKS = {"README.md": README, "tour.md": (ROOT / "docs" / "tour.md").read_text()}
 
 
 @pytest.mark.slow
@@ -21,15 +20,20 @@ COMMANDS = [(kind, text) for kind, text in BLOCKS if not text.startswith("make "
 @pytest.mark.parametrize(
     "model", ["narrow_smollm2", pytest.param("smollm2_dir", marks=pytest.mark.nightly)]
 )
-def test_the_readmes_quickstarts_run_one_after_the_other(model, request, tmp_path):
+@pytest.mark.parametrize("page", WALKS)
+def test_the_commands_of_the_readme_and_the_tour_run_one_after_the_other(
+    page, model, request, tmp_path
+):
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", WALKS[page], re.DOTALL)
+    commands = [(kind, text) for kind, text in blocks if not text.startswith("make ")]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache" / "smollm2").symlink_to(request.getfixturevalue(model))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    assert len(COMMANDS) >= 5
+    assert len(commands) >= 4
     # Hypothesis has no deadline on CI: an example may be slow here, where others run beside it.
     environment = os.environ | {"PATH": path, "CI": "true"}
-    for kind, text in COMMANDS:
+    for kind, text in commands:
         command = ["bash", "-ec", text] if kind == "sh" else [sys.executable, "-c", text]
         done = subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""The extras: what the README says each verb needs is what the code asks for."""
+"""The extras: what docs/install.md says each verb needs is what the code asks for."""
 
 import ast
 import re
@@ -14,7 +14,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 VERBS = PROJECT["entry-points"]["rollout_io.verbs"]
 ROWS = dict(
-    re.findall(r"^\| `?([a-z]+)`? \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    re.findall(
+        r"^\| `?([a-z]+)`? \| (.+) \|$", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE
+    )
 )
 FOR_VERBS = ("text", "train", "generate", "record", "plot", "view", "all")
 

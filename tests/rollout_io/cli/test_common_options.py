@@ -96,11 +96,13 @@ def test_bash_can_source_the_completion():
     done = subprocess.run(["bash", "-n"], input=script, text=True, check=True, capture_output=True)
     assert (done.stdout, done.stderr) == ("", "")
     assert "_ROLLOUTS_COMPLETE=bash_complete" in script
-    assert 'eval "$(_ROLLOUTS_COMPLETE=bash_source rollouts)"' in Path("README.md").read_text()
+    assert (
+        'eval "$(_ROLLOUTS_COMPLETE=bash_source rollouts)"' in Path("docs/install.md").read_text()
+    )
 
 
 def test_a_real_bash_completes_a_verb_after_the_line_of_the_readme(tmp_path):
-    (line,) = [x for x in Path("README.md").read_text().splitlines() if "=bash_source" in x]
+    (line,) = [x for x in Path("docs/install.md").read_text().splitlines() if "=bash_source" in x]
     program = tmp_path / "rollouts"
     main = "from rollout_io.cli.main import main; main()"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{main}" "$@"\n')
@@ -117,7 +119,9 @@ def test_a_real_bash_completes_a_verb_after_the_line_of_the_readme(tmp_path):
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_the_readme_has_a_line_for_each_shell(shell):
-    (line,) = [x for x in Path("README.md").read_text().splitlines() if f"={shell}_source" in x]
+    (line,) = [
+        x for x in Path("docs/install.md").read_text().splitlines() if f"={shell}_source" in x
+    ]
     env = os.environ | {"_ROLLOUTS_COMPLETE": f"{shell}_source"}
     command = [sys.executable, "-c", "from rollout_io.cli.main import main; main()"]
     script = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
