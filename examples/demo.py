@@ -43,13 +43,12 @@ STAGES = (
     ),
     (
         "Choose what to train on",
-        "Two groups with different rewards, without the longest attempts, to keep this short.",
-        f"rollouts filter {MERGED} --where \"instance_id IN ('shop-5', 'shop-10')\" "
-        f"--max-tokens 350 --drop-zero-variance --out {CHOSEN}",
+        "One group whose attempts have different rewards, to keep this short.",
+        f"rollouts filter {MERGED} --where \"instance_id = 'shop-5'\" --out {CHOSEN}",
     ),
     (
         "Train one update on the CPU",
-        "GRPO on the two groups (examples/demo.toml).",
+        "GRPO on the four attempts of the group (examples/demo.toml).",
         f"rollouts train {CHOSEN} --model {MODEL} --out {TRAINED} --config examples/demo.toml",
     ),
     (
