@@ -397,8 +397,11 @@ export interface Metrics {
   about: Record<string, { unit: string; meaning: string }>;
 }
 
-export function metrics(run: string): Promise<Metrics> {
-  return json(runPath(run, "metrics"));
+export async function metrics(run: string): Promise<Metrics> {
+  const found = await json<Metrics>(runPath(run, "metrics"));
+  // A metric may have the name of a method of all objects, such as "constructor".
+  const own = <T>(of: Record<string, T>): Record<string, T> => Object.assign(Object.create(null) as Record<string, T>, of);
+  return { ...found, metrics: own(found.metrics), about: own(found.about) };
 }
 
 export function updateRows(run: string, update: string): Promise<Table> {

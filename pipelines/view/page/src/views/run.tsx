@@ -12,6 +12,7 @@ import { useSession } from "../session";
 import { count, plain, short } from "../text";
 
 const HEIGHT = 164;
+const MOST = 8;
 // The metrics shown first, in this order; other metrics follow by name.
 const FIRST = [/^(eval\/|.*\beval)/, /^reward|avg_score|avg_raw_reward/, /pass_at|pass@/, /^num_trained_groups$/, /^loss$|policy_loss/, /kl\b/, /entropy/, /clip_?(ratio|frac)/, /grad_norm/, /effective_share|abs_diff_mean/, /stale/, /clip|ratio|mismatch|diff/, /advantage/];
 
@@ -213,7 +214,13 @@ function OneUpdate({ keys, loaded }: { keys: string[]; loaded: Loaded[] }): JSX.
         One update so far. <Go to={{ view: "update", run: first.run.id, update: String(step) }}>Open its rows</Go>
       </p>
       <Sources loaded={loaded} />
-      <LastValues keys={keys} loaded={loaded} label="Last values" />
+      <LastValues keys={keys.slice(0, MOST)} loaded={loaded} label="Last values" isExplained />
+      {keys.length > MOST && (
+        <details>
+          <summary>{count(keys.length - MOST, "more metric")}</summary>
+          <LastValues keys={keys.slice(MOST)} loaded={loaded} label="More values" isExplained />
+        </details>
+      )}
     </>
   );
 }
@@ -233,7 +240,14 @@ function RunNames({ loaded }: { loaded: Loaded[] }): JSX.Element | null {
   );
 }
 
-function LastValues({ keys, loaded, label }: { keys: string[]; loaded: Loaded[]; label: string }): JSX.Element {
+interface LastValuesProps {
+  keys: string[];
+  loaded: Loaded[];
+  label: string;
+  isExplained?: boolean;
+}
+
+function LastValues({ keys, loaded, label, isExplained = false }: LastValuesProps): JSX.Element {
   return (
     <table class="plain" aria-label={label}>
       <thead>
@@ -242,6 +256,7 @@ function LastValues({ keys, loaded, label }: { keys: string[]; loaded: Loaded[];
           {loaded.map(({ run }) => (
             <th key={run.id} scope="col" class="numeric"><Text value={run.name} /></th>
           ))}
+          {isExplained && <th scope="col">meaning</th>}
         </tr>
       </thead>
       <tbody>
@@ -253,6 +268,7 @@ function LastValues({ keys, loaded, label }: { keys: string[]; loaded: Loaded[];
                 <Num value={(one.metrics[key] ?? []).findLast((value) => value !== null) ?? null} name={key} />
               </td>
             ))}
+            {isExplained && <td class="meaning">{aboutOf(key, loaded)[key]?.meaning.replaceAll("`", "")}</td>}
           </tr>
         ))}
       </tbody>
@@ -322,7 +338,7 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
         height: HEIGHT,
         padding: [8, null, null, null],
         legend: { show: false },
-        scales: { x: { time: false } },
+        scales: { x: { time: false }, y: { range: rangeOf } },
         cursor: { points: { size: 7 }, y: false, drag: { x: false, y: false } },
         axes: [
           { ...axis, ...labelled, label: "update", size: 24, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000], values: whole },
@@ -370,6 +386,16 @@ function Chart({ name, loaded, smooth }: { name: string; loaded: Loaded[]; smoot
   );
 }
 
+/** The range of the axis. A range of a few rounding errors would have more ticks than an array can hold. */
+export function rangeOf(_plot: uPlot, low: number | null, high: number | null): uPlot.Range.MinMax {
+  const [from, to] = [low ?? 0, high ?? 1];
+  const size = Math.max(Math.abs(from), Math.abs(to));
+  const room = (to - from) * 0.1;
+  if (to - from > size * 1e-6) return [from - room, to + room];
+  const least = size === 0 ? 1 : size * 0.1;
+  return [from - least, to + least];
+}
+
 /** Tick labels with enough decimals to show the distance between ticks. */
 function ticksAlike(ticks: number[]): string[] {
   const step = ticks.length > 1 ? Math.abs(ticks[1]! - ticks[0]!) : 0;
@@ -388,7 +414,7 @@ function ticksAlike(ticks: number[]): string[] {
 
 /** Metrics have the same documentation in all runs, so the first match is enough. */
 function aboutOf(name: string, loaded: Loaded[]): Metrics["about"] {
-  return loaded.find(({ metrics: one }) => name in one.about)?.metrics.about ?? {};
+  return (loaded.find(({ metrics: one }) => name in one.about) ?? loaded[0])?.metrics.about ?? {};
 }
 
 function openUpdate(step: number, loaded: Loaded[], name: string): void {
