@@ -54,7 +54,7 @@ def rescore(
     """Score trajectories with another reward function, and keep the result beside the dataset.
 
     The function gets each trajectory that did not fail (pipelines.rescoring.attempts.Attempt). Its
-    rewards become a version, DS.rewards/NAME.parquet; the dataset does not change. Train on it with
+    rewards become a version, DS.rewards/NAME.arrow; the dataset does not change. Train on it with
     --set data.reward=NAME, or write it into a new dataset with filter --reward NAME. A run that was
     stopped continues where it was.
     """

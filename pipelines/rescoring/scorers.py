@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -190,7 +191,11 @@ class _Process:
 
 
 def _work(connection: Connection, scorer: Scorer) -> None:
-    """Import the function, say so, and score what comes until the pipe is closed."""
+    """Import the function, say so, and score what comes until the pipe is closed.
+
+    What the function prints goes to stderr: stdout is for the summary.
+    """
+    os.dup2(2, 1)
     try:
         score = scorer.load()
     except RolloutError as error:

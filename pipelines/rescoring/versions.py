@@ -1,8 +1,8 @@
-"""Reward versions of a dataset: one Parquet file each, beside its shards.
+"""Reward versions of a dataset: one Arrow file each, beside its shards.
 
-    DS.rewards/NAME.parquet   one row per trajectory, and how it was made
+    DS.rewards/NAME.arrow   one row per trajectory, and how it was made
 
-A version does not change the dataset. `with_version` sets the rewards of its rows for one use, such
+A version does not change the dataset (and is no Parquet file: a pattern such as `runs/*` would take it for one). `with_version` sets the rewards of its rows for one use, such
 as a training run.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-import pyarrow.parquet as pq
+import pyarrow as pa
 
 from pipelines.rewards import place_outcomes
 from rollout_io.dataset.atomic_files import whole
@@ -43,7 +43,7 @@ def version_path(dataset: str, name: str) -> Path:
     if not Path(dataset).is_dir():
         got, expected = "not a local directory", "the directory of one dataset"
         raise InputError(RULE, dataset, got, expected)
-    return Path(f"{dataset.rstrip('/')}.rewards") / f"{name}.parquet"
+    return Path(f"{dataset.rstrip('/')}.rewards") / f"{name}.arrow"
 
 
 def write_version(path: Path, scores: pl.DataFrame, made: Mapping[str, Any]) -> None:
@@ -57,8 +57,12 @@ def write_version(path: Path, scores: pl.DataFrame, made: Mapping[str, Any]) -> 
     table = scores.cast(SCHEMA).to_arrow()  # type: ignore[arg-type]
     table = table.replace_schema_metadata({_MADE: json.dumps(made)})
     path.parent.mkdir(exist_ok=True)
-    with whole(path) as partial:
-        pq.write_table(table, partial)
+    with (
+        whole(path) as partial,
+        pa.OSFile(str(partial), "wb") as file,
+        pa.ipc.new_file(file, table.schema) as writer,
+    ):
+        writer.write_table(table)
 
 
 def read_version(dataset: str, name: str) -> tuple[pl.DataFrame, dict[str, Any]]:
@@ -69,7 +73,7 @@ def read_version(dataset: str, name: str) -> tuple[pl.DataFrame, dict[str, Any]]
     """
     path = version_path(dataset, name)
     if not path.exists():
-        known = sorted(one.stem for one in path.parent.glob("*.parquet"))
+        known = sorted(one.stem for one in path.parent.glob("*.arrow"))
         got = f"no reward version {name!r}"
         hint = (
             f"use one of {', '.join(known)}" if known else f"make one: rollouts rescore {dataset}"
@@ -77,7 +81,7 @@ def read_version(dataset: str, name: str) -> tuple[pl.DataFrame, dict[str, Any]]
         raise InputError(RULE, dataset, got, hint=hint)
     with open_input(path) as file:
         try:
-            table = pq.read_table(file)
+            table = pa.ipc.open_file(file).read_all()
             made = json.loads((table.schema.metadata or {})[_MADE])
             scores = pl.DataFrame(table.replace_schema_metadata(None)).select(*SCHEMA).cast(SCHEMA)  # type: ignore[arg-type]
         except Exception as error:  # of Arrow, Polars or json, for a file of anything

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from pipelines import trajectory_returns
@@ -53,8 +52,7 @@ def odd(attempt):
 
 
 def told(attempt):
-    sys.stdout.write(attempt.trajectory_id + "\\n")
-    sys.stdout.flush()
+    print(attempt.trajectory_id, flush=True)
     return number_of(attempt)
 
 
@@ -137,13 +135,13 @@ def test_only_trajectories_without_a_score_are_scored_again(tmp_path, capfd):
     dataset = write(tmp_path / "ds", *one_step(0.0, 0.0))
     scorer = Scorer(function="own_rewards:told")
     rescore(dataset, "told", scorer)
-    assert capfd.readouterr().out.splitlines() == ["a_0", "a_1"]
+    assert capfd.readouterr().err.splitlines() == ["a_0", "a_1"]
     write(dataset, *one_step(0.0, instance="b"), append=True)
     with pytest.raises(InputError, match="1 trajectory not scored") as caught:
         with_version(scan(dataset), dataset, "told")
     assert caught.value.rule == "reward_version"
     found = rescore(dataset, "told", scorer)
-    assert capfd.readouterr().out.splitlines() == ["b_0"]
+    assert capfd.readouterr().err.splitlines() == ["b_0"]
     assert found.num_resumed == 2
     assert scores_of(dataset, "told") == {"a_0": 0.0, "a_1": 1.0, "b_0": 0.0}
 
@@ -214,6 +212,14 @@ def test_a_response_without_a_logged_text_is_decoded(shop_dataset, smollm2_dir):
     assert first.messages[0]["role"] == "system"
 
 
+@pytest.mark.usefixtures("functions")
+def test_a_pattern_of_datasets_leaves_out_their_versions(tmp_path):
+    (tmp_path / "runs").mkdir()
+    dataset = write(tmp_path / "runs" / "ds", *one_step(0.0, 0.0))
+    rescore(dataset, "mine", Scorer(function="own_rewards:last_digit"))
+    assert len(scan(tmp_path / "runs" / "*").collect()) == 2
+
+
 @pytest.mark.parametrize("name", ["../up", "", "a.b", "a" * 200])
 def test_names_that_are_no_file_names_are_refused(tmp_path, name):
     with pytest.raises(ConfigError) as caught:
@@ -242,16 +248,15 @@ def test_a_run_killed_20_times_scores_every_trajectory_once(tmp_path):
     command += ["--reward", "own_rewards:told", "-q"]
     for kill in range(20):
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as process:
             for _ in range(1 + kill % 4):
-                process.stdout.readline()  # a trajectory that is being scored, or the end
+                process.stderr.readline()  # a trajectory that is being scored, or the end
             os.killpg(process.pid, signal.SIGKILL)
-    assert subprocess.run(command, check=True, stdout=subprocess.DEVNULL).returncode == 0
+    assert subprocess.run(command, check=True, stderr=subprocess.DEVNULL).returncode == 0
     scores, _ = read_version(dataset, "told")
     assert scores["trajectory_id"].n_unique() == len(scores) == 60
     assert scores_of(dataset, "told") == {f"a_{n}": float(n) for n in range(60)}
     assert sorted(p.name for p in Path(f"{dataset}.rewards").iterdir() if "lock" not in p.name) == [
-        "told.parquet"
+        "told.arrow"
     ]
-    assert pq.read_metadata(version_path(dataset, "told")).num_rows == 60
