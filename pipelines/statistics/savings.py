@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.merging.lineage import SAME_IN_A_SEQUENCE, continued_rows
+from pipelines.merging.lineage import SAME_IN_A_SEQUENCE, SAME_NULLNESS, continued_rows
 from pipelines.merging.merge import unmerge_table
 from pipelines.merging.prefix_tree import PrefixTree, prefix_tree
 from pipelines.merging.segments import is_joined
@@ -46,7 +46,7 @@ _STEP_TOKENS = 1 << 22
 _TOKENS = ("instance_id", "trajectory_id", "prompt_token_ids", "response_ids", "error")
 _JOINS = (
     *(*_TOKENS, "step_index", "is_last_step", "segments"),
-    *(*SAME_IN_A_SEQUENCE, "rollout_logprobs", "reward", "rewards"),
+    *(*SAME_IN_A_SEQUENCE, *(n for n in SAME_NULLNESS if n != "rollout_expert_indices"), "rewards"),
 )
 
 
