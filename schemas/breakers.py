@@ -267,6 +267,13 @@ def _bad_image(draw: Draw, rows: list[Row]) -> None:
     row["images"] = found
 
 
+def _trained_redaction(draw: Draw, rows: list[Row]) -> None:
+    row = _any(draw, rows)
+    at = _position(draw, row["response_ids"])
+    row["loss_mask"][at] = True
+    row["redacted"] = [i == at for i in range(len(row["response_ids"]))]
+
+
 BREAKERS: dict[str, Breaker] = {
     "unique_trajectory": Breaker(_duplicate),
     "contiguous_trajectory": Breaker(_split),
@@ -286,6 +293,7 @@ BREAKERS: dict[str, Breaker] = {
     "versions_of_tokens": Breaker(_bad_versions, ("policy_version", "policy_versions")),
     "support_has_token": Breaker(_bad_support, ("sampling_support",)),
     "teacher_shape": Breaker(_bad_teacher, ("teacher_token_ids", "teacher_logprobs")),
+    "redacted_untrained": Breaker(_trained_redaction, ("redacted",)),
     "reward_finite": Breaker(_bad_reward, ("reward",)),
     "reward_matches_rewards": Breaker(_other_sum, ("reward", "rewards")),
     "outcome_on_last_step": Breaker(_early_reward, ("reward",)),

@@ -100,6 +100,16 @@ COLUMNS: tuple[Column, ...] = (
         meaning="true for response tokens that are trained on",
     ),
     Column(
+        name="redacted",
+        type=pa.list_(pa.bool_()),
+        nullable=True,
+        length=Length.RESPONSE,
+        meaning=(
+            "true for response tokens whose ids `redact` replaced, which are never trained on; null: "
+            "the row was not redacted"
+        ),
+    ),
+    Column(
         name="rollout_logprobs",
         type=pa.list_(pa.float32()),
         nullable=True,

@@ -223,6 +223,23 @@ def check_images(view: View) -> Iterator[pl.DataFrame]:
     yield view.breaches("image_reference", bad["row"].to_numpy(), "images", got, expected, sentence)
 
 
+def check_redacted(view: View) -> Iterator[pl.DataFrame]:
+    """Check redacted_untrained: no token that was replaced is trained on."""
+    if not view.has("redacted", "loss_mask"):
+        return
+    marks, mask = view.ragged("redacted"), view.ragged("loss_mask")
+    row = np.repeat(np.arange(len(marks.valid)), marks.lengths)
+    inside = np.arange(len(row)) - marks.offsets[row]
+    # Masks of another length are reported by lengths_align.
+    known = np.flatnonzero(marks.values & (inside < mask.lengths[row]))
+    found = known[mask.values[mask.offsets[row[known]] + inside[known]]]
+    rows, first = np.unique(row[found], return_index=True)
+    got = [f"token {at}" for at in inside[found][first]]
+    sentence = "{column} is true at {got}, which loss_mask trains on; expected {expected}"
+    expected = "loss_mask false at redacted tokens"
+    yield view.breaches("redacted_untrained", rows, "redacted", got, expected, sentence)
+
+
 def check_metrics(view: View) -> Iterator[pl.DataFrame]:
     """Check metrics_keys: each metric of a row has a value and a name that occurs once."""
     if not view.has("metrics"):
@@ -392,6 +409,7 @@ ROW_CHECKS: tuple[RowCheck, ...] = (
     check_routing,
     check_metrics,
     check_images,
+    check_redacted,
     check_prompts,
 )
 

@@ -121,6 +121,11 @@ _RULES = (
         hint="write both columns from the same answer of the teacher, or drop both",
     ),
     Rule(
+        name="redacted_untrained",
+        meaning="loss_mask is false where redacted is true",
+        hint="set loss_mask to false at redacted tokens: their ids are not what the model sampled",
+    ),
+    Rule(
         name="reward_finite",
         meaning="reward and rewards are finite",
         hint="use null for an unknown reward, and `error` for a failed trajectory",

@@ -181,6 +181,10 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     if both <= set(optional) and draw(st.booleans()):
         made["teacher_token_ids"] = ids = _sets(draw, row["response_ids"])
         made["teacher_logprobs"] = [[draw(_LOGPROBS) for _ in own] for own in ids]
+    if "redacted" in present:
+        made["redacted"] = marks = draw(st.lists(st.booleans(), min_size=num, max_size=num))
+        pairs = zip(row["loss_mask"], marks, strict=True)
+        made["loss_mask"] = [trains and not mark for trains, mark in pairs]
     made["reward"] = draw(_HALVES) if "reward" in present and not failed else None
     made["rewards"] = None
     if (
@@ -253,3 +257,5 @@ def _train_something(rows: list[Row]) -> None:
     for row in rows:
         if row["loss_mask"]:
             row["loss_mask"][0] = True
+            if row.get("redacted"):
+                row["redacted"][0] = False

@@ -187,6 +187,7 @@ class Step(msgspec.Struct, kw_only=True, gc=False):
     rollout_logprobs: npt.NDArray[np.float32] | array[float] | None = None
     rollout_expert_indices: npt.NDArray[np.int16] | None = None
     sampling_support: Sequence[Sequence[int]] | None = None
+    redacted: npt.NDArray[np.bool_] | None = None
     trainer_logprobs: npt.NDArray[np.float32] | None = None
     teacher_token_ids: Sequence[Sequence[int]] | None = None
     teacher_logprobs: Sequence[Sequence[float]] | None = None

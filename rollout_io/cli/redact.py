@@ -1,0 +1,112 @@
+"""`rollouts redact`: write a dataset again without secrets and personal data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rollout_io.cli.datasets import layout_option, workers_of, workers_options
+from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
+from schemas.errors import count
+
+if TYPE_CHECKING:
+    from rollout_io.redaction.redact import Report
+
+
+def _split(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    patterns = dict(text.partition("=")[::2] for text in given)
+    if not all(name and pattern for name, pattern in patterns.items()):
+        raise click.BadParameter("expected NAME=REGEX")
+    if len(patterns) < len(given):
+        raise click.BadParameter("two patterns have the same name")
+    return patterns
+
+
+pattern_option = click.option(
+    "--pattern",
+    "patterns",
+    multiple=True,
+    callback=_split,
+    metavar="NAME=REGEX",
+    help="Also redact what matches; the first group of REGEX is the secret, if it has one.",
+)
+personal_option = click.option(
+    "--personal",
+    is_flag=True,
+    help="Also redact e-mail addresses, phone, card, account and social security numbers (Presidio).",
+)
+
+
+@click.command(
+    epilog=example(
+        "rollouts redact shop/ --tokenizer smollm2/ --pattern 'customer=C-\\d{8}' --out clean/"
+    )
+)
+@click.argument("dataset", metavar="DS", type=click.Path())
+@click.option("--out", required=True, metavar="DS2", help="Directory of the new dataset.")
+@click.option(
+    "--tokenizer",
+    metavar="DIR",
+    help="Directory of the dataset's tokenizer.  [default: the one that DS names]",
+)
+@pattern_option
+@personal_option
+@layout_option
+@workers_options
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def redact(
+    dataset: str,
+    out: str,
+    tokenizer: str | None,
+    patterns: dict[str, str],
+    layout: Any,
+    workers: int | None,
+    engine: Any,
+    *,
+    personal: bool,
+    as_json: bool,
+) -> None:
+    """Remove secrets from texts, token ids and metadata.
+
+    A secret that is found once is removed everywhere. Replaced tokens are not trained on, and
+    `redacted` marks them. Pictures and documents in DS.blobs are not scanned.
+    """
+    import polars as pl
+
+    from rollout_io.cli.datasets import open_dataset
+    from rollout_io.redaction.redact import redact as redact_dataset
+    from rollout_io.redaction.scanner import Rules
+
+    rules = Rules.of(patterns, personal=personal)
+    num_rows = open_dataset(dataset).select(pl.len()).collect().item()
+    with progress_bar(2 * num_rows, " rows", "redact") as bar:
+        report = redact_dataset(
+            dataset,
+            out,
+            rules,
+            tokenizer=tokenizer,
+            layout=layout,
+            workers=workers_of(workers, engine, dataset),
+            progress=bar,
+        )
+    if as_json:
+        emit_json(asdict(report))
+    else:
+        _show(report)
+    next_command(f"rollouts validate {out}")
+
+
+def _show(report: Report) -> None:
+    for kind, found in report.kinds.items():
+        emit(
+            f"{kind}: {count(found['num_secrets'], 'secret')} in {count(found['num_rows'], 'row')}"
+        )
+    rows = f"{report.num_rows_with_marks:,} of {count(report.num_rows, 'row')}"
+    note(
+        f"{count(report.num_secrets, 'secret')}; {report.num_tokens_replaced:,} response tokens in "
+        f"{rows} became id {report.fill_token_id}"
+    )
+    if report.num_blobs:
+        note(f"{count(report.num_blobs, 'file')} in DS.blobs copied without a scan")

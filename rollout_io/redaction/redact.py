@@ -1,0 +1,251 @@
+"""Redaction of a dataset: one pass finds the secrets, a second one replaces them everywhere."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rollout_io.dataset.blobs import names_in
+from rollout_io.dataset.parallel import Workers
+from rollout_io.dataset.reader import iter_tables, pieces, read_metadata
+from rollout_io.dataset.rewriting import rewrite
+from rollout_io.dataset.sources import Sources
+from rollout_io.redaction.literals import Literals, forms, views
+from rollout_io.redaction.scanner import Rules, scan
+from rollout_io.redaction.tables import REDACTED, Redactor
+from rollout_io.redaction.values import has_text, texts_in
+from rollout_io.retokenize.local import is_other_tokenizer, remembered_tokenizer
+from rollout_io.retokenize.token_bytes import TokenBytes, load_token_bytes
+from schemas.columns import COLUMN_BY_NAME
+from schemas.errors import InputError
+from schemas.metadata import DatasetMetadata, Layout
+from schemas.ragged import Ragged, zipped
+
+_CONTEXT_BYTES = 8192
+_TOKENS = ("prompt_token_ids", "response_ids")
+_MARK = re.compile(rb"\[REDACTED_\d+\]|\*{4,}|x{8,}")
+
+
+@dataclass(slots=True)
+class Findings:
+    """The secrets that a scan found.
+
+    Attributes:
+        literals: What to search for, in the order in which it was found.
+        secrets: The secrets of each kind; some have several literals.
+        num_rows: Number of rows whose new text contains a secret of each kind.
+        blobs: Names of the pictures and documents of the rows, which are not scanned.
+    """
+
+    literals: dict[bytes, None] = field(default_factory=dict)
+    secrets: dict[str, set[bytes]] = field(default_factory=dict)
+    num_rows: Counter[str] = field(default_factory=Counter)
+    blobs: set[str] = field(default_factory=set)
+
+    def add(self, other: Findings) -> None:
+        """Add what another scan found."""
+        self.literals |= other.literals
+        for kind, secrets in other.secrets.items():
+            self.secrets.setdefault(kind, set()).update(secrets)
+        self.num_rows += other.num_rows
+        self.blobs |= other.blobs
+
+    def scan(self, text: bytes, rules: Rules) -> set[str]:
+        """Scan a text, as it is and without escapes; return the kinds of its secrets."""
+        kinds: set[str] = set()
+        for view in views(text):
+            content = view.content
+            for kind, start, end in scan(content, rules):
+                if _MARK.fullmatch(content[start:end]):
+                    continue
+                self.secrets.setdefault(kind, set()).add(content[start:end])
+                self.literals |= dict.fromkeys(forms(content, start, end))
+                kinds.add(kind)
+        return kinds
+
+    def scan_table(self, table: pa.Table, rules: Rules, vocabulary: TokenBytes) -> None:
+        """Scan the tokens and texts of a table with full prompts.
+
+        A text is scanned from where it differs from the same column's text in the row before, with
+        8 KiB of context.
+        """
+        self.blobs |= names_in(table)
+        names = [
+            field.name
+            for field in table.schema
+            if has_text(field.type) and (field.name not in COLUMN_BY_NAME or _is_scanned(field))
+        ]
+        whole = zipped(*(Ragged.from_arrow(table.column(name)) for name in _TOKENS))
+        tokens = [vocabulary.join(whole.row(i)) for i in range(table.num_rows)]
+        found = [set[str]() for _ in range(table.num_rows)]
+        for texts in (tokens, *(texts_in(table.column(name)) for name in names)):
+            before = b""
+            for row, text in enumerate(texts):
+                if text is not None:
+                    found[row] |= self.scan(_fresh(before, text), rules)
+                    before = text
+        for kinds in found:
+            self.num_rows.update(kinds)
+
+
+def _is_scanned(field: pa.Field) -> bool:
+    return field.name not in {*_TOKENS, "images", "trajectory_id"} and not _holds_numbers(field)
+
+
+def _holds_numbers(field: pa.Field) -> bool:
+    kind = COLUMN_BY_NAME[field.name].type
+    return kind is None or (pa.types.is_list(kind) and not pa.types.is_struct(kind.value_type))
+
+
+def _fresh(before: bytes, text: bytes) -> bytes:
+    """Return what a text has after the prefix that it shares with another, and its context."""
+    if text == before:
+        return b""
+    size = min(len(before), len(text))
+    if not size or before[0] != text[0]:
+        return text
+    left, right = (np.frombuffer(each, np.uint8, size) for each in (before, text))
+    differs = left != right
+    shared = int(differs.argmax()) if differs.any() else size
+    return text[max(0, shared - _CONTEXT_BYTES) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was redacted; it contains no secret.
+
+    Attributes:
+        kinds: Per kind, the number of distinct secrets, and of rows whose new text has one.
+        num_secrets: Number of distinct secrets.
+        num_rows: Number of rows of the dataset.
+        num_rows_with_marks: Number of rows with replaced response tokens.
+        num_tokens_replaced: Number of response tokens that were replaced.
+        fill_token_id: The id that replaces the ids of secrets.
+        num_blobs: Number of pictures and documents, which were copied without a scan.
+    """
+
+    kinds: dict[str, dict[str, int]]
+    num_secrets: int
+    num_rows: int
+    num_rows_with_marks: int
+    num_tokens_replaced: int
+    fill_token_id: int
+    num_blobs: int
+
+
+def redact(
+    dataset: str,
+    out: str,
+    rules: Rules,
+    *,
+    tokenizer: str | None = None,
+    layout: Layout | None = None,
+    workers: Workers | None = None,
+    progress: Any = None,
+) -> Report:
+    """Write a dataset again without its secrets.
+
+    The first pass scans the decoded tokens of each row (prompt + response) and all texts. The second
+    pass replaces every occurrence of what was found, also where no scanner would find it: in texts
+    by `[REDACTED_n]`, in token ids by one fixed id (`Redactor.table`). Memory use grows with the
+    number of distinct secrets, not with the dataset.
+
+    Args:
+        dataset: Path of a dataset.
+        out: Directory to write.
+        rules: What to look for.
+        tokenizer: Directory of the dataset's tokenizer; None: the one that the dataset names.
+        layout: Layout of the new dataset; None: as in `dataset`.
+        workers: Processes that do the work; None: this process.
+        progress: Called with the number of rows of each pass since the last call.
+
+    Raises:
+        InputError: `tokenizer`: the tokenizer is not here, or is not the dataset's; `out_is_free`,
+            `input_file`: see `rollout_io.dataset.rewriting.rewrite`.
+        ValidationError: The dataset breaks a named invariant; nothing is written.
+    """
+    sources, metadata = Sources(dataset), read_metadata(dataset)
+    vocabulary = load_token_bytes(tokenizer_of(dataset, metadata, tokenizer))
+    workers, tell = workers or Workers(), progress or (lambda _num_rows: None)
+    findings = Findings()
+    findings.scan(repr(metadata).encode("utf-8", "replace"), rules)
+    scanning = partial(_scan_piece, rules, vocabulary)
+    for num_rows, found in workers.map_in_order(scanning, pieces(dataset)):
+        findings.add(found)
+        tell(num_rows)
+    redactor = Redactor(Literals(tuple(findings.literals)), vocabulary)
+    made = redacted_metadata(metadata, redactor, rules, [dataset])
+    counts = rewrite(
+        dataset,
+        out,
+        redactor.table,
+        made,
+        layout=layout,
+        workers=workers,
+        progress=tell,
+        sources=sources,
+    )
+    num_rows, num_tokens = _num_marked(out)
+    kinds = {
+        kind: {"num_secrets": len(secrets), "num_rows": findings.num_rows[kind]}
+        for kind, secrets in sorted(findings.secrets.items())
+    }
+    num_secrets = len(set[bytes]().union(*findings.secrets.values()))
+    rest = (num_rows, num_tokens, redactor.fill, len(findings.blobs))
+    return Report(kinds, num_secrets, counts.num_rows_after, *rest)
+
+
+def redacted_metadata(
+    metadata: DatasetMetadata, redactor: Redactor, rules: Rules, parents: Sequence[str]
+) -> DatasetMetadata:
+    """Return the metadata of the redacted dataset; expressions may be secret and are left out."""
+    made = metadata.made(
+        "redact",
+        parents=list(parents),
+        patterns=[name for name, _ in rules.patterns],
+        personal=rules.personal,
+        num_literals=len(redactor.literals.secrets),
+        fill_token_id=redactor.fill,
+    )
+    return redactor.replacer.metadata(made)
+
+
+def tokenizer_of(dataset: str, metadata: DatasetMetadata, given: str | None) -> str:
+    """Return the directory of a dataset's tokenizer.
+
+    Raises:
+        InputError: `tokenizer`: it is not on this machine, or another one was given.
+    """
+    if given is None:
+        given = remembered_tokenizer(metadata)
+        if given is None:
+            got = f"its tokenizer ({metadata.tokenizer or 'name unknown'}) is not on this machine"
+            hint = "pass --tokenizer DIR: secrets in token ids are found in their decoded text"
+            raise InputError("tokenizer", dataset, got, "", hint)
+    elif is_other_tokenizer(given, metadata):
+        got = f"{given} is not the tokenizer of the dataset ({metadata.tokenizer or 'unknown'})"
+        raise InputError("tokenizer", dataset, got, "", "pass the directory of that tokenizer")
+    return given
+
+
+def _scan_piece(rules: Rules, vocabulary: TokenBytes, piece: str) -> tuple[int, Findings]:
+    findings, num_rows = Findings(), 0
+    for table in iter_tables(piece):
+        findings.scan_table(table, rules, vocabulary)
+        num_rows += table.num_rows
+    return num_rows, findings
+
+
+def _num_marked(dataset: str) -> tuple[int, int]:
+    """Return the number of rows with marks in `redacted`, and of marked tokens."""
+    tables: Iterable[pa.Table] = iter_tables(dataset, [REDACTED])
+    columns = [Ragged.from_arrow(table.column(REDACTED)) for table in tables]
+    rows = sum(len(np.unique(column.row_of(np.flatnonzero(column.values)))) for column in columns)
+    return rows, sum(int(column.values.sum()) for column in columns)

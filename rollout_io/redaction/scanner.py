@@ -1,0 +1,129 @@
+"""Scanners: what finds secrets and personal data in text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from rollout_io.redaction.literals import readable
+from schemas.errors import ConfigError
+from schemas.extras import requires_extra
+
+PERSONAL = ("CreditCard", "Crypto", "Email", "Iban", "Phone", "UsSsn")
+"""Presidio's recognizers that need no language model."""
+
+_PERSONAL_SCORE = 0.4
+_LONGEST_LINE = 1 << 20
+
+
+class Found(NamedTuple):
+    """A secret: its kind, and the range of bytes that it has in the scanned text."""
+
+    kind: str
+    start: int
+    end: int
+
+
+class Rules(NamedTuple):
+    """What is looked for.
+
+    Attributes:
+        patterns: (name, regular expression) pairs. The first group of an expression is the secret,
+            or the entire match if it has no group.
+        personal: If true, also look for personal data with Presidio (`PERSONAL`).
+    """
+
+    patterns: tuple[tuple[str, str], ...] = ()
+    personal: bool = False
+
+    @classmethod
+    def of(cls, patterns: Mapping[str, str], *, personal: bool = False) -> Rules:
+        """Check the expressions.
+
+        Raises:
+            ConfigError: `choices`: an expression is invalid, or matches the empty text.
+            MissingExtra: `extra_installed`: a scanner is not installed.
+        """
+        for name, pattern in patterns.items():
+            try:
+                is_empty = re.compile(pattern).search("") is not None
+            except re.error as error:
+                raise ConfigError("choices", f"pattern {name}", f"{error}", "a regex") from None
+            if is_empty:
+                expected = "a regex that matches no empty text"
+                raise ConfigError("choices", f"pattern {name}", repr(pattern), expected)
+        rules = cls(tuple(sorted(patterns.items())), personal)
+        _require_scanners(rules)
+        return rules
+
+
+def scan(content: bytes, rules: Rules) -> Iterator[Found]:
+    r"""Yield the secrets in a text, in UTF-8.
+
+    Example:
+        >>> list(scan(b"my pin is 4711", Rules.of({"pin": r"pin is (\d+)"})))
+        [Found(kind='pin', start=10, end=14)]
+    """
+    if not content:
+        return
+    yield from _known_secrets(content)
+    if not rules.patterns and not rules.personal:
+        return
+    text = readable(content)
+    is_plain = len(text) == len(content)
+
+    def found(kind: str, start: int, end: int) -> Found:
+        if is_plain:
+            return Found(kind, start, end)
+        begin = len(text[:start].encode())
+        return Found(kind, begin, begin + len(text[start:end].encode()))
+
+    for name, pattern in rules.patterns:
+        for match in re.finditer(pattern, text):
+            start, end = match.span(1 if match.re.groups else 0)
+            if start < end:
+                yield found(name, start, end)
+    if rules.personal:
+        for recognizer, entity in _recognizers():
+            for result in recognizer.analyze(text, [entity], None):
+                if result.score >= _PERSONAL_SCORE:
+                    yield found(entity.lower(), result.start, result.end)
+
+
+def _known_secrets(content: bytes) -> Iterator[Found]:
+    findings = _scanner().scan(content)
+    # A part of a credential, such as a public key, counts only next to the rest of it.
+    visible = {_provider(finding.rule_id) for finding in findings if finding.visible}
+    for finding in findings:
+        if finding.visible or _provider(finding.rule_id) in visible:
+            place = finding.location
+            kind = finding.rule_id.split(".", 1)[-1].rstrip("0123456789").rstrip(".")
+            yield Found(kind, place["start_offset"], place["end_offset"])
+
+
+def _provider(rule: str) -> str:
+    return rule.split(".", 1)[-1].split("-", 1)[0]
+
+
+def _require_scanners(rules: Rules) -> None:
+    _scanner()
+    if rules.personal:
+        _recognizers()
+
+
+@lru_cache(maxsize=1)
+def _scanner() -> Any:
+    """Compile the scanner's rules once per process (a second; the first time, ten)."""
+    with requires_extra("redact", "redact"):
+        from kingfisher_sdk import Scanner
+    return Scanner()
+
+
+@lru_cache(maxsize=1)
+def _recognizers() -> tuple[tuple[Any, str], ...]:
+    with requires_extra("personal", "--personal"):
+        from presidio_analyzer import predefined_recognizers
+    made = [getattr(predefined_recognizers, f"{name}Recognizer")() for name in PERSONAL]
+    return tuple((each, entity) for each in made for entity in each.supported_entities)

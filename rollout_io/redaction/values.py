@@ -1,0 +1,172 @@
+"""Replacement of secrets in the values of columns of any type, and in metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollout_io.redaction.literals import Literals
+from schemas.metadata import DatasetMetadata
+from schemas.numpy_arrays import to_arrow, to_numpy
+from schemas.ragged import Ragged, list_lengths, offsets_of
+
+ReplaceIds = Callable[[Ragged], Ragged]
+
+
+@dataclass(frozen=True, slots=True)
+class Replacer:
+    """Replace secrets by `[REDACTED_n]`, where n is the number of the secret.
+
+    The same secret gets the same replacement in every column.
+
+    Attributes:
+        literals: The secrets.
+        ids: Function that replaces secrets in lists of token ids.
+    """
+
+    literals: Literals
+    ids: ReplaceIds
+
+    def texts(self, texts: Sequence[bytes]) -> list[bytes]:
+        """Return the texts without secrets. JSON remains JSON."""
+        found = self.literals.spans(texts)
+        return [
+            self._text(text, spans) if spans else text
+            for text, spans in zip(texts, found, strict=True)
+        ]
+
+    def _text(self, text: bytes, spans: Sequence[tuple[int, int, int]]) -> bytes:
+        parts, at = list[bytes](), 0
+        for start, end, number in spans:
+            parts += (text[at:start], b"[REDACTED_%d]" % number)
+            at = end
+        made = b"".join((*parts, text[at:]))
+        if text[:1] not in {b"{", b"["} or _parsed(text) is None or _parsed(made) is not None:
+            return made
+        # The secret contains syntax of JSON: replace it in each string instead.
+        return json.dumps(self.value(_parsed(text)), ensure_ascii=False).encode()
+
+    def value(self, value: Any) -> Any:
+        """Return a JSON value without secrets in its strings and keys."""
+        if isinstance(value, str):
+            made = self.texts([value.encode("utf-8", "surrogatepass")])[0]
+            return made.decode("utf-8", "surrogatepass")
+        if isinstance(value, dict):
+            return {self.value(key): self.value(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(inner) for inner in value]
+        return value
+
+    def metadata(self, metadata: DatasetMetadata) -> DatasetMetadata:
+        """Return metadata without secrets: names of models, paths, parameters of earlier verbs."""
+        return replace(
+            metadata,
+            tokenizer=self.value(metadata.tokenizer),
+            models=tuple(self.value(metadata.models)),
+            made_by=tuple(self.value(metadata.made_by)),
+        )
+
+    def column(self, column: pa.Array | pa.ChunkedArray) -> pa.Array:
+        """Return a column without secrets: strings, bytes and lists of ids at any depth."""
+        array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        kind = array.type
+        if not has_text(kind):
+            return array
+        if isinstance(array, pa.ExtensionArray):
+            return pa.ExtensionArray.from_storage(kind, self.column(array.storage))
+        if pa.types.is_dictionary(kind):
+            made = self.column(array.dictionary)
+            return pa.DictionaryArray.from_arrays(array.indices, made, ordered=kind.ordered)
+        if pa.types.is_struct(kind):
+            fields = [self.column(array.field(i)) for i in range(kind.num_fields)]
+            return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
+        if pa.types.is_map(kind):
+            entries = self.column(array.cast(pa.list_(_entry(kind))))
+            return entries.cast(kind)
+        if pa.types.is_nested(kind):
+            return self._list(array)
+        values = [None if v is None else _bytes(v) for v in array.to_pylist()]
+        texts = [value for value in values if value is not None]
+        made = iter(self.texts(texts))
+        out = [None if value is None else next(made) for value in values]
+        return pa.array(out, pa.large_binary()).cast(kind)
+
+    def _list(self, array: pa.Array) -> pa.Array:
+        kind = array.type
+        is_fixed = pa.types.is_fixed_size_list(kind)
+        given = array.cast(pa.list_(kind.value_field)) if is_fixed else array
+        flat = pc.list_flatten(given)
+        if pa.types.is_integer(kind.value_type):
+            if flat.null_count or pa.types.is_uint64(kind.value_type):
+                return array
+            made = self.ids(Ragged.from_arrow(given)).to_arrow(kind.value_type)
+            return made.cast(kind)
+        offsets = to_arrow(offsets_of(list_lengths(given)))
+        mask = given.is_null() if given.null_count else None
+        listed = pa.LargeListArray.from_arrays(offsets, self.column(flat), mask=mask)
+        return listed.cast(kind)
+
+
+def has_text(kind: pa.DataType) -> bool:
+    """True if values of a type may contain text or lists of token ids."""
+    if isinstance(kind, pa.ExtensionType):
+        return has_text(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return has_text(kind.value_type)
+    if pa.types.is_map(kind):
+        return has_text(kind.key_type) or has_text(kind.item_type)
+    if pa.types.is_struct(kind):
+        return any(has_text(field.type) for field in kind)
+    if pa.types.is_nested(kind):
+        return pa.types.is_integer(kind.value_type) or has_text(kind.value_type)
+    kinds = (
+        *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+        *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view),
+    )
+    return any(is_kind(kind) for is_kind in kinds)
+
+
+def texts_in(column: pa.Array | pa.ChunkedArray) -> Sequence[bytes | None]:
+    """Return the text of each row of a column, or of all its strings if it is nested."""
+    kind = column.type
+    if pa.types.is_nested(kind) or pa.types.is_dictionary(kind):
+        return [None if v is None else _shown(v) for v in column.to_pylist()]
+    return [None if value is None else _bytes(value) for value in column.to_pylist()]
+
+
+def _shown(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+
+
+def _entry(kind: pa.MapType) -> pa.DataType:
+    return pa.struct([kind.key_field, kind.item_field])
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def replaced_sets(column: pa.ChunkedArray, marks: Any) -> pa.Array:
+    """Empty the sets of a list of lists where `marks`, over its flat lists, is true."""
+    lists = pc.list_flatten(column)
+    lists = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
+    lengths = list_lengths(lists)
+    values = pc.list_flatten(lists).filter(to_arrow(~marks.repeat(lengths)))
+    inner = to_arrow(offsets_of((~marks) * lengths), pa.int32())
+    kind = column.type.value_type
+    kept = pa.ListArray.from_arrays(inner, values, type=pa.list_(values.type)).cast(kind)
+    outer = to_arrow(offsets_of(list_lengths(column)), pa.int32())
+    mask = to_arrow(~to_numpy(column.is_valid())) if column.null_count else None
+    return pa.ListArray.from_arrays(outer, kept, mask=mask).cast(column.type)
