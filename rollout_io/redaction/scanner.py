@@ -15,7 +15,15 @@ PERSONAL = ("CreditCard", "Crypto", "Email", "Iban", "Phone", "UsSsn")
 """Presidio's recognizers that need no language model."""
 
 _PERSONAL_SCORE = 0.4
-_LONGEST_LINE = 1 << 20
+_SPACED = bytes.maketrans(b"<>()[]{},|&", b" " * 11)
+_OWN = {  # the scanner reports these only with others, or not at all
+    "aws-access-key-id": re.compile(rb"\b((?:AKIA|ASIA)[A-Z2-7]{16})\b"),
+    "bearer-token": re.compile(rb"\b[Bb]earer ([\w.~+/-]{20,}=*)"),
+    "password-in-url": re.compile(
+        rb"\b[a-z][a-z0-9+.-]{1,20}://[\w.%-]{1,64}:([^\s/:@'\"<>{}$*]{6,128})@"
+    ),
+}
+_SENTENCE_END = re.compile(rb"[.:!?](?=\s|$)")
 
 
 class Found(NamedTuple):
@@ -93,6 +101,17 @@ def scan(content: bytes, rules: Rules) -> Iterator[Found]:
 
 
 def _known_secrets(content: bytes) -> Iterator[Found]:
+    yield from _scanned(content)
+    # Many rules expect a space or a quote after a secret, but a marker or a bracket may follow.
+    parted = _SENTENCE_END.sub(b" ", content.translate(_SPACED))
+    if parted != content:
+        yield from _scanned(parted)
+    for kind, pattern in _OWN.items():
+        for match in pattern.finditer(content):
+            yield Found(kind, *match.span(1))
+
+
+def _scanned(content: bytes) -> Iterator[Found]:
     findings = _scanner().scan(content)
     # A part of a credential, such as a public key, counts only next to the rest of it.
     visible = {_provider(finding.rule_id) for finding in findings if finding.visible}
