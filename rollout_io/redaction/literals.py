@@ -142,6 +142,10 @@ class Literals:
         return max(map(len, self.secrets), default=0)
 
     @cached_property
+    def _num_head(self) -> int:
+        return min((SHORTEST, *map(len, self.secrets)))
+
+    @cached_property
     def _patterns(self) -> list[str]:
         return [secret.decode("utf-8", "replace") for secret in self.secrets]
 
@@ -149,7 +153,7 @@ class Literals:
     def _by_head(self) -> dict[bytes, list[tuple[int, bytes]]]:
         heads: dict[bytes, list[tuple[int, bytes]]] = {}
         for number, secret in enumerate(self.secrets):
-            heads.setdefault(secret[:SHORTEST], []).append((number, secret))
+            heads.setdefault(secret[: self._num_head], []).append((number, secret))
         return {head: sorted(found, key=lambda f: -len(f[1])) for head, found in heads.items()}
 
     def spans(self, texts: Sequence[bytes]) -> list[list[tuple[int, int, int]]]:
@@ -171,7 +175,8 @@ class Literals:
         found: list[list[tuple[int, int, int]]] = [[] for _ in texts]
         for (index, view), offsets in zip(shown, places, strict=True):
             for start in sorted({*(offsets if offsets is not None else ())}):
-                for number, secret in self._by_head.get(view.content[start : start + SHORTEST], []):
+                head = view.content[start : start + self._num_head]
+                for number, secret in self._by_head.get(head, []):
                     if view.content.startswith(secret, start):
                         bounds = view.original(start), view.original(start + len(secret))
                         found[index].append((*bounds, number))

@@ -86,8 +86,7 @@ class Replacer:
             fields = [self.column(array.field(i)) for i in range(kind.num_fields)]
             return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
         if pa.types.is_map(kind):
-            entries = self.column(array.cast(pa.list_(_entry(kind))))
-            return entries.cast(kind)
+            return self._map(array)
         if pa.types.is_nested(kind):
             return self._list(array)
         values = [None if v is None else _bytes(v) for v in array.to_pylist()]
@@ -95,6 +94,14 @@ class Replacer:
         made = iter(self.texts(texts))
         out = [None if value is None else next(made) for value in values]
         return pa.array(out, pa.large_binary()).cast(kind)
+
+    def _map(self, array: pa.Array) -> pa.Array:
+        places = to_numpy(array.offsets)
+        begin, num = int(places[0]), int(places[-1] - places[0])
+        keys, items = (self.column(part.slice(begin, num)) for part in (array.keys, array.items))
+        offsets = to_arrow(places - begin, pa.int32())
+        mask = array.is_null() if array.null_count else None
+        return pa.MapArray.from_arrays(offsets, keys, items, array.type, mask=mask)
 
     def _list(self, array: pa.Array) -> pa.Array:
         kind = array.type
@@ -145,10 +152,6 @@ def _shown(value: Any) -> bytes:
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-
-
-def _entry(kind: pa.MapType) -> pa.DataType:
-    return pa.struct([kind.key_field, kind.item_field])
 
 
 def _parsed(text: bytes) -> Any:

@@ -1,0 +1,306 @@
+import json
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import rollout_io
+from pipelines.merging.merge import merge_table, unmerge_table
+from rollout_io.cli.main import run
+from rollout_io.redaction import scanner
+from rollout_io.redaction.literals import Literals, Unescaped, forms, readable
+from rollout_io.redaction.redact import Findings, redact
+from rollout_io.redaction.scanner import Rules
+from rollout_io.redaction.tables import Redactor
+from rollout_io.retokenize.token_bytes import TokenBytes
+from schemas.checker import Checker
+from schemas.errors import ConfigError, InputError, MissingExtra
+from schemas.metadata import DatasetMetadata
+from schemas.ragged import offsets_of
+from schemas.strategies import VOCAB_SIZE, rollout_tables
+from tests.helpers.examples import examples
+from tests.helpers.table_helpers import STEPS
+
+FILL = VOCAB_SIZE  # an id that no table has
+NEUTRAL = {
+    **dict.fromkeys(("rollout_logprobs", "trainer_logprobs"), 0.0),
+    **{name: [] for name in ("sampling_support", "teacher_token_ids", "teacher_logprobs")},
+}
+PIECES = [b"p", b"k", b"ey", "\u00e9".encode()[:1], "\u00e9".encode()[1:], b'"', b"z", b"n", b"/a"]
+SECRET = b"s3cr3t/key-0123"
+TEXTS = st.text(st.sampled_from('ab"\\/\n\u00e9\u20ac%'), max_size=8)
+
+
+def vocabulary_of(pieces):
+    values = np.frombuffer(b"".join(pieces), np.uint8)
+    return TokenBytes("made", values, offsets_of(np.array([len(p) for p in pieces])))
+
+
+VOCABULARY = vocabulary_of(
+    [*(PIECES[i] if i < len(PIECES) else b"%x" % i for i in range(VOCAB_SIZE)), b"*"]
+)
+
+
+def redactor_of(*secrets, vocabulary=VOCABULARY):
+    return Redactor(Literals(secrets), vocabulary)
+
+
+def without(literals, text):
+    made, at = b"", 0
+    for start, end, number in literals.spans([text])[0]:
+        made, at = made + text[at:start] + b"<%d>" % number, end
+    return made + text[at:]
+
+
+@pytest.fixture
+def no_rules(monkeypatch):
+    """Only the patterns of the user are looked for, because the scanner takes a second to start."""
+
+    class Nothing:
+        def scan(self, _):
+            return []
+
+    monkeypatch.setattr(scanner, "_scanner", Nothing)
+
+
+@given(TEXTS, TEXTS, st.integers(0, 3), st.booleans())
+def test_a_secret_is_found_at_any_depth_of_json_and_json_remains(before, after, depth, ascii_only):
+    value = before + "s3cr\u00e9t\n/key-0123" + after
+    text = value
+    for _ in range(depth):
+        text = json.dumps({"a": [text]}, ensure_ascii=ascii_only)
+    literals = Literals(("s3cr\u00e9t\n/key-0123".encode(),))
+    made = without(literals, text.encode()).decode()
+    for _ in range(depth):
+        made = json.loads(made)["a"][0]
+    assert made == before + "<0>" + after
+
+
+@given(st.binary(max_size=30))
+def test_positions_without_escapes_lead_back_to_the_same_bytes(text):
+    plain = Unescaped.of(text)
+    places = [plain.original(i) for i in range(len(plain.content) + 1)]
+    assert places == sorted(places)
+    assert places[-1] == len(text)
+    assert b"\\" in text or b"%" in text or plain.content == text
+
+
+def test_a_secret_of_an_url_is_found_where_it_is_quoted():
+    assert without(Literals((SECRET,)), b"u?k=s3cr3t%2Fkey-0123&b") == b"u?k=<0>&b"
+
+
+def test_lines_of_a_key_are_found_between_line_numbers():
+    lines = [b"A1b2C3d4E5f6G7h8I9j0", b"B1b2C3d4E5f6G7h8I9j0"]
+    key = b"\n".join(lines)
+    literals = Literals(tuple(dict.fromkeys(forms(key, 0, len(key)))))
+    assert lines[1] not in without(literals, b"  1\t" + lines[0] + b"\n  2\t" + lines[1])
+
+
+def test_a_short_secret_is_removed_with_what_surrounds_it_and_not_elsewhere():
+    text = b"the pin is 4711."
+    literals = Literals(tuple(dict.fromkeys(forms(text, 11, 15))))
+    assert b"4711" not in without(literals, text)
+    assert without(literals, b"4711 rows") == b"4711 rows"
+
+
+@settings(max_examples=examples(24), deadline=None)
+@given(rollout_tables(min_trajectories=1, max_trajectories=2), st.data())
+def test_any_tokens_can_be_removed_from_any_table(table, data):
+    before = table.to_pylist()
+    ids = data.draw(st.sampled_from([[*r["prompt_token_ids"], *r["response_ids"]] for r in before]))
+    begin = data.draw(st.integers(0, max(0, len(ids) - 3)))
+    secret = VOCABULARY.join(np.array(ids[begin : begin + 6], np.int32))
+    assume(len(secret) >= 3 and b"*" not in secret and readable(secret).encode() == secret)
+    redactor = redactor_of(secret)
+    made = redactor.table(table)
+    assert not Checker().check(made).filter(pl.col("severity") == "error").height
+    for old, new in zip(before, made.to_pylist(), strict=True):
+        whole = [*new["prompt_token_ids"], *new["response_ids"]]
+        assert secret not in VOCABULARY.join(np.array(whole, np.int32))
+        for at, gone in enumerate(new["redacted"]):
+            was_gone = bool(old.get("redacted")) and old["redacted"][at]
+            assert gone or old["response_ids"][at] == new["response_ids"][at]
+            assert was_gone or not gone or new["response_ids"][at] == FILL
+            assert not (gone and new["loss_mask"][at])
+            for name, value in NEUTRAL.items():
+                assert was_gone or not gone or not new.get(name) or new[name][at] in (value, [])
+    merged = merge_table(made)
+    names = [name for name in made.column_names if name != "segments"]
+    assert unmerge_table(merged).select(names).to_pylist() == made.select(names).to_pylist()
+    names = ["prompt_token_ids", "response_ids", "loss_mask"]
+    assert (
+        redactor.table(merge_table(table)).select(names).to_pylist()
+        == merged.select(names).to_pylist()
+    )
+
+
+def test_a_secret_across_tokens_steps_and_the_prompt_is_replaced_in_all_of_them():
+    vocabulary = vocabulary_of([b"*", b"to ", b"<s3c", b"r3t/k", b"ey-01", b"23> ", b"ok"])
+    table = pa.table(
+        STEPS
+        | {
+            "prompt_token_ids": pa.array([[1, 2], [1, 2, 3, 4]], pa.list_(pa.int32())),
+            "response_ids": pa.array([[3], [5, 6]], pa.list_(pa.int32())),
+            "loss_mask": [[True], [True, True]],
+        }
+    )
+    made = redactor_of(SECRET, vocabulary=vocabulary).table(table)
+    assert made["prompt_token_ids"].to_pylist() == [[1, 0], [1, 0, 0, 0]]
+    assert made["response_ids"].to_pylist() == [[0], [0, 6]]
+    assert made["loss_mask"].to_pylist() == [[False], [False, True]]
+    assert made["redacted"].to_pylist() == [[True], [True, False]]
+
+
+def test_routes_of_replaced_tokens_are_the_first_experts():
+    routes = [[[[5, 7]], [[3, 2]], [[4, 6]]], [[[5, 7]]]]
+    kind = pa.list_(pa.list_(pa.list_(pa.int16(), 2), 1))
+    vocabulary = vocabulary_of([b"*", b"a", SECRET, b"b", b"c", b"d", b"e", b"f", b"g", b"h"])
+    table = pa.table(STEPS).append_column("rollout_expert_indices", pa.array(routes, kind))
+    made = redactor_of(SECRET, vocabulary=vocabulary).table(table)
+    assert made["rollout_expert_indices"].to_pylist() == [
+        [[[5, 7]], [[0, 1]], [[4, 6]]],
+        [[[5, 7]]],
+    ]
+
+
+SECRET_TEXT = SECRET.decode()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (SECRET_TEXT, pa.string()),
+        (SECRET_TEXT, pa.large_string()),
+        (SECRET, pa.binary()),
+        (SECRET_TEXT, pa.dictionary(pa.int32(), pa.string())),
+        ([SECRET_TEXT, None], pa.list_(pa.string())),
+        ([[SECRET_TEXT], []], pa.large_list(pa.list_(pa.string()))),
+        ([SECRET_TEXT, "b"], pa.list_(pa.string(), 2)),
+        ({"a": SECRET_TEXT, "b": 1}, pa.struct([("a", pa.string()), ("b", pa.int8())])),
+        ([("k", SECRET_TEXT)], pa.map_(pa.string(), pa.string())),
+        ([{"a": [SECRET_TEXT]}], pa.list_(pa.struct([("a", pa.list_(pa.string()))]))),
+        ([5, 1, 2, 3], pa.list_(pa.int64())),
+    ],
+)
+def test_secrets_are_removed_from_columns_of_any_type(value, kind):
+    vocabulary = vocabulary_of([b"*", b"s3cr3t", b"/key", b"-0123", b"x", b"y"])
+    column = pa.array([None, value, value], kind)
+    made = redactor_of(SECRET, vocabulary=vocabulary).replacer.column(
+        pa.chunked_array([column[1:]])
+    )
+    again = redactor_of(SECRET, vocabulary=vocabulary).replacer.column(column)
+    assert made.type == again.type == kind
+    assert again.to_pylist() == [None, *made.to_pylist()]
+    said = str(made.to_pylist())
+    assert SECRET_TEXT not in said
+    assert "[REDACTED_0]" in said or made.to_pylist()[0] == [5, 0, 0, 0]
+
+
+def test_json_remains_json_if_a_secret_has_its_syntax():
+    text = json.dumps({"a": 'x"}, {"b', "c": 1}).encode()
+    secret = b'"c": 1}'
+    (made,) = redactor_of(secret).replacer.texts([text])
+    assert json.loads(made) == {"a": 'x"}, {"b', "c": 1}
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    steps = STEPS | {
+        "instance_id": ["for bob@example.org", "for bob@example.org"],
+        "trajectory_id": ["for bob@example.org_0"] * 2,
+        "response_text": ["card CC-12345678", "CC-12345678 and bob@example.org"],
+    }
+    metadata = DatasetMetadata(models=("CC-12345678-ft",))
+    with rollout_io.RolloutWriter(tmp_path / "ds", metadata=metadata) as writer:
+        writer.write(pa.table(steps))
+    return tmp_path / "ds"
+
+
+PATTERNS = {"mail": r"[\w.]+@[\w.]+\w", "card": r"card (CC-\d{8})"}
+
+
+@pytest.mark.usefixtures("no_rules")
+@pytest.mark.model
+def test_patterns_are_removed_from_texts_ids_of_rows_and_metadata(dataset, smollm2_dir, tmp_path):
+    rules = Rules.of(PATTERNS)
+    report = redact(str(dataset), str(tmp_path / "out"), rules, tokenizer=str(smollm2_dir))
+    rows = rollout_io.read(tmp_path / "out").to_pylist()
+    said = str(rows) + str(rollout_io.read_metadata(tmp_path / "out"))
+    assert "12345678" not in said
+    assert "bob@" not in said
+    assert rows[0]["trajectory_id"] == rows[0]["instance_id"] + "_0"
+    assert report.kinds["card"] == {"num_secrets": 1, "num_rows": 1}
+    assert report.num_secrets == 2
+    assert "1234" not in str(report)
+    assert run(["validate", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.usefixtures("no_rules")
+@pytest.mark.model
+def test_redacting_again_changes_nothing(dataset, smollm2_dir, tmp_path):
+    rules, first, second = Rules.of(PATTERNS), tmp_path / "a", tmp_path / "b"
+    redact(str(dataset), str(first), rules, tokenizer=str(smollm2_dir))
+    report = redact(str(first), str(second), rules, tokenizer=str(smollm2_dir))
+    assert rollout_io.read(second).equals(rollout_io.read(first))
+    assert report.num_secrets == 0
+
+
+@pytest.mark.usefixtures("no_rules")
+def test_a_dataset_without_its_tokenizer_is_refused(dataset, tmp_path):
+    with pytest.raises(InputError, match=r"its tokenizer \(name unknown\) is not on this machine"):
+        redact(str(dataset), str(tmp_path / "out"), Rules())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_rules")
+@pytest.mark.model
+def test_another_tokenizer_and_ids_outside_of_it_are_refused(dataset, smollm2_dir, tmp_path):
+    other = rollout_io.read_metadata(dataset).replace(tokenizer_fingerprint="0" * 64)
+    table = rollout_io.read(dataset)
+    with rollout_io.RolloutWriter(tmp_path / "other", metadata=other) as writer:
+        writer.write(table)
+    with pytest.raises(InputError, match="is not the tokenizer of the dataset"):
+        redact(str(tmp_path / "other"), str(tmp_path / "a"), Rules(), tokenizer=str(smollm2_dir))
+    with pytest.raises(InputError, match="token id 9 is not in the vocabulary of 3 tokens"):
+        redactor_of(SECRET, vocabulary=vocabulary_of([b"*", b"a", b"b"])).table(table)
+
+
+@pytest.mark.parametrize("pattern", ["(", "x*", "a|"])
+def test_an_invalid_pattern_is_refused(pattern):
+    with pytest.raises(ConfigError, match="pattern own"):
+        Rules.of({"own": pattern})
+
+
+def test_a_missing_scanner_is_named_with_its_extra(monkeypatch):
+    scanner._scanner.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "kingfisher_sdk", None)
+    with pytest.raises(MissingExtra) as caught:
+        Rules.of({})
+    assert 'pip install "rollout-io[redact]"' in caught.value.hint
+
+
+@pytest.mark.usefixtures("no_rules")
+def test_text_that_rows_share_is_scanned_once(monkeypatch):
+    scanned = []
+
+    def scan(_self, text, _rules):
+        scanned.append(len(text))
+        return set()
+
+    monkeypatch.setattr(Findings, "scan", scan)
+    texts = ["a" * 100_000, "a" * 100_000 + "b", "a" * 100_000 + "b"]
+    table = pa.table(
+        {"prompt_token_ids": [[], [], []], "response_ids": [[], [], []], "response_text": texts},
+        pa.schema(
+            [
+                ("prompt_token_ids", pa.list_(pa.int32())),
+                ("response_ids", pa.list_(pa.int32())),
+                ("response_text", pa.string()),
+            ]
+        ),
+    )
+    Findings().scan_table(table, Rules(), VOCABULARY)
+    assert sorted(scanned)[-2:] == [8193, 100_000]
