@@ -103,10 +103,10 @@ def _show(report: Report) -> None:
         emit(
             f"{kind}: {count(found['num_secrets'], 'secret')} in {count(found['num_rows'], 'row')}"
         )
-    rows = f"{report.num_rows_with_marks:,} of {count(report.num_rows, 'row')}"
     note(
-        f"{count(report.num_secrets, 'secret')}; {report.num_tokens_replaced:,} response tokens in "
-        f"{rows} became id {report.fill_token_id}"
+        f"{count(report.num_secrets, 'secret')} in {count(report.num_rows, 'row')}; their tokens became "
+        f"id {report.fill_token_id}, including {count(report.num_tokens_replaced, 'response token')} "
+        f"in {count(report.num_rows_with_marks, 'row')}"
     )
     if report.num_blobs:
         note(f"{count(report.num_blobs, 'file')} in DS.blobs copied without a scan")

@@ -57,8 +57,12 @@ class Findings:
         self.num_rows += other.num_rows
         self.blobs |= other.blobs
 
-    def scan(self, text: bytes, rules: Rules) -> set[str]:
-        """Scan a text, as it is and without escapes; return the kinds of its secrets."""
+    def scan(self, text: bytes, rules: Rules, num_known: int = 0) -> set[str]:
+        """Scan a text, as it is and without escapes.
+
+        Returns:
+            The kinds of the secrets that end after the first `num_known` bytes.
+        """
         kinds: set[str] = set()
         for view in views(text):
             content = view.content
@@ -67,7 +71,8 @@ class Findings:
                     continue
                 self.secrets.setdefault(kind, set()).add(content[start:end])
                 self.literals |= dict.fromkeys(forms(content, start, end))
-                kinds.add(kind)
+                if view.original(end) > num_known:
+                    kinds.add(kind)
         return kinds
 
     def scan_table(self, table: pa.Table, rules: Rules, vocabulary: TokenBytes) -> None:
@@ -89,7 +94,8 @@ class Findings:
             before = b""
             for row, text in enumerate(texts):
                 if text is not None:
-                    found[row] |= self.scan(_fresh(before, text), rules)
+                    fresh, num_known = _fresh(before, text)
+                    found[row] |= self.scan(fresh, rules, num_known)
                     before = text
         for kinds in found:
             self.num_rows.update(kinds)
@@ -104,17 +110,19 @@ def _holds_numbers(field: pa.Field) -> bool:
     return kind is None or (pa.types.is_list(kind) and not pa.types.is_struct(kind.value_type))
 
 
-def _fresh(before: bytes, text: bytes) -> bytes:
-    """Return what a text has after the prefix that it shares with another, and its context."""
+def _fresh(before: bytes, text: bytes) -> tuple[bytes, int]:
+    """Return what a text has after the prefix that it shares with another, and its context.
+
+    The result begins with up to 8 KiB of that prefix, whose length is the second value.
+    """
     if text == before:
-        return b""
+        return b"", 0
     size = min(len(before), len(text))
-    if not size or before[0] != text[0]:
-        return text
     left, right = (np.frombuffer(each, np.uint8, size) for each in (before, text))
     differs = left != right
     shared = int(differs.argmax()) if differs.any() else size
-    return text[max(0, shared - _CONTEXT_BYTES) :]
+    num_known = min(shared, _CONTEXT_BYTES)
+    return text[shared - num_known :], num_known
 
 
 @dataclass(frozen=True, slots=True)

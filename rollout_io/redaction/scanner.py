@@ -8,13 +8,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rollout_io.redaction.literals import readable
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, MissingExtra
 from schemas.extras import requires_extra
 
-PERSONAL = ("CreditCard", "Crypto", "Email", "Iban", "Phone", "UsSsn")
-"""Presidio's recognizers that need no language model."""
+PERSONAL = ("CreditCard", "Crypto", "Iban", "Phone", "UsSsn")
+"""Presidio's recognizers that need neither a language model nor a network."""
 
 _PERSONAL_SCORE = 0.4
+_EMAIL = re.compile(r"\b[\w.+-]{1,64}@(?:[\w-]{1,63}\.)+[A-Za-z]{2,24}\b")
+_PHONE_MARKS = frozenset("+()- ")  # digits alone are mostly times and ids
 _SPACED = bytes.maketrans(b"<>()[]{},|&", b" " * 11)
 _OWN = {  # the scanner reports these only with others, or not at all
     "aws-access-key-id": re.compile(rb"\b((?:AKIA|ASIA)[A-Z2-7]{16})\b"),
@@ -96,8 +98,13 @@ def scan(content: bytes, rules: Rules) -> Iterator[Found]:
     if rules.personal:
         for recognizer, entity in _recognizers():
             for result in recognizer.analyze(text, [entity], None):
-                if result.score >= _PERSONAL_SCORE:
+                is_number = entity == "PHONE_NUMBER" and not (
+                    _PHONE_MARKS & set(text[result.start : result.end])
+                )
+                if result.score >= _PERSONAL_SCORE and not is_number:
                     yield found(entity.lower(), result.start, result.end)
+        for match in _EMAIL.finditer(text):
+            yield found("email_address", *match.span())
 
 
 def _known_secrets(content: bytes) -> Iterator[Found]:
@@ -142,7 +149,16 @@ def _scanner() -> Any:
 
 @lru_cache(maxsize=1)
 def _recognizers() -> tuple[tuple[Any, str], ...]:
-    with requires_extra("personal", "--personal"):
+    try:
         from presidio_analyzer import predefined_recognizers
+    except ModuleNotFoundError:
+        raise MissingExtra(
+            "extra_installed",
+            "--personal",
+            "no package presidio_analyzer",
+            "Presidio",
+            "pip install presidio-analyzer",
+            message="--personal needs the package presidio_analyzer, which is not installed",
+        ) from None
     made = [getattr(predefined_recognizers, f"{name}Recognizer")() for name in PERSONAL]
     return tuple((each, entity) for each in made for entity in each.supported_entities)
