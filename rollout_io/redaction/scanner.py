@@ -20,10 +20,8 @@ _PHONE_MARKS = frozenset("+()- ")  # digits alone are mostly times and ids
 _SPACED = bytes.maketrans(b"<>()[]{},|&", b" " * 11)
 _OWN = {  # the scanner reports these only with others, or not at all
     "aws-access-key-id": re.compile(rb"\b((?:AKIA|ASIA)[A-Z2-7]{16})\b"),
-    "bearer-token": re.compile(rb"\b[Bb]earer ([\w.~+/-]{20,}=*)"),
-    "password-in-url": re.compile(
-        rb"\b[a-z][a-z0-9+.-]{1,20}://[\w.%-]{1,64}:([^\s/:@'\"<>{}$*]{6,128})@"
-    ),
+    "bearer-token": re.compile(rb"[Bb]earer ([\w.~+/-]{20,}=*)"),
+    "password-in-url": re.compile(rb"://[\w.%-]{1,64}:([^\s/:@'\"<>{}$*]{6,128})@"),
 }
 _SENTENCE_END = re.compile(rb"[.:!?](?=\s|$)")
 
