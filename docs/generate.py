@@ -86,6 +86,13 @@ absent. `convert` adds columns like your own for strings about a run (`model`, `
 `mismatch_kl`, and its log-probabilities `trainer_logprobs`.
 
 {documentation_table()}
+The return of a trajectory is the reward of its last step, or the sum over its steps (`outcome` in the metadata). Earlier rows
+have the reward 0.0 where only the outcome was given, so average returns, not rows:
+
+```sql
+SELECT avg(reward) FROM read_parquet('DS/*.parquet') WHERE is_last_step
+```
+
 In the `prefix` layout (the default on disk), these columns replace `prompt_token_ids`; [Open a dataset with other
 tools](other_tools.md) shows how to rebuild the prompts with only Polars or DuckDB:
 

@@ -11,10 +11,9 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.merging.segments import has_segment, is_joined, joined, segment_rewards
+from pipelines.merging.segments import is_joined, segment_rewards
 from pipelines.tables import Frame, as_lazy, set_column
-from rollout_io.dataset.reader import read_metadata
-from rollout_io.dataset.storage import PathLike
+from rollout_io.dataset.returns import Fold, earned_reward, fold_return, has_segment
 from schemas.errors import InputError, InvariantError
 from schemas.metadata import Outcome as Outcome
 from schemas.numpy_arrays import to_numpy
@@ -22,16 +21,10 @@ from schemas.ragged import BoolArray, IntArray, Ragged, gather, list_lengths, of
 from schemas.types import as_table, without_views
 
 FloatArray = npt.NDArray[np.float64]
-Fold = Callable[[pl.Expr], pl.Expr]
 
 # Relative and absolute tolerance for equal returns (see `are_equal`): far above the rounding error
 # of a sum of float64 rewards, far below any intended difference between rewards.
 _RELATIVE_SPREAD, _LEAST_SPREAD = 1e-6, 1e-12
-
-
-def dataset_outcome(path: PathLike, given: Outcome | None = None) -> Outcome:
-    """Choose how returns are computed: `given`, else the dataset's metadata, else `last`."""
-    return given or read_metadata(path).outcome or "last"
 
 
 def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
@@ -177,13 +170,8 @@ def fold_trajectories(
             aggregation over a trajectory's rows.
     """
     frame = as_lazy(frame)
-    reward = pl.col("reward") if _has(frame, "reward") else pl.lit(None, pl.Float64)
     error = pl.col("error") if _has(frame, "error") else pl.lit(None, pl.String)
-    final = reward
-    if outcome == "last" and has_segment(frame, "reward"):
-        earned = pl.col("segments").list.last().struct.field("reward")
-        final = pl.when(joined(frame)).then(earned).otherwise(reward)
-    value = pl.col("return").last() if outcome == "last" else _strict_sum(pl.col("return"))
+    final, value = earned_reward(frame, outcome), fold_return(pl.col("return"), outcome)
     rows = {name: row for name, (row, _) in features.items()}
     folded = {name: fold(pl.col(name)) for name, (_, fold) in features.items()}
     return (
@@ -208,19 +196,6 @@ def are_equal(returns: pl.Expr) -> pl.Expr:
     spread, size = known.max() - known.min(), known.abs().max()
     is_rounding = (spread <= _RELATIVE_SPREAD * size) | (spread <= _LEAST_SPREAD)
     return ((known.count() > 1) & is_rounding).fill_null(value=False)
-
-
-def joined_steps(frame: pl.LazyFrame) -> pl.Expr:
-    """Select the {start, length} of each step of a merged row; null if a row is one step."""
-    spans = pl.List(pl.Struct({"start": pl.Int32(), "length": pl.Int32()}))
-    if not has_segment(frame, "start"):
-        return pl.lit(None, dtype=spans)
-    fields = (pl.element().struct.field(name) for name in ("start", "length"))
-    return pl.when(joined(frame)).then(pl.col("segments").list.eval(pl.struct(fields)).cast(spans))
-
-
-def _strict_sum(reward: pl.Expr) -> pl.Expr:
-    return pl.when(reward.is_null().any()).then(None).otherwise(reward.sum()).alias("return")
 
 
 def _over_rows(

@@ -84,10 +84,10 @@ def _attempts(
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
     """Return the rows of a dataset, and one line per trajectory."""
     from pipelines.rescoring.versions import with_version
-    from pipelines.rewards import dataset_outcome
     from pipelines.statistics.attempts import attempts
     from pipelines.statistics.parting import broken_prefixes
     from rollout_io.cli.datasets import open_valid
+    from rollout_io.dataset.returns import dataset_outcome
 
     frame = open_valid(path)
     if reward is not None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = example(
     "rollouts filter shop/ --drop-zero-variance --mask-overlong --out small/"
-    "\n  rollouts filter shop/ --where \"reward > 0 AND agent = 'main'\" --out wins/"
+    "\n  rollouts filter shop/ --where \"return > 0 AND any(agent = 'main')\" --out wins/"
     "\n  rollouts filter math/ --mix code/ --share 0.7 --share 0.3 --out mixed/"
 )
 WHOLE, SHARE = click.IntRange(min=0), click.FloatRange(0, 1)
@@ -42,10 +42,7 @@ _SHOWN_OVERLAPS = 5
     "--where",
     multiple=True,
     metavar="SQL",
-    help="Keep trajectories with a matching row: 'reward > 0'.",
-)
-@click.option(
-    "--where-all", multiple=True, metavar="SQL", help="Keep trajectories whose rows all match."
+    help="Keep matching trajectories: \"return > 0 AND any(agent = 'main')\".",
 )
 @click.option("--drop-failed-groups", is_flag=True, help="Drop groups with a failed trajectory.")
 @click.option("--drop-failed", is_flag=True, help="Drop failed trajectories.")
@@ -196,8 +193,8 @@ class _Source:
     def decide(cls, path: str, choices: Choices) -> _Source:
         from pipelines.filtering.row_removal import keep_rows
         from pipelines.filtering.verdicts import apply_filters, apply_masks
-        from pipelines.rewards import dataset_outcome
         from rollout_io.cli.datasets import open_valid
+        from rollout_io.dataset.returns import dataset_outcome
 
         frame, outcome = open_valid(path), dataset_outcome(path, choices.outcome)
         if choices.reward is not None:

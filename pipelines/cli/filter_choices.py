@@ -24,7 +24,6 @@ class Choices:
     keep_rows: str | None
     move_outcome: bool
     where: tuple[str, ...]
-    where_all: tuple[str, ...]
     drop_failed_groups: bool
     drop_failed: bool
     drop_unknown: bool
@@ -74,7 +73,7 @@ def check_usage(out: str | None, choices: Choices, *, dry_run: bool) -> None:
         raise click.UsageError("Pass --share once for DS and once for each --mix, in that order.")
     if not choices.given().keys() - {"seed", "outcome", "share"}:
         hint = (
-            "select trajectories with --where 'reward > 0', --drop-zero-variance, --drop-failed, "
+            "select trajectories with --where 'return > 0', --drop-zero-variance, --drop-failed, "
             "--max-tokens N or --sample-groups N, or change the dataset with --mask-overlong or "
             "--mix DS3"
         )
@@ -93,7 +92,6 @@ def filters_of(choices: Choices, found: pl.DataFrame | None) -> list[Filter]:
     from pipelines.filtering.overlap import overlapping
 
     rules = [filters.where(condition) for condition in choices.where]
-    rules += [filters.where(condition, rows="all") for condition in choices.where_all]
     if choices.drop_failed_groups:
         rules.append(filters.failed("group"))
     if choices.drop_failed:

@@ -62,8 +62,8 @@ def rescore(
 
     from pipelines.rescoring.rescore import rescore as run
     from pipelines.rescoring.scorers import Scorer
-    from pipelines.rewards import dataset_outcome
     from rollout_io.dataset.parallel import num_cores
+    from rollout_io.dataset.returns import dataset_outcome
 
     if (reward is None) == (environment is None):
         raise click.UsageError("Pass either --reward or --environment.")

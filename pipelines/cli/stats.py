@@ -103,10 +103,10 @@ def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
     """Compare the attempts of the later policy versions of a dataset with those of the earlier."""
     import polars as pl
 
-    from pipelines.rewards import dataset_outcome
     from pipelines.statistics.attempts import attempts
     from pipelines.statistics.differences import differences
     from rollout_io.dataset.reader import scan
+    from rollout_io.dataset.returns import dataset_outcome
 
     frame = scan(dataset)
     if "policy_version" not in frame.collect_schema():

@@ -10,7 +10,7 @@ from rollout_io.cli.usage import HintedUsageError
 EXAMPLES = example(
     "rollouts view shop/\n  rollouts view runs/shop runs/baseline"
     "\n  rollouts view shop/ verdicts.parquet"
-    '\n  rollouts view shop/ --where "reward < 0" --out report.html'
+    '\n  rollouts view shop/ --where "return < 0" --out report.html'
 )
 DEFAULT_LIMIT = 200
 
@@ -19,9 +19,7 @@ DEFAULT_LIMIT = 200
 @click.argument(
     "paths", metavar="DS|RUN [OTHER] [TABLE]...", nargs=-1, required=True, type=click.Path()
 )
-@click.option(
-    "--where", metavar="SQL", help="With --out: export only trajectories with a matching row."
-)
+@click.option("--where", metavar="SQL", help="With --out: export only matching trajectories.")
 @click.option("--out", metavar="FILE", help="Write one HTML file instead of starting a server.")
 @click.option(
     "--limit",

@@ -21,10 +21,11 @@ from pipelines.exporting.chats import Messages
 from pipelines.exporting.pairs import labelled, pairs, selected
 from pipelines.exporting.steps import Tokens, index_steps
 from pipelines.merging.merge import merge_table
-from pipelines.rewards import dataset_outcome, trajectory_returns
+from pipelines.rewards import trajectory_returns
 from rollout_io.dataset.blobs import IMAGES
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.reader import iter_tables, scan
+from rollout_io.dataset.returns import dataset_outcome
 from rollout_io.formats.exporting import (
     Exported,
     Failed,

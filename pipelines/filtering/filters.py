@@ -19,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from pipelines.filtering.verdicts import STEPS, Filter, holds
-from pipelines.rewards import Fold, are_equal
+from pipelines.filtering.verdicts import STEPS, Filter
+from pipelines.rewards import are_equal
+from rollout_io.dataset.returns import Fold
+from rollout_io.dataset.trajectory_conditions import TrajectoryCondition
 from schemas.errors import count
 from schemas.ragged import Ragged
 from schemas.types import as_table
@@ -37,29 +39,26 @@ _HEALTHY = pl.col("error").is_null()
 _GROUP = "instance_id"
 
 
-def where(condition: str | pl.Expr, rows: Literal["any", "all"] = "any") -> Filter:
-    """Keep trajectories in which any row, or every row, matches a condition.
+def where(condition: str | pl.Expr) -> Filter:
+    """Keep trajectories that match a condition.
 
     Null is treated as false, and an optional column missing from the table as null. A merged row is
     treated as one row, with the last step's values.
 
     Args:
-        condition: A Polars expression over any columns, or SQL.
-        rows: Whether any or all of a trajectory's rows must match.
+        condition: SQL with `any`, `all` and `last` over the rows of a trajectory, and its `return`
+            and `num_turns` (`rollout_io.dataset.trajectory_conditions`); or a Polars expression.
+
+    Raises:
+        ConfigError: `condition`: the condition is not SQL. `judge` refuses one that some rows of a
+            trajectory match and others do not.
 
     Example:
-        >>> where("agent = 'main' AND reward > 0")
-        >>> where(pl.col("temperature") == 1, rows="all")
+        >>> where("return > 0 AND any(agent = 'main')")
+        >>> where((pl.col("temperature") == 1).all().over("trajectory_id"))
     """
-    scope = "any row" if rows == "any" else "all rows"
-    fold = pl.Expr.any if rows == "any" else pl.Expr.all
-    return Filter(
-        name=f"{scope}: {condition}",
-        row=holds(condition),
-        fold=fold,
-        drops=~pl.col("value"),
-        absent_is_null=True,
-    )
+    parsed = TrajectoryCondition.parse(condition)
+    return Filter(name=f"where: {condition}", condition=parsed, drops=~pl.col("value"))
 
 
 def failed(masks: Literal["group", "trajectory"] = "trajectory") -> Filter:

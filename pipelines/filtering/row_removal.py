@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import polars as pl
 
-from pipelines.filtering.verdicts import check_expression, collect, holds
+from pipelines.filtering.verdicts import check_expression, collect
 from pipelines.rewards import Outcome, place_outcomes, trajectory_returns
 from pipelines.tables import Frame, as_lazy
+from rollout_io.dataset.conditions import holds
 from schemas.errors import InputError, InvariantError, count, first_of
 from schemas.types import with_absent
 

@@ -13,11 +13,12 @@ from typing import Literal
 
 import polars as pl
 
-from pipelines.rewards import Fold, Outcome, fold_trajectories, joined_steps
+from pipelines.rewards import Outcome, fold_trajectories
 from pipelines.tables import Frame, as_lazy
-from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, condition_of, types_in
+from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, types_in
+from rollout_io.dataset.returns import Fold, joined_steps
+from rollout_io.dataset.trajectory_conditions import TrajectoryCondition, decided, evaluate
 from schemas.errors import ConfigError, InputError, count
-from schemas.types import with_absent
 
 STEPS = "joined steps"
 """Extra column that a filter's `row` expression may use: see `joined_steps`."""
@@ -35,15 +36,14 @@ class Filter:
         row: Expression over the columns of one row (merged or not) and `pl.col(STEPS)`, from which
             `value` is computed.
         fold: Aggregates the values of a trajectory's rows into its `value`.
-        absent_is_null: In `row`, treat optional columns that the table lacks as null instead of
-            raising an error.
+        condition: In place of `row`: `value` is whether the trajectory matches.
     """
 
     name: str
     drops: pl.Expr
     row: pl.Expr | None = None
     fold: Fold = pl.Expr.max
-    absent_is_null: bool = False
+    condition: TrajectoryCondition | None = None
 
 
 def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") -> pl.DataFrame:
@@ -71,18 +71,21 @@ def judge(frame: Frame, filters: Sequence[Filter], outcome: Outcome = "last") ->
         raise ConfigError("unique_filter", "filters", ", ".join(names), "unique names")
     frame = as_lazy(frame)
     frame = frame.with_columns(joined_steps(frame).alias(STEPS))
-    features = {}
+    features, matches = {}, {}
     for number, rule in enumerate(filters):
         if rule.row is not None:
-            if rule.absent_is_null:
-                frame = with_absent(frame, rule.row.meta.root_names())
             check_expression(frame, rule.row, rule.name)
             features[f"value_{number}"] = (rule.row, rule.fold)
+        if rule.condition is not None:
+            matches[number] = evaluate(frame, rule.condition, outcome)
     left = collect(fold_trajectories(frame, outcome, features), ", ".join(names))
     left = left.with_row_index("position")
     parts = []
     for number, rule in enumerate(filters):
         value = pl.col(f"value_{number}") if rule.row is not None else pl.lit(None)
+        if rule.condition is not None:
+            rows = left.join(matches[number], on="trajectory_id", maintain_order="left")
+            value = pl.lit(decided(rows, rule.condition))
         goes = left.with_columns(value=value).select(rule.drops.fill_null(value=False)).to_series()
         parts.append(left.filter(goes).with_columns(reason=pl.lit(rule.name)))
         left = left.filter(~goes)
@@ -203,19 +206,6 @@ def collect(
         got += f" ({types})" if types else ""
         hint = "check the columns' types: rollouts inspect DS"
         raise ConfigError("condition", name, got, hint=hint) from None
-
-
-def holds(condition: str | pl.Expr) -> pl.Expr:
-    """Turn a condition on a row into a Boolean expression; null is treated as false.
-
-    Args:
-        condition: A Polars expression, or SQL such as `reward > 0 AND agent = 'main'`. An aggregate
-            needs a window: `max(step_index) OVER (PARTITION BY trajectory_id)`.
-
-    Raises:
-        ConfigError: `condition`: the text is not valid SQL, or is not a condition on each row.
-    """
-    return pl.when(condition_of(condition)).then(statement=True).otherwise(statement=False)
 
 
 def apply_masks(

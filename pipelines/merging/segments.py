@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -152,20 +151,6 @@ class Steps:
     start: IntArray
     length: IntArray
     segment: IntArray
-
-
-def has_segment(frame: pl.LazyFrame, name: str) -> bool:
-    """True if the frame has a `segments` column with this field."""
-    kind = frame.collect_schema().get("segments")
-    inner = kind.inner if isinstance(kind, pl.List) else None
-    return isinstance(inner, pl.Struct) and name in {field.name for field in inner.fields}
-
-
-def joined(frame: pl.LazyFrame) -> pl.Expr:
-    """Build an expression that is true if a row was merged from several steps."""
-    if not has_segment(frame, JOINED):
-        return pl.lit(value=False)
-    return pl.col("segments").list.first().struct.field(JOINED).fill_null(value=False)
 
 
 def is_joined(table: pa.Table) -> BoolArray:

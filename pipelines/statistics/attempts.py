@@ -11,9 +11,10 @@ import pyarrow as pa
 
 from pipelines.filtering.regions import regions
 from pipelines.filtering.verdicts import STEPS
-from pipelines.rewards import Outcome, joined_steps
+from pipelines.rewards import Outcome
 from pipelines.statistics.metrics import trajectories
 from pipelines.tables import Frame, as_lazy
+from rollout_io.dataset.returns import joined_steps
 from schemas.ragged import Ragged, offsets_of, ranges
 from schemas.types import with_absent
 

@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.merging.segments import Steps, is_joined, step_columns, steps_of
-from pipelines.rewards import Outcome, dataset_outcome, trajectory_returns
+from pipelines.rewards import Outcome, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces, scan
+from rollout_io.dataset.returns import dataset_outcome
 from rollout_io.dataset.storage import PathLike
 from schemas.columns import METRICS_TYPE
 from schemas.numpy_arrays import to_arrow, to_frame, to_numpy

@@ -12,11 +12,12 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.rewards import Outcome, are_equal, dataset_outcome, trajectory_returns
+from pipelines.rewards import Outcome, are_equal, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import is_encoded
 from rollout_io.dataset.reader import iter_tables, pieces, scan
+from rollout_io.dataset.returns import dataset_outcome
 from rollout_io.dataset.storage import PathLike
 from schemas.numpy_arrays import to_arrow, to_frame, to_numpy
 from schemas.ragged import Ragged, list_lengths, offsets_of

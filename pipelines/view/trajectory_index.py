@@ -6,6 +6,7 @@ need no file access, unless a condition uses a column that the index lacks.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from dataclasses import dataclass, field
@@ -17,24 +18,28 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.filtering.verdicts import check_expression, collect, holds
-from pipelines.rewards import Outcome, dataset_outcome, trajectory_returns
+from pipelines.filtering.verdicts import collect
+from pipelines.rewards import Outcome, fold_trajectories
 from pipelines.statistics.summary import row_lengths
+from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.checking import checked_tables
-from rollout_io.dataset.conditions import condition_of, types_in
+from rollout_io.dataset.conditions import types_in
 from rollout_io.dataset.reader import scan
+from rollout_io.dataset.returns import dataset_outcome, num_steps
 from rollout_io.dataset.storage import PathLike
+from rollout_io.dataset.trajectory_conditions import TrajectoryCondition, decided, row_values
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError
 from schemas.numpy_arrays import to_frame
 from schemas.ragged import BoolArray, IntArray
-from schemas.types import PREFIX_TYPES, is_string, with_absent
+from schemas.types import PREFIX_TYPES, is_string
 
 MAX_TEXT = 200
 """Characters that the index keeps of a longer text, followed by its length and a hash."""
 
 COMPUTED = {
     "num_rows": pl.Int32,
+    "num_turns": pl.Int32,
     "return": pl.Float64,
     "prompt_tokens": pl.Int64,
     "response_tokens": pl.Int64,
@@ -46,11 +51,13 @@ COMPUTED = {
 
 _LENGTHS = frozenset(f"num tokens: {name}" for name in ("prompt", "response", "trained"))
 """Columns that the index adds to rows; the dataset's columns with these names are not kept."""
+_RETURN_COLUMNS = ("instance_id", "trajectory_id", "reward", "error", "segments")
 _IDS = ("instance_id", "trajectory_id", "repetition_id")
 _NOT_KEPT = frozenset({"messages", "response_text", "source", "sampling_extra"})
 _NUM_CACHED = 16
 _NUMBERED = frozenset({"instance_id", "trajectory_id"})
 _NUMBER = "number of "
+_KEY = f"{_NUMBER}trajectory_id"
 _PARTITIONED = frozenset({"Over", "Window"})
 
 
@@ -117,9 +124,11 @@ class TrajectoryIndex:
             names = names or kept_columns(table.schema)
             parts.append(_short_rows(table, names, cut))
             if "segments" in table.column_names:
-                returns.append(_returns(table, outcome))
+                own = [name for name in _RETURN_COLUMNS if name in table.column_names]
+                found = _returns(table.select(own), outcome)
+                returns.append(found.with_columns(_cut(found["error"]).alias("error")))
         rows = pl.concat(parts).rechunk()
-        found = pl.concat(returns) if returns else trajectory_returns(rows, outcome).collect()
+        found = pl.concat(returns) if returns else _returns(rows, outcome)
         ids = rows["trajectory_id"]
         first = np.flatnonzero((ids != ids.shift()).fill_null(value=True).to_numpy())
         starts = np.append(first, len(rows)).astype(np.int64)
@@ -229,24 +238,28 @@ class TrajectoryIndex:
             raise ConfigError("known_column", str(self.path), got, hint=hint)
 
     def _evaluated(self, where: str) -> BoolArray:
-        used = set(condition_of(where).meta.root_names())
+        condition = TrajectoryCondition.parse(where)
+        used = set(condition.names)
         for name in sorted(used & self.hidden):
             got = f"{name} is both a column of the dataset and a column that the viewer computes"
             hint = "rename the column of the dataset"
             raise ConfigError("condition", where, got, hint=hint)
         rows = self._rows_with(used)
-        frame = with_absent((self._stored_with(used) if rows is None else rows.lazy()), used)
-        condition = holds(where)
-        check_expression(frame, condition, where)
-        types = types_in(condition, frame.collect_schema())
-        if rows is None:
-            found = collect(frame.select(condition.alias("kept")), where, types)
-        else:
-            condition, windows = by_numbers(condition)
-            frame = frame.with_columns(self._numbers(name) for name in windows)
-            found = collect(frame.select(condition.alias("kept")), where, types, "in-memory")
-        kept = np.broadcast_to(found["kept"].to_numpy(), len(self.rows))  # a constant is one value
-        return np.logical_or.reduceat(kept, self.starts[:-1]) if len(self) else kept
+        key, frame = "trajectory_id", self._stored_with(used) if rows is None else rows.lazy()
+        if rows is not None:
+            condition, windows = _by_numbers_in(condition)
+            numbers = dict.fromkeys(["trajectory_id", *windows])
+            key, frame = _KEY, frame.with_columns(self._numbers(name) for name in numbers)
+        types = types_in(pl.struct(sorted(used)), frame.collect_schema()) if used else ""
+        values = row_values(frame, condition, {}, where, key).select("holds")
+        found = collect(values, where, types, "streaming" if rows is None else "in-memory")
+        kept = np.broadcast_to(found["holds"].to_numpy(), len(self.rows))  # a constant is one value
+        if not len(self):
+            return kept
+        first, ids = self.starts[:-1], self.trajectories["trajectory_id"]
+        folds = {"some": np.logical_or, "every": np.logical_and}
+        by = {name: fold.reduceat(kept, first) for name, fold in folds.items()}
+        return decided(pl.DataFrame({"trajectory_id": ids, **by}), condition, where).to_numpy()
 
     def _rows_with(self, used: set[str]) -> pl.DataFrame | None:
         """Return the rows with indexed and computed columns; None if a column is only on disk."""
@@ -288,6 +301,16 @@ class TrajectoryIndex:
             is_whole = name == "trajectory_id" or first.n_unique() == len(first)
             self._ids[name] = run if is_whole else first.rank("dense").gather(run)
         return self._ids[name].alias(f"{_NUMBER}{name}")
+
+
+def _by_numbers_in(condition: TrajectoryCondition) -> tuple[TrajectoryCondition, list[str]]:
+    """Apply `by_numbers` to all expressions of a condition."""
+    outer, windows = by_numbers(condition.outer)
+    parts = {}
+    for name, (row, fold) in condition.parts.items():
+        replaced, names = by_numbers(row)
+        parts[name], windows = (replaced, fold), [*windows, *names]
+    return dataclasses.replace(condition, outer=outer, parts=parts), windows
 
 
 def by_numbers(condition: pl.Expr) -> tuple[pl.Expr, list[str]]:
@@ -351,11 +374,11 @@ def _cut(texts: pl.Series) -> pl.Series:
     return pl.select(pl.when(length > MAX_TEXT).then(marks).otherwise(texts)).to_series()
 
 
-def _returns(table: pa.Table, outcome: Outcome) -> pl.DataFrame:
-    names = ("instance_id", "trajectory_id", "reward", "error", "segments")
-    used = table.select([name for name in names if name in table.column_names])
-    returns = trajectory_returns(used, outcome).collect()
-    return returns.with_columns(_cut(returns["error"]).alias("error"))
+def _returns(rows: Frame, outcome: Outcome) -> pl.DataFrame:
+    """Compute the returns and the numbers of steps of complete trajectories."""
+    frame = as_lazy(rows)
+    turns = num_steps(frame), pl.Expr.sum
+    return fold_trajectories(frame, outcome, {"num_turns": turns}).collect()
 
 
 def _trajectories(rows: pl.DataFrame, returns: pl.DataFrame, starts: IntArray) -> pl.DataFrame:
@@ -365,6 +388,7 @@ def _trajectories(rows: pl.DataFrame, returns: pl.DataFrame, starts: IntArray) -
     final = rows if one_row else rows[last]
     columns: dict[str, Any] = {name: final[name] for name in _IDS}
     columns["num_rows"] = pl.Series(np.diff(starts).astype(np.int32))
+    columns["num_turns"] = returns["num_turns"].cast(pl.Int32)
     columns["return"] = returns["return"]
     prompt, response, trained = (
         rows[f"num tokens: {name}"].to_numpy() for name in ("prompt", "response", "trained")

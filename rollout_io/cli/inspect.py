@@ -34,14 +34,14 @@ only logged text is shown: the last message of each prompt, and each response (a
 log lacks its text); pass --tokenizer DIR to see every token
 """
 EXAMPLE = example(
-    'rollouts inspect shop/ --where "reward > 0" --limit 2\n'
+    'rollouts inspect shop/ --where "return > 0" --limit 2\n'
     '  rollouts inspect shop/ --find "Traceback" --limit 20'
 )
 
 
 @click.command(epilog=EXAMPLE)
 @click.argument("dataset", metavar="DS", type=click.Path())
-@click.option("--where", metavar="SQL", help='SQL condition on any column, such as "reward > 0".')
+@click.option("--where", metavar="SQL", help='SQL condition, such as "return > 0".')
 @click.option("--find", "text", metavar="TEXT", help="List where this text occurs.")
 @click.option(
     "--find-ids", "ids", metavar="IDS", help="List where these token ids occur, such as 12,13."
@@ -77,8 +77,8 @@ def inspect(
 ) -> None:
     """Show prompts, responses and trained tokens of trajectories.
 
-    A trajectory is shown in full if the condition holds for at least one of its rows. Exit code 1 if
-    a displayed row breaks a named invariant.
+    Conditions see the trajectory: "return > 0 AND num_turns < 9", and its rows in any(CONDITION),
+    all(CONDITION) and last(COLUMN). Exit code 1 if a displayed row breaks a named invariant.
 
     --find searches the decoded tokens of every row (without a tokenizer: the logged messages and
     responses). A match in tokens that a row repeats from an earlier row is listed once.
@@ -92,7 +92,7 @@ def inspect(
         if text and ids:
             raise click.UsageError("--find and --find-ids exclude each other.")
         chosen = where is not None or trajectory is not None
-        kept = candidates(open_dataset(dataset), where, trajectory) if chosen else None
+        kept = candidates(dataset, open_dataset(dataset), where, trajectory) if chosen else None
         if trajectory is not None and kept is not None:
             kept = [known(trajectory, kept)]
         sought = text if text else ids_of(ids or "")
@@ -102,7 +102,7 @@ def inspect(
     frame = open_dataset(dataset)
     if tokenizer is not None:
         warn_of_other_tokenizer(dataset, tokenizer)
-    matching_ids = candidates(frame, where, trajectory)
+    matching_ids = candidates(dataset, frame, where, trajectory)
     if trajectory is not None:
         matching_ids = [known(trajectory, matching_ids)]
     try:
@@ -137,50 +137,30 @@ def inspect(
     ctx.exit(int(problem is not None))
 
 
-def candidates(frame: pl.LazyFrame, where: str | None, trajectory: str | None) -> list[str]:
-    """Return the ids that match `where`, or all ids if `where` is None.
+def candidates(
+    dataset: str, frame: pl.LazyFrame, where: str | None, trajectory: str | None
+) -> list[str]:
+    """Return, in order, the ids that match `where`, or all ids if `where` is None.
 
     If only `trajectory` is given, and exists, return only this id. Looking up one trajectory reads
     few row groups; listing all ids reads every row group.
-    """
-    if trajectory is None or where is not None:
-        return matching(frame, where)
-    is_there = len(rows_of(frame.select("trajectory_id"), [trajectory])) > 0
-    return [trajectory] if is_there else matching(frame, None)
-
-
-def matching(frame: pl.LazyFrame, where: str | None) -> list[str]:
-    """Return, in order, the ids of the trajectories in which any row satisfies the condition.
 
     Raises:
-        ConfigError: `condition`, `known_column`: the condition is not SQL, has a type error, or
-            refers to an unknown column.
+        ConfigError: `condition`, `known_column`: the condition is not SQL, has a type error, refers
+            to an unknown column, or matches only some rows of a trajectory.
     """
-    from rollout_io.dataset.conditions import (
-        POLARS_ERRORS,
-        check_columns,
-        condition_of,
-        refused,
-        types_in,
-    )
-    from schemas.types import with_absent
+    from rollout_io.dataset.returns import dataset_outcome
+    from rollout_io.dataset.trajectory_conditions import TrajectoryCondition, decided, evaluate
 
-    types = ""
-    if where is not None:
-        condition = condition_of(where)
-        frame = with_absent(frame, condition.meta.root_names())
-        schema = frame.collect_schema()
-        check_columns(condition.meta.root_names(), schema.names(), f"--where {where!r}", where)
-        types = types_in(condition, schema)
-        frame = frame.filter(condition)
-    try:
+    if where is None:
+        if trajectory and len(rows_of(frame.select("trajectory_id"), [trajectory])):
+            return [trajectory]
         ids = frame.select("trajectory_id").unique(maintain_order=True).collect()
-    except POLARS_ERRORS as error:
-        if where is None:
-            raise
-        raise refused(error, repr(where), types) from None
-    found: list[str] = ids["trajectory_id"].to_list()
-    return found
+    else:
+        condition, place = TrajectoryCondition.parse(where), f"--where {where!r}"
+        found = evaluate(frame, condition, dataset_outcome(dataset), place)
+        ids = found.filter(decided(found, condition, place))
+    return list(ids["trajectory_id"])
 
 
 def known(trajectory_id: str, ids: Sequence[str]) -> str:

@@ -124,7 +124,7 @@ def _unavailable(name: str, error: ImportError) -> click.Command:
 EXAMPLE = """\b
 Examples:
   rollouts convert logs.jsonl --rewards rewards.jsonl --out rollouts/
-  rollouts inspect rollouts/ --where "reward > 0" --limit 2
+  rollouts inspect rollouts/ --where "return > 0" --limit 2
   rollouts VERB --help
 """
 

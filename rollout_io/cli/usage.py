@@ -16,6 +16,9 @@ _KINDS = {
 }
 """Descriptions of click's types, by name."""
 
+_REPLACED = {"--where-all": 'write --where "all(CONDITION)"'}
+"""Hints for options of earlier versions."""
+
 
 class HintedUsageError(click.UsageError):
     """A usage error with a specific hint.
@@ -74,6 +77,8 @@ def _hint(error: click.ClickException, ctx: click.Context | None) -> str:
     if ctx is None:
         return "run `rollouts --help`"
     if isinstance(error, click.NoSuchOption):
+        if error.option_name in _REPLACED:
+            return _REPLACED[error.option_name]
         known = [name for param in ctx.command.params for name in param.opts]
         near = _closest(error.option_name, known) or error.possibilities
         if near:

@@ -12,6 +12,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import polars as pl
@@ -21,7 +22,10 @@ from schemas.errors import ConfigError
 POLARS_ERRORS = (pl.exceptions.PolarsError, pl.exceptions.PanicException)
 """Exceptions that Polars raises for a condition (`PanicException` is not an `Exception`)."""
 
-_HINT = "write a condition as you would after WHERE in SQL: reward > 0 AND agent = 'main'"
+_HINT = (
+    "write a condition as you would after WHERE in SQL: reward > 0 AND agent = 'main' for a row, "
+    "return > 0 AND any(agent = 'main') for a trajectory"
+)
 _VALUES = frozenset({"Column", "Literal", "FieldByName"})
 _WINDOWS = frozenset({"Over", "Window"})
 _LIST_SCOPE = "Eval"
@@ -137,15 +141,50 @@ def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: s
         raise ConfigError("known_column", where, got, "", hint)
 
 
+def holds(condition: str | pl.Expr) -> pl.Expr:
+    """Turn a condition on a row into a Boolean expression; null is treated as false.
+
+    Args:
+        condition: See `condition_of`.
+
+    Raises:
+        ConfigError: `condition`: see `condition_of`.
+    """
+    return pl.when(condition_of(condition)).then(statement=True).otherwise(statement=False)
+
+
+def parsed(text: str) -> tuple[pl.Expr, dict[str, tuple[str, pl.Expr]]]:
+    """Parse a condition on a trajectory.
+
+    Returns:
+        The expression, with a column in place of each call of `any`, `all` and `last`; and each
+        such column with the function and its argument.
+
+    Raises:
+        ConfigError: `condition`: the text is not SQL.
+    """
+    from rollout_io.dataset.sql_expressions import split_sql
+
+    with _refusing(repr(text)):
+        outer, parts = split_sql(text)
+        inner = {name: (function, pl.sql_expr(sql)) for name, (function, sql) in parts.items()}
+        return pl.sql_expr(outer), inner
+
+
 def _parsed(text: str, where: str) -> pl.Expr:
-    from rollout_io.dataset.sql_expressions import (
-        NotAnExpressionError,
-        TooLongError,
-        checked_sql,
-    )
+    from rollout_io.dataset.sql_expressions import checked_sql
+
+    with _refusing(where):
+        return pl.sql_expr(checked_sql(text))
+
+
+@contextmanager
+def _refusing(where: str) -> Iterator[None]:
+    """Convert what parsers raise for a text to a `ConfigError`."""
+    from rollout_io.dataset.sql_expressions import NotAnExpressionError, TooLongError
 
     try:
-        return pl.sql_expr(checked_sql(text))
+        yield
     except NotAnExpressionError as error:
         raise ConfigError("condition", where, str(error), "", _HINT) from None
     except TooLongError:

@@ -22,6 +22,7 @@ _VALUES = {TokenType.STRING, TokenType.NUMBER, TokenType.COMMA}
 _WORD, _NUMBER = re.compile(r"[^\W\d]\w*"), re.compile(r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+")
 _QUERY_WORDS = frozenset({"select", "from", "with", "table", "values", "where", "group", "order"})
 _ESCAPED_QUOTE = re.compile(r"""\\(['"]|$)""")
+_COMPARED = (exp.EQ, exp.NEQ, exp.GT, exp.GTE, exp.LT, exp.LTE)
 _ALLOWED = frozenset(
     {
         *(exp.Column, exp.Identifier, exp.Dot, exp.Literal, exp.Boolean, exp.Null, exp.Array),
@@ -71,6 +72,51 @@ class _Dialect(Dialect):
         }
 
 
+def split_sql(text: str) -> tuple[str, dict[str, tuple[str, str]]]:
+    """Replace calls of `any`, `all` and `last` by names of columns.
+
+    `x = any(list)` and `last(x) OVER (...)` are left as they are: they belong to a row.
+
+    Returns:
+        The SQL; and each name with its function and the SQL of its argument.
+
+    Raises:
+        NotAnExpressionError: The text is not one expression over columns, or a call has no
+            argument, several, or another such call inside.
+        TooLongError: The expression is too long.
+
+    Example:
+        >>> split_sql("num_turns = 1 and any(reward > 0)")
+        ('"num_turns" = 1 AND "__part_0__"', {'__part_0__': ('any', '"reward" > 0')})
+    """
+    tree, parts = _checked(text), dict[str, tuple[str, str]]()
+    for node in list(tree.walk()):
+        function = _fold_of(node)
+        if function is None:
+            continue
+        inner = [node.this.unnest()] if isinstance(node, exp.Any) else node.expressions
+        if len(inner) != 1 or isinstance(inner[0], exp.Tuple):
+            raise NotAnExpressionError(f"{function} takes one condition in brackets")
+        if any(_fold_of(one) for one in inner[0].walk()):
+            raise NotAnExpressionError(f"{function} contains another any, all or last")
+        name = f"__part_{len(parts)}__"
+        parts[name] = function, _generated(inner[0])
+        column = exp.column(name)
+        tree = column if node is tree else tree
+        node.replace(column)
+    return _generated(tree), parts
+
+
+def _fold_of(node: exp.Expr) -> str | None:
+    """Return the name of the function if a node folds the rows of a trajectory; else None."""
+    if isinstance(node, exp.Any):
+        is_list = isinstance(node.parent, _COMPARED) and node.arg_key == "expression"
+        return None if is_list else "any"
+    if isinstance(node, exp.Anonymous) and not isinstance(node.parent, exp.Window):
+        return node.this.lower() if node.this.lower() in {"all", "last"} else None
+    return None
+
+
 def checked_sql(text: str) -> str:
     """Parse SQL, and generate it again from its tree.
 
@@ -82,6 +128,17 @@ def checked_sql(text: str) -> str:
         >>> print(checked_sql("reward>0 and agent='main'"))
         "reward" > 0 AND "agent" = 'main'
     """
+    return _generated(_checked(text))
+
+
+def _generated(tree: exp.Expr) -> str:
+    try:
+        return tree.sql(_Dialect(), comments=False, identify=True, normalize_functions=False)
+    except RecursionError:
+        raise TooLongError from None
+
+
+def _checked(text: str) -> exp.Expr:
     dialect = _Dialect()
     try:
         found = dialect.tokenize(text)
@@ -98,7 +155,6 @@ def checked_sql(text: str) -> str:
         for node in tree.walk():
             if type(node) not in _ALLOWED or not _is_plain(node):
                 raise NotAnExpressionError(_refused(node))
-        sql: str = tree.sql(dialect, comments=False, identify=True, normalize_functions=False)
     except RecursionError:
         raise TooLongError from None
     except ParseError as error:
@@ -109,7 +165,7 @@ def checked_sql(text: str) -> str:
     except SqlglotError as error:
         got = str(error.__cause__ or error).split("\n")[0]
         raise NotAnExpressionError(f"the SQL cannot be read: {got}") from None
-    return sql
+    return tree
 
 
 def _unexpected(text: str, start: int) -> NotAnExpressionError:

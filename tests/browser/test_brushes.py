@@ -132,7 +132,7 @@ def brushes_of(told, column, where, has_one_row):
     "where",
     [
         "",
-        pytest.param("stop_reason = 'length' or reward > 0.5", marks=pytest.mark.nightly),
+        pytest.param("stop_reason = 'length' or return > 0.5", marks=pytest.mark.nightly),
         "whole < 0",
         pytest.param("agent = 'sub'", marks=pytest.mark.nightly),
     ],

@@ -175,7 +175,7 @@ def filter_sort_and_scroll(tab, path):
     """What a table of generated trajectories counts and orders, Polars counts and orders."""
     rows = scan(path).select("trajectory_id", "reward", "difficulty", "topic").collect()
     kept = rows.filter(pl.col("reward") < 0.1, pl.col("topic") == "math")
-    condition = quote("reward < 0.1 AND topic = 'math'")
+    condition = quote("return < 0.1 AND topic = 'math'")
     tab.open(f"table?where={condition}&sort=difficulty&descending=1")
     assert [number(one) for one in tab.values(".counts data")] == [len(kept), len(rows)]
     ordered = kept.sort("difficulty", descending=True, maintain_order=True)["trajectory_id"]

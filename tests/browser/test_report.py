@@ -73,10 +73,10 @@ def test_a_report_sorts_by_itself_and_says_what_needs_the_server(browser, report
 
 
 def test_a_report_of_a_filter_says_so(browser, shop, tmp_path):
-    out = export(tmp_path / "wins.html", shop, "--where", "reward > 0")
+    out = export(tmp_path / "wins.html", shop, "--where", "return > 0")
     with tab_at(browser, out.as_uri(), offline=True) as tab:
         tab.open("table")
-        assert "reward > 0" in tab.text(".counts")
+        assert "return > 0" in tab.text(".counts")
         assert {"1"} == set(tab.values("tbody [data-name=return]"))
 
 

@@ -135,7 +135,7 @@ def test_filters_sorts_and_brushes_count_what_polars_counts(tab, steps):
     tab.open("table")
     assert counted() == [48, 48]
     tab.press("f")
-    tab.page.keyboard.type("style = 'strip' AND reward > 0")
+    tab.page.keyboard.type("style = 'strip' AND return > 0")
     tab.press("Enter")
     wanted = steps.filter((pl.col("style") == "strip") & (pl.col("reward") > 0))
     tab.page.wait_for_function("location.hash.includes('where')")
@@ -341,7 +341,7 @@ def test_every_view_is_operated_by_keyboard_alone(tab):
     tab.press("2")
     at("table")
     tab.press("f")
-    tab.page.keyboard.type("reward > 0")
+    tab.page.keyboard.type("return > 0")
     tab.press("Enter")
     tab.page.wait_for_selector('.counts data[value="12"]')
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 
 import rollout_io
 from pipelines.merging.merge import merge_table
+from pipelines.rewards import trajectory_returns
 from schemas.strategies import rollout_tables
 from tests.conftest import EXAMPLES
 from tests.helpers.examples import examples
@@ -68,10 +69,10 @@ def on(code, dataset):
     return code.replace('"shop/', f'"{dataset}/').replace("'shop/", f"'{dataset}/")
 
 
-def run(code, dataset):
-    names = {}
+def run(code, dataset, name="rows"):
+    names = {"duckdb": duckdb}
     exec(on(code, dataset), names)
-    return names["rows"]
+    return names[name]
 
 
 def stored_names(dataset):
@@ -152,6 +153,15 @@ def test_prompts_of_the_prefix_layout_are_rebuilt_bit_for_bit(table, tmp_path_fa
         )
         counts = database.sql(QUERY.replace("shop/*.parquet", shards)).fetchall()
     assert {(i, step): n for i, step, n in counts} == {k: len(v) for k, v in expected.items()}
+
+
+def test_the_query_of_rewards_gives_mean_returns(dataset):
+    found = run(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[-1], dataset, name="returns")
+    returns = trajectory_returns(rollout_io.scan(dataset)).collect()
+    means = returns.group_by("instance_id").agg("return").sort("instance_id")
+    expected = [(name, sum(values) / len(values)) for name, values in means.rows()]
+    assert found.fetchall() == expected
+    assert any(0 < mean < 1 for _, mean in expected)
 
 
 def prompts_of(table):

@@ -175,7 +175,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
     Raises:
         RolloutError: The dataset cannot be read.
     """
-    from pipelines.rewards import dataset_outcome
+    from rollout_io.dataset.returns import dataset_outcome
 
     data, batch, model = config.data, config.batch, config.model
     rule = batch.merge_rule
@@ -196,7 +196,7 @@ def _was_merged(dataset: str) -> bool:
     If the history has neither, return True if any row was merged from several steps.
     """
     import rollout_io
-    from pipelines.merging.segments import joined
+    from rollout_io.dataset.returns import joined
 
     history = rollout_io.read_metadata(dataset).made_by
     verbs = [made["verb"] for made in history if made.get("verb") in {"merge", "unmerge"}]

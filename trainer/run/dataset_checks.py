@@ -184,7 +184,7 @@ def _zero_advantages(plan: Plan, config: TrainConfig) -> InputError:
         hint += " pass --algorithm reinforce++ or gae, which need no groups"
     best = plan.trajectories.filter("trains").select(pl.col("return").max()).item()
     if best is not None and best > 0:
-        hint += f"; or choose the rows (`rollouts filter DS --where 'reward > 0' --out GOOD`) and imitate them ({IMITATE})"
+        hint += f"; or choose the rows (`rollouts filter DS --where 'return > 0' --out GOOD`) and imitate them ({IMITATE})"
     else:  # the condition `reward > 0` would leave no rows
         hint += f"; or choose rows to imitate ({IMITATE})"
     if num_lost:

@@ -103,7 +103,7 @@ def test_the_report_of_a_dry_run_is_data_and_otherwise_a_note(dataset, tmp_path,
     [
         (["--where", "reward = 1"], ["a_0"]),
         (["--where", "reward >= 0", "--where", "instance_id = 'b'"], ["b_0", "b_1"]),
-        (["--where-all", "error IS NULL"], ["a_0", "a_1", "b_0", "b_1"]),
+        (["--where", "all(error IS NULL)"], ["a_0", "a_1", "b_0", "b_1"]),
         (["--drop-failed"], ["a_0", "a_1", "b_0", "b_1"]),
         (["--drop-failed-groups"], ["b_0", "b_1"]),
         (["--min-reward", "0", "--max-reward", "0.5"], ["a_1", "b_0", "b_1"]),

@@ -231,9 +231,11 @@ def test_a_condition_holds_for_any_or_for_all_rows():
     rows = table(
         ("a", 0, [{"agent": "main"}, {"agent": "checker"}]), ("a", 1, [{"agent": "main"}] * 2)
     )
-    assert kept(rows, where("agent = 'checker'")) == ["a_0"]
-    assert kept(rows, where("agent = 'main'", rows="all")) == ["a_1"]
-    assert kept(rows, where(pl.col("agent") == "main", rows="any")) == ["a_0", "a_1"]
+    assert kept(rows, where("any(agent = 'checker')")) == ["a_0"]
+    assert kept(rows, where("all(agent = 'main')")) == ["a_1"]
+    is_main = pl.col("agent") == "main"
+    assert kept(rows, where(is_main.any().over("trajectory_id"))) == ["a_0", "a_1"]
+    assert kept(rows, where(is_main.all().over("trajectory_id"))) == ["a_1"]
 
 
 def test_null_does_not_match():
@@ -400,7 +402,7 @@ def test_an_aggregate_over_the_whole_dataset_is_refused_with_the_way_to_say_it(c
 def test_an_aggregate_over_a_trajectory_is_a_condition_on_rows():
     rows = table(("a", 0, [{}, {}]), ("a", 1, [{}]))
     last = "step_index = max(step_index) over (partition by trajectory_id)"
-    assert ids(apply_filters(rows, [where(f"{last} and step_index > 0")])[0]) == ["a_0"]
+    assert ids(apply_filters(rows, [where(f"any({last} and step_index > 0)")])[0]) == ["a_0"]
 
 
 @pytest.mark.parametrize("returns", [(0.3, 0.1 + 0.2), (3e8, 3e8 + 1), (0.1 + 0.2 - 0.3, 0.0)])

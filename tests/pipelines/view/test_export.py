@@ -28,7 +28,7 @@ def bundle(tmp_path):
 @pytest.mark.slow
 def test_the_file_answers_about_every_trajectory_of_the_selection(ask, bundle, shop, tmp_path):
     out = tmp_path / "report.html"
-    told = export(ask.sources, bundle, str(out), where="reward > 0", limit=5)
+    told = export(ask.sources, bundle, str(out), where="return > 0", limit=5)
     assert told.startswith("10 trajectories, ")  # five of each dataset
     answers = answers_in(out)
     kept = (
@@ -41,7 +41,7 @@ def test_the_file_answers_about_every_trajectory_of_the_selection(ask, bundle, s
     window = answers[key_of(f"{root}/trajectories", offset=0, limit=5)]
     assert window.column("trajectory_id").to_pylist() == kept.to_list()
     assert json.loads(answers["/api/sources"])["export"] == {
-        "where": "reward > 0",
+        "where": "return > 0",
         "limit": 5,
         "num_trajectories": {"d0": 5, "d1": 5},
     }
@@ -67,7 +67,7 @@ def test_the_file_answers_about_every_trajectory_of_the_selection(ask, bundle, s
 def test_nothing_selected_is_an_error_and_writes_nothing(ask, bundle, tmp_path):
     out = tmp_path / "report.html"
     with pytest.raises(RolloutError, match="nothing_left"):
-        export(ask.sources, bundle, str(out), where="reward > 5", limit=5)
+        export(ask.sources, bundle, str(out), where="return > 5", limit=5)
     with pytest.raises(RolloutError, match="output_file"):
         export(ask.sources, bundle, str(tmp_path), where=None, limit=5)
     assert not out.exists()

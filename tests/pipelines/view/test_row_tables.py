@@ -72,7 +72,7 @@ def test_the_table_has_faults_and_shares(ask):
         ("faults LIKE '%swap%'", ["t_0"]),
         ("faults = 'none'", ["t_1"]),
         ("faults IS NULL AND share_of_update_3 > 0.8", ["u_0"]),
-        ("fault_nats > 20 AND reward > 0", ["t_0"]),
+        ("fault_nats > 20 AND return > 0", ["t_0"]),
     ):
         assert ask(TABLE, where=where)["trajectory_id"].to_list() == names
     counts = ask("/api/datasets/d0/histogram", column="faults")

@@ -17,14 +17,15 @@ from rollout_io import RolloutWriter, scan
 from schemas.errors import RolloutError
 
 CONDITIONS = (
-    "reward > 0",
-    "agent = 'main' AND step_index >= 3",
-    "stop_reason IS NULL OR stop_reason = 'length'",
+    "return > 0 AND num_turns > 2",
+    "any(agent = 'main' AND step_index >= 3)",
+    "NOT all(stop_reason IS NULL OR stop_reason = 'length')",
+    "last(stop_reason) = 'length'",
     "max(step_index) OVER (PARTITION BY trajectory_id) >= 4",
     "max(reward) OVER (PARTITION BY instance_id) < 1",
-    "count(step_index) OVER (PARTITION BY instance_id, agent) > 8 AND instance_id <> 'shop-3'",
+    "any(count(step_index) OVER (PARTITION BY instance_id, agent) > 8) AND instance_id <> 'shop-3'",
     "sum(reward) OVER (PARTITION BY instance_id) > avg(reward) OVER (PARTITION BY trajectory_id)",
-    "response_text LIKE '%answer%'",
+    "NOT any(response_text LIKE '%answer%')",
     "style <> 'append'",
     "error IS NOT NULL",
 )
@@ -149,7 +150,7 @@ def test_windows_are_those_of_a_stable_sort(ask, shop, column, descending):
 
 def test_histograms_count_every_trajectory(ask, shop):
     table = trajectories_of(shop)
-    found = ask(f"{ROOT}/histogram", column="response_tokens", bins=7, where="reward > 0")
+    found = ask(f"{ROOT}/histogram", column="response_tokens", bins=7, where="return > 0")
     values = table["response_tokens"].to_numpy()
     assert found["edges"] == np.histogram_bin_edges(values, 7).tolist()
     assert found["counts_all"] == np.histogram(values, 7)[0].tolist()

@@ -56,7 +56,7 @@ def test_the_verb_prints_an_address_and_ends_on_a_signal(started, number):
     ("arguments", "code", "words"),
     [
         (["a", "b", "c"], 2, "at most two"),
-        (["a", "--where", "reward > 0"], 2, "--out"),
+        (["a", "--where", "return > 0"], 2, "--out"),
         (["a", "--limit", "3"], 2, "--out"),
         ([], 2, "missing argument"),
     ],

@@ -283,7 +283,7 @@ def test_warnings_alone_exit_0(dataset: str, tmp_path: Path, capsys: Capture) ->
 
 
 def test_inspect_shows_whole_trajectories_that_match(dataset: str, capsys: Capture) -> None:
-    assert run(["inspect", dataset, "--where", "reward > 0", "--limit", "2", "--json"]) == 0
+    assert run(["inspect", dataset, "--where", "return > 0", "--limit", "2", "--json"]) == 0
     views = json.loads(capsys.readouterr().out)
     assert [v["trajectory_id"] for v in views] == ["shop-0_1", "shop-0_3"]
     assert [v["reward"] for v in views] == [1.0, 1.0]
@@ -327,9 +327,9 @@ def test_inspect_says_once_how_to_see_text(
     ("args", "says", "hints"),
     [
         (["--where", "rewrd > 0"], "--where 'rewrd > 0': ", "did you mean reward?"),
-        (["--where", "CAST(reward AS DECIMAL(99, 2)) > 1"], "'CAST(reward", "reward > 0 AND"),
+        (["--where", "CAST(reward AS DECIMAL(99, 2)) > 1"], "--where 'CAST(", "return > 0 AND"),
         (["--where", "reward >"], "'reward >'", "reward > 0 AND"),
-        (["--where", "agent > 0"], "'agent > 0'", "reward > 0 AND"),
+        (["--where", "agent > 0"], "--where 'agent > 0'", "return > 0 AND"),
         (["--trajectory", "shop-0_7"], "--trajectory: ", "did you mean shop-0_"),
         (["--tokenizer", "/nowhere"], "/nowhere", "model"),
     ],

@@ -159,7 +159,7 @@ KINDS = {
     "words",
     [
         *(["stats"], ["validate"], ["inspect"], ["drift"], ["merge", "--out", "OUT"]),
-        ["filter", "--where", "reward > 0", "--out", "OUT"],
+        ["filter", "--where", "return > 0", "--out", "OUT"],
         ["export", "--format", "skyrl", "--out", "OUT"],
     ],
     ids=lambda words: words[0],

@@ -63,7 +63,7 @@ def test_the_chat_survives_every_verb(dataset, layout, tmp_path):
     merged, again, kept = (str(tmp_path / name) for name in ("merged", "again", "kept"))
     assert run(["merge", str(dataset), "--out", merged, "--layout", layout]) == 0
     assert run(["unmerge", merged, "--out", again]) == 0
-    assert run(["filter", again, "--where", "reward > 0", "--out", kept]) == 0
+    assert run(["filter", again, "--where", "return > 0", "--out", kept]) == 0
     assert run(["validate", kept]) == 0
     assert chats(merged) == chats(again) == chats(dataset)
     assert chats(kept) == [CHAT]

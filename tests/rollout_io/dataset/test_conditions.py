@@ -97,7 +97,6 @@ def test_no_condition_opens_a_file(secret, function):
     [
         ["inspect", "DS", "--where"],
         ["filter", "DS", "--dry-run", "--where"],
-        ["filter", "DS", "--dry-run", "--where-all"],
         ["filter", "DS", "--dry-run", "--keep-rows"],
     ],
 )

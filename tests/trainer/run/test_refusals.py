@@ -87,7 +87,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
             "every advantage is 0",
             "(2 groups)",
             "Hint: run `rollouts st",
-            "; or choose the rows (`rollouts filter DS --where 'reward > 0' --out GOOD`) and",
+            "; or choose the rows (`rollouts filter DS --where 'return > 0' --out GOOD`) and",
             "imitate them (--set loss.policy_loss_type=cross_entropy)",
         ),
     ),

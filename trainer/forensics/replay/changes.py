@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from pipelines.filtering.verdicts import holds
 from rollout_io.configuration import build, checked_values
-from rollout_io.dataset.conditions import POLARS_ERRORS, check_columns, condition_of, refused
+from rollout_io.dataset.conditions import (
+    POLARS_ERRORS,
+    check_columns,
+    condition_of,
+    holds,
+    refused,
+)
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
 from trainer.batches.data import Batch, groups_with_gradient

@@ -115,7 +115,7 @@ function CopyDialog({ onClose }: { onClose: () => void }): JSX.Element {
   if (byName) {
     names = found.value?.rows.map((row) => String(row.trajectory_id)) ?? [];
     what = count(found.value?.total ?? 0, "trajectory", "trajectories");
-    note = "The filter uses columns that the viewer computes, so the trajectories are listed by id.";
+    note = "The filter is about trajectories, not rows, so the trajectories are listed by id.";
     if (found.value !== undefined && found.value.total > MOST) note += ` Only the first ${short(MOST)} are listed.`;
   } else if (names === null && selection.where === "" && place.trajectory !== undefined) {
     names = [place.trajectory];

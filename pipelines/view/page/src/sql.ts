@@ -25,13 +25,13 @@ export function literal(value: string | number | boolean): string {
 }
 
 /** The columns that the viewer computes for each trajectory; others belong to rows. */
-const COMPUTED = "num_rows|return|prompt_tokens|response_tokens|trained_tokens|longest_row_tokens|agents";
+const COMPUTED = "num_rows|num_turns|return|prompt_tokens|response_tokens|trained_tokens|longest_row_tokens|agents";
 const OF_TRAJECTORY = new RegExp(`^(?:${COMPUTED}|instance_id|trajectory_id|repetition_id)$`);
 const OVER = " OVER (PARTITION BY trajectory_id)";
 
-/** Whether a filter uses columns that only the viewer has: computed ones, and those from verdicts and shares. */
+/** Whether a filter cannot be a Polars expression: it uses columns of trajectories, or folds the rows of one. */
 export function usesComputed(where: string, added: string[] = []): boolean {
-  return new RegExp(`\\b(?:${[COMPUTED, ...added].join("|")})\\b`).test(where.replace(/'(?:[^']|'')*'/g, ""));
+  return new RegExp(`\\b(?:(?:${[COMPUTED, ...added].join("|")})\\b|(?:any|all|last)\\s*\\()`, "i").test(where.replace(/'(?:[^']|'')*'/g, ""));
 }
 
 /** The condition that a brush writes, and the pattern that finds it in a filter. */
@@ -41,8 +41,8 @@ export interface Condition {
 }
 
 /**
- * Histograms count a trajectory once: by its last row, its oldest policy version, its first error. A filter keeps a
- * trajectory if any row matches, so row conditions become trajectory conditions, which combine with any other.
+ * Histograms count a trajectory once: by its last row, its oldest policy version, its first error. A condition on rows
+ * has several readings, so brushes write conditions on trajectories, which combine with any other.
  */
 function ofTrajectory(column: string, hasOneRow: boolean, on: (name: string) => string): Condition {
   const name = identifier(column);

@@ -31,6 +31,7 @@ const TITLES: Record<string, [string, string]> = {
   trajectory_id: ["trajectory", "trajectory_id: one attempt at a task"],
   repetition_id: ["attempt", "repetition_id"],
   num_rows: ["rows", "num_rows: rows of the table, one per model call unless merged"],
+  num_turns: ["turns", "num_turns: steps, merged or not"],
   return: ["return", "The reward of the last step, or the sum over steps"],
   prompt_tokens: ["prompt tokens", "prompt_tokens: tokens of all prompts"],
   response_tokens: ["response tokens", "response_tokens: tokens of all responses"],
@@ -45,7 +46,7 @@ const ADDED_TITLES: Record<string, [string, string]> = {
   faults: ["faults", "faults: the kinds of faults that an audit found in its rows; none: audited, no fault found"],
   fault_nats: ["certainty of faults, nats", "fault_nats: the largest log-likelihood ratio of a fault to the label"],
 };
-const NUMBERS = new Set(["repetition_id", "num_rows", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
+const NUMBERS = new Set(["repetition_id", "num_rows", "num_turns", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
 const CHARTED = ["return", "response_tokens", "num_rows", "stop_reason", "faults"];
 const ORDER = ["trajectory_id", "instance_id", "repetition_id", "return"];
 

@@ -1,0 +1,247 @@
+"""Conditions on trajectories, in SQL: `return > 0 AND any(agent = 'checker')`.
+
+A condition sees two kinds of columns. `TRAJECTORY_COLUMNS` belong to the trajectory. All others
+belong to its rows, and are read inside
+
+    any(condition)     true if at least one row matches
+    all(condition)     true if every row matches
+    last(expression)   the value in the last row
+
+A column of rows outside these is evaluated for each row. If the whole condition then has the same
+value in all rows of each trajectory, that is its value. Otherwise it has two readings and is
+refused. Null is false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import polars as pl
+
+from rollout_io.dataset.conditions import (
+    POLARS_ERRORS,
+    check_columns,
+    condition_of,
+    holds,
+    parsed,
+    refused,
+    types_in,
+)
+from rollout_io.dataset.returns import Fold, earned_reward, fold_return, num_steps
+from schemas.errors import ConfigError, count
+from schemas.metadata import Outcome
+from schemas.types import with_absent
+
+TRAJECTORY_COLUMNS = (
+    *("instance_id", "repetition_id", "trajectory_id"),
+    *("return", "num_turns", "error"),
+)
+"""Columns of trajectories: `return` (docs/table.md), its number of steps, and its first error."""
+
+COMPUTED = ("return", "num_turns")
+"""Those that no row has."""
+
+_FOLDS: dict[str, Fold] = {"any": pl.Expr.any, "all": pl.Expr.all, "last": pl.Expr.last}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryCondition:
+    """A parsed condition.
+
+    Attributes:
+        text: The condition, for messages.
+        outer: The condition over columns and `parts`.
+        parts: Expressions over the columns of one row, by name, and how to combine their values.
+    """
+
+    text: str
+    outer: pl.Expr
+    parts: Mapping[str, tuple[pl.Expr, Fold]]
+
+    @classmethod
+    def parse(cls, condition: str | pl.Expr) -> TrajectoryCondition:
+        """Parse a condition without opening a file or evaluating a row.
+
+        Args:
+            condition: SQL, or a Polars expression over the columns of a row and
+                `TRAJECTORY_COLUMNS`.
+
+        Raises:
+            ConfigError: `condition`: the text is not SQL, or is not a condition on a trajectory.
+        """
+        if isinstance(condition, pl.Expr):
+            return cls(text=str(condition), outer=condition_of(condition), parts={})
+        outer, found = parsed(condition)
+        parts = {
+            name: (_row(function, condition_of(part)), _FOLDS[function])
+            for name, (function, part) in found.items()
+        }
+        return cls(text=condition, outer=condition_of(outer), parts=parts)
+
+    @property
+    def outer_names(self) -> list[str]:
+        """Columns outside `any`, `all` and `last`."""
+        names = dict.fromkeys(self.outer.meta.root_names())
+        return [name for name in names if name not in self.parts]
+
+    @property
+    def names(self) -> list[str]:
+        """All columns that the condition reads."""
+        inner = (name for row, _ in self.parts.values() for name in row.meta.root_names())
+        return list(dict.fromkeys([*self.outer_names, *inner]))
+
+
+def _row(function: str, part: pl.Expr) -> pl.Expr:
+    return part if function == "last" else holds(part)
+
+
+def trajectory_columns(frame: pl.LazyFrame, outcome: Outcome) -> dict[str, tuple[pl.Expr, Fold]]:
+    """Return the expressions over rows that make `COMPUTED`, and how to combine their values."""
+    has_error = "error" in frame.collect_schema()
+    error = pl.col("error") if has_error else pl.lit(None, pl.String)
+
+    def returned(rows: pl.Expr) -> pl.Expr:
+        total = fold_return(rows.struct.field("earned"), outcome)
+        return pl.when(rows.struct.field("error").is_null().all()).then(total)
+
+    earned = pl.struct(earned=earned_reward(frame, outcome), error=error)
+    return {"return": (earned, returned), "num_turns": (num_steps(frame), pl.Expr.sum)}
+
+
+def row_values(
+    frame: pl.LazyFrame,
+    condition: TrajectoryCondition,
+    computed: Mapping[str, tuple[pl.Expr, Fold]],
+    where: str = "",
+    key: str = "trajectory_id",
+) -> pl.LazyFrame:
+    """Evaluate a condition on each row of complete trajectories.
+
+    Only the columns that stand outside `any`, `all` and `last` are kept in memory; those inside are
+    streamed.
+
+    Args:
+        frame: The rows.
+        condition: The condition.
+        computed: Columns to compute (see `trajectory_columns`).
+        where: Location to name in messages; "": the condition.
+        key: Column that identifies the trajectory.
+
+    Returns:
+        `key` and `holds` (Boolean, never null), in order.
+
+    Raises:
+        ConfigError: `known_column`: the condition uses an unknown column; `condition`: a type does
+            not match.
+    """
+    where, names = where or repr(condition.text), condition.names
+    for name in sorted({*names} & {*computed} & {*frame.collect_schema()}):
+        got = f"the dataset has its own column {name!r}, which conditions compute"
+        raise ConfigError("condition", where, got, hint="rename the column of the dataset")
+    inner = [name for name in names if name not in condition.outer_names]
+    for name in sorted({*inner} & {*computed}):
+        got = f"{name} belongs to the trajectory, not to its rows"
+        raise ConfigError("condition", where, got, hint=f"write {name} outside any, all and last")
+    frame = with_absent(frame, [*names, "error"])
+    schema = frame.collect_schema()
+    known = list(schema)
+    check_columns(condition.outer_names, [*known, *computed], where, condition.text)
+    check_columns(inner, known, where, condition.text)
+    folded = {name: computed[name] for name in condition.outer_names if name in computed}
+    if "error" in condition.outer_names:
+        folded["error"] = pl.col("error"), _first_error
+    folded |= condition.parts
+    empty = pl.DataFrame(schema=schema).lazy()
+    try:  # zero rows show type errors without reading data
+        _evaluated(empty, condition, folded, key).collect()
+    except POLARS_ERRORS as error:
+        raise refused(error, where, types_in(pl.struct(names), schema)) from None
+    return _evaluated(frame, condition, folded, key)
+
+
+def _evaluated(
+    frame: pl.LazyFrame,
+    condition: TrajectoryCondition,
+    folded: Mapping[str, tuple[pl.Expr, Fold]],
+    key: str,
+) -> pl.LazyFrame:
+    bare = dict.fromkeys([key, *(n for n in condition.outer_names if n not in folded)])
+    rows = frame.select(*bare, **{name: row for name, (row, _) in folded.items()})
+    whole = rows.with_columns(
+        **{name: fold(pl.col(name)).over(key) for name, (_, fold) in folded.items()}
+    )
+    return whole.select(key, holds=holds(condition.outer))
+
+
+def _first_error(errors: pl.Expr) -> pl.Expr:
+    return errors.drop_nulls().first()
+
+
+def evaluate(
+    frame: pl.LazyFrame, condition: TrajectoryCondition, outcome: Outcome, where: str = ""
+) -> pl.DataFrame:
+    """Evaluate a condition on each trajectory.
+
+    Args:
+        frame: Rows of complete trajectories.
+        condition: The condition.
+        outcome: How returns are computed.
+        where: Location to name in messages; "": the condition.
+
+    Returns:
+        trajectory_id, and whether some and whether every row matches; in order of appearance. They
+        are equal unless the condition has two readings: see `decided`.
+
+    Raises:
+        ConfigError: see `row_values`.
+
+    Example:
+        A solved trajectory of three steps with rewards 0, 0 and 1:
+
+        >>> for text in ("reward < 1", "return < 1", "any(reward < 1)", "last(reward) < 1"):
+        ...     print(evaluate(frame, TrajectoryCondition.parse(text), "last").rows())
+        [('a_0', True, False)]
+        [('a_0', False, False)]
+        [('a_0', True, True)]
+        [('a_0', False, False)]
+    """
+    where = where or repr(condition.text)
+    rows = row_values(frame, condition, trajectory_columns(frame, outcome), where)
+    value = pl.col("holds")
+    found = rows.group_by("trajectory_id", maintain_order=True).agg(
+        some=value.any(), every=value.all()
+    )
+    try:
+        return found.collect(engine="streaming")
+    except POLARS_ERRORS as error:
+        types = types_in(pl.struct(condition.names), frame.collect_schema())
+        raise refused(error, where, types) from None
+
+
+def decided(found: pl.DataFrame, condition: TrajectoryCondition, where: str = "") -> pl.Series:
+    """Return whether each trajectory matches.
+
+    Args:
+        found: Trajectories, with the columns of `evaluate`.
+        condition: The condition.
+        where: Location to name in messages; "": the condition.
+
+    Raises:
+        ConfigError: `condition`: some rows of a trajectory match, and others do not.
+    """
+    split = found.filter(pl.col("some") & ~pl.col("every"))
+    if split.is_empty():
+        return found["every"]
+    first = f"trajectory {split['trajectory_id'][0]!r}"
+    more = f" and {count(len(split) - 1, 'other')}" if len(split) > 1 else ""
+    got = f"{first}{more} match in some rows and not in others"
+    raise ConfigError("condition", where or repr(condition.text), got, hint=_readings(condition))
+
+
+def _readings(condition: TrajectoryCondition) -> str:
+    """Describe how to write what an ambiguous condition may mean."""
+    rows = [name for name in condition.outer_names if name not in TRAJECTORY_COLUMNS]
+    text = condition.text if not condition.parts else f"... {rows[0]} ..." if rows else "..."
+    hint = f"write any({text}) if one row suffices, or all({text}) if every row must match"
+    return f"{hint}; for a trajectory's reward write return" if "reward" in rows else hint
