@@ -107,8 +107,9 @@ class GenerateConfig:
     """Arguments of the chat template, such as `enable_thinking = false`."""
     group_size: Count = 1
     """Trajectories per task; >= 1."""
-    max_turns: Count = 1
-    """Maximum number of turns of a trajectory; >= 1. Environments receive it as an extra."""
+    max_turns: Count = 100
+    """Maximum number of turns of a trajectory; >= 1. A trajectory that its environment has not ended by
+    then has the stop reason `max_turns`. Environments receive it as an extra."""
     max_input_tokens: Count | None = None
     """Maximum length of a prompt, in tokens; >= 1. A trajectory ends before a turn that would exceed
     it, with stop reason `context_length`. None: the model's context is the limit."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import pkgutil
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pipelines.generation.config import GenerateConfig
 from pipelines.generation.tasks import Task, conversation
 from pipelines.generation.user_code import OwnThread, encodable
+from rollout_io.formats.parsing.messages import openai_tools
 from rollout_io.retokenize.messages import normalize
 from schemas.errors import ConfigError, InputError, RolloutError
 from schemas.extras import requires_extra
@@ -43,6 +45,23 @@ class Outcome:
     replaced: str | None = None
 
 
+class Beginning(NamedTuple):
+    """What the model sees first.
+
+    Attributes:
+        messages: The conversation.
+        tools: Definitions of tools, for the chat template; None if there are none.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+
+
+def _is_tool(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
 class Environment:
     """The environment of one trajectory, called in its own thread.
 
@@ -60,30 +79,46 @@ class Environment:
         self._thread = OwnThread(_RULE)
         self._turn = 0
 
-    async def init(self, prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    async def init(self, prompt: Sequence[Mapping[str, Any]]) -> Beginning:
         """Construct and initialise the environment.
 
         Returns:
-            The conversation that the model sees first.
+            What the model sees first.
 
         Raises:
             InputError: `env_raised`: the environment raises; `env_timeout`: a call exceeds the time
-                limit; `env_output`: the result is not a pair (conversation, metadata).
+                limit; `env_output`: the result is not a pair (conversation, metadata), or
+                `metadata["tools"]` is not a list of tool definitions.
         """
         self._own = await self._call("__init__", self._make)
         messages = [dict(message) for message in prompt]
         return await self._call("init", lambda: self._conversation(self._own.init(messages)))
 
-    def _conversation(self, made: Any) -> list[dict[str, Any]]:
+    def _conversation(self, made: Any) -> Beginning:
         if not isinstance(made, tuple) or len(made) != 2:
             got = f"the result {made!r:.60}"
             raise self._nonsense("init", got, "a pair (conversation, metadata)")
         where = f"{self._where}, init"
         try:
-            return conversation(made[0], where)
+            messages = conversation(made[0], where)
         except RolloutError as error:
             given = ("env_output", where, error.got, error.expected)
             raise InputError(*given, message=error.sentence) from None
+        tools = made[1].get("tools") if isinstance(made[1], Mapping) else None
+        return Beginning(messages, self._tools(tools) if tools else None)
+
+    def _tools(self, given: Any) -> list[dict[str, Any]]:
+        """Return tool definitions in OpenAI's format, as JSON has them."""
+        try:
+            decoded = json.loads(json.dumps(given, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            decoded = None
+        listed = decoded if isinstance(decoded, list) else []
+        tools = openai_tools(listed) or []
+        if len(tools) != max(len(listed), 1) or not all(map(_is_tool, tools)):
+            expected = 'a list of {"type": "function", "function": {"name": ..., ...}}'
+            raise self._nonsense("init", f"tools {given!r:.60}", expected)
+        return tools
 
     async def step(self, action: str) -> Outcome:
         """Pass an action to the environment, and check the result.

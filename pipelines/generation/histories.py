@@ -11,7 +11,7 @@ from pipelines.generation.config import History
 from pipelines.generation.user_code import encodable
 from rollout_io.retokenize.fixed_base import BASE, fixed_base
 from rollout_io.retokenize.messages import normalize
-from rollout_io.retokenize.tokenizer import ChatTokenizer
+from rollout_io.retokenize.tokenizer import ChatTokenizer, Tools
 from schemas.errors import InputError, count
 
 Messages = Sequence[Mapping[str, Any]]
@@ -22,6 +22,7 @@ def observation_ids(
     observations: Sequence[Mapping[str, Any]],
     tokenizer: ChatTokenizer,
     where: str = "observations",
+    tools: Tools | None = None,
 ) -> list[int]:
     r"""Return the ids between a response and the first token of the next one.
 
@@ -42,6 +43,7 @@ def observation_ids(
         observations: Messages; if there are none, the model writes another message.
         tokenizer: From `load_tokenizer`.
         where: Location shown in error messages.
+        tools: Tool definitions of the conversation.
 
     Raises:
         InputError: `fixed_base`, `chat_template`, `message`: see `encode_messages`.
@@ -53,8 +55,8 @@ def observation_ids(
         [198, 1, 4093, 198, 35, 27, 35, 47, 2, 198, 1, 520, 9531, 198]
     """
     plain = [normalize(m, f"{where}, message {i}") for i, m in enumerate(observations)]
-    base = fixed_base(tokenizer, None, where)
-    text = tokenizer.render([*BASE, *plain], generation_prompt=True, where=where)
+    base = fixed_base(tokenizer, tools, where)
+    text = tokenizer.render([*BASE, *plain], tools, generation_prompt=True, where=where)
     if not text.startswith(base.text):
         got, hint = "the chat template changes earlier messages", "set history = step_wise"
         raise InputError("fixed_base", where, got, hint=hint)
@@ -99,29 +101,39 @@ class Conversation(Protocol):
         ...
 
 
-def begin(history: History, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> Conversation:
+def begin(
+    history: History,
+    prompt: Messages,
+    tokenizer: ChatTokenizer,
+    where: str,
+    tools: Tools | None = None,
+) -> Conversation:
     """Start a conversation that builds prompts as `history` specifies.
 
     Raises:
         InputError: `chat_template`: the template does not accept the prompt.
     """
     if history == "append":
-        return Appended(prompt, tokenizer, where)
+        return Appended(prompt, tokenizer, where, tools)
     if history == "one_message":
-        return OneMessage(prompt, tokenizer, where)
-    return Rendered(prompt, tokenizer, where)
+        return OneMessage(prompt, tokenizer, where, tools)
+    return Rendered(prompt, tokenizer, where, tools)
 
 
 class Rendered:
     """Messages that are rendered again for every turn; tokens of earlier turns may change."""
 
-    def __init__(self, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> None:
+    def __init__(
+        self, prompt: Messages, tokenizer: ChatTokenizer, where: str, tools: Tools | None = None
+    ) -> None:
         self.messages = [dict(message) for message in prompt]
-        self.tokenizer, self.where = tokenizer, where
+        self.tokenizer, self.where, self.tools = tokenizer, where, tools
 
     def prompt_ids(self) -> list[int]:
         """Implement `Conversation.prompt_ids`."""
-        text = self.tokenizer.render(self.messages, generation_prompt=True, where=self.where)
+        text = self.tokenizer.render(
+            self.messages, self.tools, generation_prompt=True, where=self.where
+        )
         return self._encode(text)
 
     def extend(
@@ -144,8 +156,10 @@ class Appended(Rendered):
     action: the next prompt then contains the tokens of the replacement instead of the sampled ones.
     """
 
-    def __init__(self, prompt: Messages, tokenizer: ChatTokenizer, where: str) -> None:
-        super().__init__(prompt, tokenizer, where)
+    def __init__(
+        self, prompt: Messages, tokenizer: ChatTokenizer, where: str, tools: Tools | None = None
+    ) -> None:
+        super().__init__(prompt, tokenizer, where, tools)
         self.ids = super().prompt_ids()
 
     def prompt_ids(self) -> list[int]:
@@ -158,7 +172,9 @@ class Appended(Rendered):
         """Implement `Conversation.extend`."""
         super().extend(response_ids, text, replaced, observations)
         said = response_ids if replaced is None else self._encode(replaced)
-        self.ids += said + observation_ids(said, observations, self.tokenizer, self.where)
+        self.ids += said + observation_ids(
+            said, observations, self.tokenizer, self.where, self.tools
+        )
         return response_ids
 
 
@@ -185,7 +201,11 @@ class OneMessage(Appended):
 
 
 def final_rendering(
-    messages: Messages, num_turns: int, tokenizer: ChatTokenizer, where: str
+    messages: Messages,
+    num_turns: int,
+    tokenizer: ChatTokenizer,
+    where: str,
+    tools: Tools | None = None,
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Render an entire conversation with its template, and locate the generated turns.
 
@@ -194,6 +214,7 @@ def final_rendering(
         num_turns: Number of generated turns, which are the conversation's last assistant messages.
         tokenizer: Tokenizer whose chat template marks generated text with {% generation %}.
         where: Location shown in error messages.
+        tools: Tool definitions of the conversation.
 
     Returns:
         [N] ids, and the (start, end) of each turn among them.
@@ -201,7 +222,7 @@ def final_rendering(
     Raises:
         InputError: `assistant_masks`: the template does not mark every assistant message.
     """
-    ids, mask = tokenizer.render_marked(messages, where=where)
+    ids, mask = tokenizer.render_marked(messages, tools, where=where)
     bounds = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
     runs = [(a, b) for a, b in pairwise(bounds) if a < b and mask[a]]
     num_answers = sum(message["role"] == "assistant" for message in messages)

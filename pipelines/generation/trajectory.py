@@ -17,11 +17,14 @@ from pipelines.generation.histories import Conversation, as_json, begin, final_r
 from pipelines.generation.tasks import Task
 from rollout_io.formats.base import Step
 from rollout_io.formats.parsing.sampling import sampling_extra
-from rollout_io.retokenize.tokenizer import ChatTokenizer
+from rollout_io.retokenize.tokenizer import ChatTokenizer, Tools
 from schemas.errors import EngineError, RolloutError
 from schemas.messages import RETOKENIZED
 
-COMPLETED = frozenset({"stop", "tool_calls", "complete"})
+MAX_TURNS = "max_turns"
+"""Stop reason of a trajectory that its environment had not ended after the last turn it may have."""
+
+COMPLETED = frozenset({"stop", "tool_calls", "complete", MAX_TURNS})
 """Stop reasons of a turn that was not cut off."""
 
 
@@ -87,6 +90,7 @@ class GymTrajectory:
         self.warnings: list[str] = []
         self._environment = Environment(make, self.where, config.env_timeout_s)
         self._said: list[dict[str, Any]] = []
+        self._tools: Tools | None = None
 
     async def run(self) -> None:
         """Run turns until the environment is done or a limit is reached.
@@ -96,14 +100,23 @@ class GymTrajectory:
             EngineError: `context_length`: the first prompt is too long; or the engine fails.
         """
         try:
-            prompt = await self._environment.init(self.task.prompt)
+            prompt, self._tools = await self._environment.init(self.task.prompt)
             history = self.config.history
-            await self._turns(begin(history, prompt, self.tokenizer, self.where))
+            self._warn_of_unseen_tools(prompt)
+            await self._turns(begin(history, prompt, self.tokenizer, self.where, self._tools))
             self.steps[-1].metrics = await self._environment.metrics() or None
         finally:
             await self._close()
         if self.config.history == "retokenize":
             self._retokenize()
+
+    def _warn_of_unseen_tools(self, prompt: Sequence[dict[str, Any]]) -> None:
+        if not self._tools:
+            return
+        texts = (self.tokenizer.render(prompt, t, where=self.where) for t in (self._tools, None))
+        if len(set(texts)) == 1:
+            text = "the chat template ignores tools, so the model does not see those of `init`"
+            self.warnings.append(f"{self.where}: {text}. Set chat_template")
 
     async def _turns(self, talk: Conversation) -> None:
         for turn in range(self.config.max_turns):
@@ -121,7 +134,11 @@ class GymTrajectory:
             step.reward = outcome.reward
             if outcome.replaced is not None:
                 self._said[-1]["content"] = outcome.replaced
-            if outcome.is_done or turn + 1 == self.config.max_turns:
+            if outcome.is_done:
+                return
+            if turn + 1 == self.config.max_turns:
+                if step.stop_reason in COMPLETED:
+                    step.stop_reason = MAX_TURNS
                 return
             self._extend(talk, sampled, outcome)
 
@@ -149,7 +166,7 @@ class GymTrajectory:
     def _retokenize(self) -> None:
         """Replace the sampled tokens with the template's rendering of the entire conversation."""
         num = len(self.steps)
-        ids, spans = final_rendering(self._said, num, self.tokenizer, self.where)
+        ids, spans = final_rendering(self._said, num, self.tokenizer, self.where, self._tools)
         answers = [i for i, message in enumerate(self._said) if message["role"] == "assistant"]
         for step, (start, end), answer in zip(self.steps, spans, answers[-num:], strict=True):
             step.prompt_token_ids = np.array(ids[:start], np.int32)

@@ -210,7 +210,11 @@ class ChatTokenizer:
         return str(text)
 
     def render_marked(
-        self, messages: Sequence[Message], *, where: str = "messages"
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        *,
+        where: str = "messages",
     ) -> tuple[list[int], list[bool]]:
         """Return the ids of a conversation and a mask, true inside {% generation %} blocks.
 
@@ -224,10 +228,11 @@ class ChatTokenizer:
             )
             got = "the chat template has no {% generation %} marks around assistant text"
             raise InputError("assistant_masks", where, got, "", hint)
-        self.render(messages, where=where)
+        self.render(messages, tools, where=where)
         with _bounded():
             made = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=list(tools) if tools else None,
                 **self.template_kwargs
                 | {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True},
             )
