@@ -27,6 +27,7 @@ from rollout_io.conversion.rejections import of_run, pointed
 from rollout_io.conversion.remote import named_rejection, named_table
 from rollout_io.conversion.rewards import Key, Outcome, settle
 from rollout_io.conversion.rows import Settled, table_of
+from rollout_io.conversion.slips import check_slips
 from rollout_io.conversion.staging import emptied
 from rollout_io.conversion.summary import Record, Summary, footer_of, refuse_unread
 from rollout_io.conversion.text import (
@@ -312,6 +313,8 @@ class Reader:
                                 logged = self.settings.adapter.read(run, options)
                             if self.settings.adapter.is_agent:
                                 note_lacks(logged)
+                            if self.settings.adapter.is_own:
+                                check_slips(logged, strict=self.settings.strict)
                             steps = self._with_tokens(logged)
                         if self.settings.strict:
                             refuse_unread(notes, run)

@@ -330,6 +330,8 @@ class Adapter:
             other format that recognizes a file precedes it.
         is_agent: True for the logs of an agent program, which sends a system prompt and tools with every
             request: contexts without them are counted.
+        is_own: True for a format that users write themselves: roles, ids of tool calls and groups are
+            checked for slips.
         contents: Record types and keys that `read` reads, and those that it leaves out; None if the
             format does not declare them. `read` calls `account` with it for every record.
     """
@@ -345,4 +347,5 @@ class Adapter:
     is_export: Callable[[Path], bool] | None = None
     is_general: bool = False
     is_agent: bool = False
+    is_own: bool = False
     contents: Contents | None = None

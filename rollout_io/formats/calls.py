@@ -35,11 +35,18 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.detect import has_record
-from rollout_io.formats.parsing.bodies import Answer, Int32, Request
+from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import lines_of, named_in, read_record, without_copies
-from rollout_io.formats.parsing.naming import natural_key, split_session
+from rollout_io.formats.parsing.naming import (
+    TASK_LABELS,
+    is_name,
+    label,
+    natural_key,
+    split_session,
+)
+from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.sampling import ModelNames
 from rollout_io.formats.parsing.tokens import num_ids
 from schemas.errors import InputError, InvariantError, RolloutError
@@ -57,6 +64,11 @@ class _Call(msgspec.Struct, gc=False):
     final: bool = False
     reward: float | None = None
     policy_version: Int32 | None = None
+    task_id: msgspec.Raw = NO_JSON
+    task: msgspec.Raw = NO_JSON
+    problem_id: msgspec.Raw = NO_JSON
+    question_id: msgspec.Raw = NO_JSON
+    instance: msgspec.Raw = NO_JSON
 
 
 class _Head(msgspec.Struct, gc=False):
@@ -153,7 +165,16 @@ def read_session(run: Run, options: Options) -> Trajectory:
                 step.policy_version = call.policy_version
         choices[-1].reward = call.reward
         steps += choices
-    return Trajectory(steps=steps, reward=steps[-1].reward)
+    return Trajectory(steps=steps, reward=steps[-1].reward, user_values=_labels(entries[0]))
+
+
+def _labels(entry: _Entry) -> dict[str, str]:
+    """Return the labels of the task in a call; the session names the group."""
+    found = {name: label(getattr(entry.call, name), entry.place.where) for name in TASK_LABELS}
+    labels = {name: text for name, text in found.items() if text and is_name(text)}
+    for name in labels:
+        note(f"sessions with `{name}`, kept as a column (groups: by the names of the sessions)")
+    return labels
 
 
 def _read(place: Place, session: str) -> _Entry:
@@ -211,4 +232,5 @@ ADAPTER = Adapter(
     read=read_session,
     noun="session",
     line=_Shape,
+    is_own=True,
 )

@@ -49,6 +49,7 @@ from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.messages import prompt_key
+from rollout_io.formats.parsing.naming import TASK_LABELS, groups_told, is_name, task_labels
 from rollout_io.formats.parsing.records import (
     decode_record,
     find_records,
@@ -60,7 +61,7 @@ from schemas.errors import InputError, RolloutError
 _LISTS = ("messages", "conversations", "conversation")
 _ANSWERS = ("completion", "response", "answer")
 _SYSTEM = ("system", "system_prompt", "instructions")
-_NAMES = ("instance_id", "task_id", "id")
+_NAMES = ("instance_id", *TASK_LABELS, "id")
 _ITEMS = frozenset({"function_call", "function_call_output", "reasoning"})
 _ARROW, _PARQUET = ".arrow", ".parquet"
 _NOT_TRL = "step"
@@ -68,21 +69,23 @@ _ERRORS = (pa.ArrowException, OSError, ValueError, ArithmeticError, NotImplement
 _CONTENTS = Contents(
     reads={
         "": "messages conversations conversation prompt completion response answer tools system "
-        "system_prompt instructions instance_id task_id id reward score metrics"
+        "system_prompt instructions instance_id task_id task problem_id question_id instance id "
+        "reward score metrics"
     }
 )
 
 
 def find_chats(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield one run per line, document or row, in the order of the inputs."""
-    is_inferred = False
+    keys: dict[str, None] = {}
     for given in inputs:
         find = _find_rows if _is_table(given.path) else _find_lines
         for found in find(given, progress):
-            is_inferred |= isinstance(found, Run) and "prompt" in found.labels
+            if isinstance(found, Run):
+                keys |= dict.fromkeys([*found.labels][:1])
             yield found
-    if is_inferred:
-        yield About("groups", GROUPS)
+    if told := groups_told(keys, GROUPS):
+        yield About("groups", told)
 
 
 def _find_lines(given: Input, progress: Progress) -> Iterator[Found]:
@@ -126,7 +129,7 @@ def _find_rows(given: Input, progress: Progress) -> Iterator[Found]:
 
 def _run(place: Place, record: Any) -> Run:
     fields = record if isinstance(record, Mapping) else {}
-    named = {name: str(fields[name]) for name in _NAMES if _is_name(fields.get(name))}
+    named = {name: str(fields[name]) for name in _NAMES if _is_name(name, fields.get(name))}
     if not named:
         step = _conversation(record, place.where)
         named = {
@@ -136,8 +139,9 @@ def _run(place: Place, record: Any) -> Run:
     return Run(instance_id=instance, repetition_id=None, places=[place], labels=named)
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str | int) and not isinstance(value, bool) and value != ""
+def _is_name(name: str, value: Any) -> bool:
+    is_plain = isinstance(value, str | int) and not isinstance(value, bool) and value != ""
+    return is_plain and (name not in TASK_LABELS or is_name(str(value)))
 
 
 def read_chat(run: Run, _: Options) -> Trajectory:
@@ -160,7 +164,8 @@ def read_chat(run: Run, _: Options) -> Trajectory:
         f"metrics.{name}": value for name, value in _numbers(fields.get("metrics")).items()
     }
     reward = metrics.get("reward", metrics.get("score"))
-    return Trajectory(steps=[step], reward=reward, metrics=metrics)
+    labels = task_labels(run.labels)
+    return Trajectory(steps=[step], reward=reward, metrics=metrics, user_values=labels)
 
 
 def _numbers(fields: Any) -> dict[str, float]:
@@ -345,5 +350,6 @@ ADAPTER = Adapter(
     is_text=True,
     noun="conversation",
     is_general=True,
+    is_own=True,
     contents=_CONTENTS,
 )

@@ -4,9 +4,9 @@
      "instance_id": "shop-1", "reward": 1.0, "tools": [...]}
     [{"role": "user", ...}, {"role": "assistant", ...}]
 
-A line is a run. Its group is `instance_id`, or else `id`; lines with neither field are grouped by
-the messages before their first answer, and the history of the dataset records that rule. The
-outcome is `reward`, or else `score`; numbers in `rewards`, `scores` and `metrics` are metrics too.
+A line is a run. Its group is `instance_id`, or else a label of the task (`TASK_LABELS`), which is
+also kept as a column, or else `id`; other lines are grouped by the messages before their first
+answer. The history of the dataset records the rule. The outcome is `reward`, or else `score`; numbers in `rewards`, `scores` and `metrics` are metrics too.
 
 A system prompt beside the messages (`system_prompt`, `system`, `system_message`, `instructions`)
 becomes the first message. Other text beside the messages is not read: it is counted by its key.
@@ -37,7 +37,14 @@ from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_
 from rollout_io.formats.parsing.jsonl import decode_line, decoded, first_lines
 from rollout_io.formats.parsing.lines import Record, find_lines, read_record
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, prompt_key, read_messages
-from rollout_io.formats.parsing.naming import label, numbers
+from rollout_io.formats.parsing.naming import (
+    TASK_LABELS,
+    groups_told,
+    is_name,
+    label,
+    numbers,
+    task_labels,
+)
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError
@@ -46,15 +53,15 @@ GROUPS = "inferred: lines without an id that have the same messages before the f
 _ANOTHER = frozenset(
     {"response", "trajectory_format", "info", "message_log", "sessionId", "events"}
 )
-_OF_NAMES = frozenset({"id", "instance_id", "repetition_id"})
-_NAMES = ("instance_id", "id")
+_NAMES = ("instance_id", *TASK_LABELS, "id")
+_OF_NAMES = frozenset({*_NAMES, "repetition_id"})
 _SYSTEM = ("system_prompt", "system", "system_message", "instructions")
 _TEXT = (b'"', b"[")
 INACTIVE = "messages that were taken back (not `active`): left out"
 _GROUPS_OF_NUMBERS = frozenset({"metrics", "rewards", "scores"})
 CONTENTS = Contents(
     reads={
-        "": "tools instance_id id repetition_id reward score metrics rewards scores "
+        "": "tools instance_id task_id task problem_id question_id instance id repetition_id reward score metrics rewards scores "
         "system_prompt system system_message instructions"
     },
     inner={"messages": MESSAGE},
@@ -94,6 +101,11 @@ class _State(msgspec.Struct, gc=False):
 class _Names(msgspec.Struct, gc=False):
     id: msgspec.Raw = NO_JSON
     instance_id: msgspec.Raw = NO_JSON
+    task_id: msgspec.Raw = NO_JSON
+    task: msgspec.Raw = NO_JSON
+    problem_id: msgspec.Raw = NO_JSON
+    question_id: msgspec.Raw = NO_JSON
+    instance: msgspec.Raw = NO_JSON
     repetition_id: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)] | None = None
 
 
@@ -113,12 +125,13 @@ _FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def find_conversations(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield one run per line, in the order of the lines."""
-    is_inferred = False
+    keys: dict[str, None] = {}
     for found in find_lines(inputs, progress, _find):
-        is_inferred |= isinstance(found, Run) and not found.labels.keys() & {*_NAMES}
+        if isinstance(found, Run):
+            keys |= dict.fromkeys([*found.labels][:1])
         yield found
-    if is_inferred:
-        yield About("groups", GROUPS)
+    if told := groups_told(keys, GROUPS):
+        yield About("groups", told)
 
 
 def _find(record: Record) -> Run:
@@ -127,7 +140,7 @@ def _find(record: Record) -> Run:
     if not _is_bare(record.content):
         names = decode_line(_NAMES_DECODER, record.content, place.where)
         found = {name: label(getattr(names, name), place.where) for name in _NAMES}
-        labels = {name: value for name, value in found.items() if value is not None}
+        labels = {name: value for name, value in found.items() if value and _is_label(name, value)}
     instance = next((labels[name] for name in _NAMES if name in labels), None)
     if instance is None:
         line = _decode(record.content, place.where)
@@ -138,6 +151,10 @@ def _find(record: Record) -> Run:
         places=[place],
         labels=labels or {"prompt": instance},
     )
+
+
+def _is_label(name: str, value: str) -> bool:
+    return name not in TASK_LABELS or is_name(value)
 
 
 def _is_bare(content: bytes) -> bool:
@@ -198,7 +215,12 @@ def read_conversation(run: Run, _: Options, contents: Contents = CONTENTS) -> Tr
         raise InputError("no_calls", place.where, "the conversation has no assistant message")
     step = Conversation(source=place.where, messages=messages, tools=openai_tools(line.tools))
     reward = line.score if line.reward is None else line.reward
-    return Trajectory(steps=[step], reward=reward, metrics=_metrics(content, place.where))
+    return Trajectory(
+        steps=[step],
+        reward=reward,
+        metrics=_metrics(content, place.where),
+        user_values=task_labels(run.labels),
+    )
 
 
 def _metrics(content: bytes, where: str) -> dict[str, float]:
@@ -243,5 +265,6 @@ ADAPTER = Adapter(
     find=find_conversations,
     read=read_conversation,
     is_text=True,
+    is_own=True,
     contents=CONTENTS,
 )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,6 +95,34 @@ def numbers(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
         if not text.startswith(_NO_NUMBERS):
             found[name] = float(decode_line(_NUMBER_DECODER, text, f"{where}, {name}"))
     return found
+
+
+TASK_LABELS = ("task_id", "task", "problem_id", "question_id", "instance")
+"""Keys that name the task of a run in logs that users write, beside `instance_id` and `id`."""
+
+_MOST_LABEL = 200
+
+
+def task_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels in `TASK_LABELS`, which become columns."""
+    return {name: labels[name] for name in TASK_LABELS if name in labels}
+
+
+def is_name(text: str) -> bool:
+    """True if a label may name a task: it is one short line."""
+    return 0 < len(text) <= _MOST_LABEL and "\n" not in text
+
+
+def groups_told(keys: Container[str], inferred: str) -> str | None:
+    """Describe by which labels runs are grouped; None if all have an `instance_id` or `id`.
+
+    Args:
+        keys: Labels that name the groups of some runs.
+        inferred: Description of the groups of runs with no label but `prompt`.
+    """
+    told = [name for name in TASK_LABELS if name in keys]
+    texts = ["by " + ", ".join(told)] if told else []
+    return "; ".join([*texts, *([inferred] if "prompt" in keys else [])]) or None
 
 
 def label(raw: msgspec.Raw | None, where: str) -> str | None:
