@@ -265,8 +265,8 @@ time left. Otherwise, each update prints one line, and a long update prints a pr
 hides the bar and these lines. Suspicious values cause a warning, once per run. In Python, `trainer.train` writes these
 lines to the logger `trainer`: `logging.basicConfig(level="INFO")` shows them.
 
-Ctrl-C and SIGTERM stop a run after its current micro-batch, which can take a minute on a CPU; a second signal ends it at once.
-In both cases, `--resume` continues from the latest checkpoint (`save_every_updates`), bit for bit.
+Ctrl-C and SIGTERM save a checkpoint after the current update and stop the run; a second signal ends it at once.
+`rollouts train --resume RUN` continues from the latest checkpoint, bit for bit.
 
 **Checks.** All checks run before the first update and before anything is written. A run is rejected if, for example,
 
@@ -365,9 +365,10 @@ are rejected.
 
 ## Checkpoints and `--resume`
 
-`rollouts train ... --resume` continues the run in RUN from its latest checkpoint, or starts it if there is none; if RUN
-contains no run, a message reports this and names runs with a similar name. A resumed run has the same weights and
-`metrics.jsonl` (except times) as an uninterrupted one: bit for bit on a CPU with the same libraries and number of threads.
+`rollouts train --resume RUN` continues the run in RUN from its latest checkpoint, or from its start if it has none yet.
+The configuration, with dataset and model, is read from `RUN/config.json`. If RUN contains no run, an error reports this and
+names runs with a similar name. A resumed run has the same weights and `metrics.jsonl` (except times) as an uninterrupted
+one: bit for bit on a CPU with the same libraries and number of threads.
 
 `checkpoints/global_step_N/` is complete or absent: it is written under a temporary name, synced and renamed.
 `checkpoints/latest` names the latest checkpoint. To return to an earlier checkpoint, write its name into this file;
@@ -384,7 +385,8 @@ directory, directories with another model or run, and files that cannot be read.
 | `batch.safetensors` | only if saved in the middle of a batch: the old and reference log-probabilities and the critic's values, computed at the start of the batch |
 | `rng.json` | random generators of torch, CUDA, NumPy and Python |
 
-Pass the same `--config` and `--set` again; if a key differs, the error names it. These keys may change:
+`--set`, `--lr`, `--max-updates` and `--algorithm` change keys of the saved configuration; if a key must not change, the
+error names it. These keys may change:
 `save_every_updates`, `keep_checkpoints`, `record_tokens` and `trackers`; with a constant `learning_rate_schedule` also
 `num_epochs`, which may grow, and `max_updates`, which may be any number not yet reached. (Other schedules decay towards the
 last planned update. The learning rate is a function of `global_step`, so schedules have no state.)

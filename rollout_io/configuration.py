@@ -61,7 +61,8 @@ def load_record(
 
     Args:
         kind: Dataclass of the record.
-        toml_path: TOML file with the record's keys, and a table for each section; or None.
+        toml_path: TOML file with the record's keys, and a table for each section; or the
+            `config.json` of a run; or None.
         overrides: `key=value` or `section.key=value` strings, which take precedence over file and
             options; the last one for a key wins. Values are TOML, but strings need no quotes.
             `none` means None, as does `"none"` in a file. `key.name=value` sets one entry of a key
@@ -78,7 +79,7 @@ def load_record(
             suggests the closest key) or missing; `config_value`: a value has the wrong type or is
             out of bounds.
     """
-    given = with_options(read_toml(toml_path), options)
+    given = with_options(read_values(toml_path), options)
     keys = Keys(kind, list_examples or {}, moved or {}, more)
     values = checked_values(kind, given, overrides, str(toml_path), keys=keys)
     check_required(values, required or {})
@@ -349,23 +350,28 @@ def check_required(values: Mapping[str, Any], required: Mapping[str, str]) -> No
             raise ConfigError("config_key", "configuration", got, what, message=message)
 
 
-def read_toml(path: str | Path | None) -> dict[str, Any]:
-    """Read a TOML file; return an empty dict if the path is None.
+def read_values(path: str | Path | None) -> dict[str, Any]:
+    """Read a TOML file, or a JSON file as runs write it; return an empty dict if the path is None.
 
     Raises:
-        ConfigError: `config_file`: the file is not TOML.
+        ConfigError: `config_file`: the file is not TOML, or its name ends in `.json` and it is not
+            a JSON object.
         InputError: `input_file`: the file cannot be read.
     """
     if path is None:
         return {}
+    kind = "JSON" if Path(path).suffix == ".json" else "TOML"
     try:
-        return tomllib.loads(read_input(path, MAX_CONFIG_BYTES).decode())
+        text = read_input(path, MAX_CONFIG_BYTES).decode()
+        values = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except RecursionError:
         raise ConfigError("config_file", str(path), "the file is nested too deeply") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "config_file", str(path), f"the file is not valid TOML: {error}"
-        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        got = f"the file is not valid {kind}: {error}"
+        raise ConfigError("config_file", str(path), got) from error
+    if not isinstance(values, dict):
+        raise ConfigError("config_file", str(path), _shown(values), "a JSON object")
+    return values
 
 
 def _typed(

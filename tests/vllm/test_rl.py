@@ -237,12 +237,13 @@ def test_a_run_with_random_kills_of_trainer_and_server_trains_on_the_same_rows(
 ):
     """Kill trainer or server five times at random, the server at least twice, and restart it."""
     rng, usual = random.Random(seed), {"num_iterations": 4, "record_tokens": "all"}
-    command = [sys.executable, "-m", "rollout_io", "rl", EXAMPLE, "--resume"]
+    command = [sys.executable, "-m", "rollout_io", "rl"]
 
     def started(run):
         """Start or continue a run, which waits for its server."""
         given = overrides_of(server.url, **usual, out=run)
-        return subprocess.Popen([*command, *(f"--set={one}" for one in given)], cwd=ROOT)
+        how = ["--resume", str(run)] if (run / "config.json").exists() else [EXAMPLE]
+        return subprocess.Popen([*command, *how, *(f"--set={one}" for one in given)], cwd=ROOT)
 
     def first_version(run):
         until = time.monotonic() + 600

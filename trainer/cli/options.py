@@ -2,10 +2,14 @@
 
 import importlib.util
 import shlex
+from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
 from rollout_io.cli.output import next_command, note
+from rollout_io.cli.usage import HintedUsageError
+from schemas.errors import InputError
 
 algorithm_option = click.option(
     "--algorithm",
@@ -13,6 +17,51 @@ algorithm_option = click.option(
     help="Advantage estimator: grpo, rloo, maxrl, reinforce++, gae, or your module:function "
     "(advantage.estimator).",
 )
+
+resume_option = click.option(
+    "--resume",
+    metavar="RUN",
+    type=click.Path(),
+    help="Resume RUN from its latest checkpoint, with its configuration. Options and --set change "
+    "keys that may change.",
+)
+
+
+def config_to_resume(run: str, given: Mapping[str, str | None]) -> Path:
+    """Return the file with the configuration of a run to resume.
+
+    Args:
+        run: Directory of the run.
+        given: Arguments that the configuration replaces, by name.
+
+    Raises:
+        InputError: `resume_config`: there is no run in the directory.
+    """
+    if surplus := [name for name, value in given.items() if value is not None]:
+        text = f"--resume {run} reads {', '.join(surplus)} from the run"
+        raise HintedUsageError(text, f"leave out {' and '.join(surplus)}")
+    file = Path(run) / "config.json"
+    if not file.is_file():
+        import difflib
+
+        runs = [other.parent.name for other in Path(run).parent.glob("*/config.json")]
+        near = difflib.get_close_matches(Path(run).name, runs, cutoff=0.8)
+        names = " or ".join(str(Path(run).parent / name) for name in near)
+        hint = f"did you mean {names}?" if near else "start a new run: leave out --resume"
+        raise InputError("resume_config", run, "no run to resume (no config.json)", hint=hint)
+    return file
+
+
+def require(ctx: click.Context, **given: object) -> None:
+    """Reject a command without an argument or option that only --resume makes superfluous.
+
+    Raises:
+        MissingParameter: A value of `given`, by name of its parameter, is None.
+    """
+    for param in ctx.command.params:
+        if param.name in given and given[param.name] is None:
+            raise click.MissingParameter(ctx=ctx, param=param)
+
 
 update_option = click.option(
     "--update",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,13 @@ import click
 
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
 from schemas.errors import count
-from trainer.cli.options import algorithm_option, suggest_next_steps
+from trainer.cli.options import (
+    algorithm_option,
+    config_to_resume,
+    require,
+    resume_option,
+    suggest_next_steps,
+)
 from trainer.cli.processes import errors_printed_once, in_processes, num_processes_option
 
 if TYPE_CHECKING:
@@ -23,12 +30,12 @@ if TYPE_CHECKING:
     short_help="Train a policy on its own samples, in a loop.",
     epilog=example("rollouts rl addition.toml --out run/ --set optimizer.learning_rate=5e-6"),
 )
-@click.argument("config", metavar="CONFIG.toml", type=click.Path())
-@click.option("--out", metavar="RUN", help="Directory for the run; must be new, unless resumed.")
+@click.argument("config", metavar="CONFIG.toml", type=click.Path(), required=False)
+@click.option("--out", metavar="RUN", help="Directory for the run; must not contain a run.")
 @click.option("--lr", type=float, metavar="X", help="Peak learning rate (optimizer.learning_rate).")
 @algorithm_option
 @num_processes_option
-@click.option("--resume", is_flag=True, help="Resume from RUN's latest checkpoint and rollouts.")
+@resume_option
 @click.option(
     "--set",
     "overrides",
@@ -40,12 +47,12 @@ if TYPE_CHECKING:
 @errors_printed_once
 def rl(
     *,
-    config: str,
+    config: str | None,
     out: str | None,
     lr: float | None,
     algorithm: str | None,
     num_processes: int,
-    resume: bool,
+    resume: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> int:
@@ -59,28 +66,31 @@ def rl(
 
     RUN/rollouts/ keeps every sampled rollout, one directory per iteration: `rollouts train
     'RUN/rollouts/*'` repeats the same updates. `rollouts plot` draws RUN/metrics.jsonl.
-    Transformers can load the models in RUN/checkpoints/, and --resume continues from the latest one
-    without losing a finished group.
+    Transformers can load the models in RUN/checkpoints/. Ctrl-C saves a checkpoint after the current
+    iteration's update; `rollouts rl --resume RUN` continues without losing a finished group.
     """
-    from rollout_io.configuration import flat, read_toml
+    from rollout_io.configuration import flat, read_values
     from trainer.distributed.processes import is_main
     from trainer.rl import load_rl_config, run
 
     sys.path.insert(0, str(Path.cwd()))
     options = {"optimizer.learning_rate": lr, "advantage.estimator": algorithm, "run.out": out}
-    set_keys = {override.partition("=")[0].strip() for override in overrides}
-    if not out and "run.out" not in flat(read_toml(config)).keys() | set_keys:
-        ctx = click.get_current_context()
-        param = next(param for param in ctx.command.params if param.name == "out")
-        raise click.MissingParameter(ctx=ctx, param=param)
+    if resume is None:
+        require(click.get_current_context(), config=config)
+        set_keys = {override.partition("=")[0].strip() for override in overrides}
+        if "run.out" not in flat(read_values(config)).keys() | set_keys:
+            require(click.get_current_context(), out=out)
+    else:
+        config = str(config_to_resume(resume, {"CONFIG.toml": config, "--out": out}))
+        options["run.out"] = resume
     settings = load_rl_config(config, overrides, options)
-    again = "run the same command with --resume to continue"
+    again = f"continue with `rollouts rl --resume {shlex.quote(settings.run.out)}`"
     how = f"finished work is kept; {again}"
-    waits_for = "the current micro-batch, or running calls"
+    waits_for = "the current update, or running calls"
     if (status := in_processes(num_processes, again)) is not None:
         return status
     with shown_log(), going_on(lambda: how, waits_for) if is_main() else nullcontext():
-        result = run(settings, resume=resume)
+        result = run(settings, resume=resume is not None)
     if not is_main():
         return 0
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))

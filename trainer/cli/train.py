@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +14,13 @@ import click
 from rollout_io.cli.datasets import workers_of
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
 from schemas.errors import count
-from trainer.cli.options import algorithm_option, suggest_next_steps
+from trainer.cli.options import (
+    algorithm_option,
+    config_to_resume,
+    require,
+    resume_option,
+    suggest_next_steps,
+)
 from trainer.cli.processes import errors_printed_once, in_processes, num_processes_option
 from trainer.reports.dry_run_report import plan_numbers, plan_text
 
@@ -30,14 +37,9 @@ rollouts plot runs/a runs/b --metric return_mean --out curves.png
 
 
 @click.command(epilog=example(EXAMPLE))
-@click.argument("dataset", metavar="DS", type=click.Path())
-@click.option("--model", required=True, metavar="DIR", help="Hugging Face model directory.")
-@click.option(
-    "--out",
-    required=True,
-    metavar="RUN",
-    help="Directory for the run; must be new, unless resumed.",
-)
+@click.argument("dataset", metavar="DS", type=click.Path(), required=False)
+@click.option("--model", metavar="DIR", help="Hugging Face model directory.")
+@click.option("--out", metavar="RUN", help="Directory for the run; must not contain a run.")
 @click.option("--config", metavar="F.toml", type=click.Path(), help="Configuration file.")
 @click.option("--lr", type=float, metavar="X", help="Peak learning rate (optimizer.learning_rate).")
 @click.option(
@@ -55,7 +57,7 @@ rollouts plot runs/a runs/b --metric return_mean --out curves.png
     help="Override one key of the configuration (docs/training.md); may be repeated.",
 )
 @num_processes_option
-@click.option("--resume", is_flag=True, help="Resume from RUN's latest checkpoint.")
+@resume_option
 @click.option(
     "--show-config", is_flag=True, help="Print the resolved configuration as TOML, and exit."
 )
@@ -68,16 +70,16 @@ rollouts plot runs/a runs/b --metric return_mean --out curves.png
 @errors_printed_once
 def train(
     *,
-    dataset: str,
-    model: str,
-    out: str,
+    dataset: str | None,
+    model: str | None,
+    out: str | None,
     config: str | None,
     lr: float | None,
     max_updates: int | None,
     algorithm: str | None,
     overrides: tuple[str, ...],
     num_processes: int,
-    resume: bool,
+    resume: str | None,
     show_config: bool,
     dry_run: bool,
     as_json: bool,
@@ -85,9 +87,9 @@ def train(
     """Train a policy on a rollout dataset.
 
     Writes RUN/config.json, RUN/metrics.jsonl, RUN/tokens/ (the values of each token in an update)
-    and RUN/checkpoints/global_step_N/, a model directory that Transformers can load. --resume
-    continues a stopped run as if it had never been interrupted. Options override the configuration
-    file, and --set overrides options.
+    and RUN/checkpoints/global_step_N/, a model directory that Transformers can load. Ctrl-C saves a
+    checkpoint after the current update; `rollouts train --resume RUN` continues as if the run had
+    never been interrupted. Options override the configuration file, and --set overrides options.
     """
     from rollout_io.dataset.storage import find_shards
     from schemas.extras import requires_extra
@@ -96,6 +98,11 @@ def train(
     from trainer.models.directory import check_model_directory
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
+    if resume is None:
+        require(click.get_current_context(), dataset=dataset, model=model, out=out)
+    else:
+        given = {"DS": dataset, "--model": model, "--out": out, "--config": config}
+        config, out = str(config_to_resume(resume, given)), resume
     settings = load_config(
         config,
         overrides,
@@ -111,9 +118,9 @@ def train(
     if show_config:
         return _show(settings, as_json=as_json)
     find_shards(settings.data.dataset)  # before torch is imported, which takes seconds
-    if not resume:
+    if resume is None:
         check_model_directory(settings.model.path)
-    again = "run the same command with --resume to continue"
+    again = f"continue with `rollouts train --resume {shlex.quote(settings.run.out)}`"
     if (status := in_processes(num_processes, again)) is not None:
         return status
     with requires_extra("train", "rollouts train"):
@@ -121,11 +128,11 @@ def train(
         from trainer.run import loop
     if dry_run:
         with shown_log():
-            planned = report.dry_run(settings, resume=resume)
+            planned = report.dry_run(settings, resume=resume is not None)
     else:
-        stops = going_on(lambda: how_to_resume(out), "the current micro-batch")
+        stops = going_on(lambda: how_to_resume(settings.run.out), "the current update")
         with shown_log(), stops if is_main() else nullcontext():
-            result = loop.train(settings, resume=resume)
+            result = loop.train(settings, resume=resume is not None)
     if not is_main():
         return 0
     if dry_run:
@@ -224,11 +231,11 @@ def _is_run(path: str) -> bool:
 
 def how_to_resume(out: str) -> str:
     """Return instructions for resuming a stopped run."""
-    if any(Path(out).glob("checkpoints/global_step_*")):
-        return f"run the same command with --resume to continue from the checkpoints in {out}"
-    again = "no checkpoint yet: run the same command again"
-    # A directory that contains a run needs --resume, even without a checkpoint.
-    return f"{again}, with --resume" if (Path(out) / "config.json").exists() else again
+    if not (Path(out) / "config.json").exists():
+        return "nothing was written: run the same command again"
+    has_any = any(Path(out).glob("checkpoints/global_step_*"))
+    saved = f"saved in {out}/checkpoints" if has_any else "no checkpoint yet"
+    return f"{saved}; continue with `rollouts train --resume {shlex.quote(out)}`"
 
 
 def _show(settings: TrainConfig, *, as_json: bool) -> int:

@@ -240,9 +240,9 @@ class RunConfig:
     """Required. Local directory of the run; must not contain a run, unless that run is resumed."""
     seed: CountOrZero = 0
     """Seed of torch, NumPy and random; from 0 to 2^32 - 1."""
-    save_every_updates: Count | None = None
-    """Optimizer steps between checkpoints; >= 1. None: only at the end, where a checkpoint is
-    always saved."""
+    save_every_updates: Count | None = 100
+    """Optimizer steps between checkpoints; >= 1. A checkpoint is also saved at the end, and if
+    SIGINT (Ctrl-C) or SIGTERM stops the run. None: no other checkpoints."""
     keep_checkpoints: Count | None = None
     """Number of checkpoints to keep, newest first; >= 1. None: all."""
     record_tokens: Literal["none", "sampled", "all"] = "sampled"

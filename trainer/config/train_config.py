@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout_io.configuration import check_required, load_record, read_toml
+from rollout_io.configuration import check_required, load_record, read_values
 from rollout_io.dataset.atomic_files import replace_text
 from schemas.errors import ConfigError
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS, Use, own_parameters, used
@@ -120,7 +120,7 @@ def load_config(
     """Read a configuration with `rollout_io.configuration.load_record`.
 
     Args:
-        toml_path: TOML file with a table for each section, or None.
+        toml_path: TOML file with a table for each section, or the `config.json` of a run; or None.
         overrides: `section.key=value` strings, which override file and options.
         options: Values by `section.key`, which override the file. A value of None is ignored.
 
@@ -140,7 +140,7 @@ def load_config(
         options,
         list_examples=LIST_EXAMPLES,
         moved=MOVED,
-        more=own_parameters(read_toml(toml_path), overrides),
+        more=own_parameters(read_values(toml_path), overrides),
     )
 
 

@@ -52,7 +52,7 @@ def lost_processes() -> Iterator[None]:
         if reason is None:
             raise
         got = f"another process of the run has ended or does not respond ({reason})"
-        hint = "look for its own error above; run the same command with --resume to continue"
+        hint = "look for its own error above; continue with --resume RUN"
         raise InputError("process_lost", _this_process(), got, hint=hint) from error
 
 

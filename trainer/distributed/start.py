@@ -30,6 +30,8 @@ STOP_S = 60.0
 """Time that the main process has to save finished work after SIGTERM."""
 END_S = 10.0
 """Time that the other processes have to end after the main process has ended."""
+INTERRUPTED_S = 2.0
+"""The same after a signal, for which the main process has already saved everything."""
 
 
 def start_processes(num_processes: int, arguments: Sequence[str], hint: str) -> int:
@@ -119,7 +121,8 @@ class _Processes:
             if self._codes and ends_s is None:
                 ends_s, told_s = now + NOTICE_S + STOP_S, now + NOTICE_S
             if 0 in self._codes and ends_s is not None:
-                ends_s, told_s = min(ends_s, now + END_S), None
+                left_s = END_S if self._signal is None else INTERRUPTED_S
+                ends_s, told_s = min(ends_s, now + left_s), None
             if told_s is not None and now > told_s:
                 told_s = None
                 self._popens[0].send_signal(signal.SIGTERM)

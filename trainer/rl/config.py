@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta
 
 from pipelines.generation.config import GenerateConfig, plain_values
+from pipelines.record.secrets import REDACTED
 from rollout_io.configuration import (
     Count,
     CountOrZero,
@@ -23,7 +24,7 @@ from rollout_io.configuration import (
     build,
     check_required,
     checked_values,
-    read_toml,
+    read_values,
     with_options,
 )
 from schemas.errors import ConfigError, RolloutError
@@ -71,9 +72,10 @@ class LoopConfig:
     weight_sync: Literal["wait", "now"] = "wait"
     """How to treat running calls when the engine gets new weights. `wait`: let them finish, and
     hold new calls until then; `now`: continue them with the new weights, if the engine can."""
-    save_every_iterations: Count | None = None
+    save_every_iterations: Count | None = 10
     """Iterations between checkpoints; >= 1. The first and the last iteration always save a
-    checkpoint. None: no other checkpoints."""
+    checkpoint, and so does a run that SIGINT (Ctrl-C) or SIGTERM stops. None: no other
+    checkpoints."""
     keep_weights: Count = 2
     """Number of newest versions to keep in `OUT/weights/`; >= 1."""
     audit_rows: CountOrZero = 4
@@ -258,13 +260,17 @@ def load_rl_config(
 ) -> RlConfig:
     """Read a configuration: TOML with tables, then `options` and `overrides`, as `load_config` does.
 
+    The file may also be the `config.json` of a run.
+
     Raises:
         InputError: `input_file`: the file cannot be read; `config_file`: the file is not valid
             TOML.
         ConfigError: `config_key`: a key is unknown or missing; `config_value`, `sampling`: a value
             is invalid. The error names the table of the key.
     """
-    file, where = read_toml(toml_path), str(toml_path)
+    file, where = read_values(toml_path), str(toml_path)
+    if Path(where).suffix == ".json":
+        file = as_given(file)
     given = with_options(file, options)
     plain, nested = _by_table(overrides, TABLES)
     tables = {name: given.pop(name) for name in TABLES if name in given}
@@ -284,7 +290,33 @@ def load_rl_config(
             values[name] = _evaluate_values(table, over, where)
         else:
             values[name] = _table_values(name, table, over, where)
+    if REDACTED in str(values.get("generate", {}).get("harness")):
+        key, hint = "[generate] harness", "pass --set generate.harness='COMMAND'"
+        raise ConfigError("resume_config", key, "the command without its credentials", hint=hint)
     return build(RlConfig, values)
+
+
+def as_given(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the keys that the loop sets itself from a configuration that a run has saved.
+
+    Args:
+        saved: Result of `RlConfig.resolved`.
+    """
+
+    def without_own(table: str, found: Any) -> Any:
+        own = OWN_KEYS.get(table, {})
+        return (
+            {k: v for k, v in found.items() if k not in own} if isinstance(found, dict) else found
+        )
+
+    values = {name: without_own(name, table) for name, table in saved.items()}
+    if not values.get("evaluate"):
+        return {k: v for k, v in values.items() if k != "evaluate"}
+    shared, sets = evaluation_sets(values["evaluate"])
+    for name, own in sets.items():
+        shared[name] = without_own("evaluate", own)
+        shared["every_iterations"] = shared[name].pop("every_iterations", 1)
+    return values | {"evaluate": shared}
 
 
 _MOVED = {

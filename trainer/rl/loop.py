@@ -118,6 +118,9 @@ def run(
         audit: Checks the rows of an iteration (the path of its dataset, its number, the policy)
             before the policy is trained on them, and returns metrics; None: no check.
 
+    SIGINT and SIGTERM stop the run after the update of the current iteration, if one is running,
+    with a checkpoint of the iterations completed so far.
+
     Returns:
         The result; `OUT/` then contains `config.json`, `metrics.jsonl`, `rollouts/`, `weights/`,
         `checkpoints/`, `evaluations/` and `tokens/`.
@@ -243,7 +246,7 @@ class Loop:
             task = asyncio.current_task()
             assert task is not None
             stack.enter_context(_cancelled_by_sigterm(asyncio.get_running_loop(), task))
-        with stack, _hints_at_resuming(config), self.together.saved_when_it_fails(self.log):
+        with stack, _hints_at_resuming(config), self.together.saved_when_it_ends(self.log):
             async with self.engine, self._open_calls() as calls:
                 generator = Generator(self.engine, self.tokenizer, config.generation, calls)
                 for remark in check_tokenizers(
@@ -352,14 +355,14 @@ class Loop:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run blocking work in the trainer's thread while sampling continues.
 
-        When the loop is cancelled, the work ends after its current micro-batch.
+        When the loop is cancelled, the work is completed, so that its result can be saved.
         """
         in_context = copy_context().run  # so that -q applies in the thread as well
-        loop = asyncio.get_running_loop()
+        future = asyncio.get_running_loop().run_in_executor(self.thread, in_context, work)
         try:
-            return await loop.run_in_executor(self.thread, in_context, work)
+            return await asyncio.shield(future)
         except asyncio.CancelledError:
-            self.log.passes.stop()
+            await asyncio.wait([future])
             raise
 
     def result(self) -> RlResult:
@@ -403,7 +406,6 @@ def _hints_at_resuming(config: RlConfig) -> Iterator[None]:
     except RolloutError as error:
         if error.rule not in ENDS_THE_RUN:
             raise
-        kept = "run the same command with --resume: finished groups are kept in"
-        kept = f"{kept} {config.run.out}/{ROLLOUTS}"
+        kept = f"continue with --resume {config.run.out}: finished groups are kept in {ROLLOUTS}/"
         hint = f"{error.hint}; then {kept}" if error.hint else kept
         raise error.at(error.where, hint) from error

@@ -7,6 +7,7 @@ dataset in the run's directory; each process reads a part of this dataset, as in
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -72,11 +73,11 @@ class Together:
         return self._in_all({"do": WEIGHTS} | how, lambda: self._learning.write_weights(**how))
 
     @contextmanager
-    def saved_when_it_fails(self, log: RunLog) -> Iterator[None]:
-        """Save the progress if an error ends the run between two iterations."""
+    def saved_when_it_ends(self, log: RunLog) -> Iterator[None]:
+        """Save the progress if an error or a signal ends the run between two iterations."""
         try:
             yield
-        except RolloutError:
+        except (RolloutError, asyncio.CancelledError):
             if self._learning.has_unsaved_iterations and self._orders.is_between:
                 self.save(log)
             raise

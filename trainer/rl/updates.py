@@ -247,7 +247,7 @@ def _check_some_worked(run: TrainingRun, dataset: Path) -> None:
         return
     errors = run.rollouts.select(pl.col("error").drop_nulls().first()).collect()
     got = f"every trajectory failed ({len(trajectories)}); first error: {errors.item()}"
-    hint = f"fix the cause, remove {dataset}, and run the same command with --resume"
+    hint = f"fix the cause, remove {dataset}, and continue with --resume"
     raise InputError("iteration_failed", str(dataset), got, hint=hint)
 
 

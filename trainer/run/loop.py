@@ -25,6 +25,7 @@ from trainer.run.resume import alone_in, stops_when_full
 from trainer.run.run_log import RunLog
 from trainer.run.start_records import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
+from trainer.run.stopping import Stop
 from trainer.run.token_records import discard_token_records, say_size
 from trainer.run.update import Step, updates
 
@@ -65,7 +66,8 @@ class TrainResult:
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Train a policy on a rollout dataset.
 
-    All checks precede the first update and any output.
+    All checks precede the first update and any output. SIGINT and SIGTERM stop the run after its
+    current update, with a checkpoint.
 
     Args:
         config: Configuration of the run.
@@ -81,15 +83,16 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
         RolloutError: The dataset, the model or the configuration cannot be used for training; the
             run to resume had a different dataset or configuration, or is still running; or the disk
             is full.
+        KeyboardInterrupt, SystemExit: SIGINT or SIGTERM stopped the run.
     """
     run = open_run(config, resume=resume)
     plan, config = run.plan, run.config
     write = partial(write_in_main, run.learner.accelerator, run.out)
     progress, metrics = run.progress, dict[str, Any]()
-    every = config.run.save_every_updates
+    every, stop = config.run.save_every_updates, Stop()
     with ExitStack() as held, stops_when_full(Path(config.run.out)):
         write(lambda: _open(run, held))
-        with _open_log(run) as log:
+        with stop.requested_by_signals(), _open_log(run) as log:
             set_rates(run, progress.global_step)
             is_over = progress.global_step == config.batch.max_updates
             passes = log.passes if log else UNWATCHED
@@ -99,12 +102,14 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
                 write(partial(log.write, metrics, cause, tokens) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
                     save(run, progress, log)
-                if progress.global_step == config.batch.max_updates:
+                is_over = progress.global_step == config.batch.max_updates
+                if stop.is_requested(run.learner.accelerator) or is_over:
                     break
             if log:
                 log.sync()
                 say_size(run.out)
-        saved = save(run, progress)
+            saved = save(run, progress)
+    stop.end()
     return TrainResult(
         out=config.run.out,
         checkpoint=str(saved),

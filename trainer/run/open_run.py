@@ -298,5 +298,5 @@ def refuse_existing_run(out: Path) -> None:
     for name in ("config.json", "metrics.jsonl", "checkpoints"):
         if (out / name).exists():
             got = f"the directory already contains a run ({name})"
-            hint = "pass --resume to continue it, choose a different --out, or remove the run"
+            hint = f"continue it with --resume {out}, choose a different --out, or remove the run"
             raise InputError("existing_run", str(out), got, hint=hint)

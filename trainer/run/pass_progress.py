@@ -1,4 +1,4 @@
-"""Show progress within updates, and stop between micro-batches.
+"""Show progress within updates.
 
 An update forwards its tokens several times: the passes without gradient that a batch needs before
 its first update, then the training passes. `Passes` counts the tokens of each pass, micro-batch by
@@ -117,12 +117,7 @@ class Passes:
         self._part = Part()
         self._running: str | None = None
         self._is_first = True
-        self._stops = False
         self._lock = threading.RLock()  # `tick` runs in a thread
-
-    def stop(self) -> None:
-        """Make the current pass raise KeyboardInterrupt after the current micro-batch."""
-        self._stops = True
 
     def begin_batch(self, updates: Sequence[PlannedUpdate]) -> None:
         """Start a batch with its remaining updates."""
@@ -152,8 +147,6 @@ class Passes:
             self._begin_pass(name)
         for number, forest in own:
             yield number, forest
-            if self._stops:
-                raise KeyboardInterrupt
             if is_planned:
                 now = self._clock()
                 self._count(name, forest.num_tokens * share, now - at)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import errno
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -18,7 +17,7 @@ from rollout_io.dataset.locking import destination
 from schemas.errors import ConfigError, InputError, count
 from trainer.config.train_config import TrainConfig
 from trainer.run.checkpoint import latest_checkpoint
-from trainer.run.messages import say, warn
+from trainer.run.messages import say
 
 MAY_CHANGE = {
     "run.out",
@@ -65,20 +64,9 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
 
 
 def say_if_new(out: Path) -> None:
-    """Log a note if there is no run to resume, or a warning if a run with a similar name exists.
-
-    `--resume` starts a new run if there is none, so that the same command can be repeated until the
-    run is complete. Without this message, a mistyped name would start a second run unnoticed.
-    """
-    if (out / "config.json").is_file():
-        return
-    said = f"no run in {out}: starting from the beginning"
-    runs = [file.parent.name for file in out.parent.glob("*/config.json")]
-    if near := difflib.get_close_matches(out.name, runs, cutoff=0.8):
-        names = " or ".join(str(out.parent / name) for name in near)
-        warn(f"{said}\nHint: did you mean {names}?")
-    else:
-        say(said)
+    """Log a note if there is no run to resume, because a mistyped name would start a second one."""
+    if not (out / "config.json").is_file():
+        say(f"no run in {out}: starting from the beginning")
 
 
 def saved_config(out: Path) -> dict[str, Any] | None:
@@ -189,9 +177,9 @@ def stops_when_full(out: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         if not _is_full(error):
             raise
-        hint = "free some disk space, then run the same command with --resume"
+        hint = f"free some disk space, then continue with --resume {out}"
         if latest := latest_checkpoint(out):
-            hint += f" to continue from {latest}"
+            hint += f" from {latest}"
         raise InputError("disk_full", str(out), f"cannot write: {error}", hint=hint) from error
 
 

@@ -251,13 +251,13 @@ def test_a_missing_dataset_or_model_is_refused_before_torch_is_imported(tmp_path
 
 
 def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
-    again = "no checkpoint yet: run the same command again"
-    assert how_to_resume(str(tmp_path / "run")) == again
+    assert how_to_resume(str(tmp_path / "run")).endswith("run the same command again")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").touch()
-    assert how_to_resume(str(tmp_path / "run")) == f"{again}, with --resume"
+    again = f"continue with `rollouts train --resume {tmp_path}/run`"
+    assert how_to_resume(str(tmp_path / "run")) == f"no checkpoint yet; {again}"
     (tmp_path / "run" / "checkpoints" / "global_step_1").mkdir(parents=True)
-    assert "--resume to continue from the checkpoints in" in how_to_resume(str(tmp_path / "run"))
+    assert how_to_resume(str(tmp_path / "run")) == f"saved in {tmp_path}/run/checkpoints; {again}"
 
 
 def test_missing_torch_names_the_extra() -> None:

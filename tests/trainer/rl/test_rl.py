@@ -38,6 +38,7 @@ from trainer.reports.plot import read_metrics
 from trainer.rl.collector import Collector
 from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run import update as updates
+from trainer.run.checkpoint import checkpoint_path
 
 LOOP_ONLY = {"iteration", "staleness_mean", "staleness_max", "staleness_histogram"}
 LOOP_ONLY |= {
@@ -229,7 +230,7 @@ def test_a_dead_engine_ends_the_run_and_a_resumed_one_loses_and_repeats_nothing(
 
     with pytest.raises(RolloutError, match="engine_down") as error:
         rl.run(config, open_engine=dying(16))
-    assert "run the same command with --resume" in error.value.hint
+    assert f"continue with --resume {config.run.out}" in error.value.hint
     held = [*ids_in(config), *ids_in(config, "unfinished")]
     assert len(held) == len(set(held)) == 16
     with pytest.raises(RolloutError, match="existing_run"):
@@ -280,7 +281,7 @@ def _told_to_end(tmp_path, model):
 
 
 @pytest.mark.slow
-def test_a_loop_that_is_interrupted_stops_after_the_micro_batch_and_resumes_bit_for_bit(
+def test_a_loop_that_is_interrupted_saves_its_update_and_resumes_bit_for_bit(
     tmp_path, model, monkeypatch
 ):
     micro_batch, calls = updates.loss_of, []
@@ -293,12 +294,15 @@ def test_a_loop_that_is_interrupted_stops_after_the_micro_batch_and_resumes_bit_
         return micro_batch(*args)
 
     monkeypatch.setattr(updates, "loss_of", interrupted)
-    config = config_of(tmp_path, model, num_iterations=1, train={"tokens_per_micro_batch": 24})
+    settings = {"num_iterations": 3, "save_every_iterations": None}
+    config = config_of(tmp_path, model, **settings, train={"tokens_per_micro_batch": 24})
     with pytest.raises(KeyboardInterrupt):
         rl.run(config)
-    assert len(calls) == 2
+    assert len(calls) > 3, "the iteration has more micro-batches than ran before the interrupt"
+    num_calls, num_lines = len(calls), len(lines_of(config.run.out))
+    assert checkpoint_path(Path(config.run.out), num_lines).is_dir()
     result = rl.run(config, resume=True)
-    assert len(calls) - 2 > 3, "the iteration has more micro-batches than ran before the interrupt"
+    assert len(calls) == num_calls * config.num_iterations
     check_replay(config, result, tmp_path / "again")
 
 
@@ -320,13 +324,11 @@ def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_pat
     assert [(x["iteration"], x["global_step"]) for x in lines] == [(0, 0), (2, 4), (3, 6)]
     assert lines[-1]["evaluation/return_mean"] == result.evaluation
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    file = tmp_path / "c.toml"
-    file.write_text(as_toml(config))
-    assert command(["rl", str(file), "--out", config.run.out, "--resume", "--json"]) == 0
+    assert command(["rl", "--resume", config.run.out, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == dataclasses.asdict(result)
     assert {p.parent.name: p.read_bytes() for p in folder.rglob("*.parquet")} == shards
     assert [x for x in read_metrics(tmp_path / "run") if "evaluation/return_mean" in x] == lines
-    assert command(["rl", str(file), "--out", config.run.out, "--resume"]) == 0
+    assert command(["rl", "--resume", config.run.out]) == 0
     said = capsys.readouterr()
     assert "reward " not in said.out
     assert "all iterations are already complete" in said.err
@@ -334,7 +336,7 @@ def test_evaluations_are_datasets_of_their_own_and_are_not_sampled_again(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("verb", "how"), [("rl", "with --resume"), ("generate", "the same command")]
+    ("verb", "how"), [("rl", "rollouts rl --resume"), ("generate", "the same command")]
 )
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, model, monkeypatch, capsys, verb, how):
     monkeypatch.setattr(Interrupting, "first", threading.Lock())

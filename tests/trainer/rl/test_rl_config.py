@@ -1,6 +1,7 @@
 """The loop's configuration, the order of its tasks, and the rules of what may begin and where it goes."""
 
 import itertools
+import json
 import random
 import re
 import tomllib
@@ -253,6 +254,42 @@ def test_a_table_that_is_none_is_refused(tmp_path):
         )
         with pytest.raises(RolloutError, match="a table"):
             load(tmp_path, f"{name} = 3\n{text}")
+
+
+SAVED = {
+    "plain": {},
+    "one evaluation": {"evaluate": {"tasks": "t.jsonl", "every_iterations": 3, "top_k": 5}},
+    "sets": {
+        "evaluate": {
+            "every_iterations": 3,
+            "sums": {"tasks": "a.jsonl", "group_size": 2},
+            "words": {"tasks": "b.jsonl", "env_config": {"x": [1]}},
+        }
+    },
+    "vllm": {"generate": {"engine": "vllm", "urls": ("http://a:1",), "stop": ("</a>",)}},
+}
+
+
+@pytest.mark.parametrize("settings", SAVED.values(), ids=SAVED)
+def test_the_saved_configuration_of_a_run_is_read_back_and_may_be_overridden(tmp_path, settings):
+    config = config_of(tmp_path, "smollm2", train={"estimator": "rloo"}, **settings)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.resolved()))
+    again = load_rl_config(file, ["loop.num_iterations=99"])
+    changed = {"loop": config.resolved()["loop"] | {"num_iterations": 99}}
+    assert again.resolved() == config.resolved() | changed
+
+
+def test_a_harness_saved_without_its_credentials_is_asked_for(tmp_path):
+    harness = {"harness": "solve --api-key sk-1", "environment": None}
+    config = config_of(tmp_path, "smollm2", generate=harness)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.resolved()))
+    with pytest.raises(RolloutError, match="without its credentials") as error:
+        load_rl_config(file)
+    assert "--set generate.harness=" in error.value.hint
+    override = "generate.harness=solve --api-key sk-1"
+    assert load_rl_config(file, [override]).generate["harness"] == "solve --api-key sk-1"
 
 
 def test_dicts_are_checked_as_files_are():

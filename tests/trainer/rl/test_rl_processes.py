@@ -362,14 +362,16 @@ def kill_ranks(
 
 def kill_command(toml: Path, config: rl.RlConfig, num_updates: int) -> bool:
     """Kill a command with `--num-processes`: its processes end."""
-    words = [sys.executable, "-P", "-m", "rollout_io", "rl", str(toml), "--out", config.run.out]
+    words = [sys.executable, "-P", "-m", "rollout_io", "rl"]
+    resumes = (Path(config.run.out) / "config.json").exists()
+    words += ["--resume", config.run.out] if resumes else [str(toml), "--out", config.run.out]
     for table in ("num_iterations", "save_every_iterations"):
         words += ["--set", f"{table}={getattr(config, table)}"]
     starts = (
         Path(config.run.out) / "starts.jsonl"
     )  # a line replaces that of a start at the same update
     before_ns, until = starts.stat().st_mtime_ns if starts.exists() else 0, time.monotonic() + 300
-    with subprocess.Popen([*words, "--resume", "--num-processes", "2"]) as process:
+    with subprocess.Popen([*words, "--num-processes", "2"]) as process:
         while process.poll() is None and time.monotonic() < until:
             if starts.exists() and starts.stat().st_mtime_ns > before_ns:
                 break

@@ -144,20 +144,6 @@ def test_the_tokens_of_other_processes_count_at_the_rate_of_this_one(
     assert "4,500 of 9,000 tokens, 150 tokens/s, 30 s left" in capsys.readouterr().err
 
 
-def test_a_pass_that_is_told_to_stop_ends_after_its_micro_batch() -> None:
-    passes, forwarded = Passes(), list[int]()
-
-    def forward_all() -> None:
-        for number, _ in passes(TRAINING, [(i, forest(1)) for i in range(3)]):
-            if number == 1:
-                passes.stop()
-            forwarded.append(number)
-
-    with pytest.raises(KeyboardInterrupt):
-        forward_all()
-    assert forwarded == [0, 1]
-
-
 def test_a_terminal_shows_the_pass_its_tokens_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

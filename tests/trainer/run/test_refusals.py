@@ -466,7 +466,7 @@ def test_a_broken_checkpoint_is_refused_and_the_run_left_alone(
     capfd.readouterr()
     broken = out / "checkpoints" / "global_step_1" / file
     broken.write_bytes(b"{")
-    command = ["train", dataset, "--model", model, "--out", str(out), "--resume"]
+    command = ["train", "--resume", str(out)]
     command += ["--dry-run"] * dry_run
     refused(lambda _: main(command), tmp_path, capfd, (rule, str(broken.parent.parent.parent)))
     assert broken.read_bytes() == b"{"

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 import random
 import resource
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,7 +28,8 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from trainer.config.sections import AdvantageConfig, BatchConfig
-from trainer.run.resume import alone_in, find_checkpoint, say_if_new
+from trainer.run import update as updates
+from trainer.run.resume import alone_in, find_checkpoint
 from trainer.run.state import (
     Position,
     Progress,
@@ -35,6 +38,7 @@ from trainer.run.state import (
     restore,
     save_state,
 )
+from trainer.run.stopping import Stop
 
 TIMES = {"seconds", "tokens_per_s"}
 
@@ -313,29 +317,21 @@ def no_file_larger_than(num_bytes: int) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [1000, 40_000, 120_000])
 def test_a_full_disk_leaves_the_last_good_checkpoint_and_one_message(
-    num_bytes: int, paths: dict[str, str], whole: Path, out: Path, capfd: Any
+    num_bytes: int, whole: Path, out: Path, capfd: Any
 ) -> None:
     good = files_of(out / "checkpoints" / "global_step_2")
     assert len(good["model.safetensors"]) in range(40_000, 120_000)
-    config = json.loads((out / "config.json").read_text())
-    keys = {
-        "optimizer": ("learning_rate",),
-        "batch": ("groups_per_batch", "groups_per_mini_batch", "epochs_per_batch"),
-        "run": ("save_every_updates",),
-    }
-    given = [f"--set={s}.{key}={config[s][key]}" for s, names in keys.items() for key in names]
-    command = ["train", paths["dataset"], "--model", paths["model"], "--out", str(out), "--resume"]
     with no_file_larger_than(num_bytes):
-        code = main([*command, *given])
+        code = main(["train", "--resume", str(out)])
     printed = capfd.readouterr().err
     assert code == 1
     assert "unexpected" not in printed
     assert printed.count("\nError: ") == 1
     assert f"Error: {out}" in printed
-    assert f"continue from {out}/checkpoints/global_step_2" in printed
+    assert f"--resume {out} from {out}/checkpoints/global_step_2" in printed
     assert files_of(out / "checkpoints" / "global_step_2") == good
     assert not list((out / "checkpoints").glob(".global_step_*"))
-    assert main([*command, *given]) == 0
+    assert main(["train", "--resume", str(out)]) == 0
     assert lines_of(out) == lines_of(whole)
 
 
@@ -353,22 +349,62 @@ def test_micro_batches_stay_as_they_are_where_the_loss_depends_on_them(tmp_path)
             find_checkpoint(changed)
 
 
-def test_resuming_where_there_is_no_run_says_so_and_names_similar_runs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_resuming_where_there_is_no_run_is_an_error_that_names_similar_runs(
+    tmp_path: Path, capfd: Any
 ) -> None:
-    caplog.set_level("INFO")
-
-    def said(name: str) -> list[tuple[str, str]]:
-        caplog.clear()
-        say_if_new(tmp_path / name)
-        return [(record.levelname, record.getMessage()) for record in caplog.records]
-
-    started = f"no run in {tmp_path}/oposites: starting from the beginning"
-    assert said("oposites") == [("INFO", started)]
     (tmp_path / "opposites").mkdir()
-    assert said("oposites") == [("INFO", started)], "a directory without a run"
     (tmp_path / "opposites" / "config.json").write_text("{}")
-    hint = f"Hint: did you mean {tmp_path}/opposites?"
-    assert said("oposites") == [("WARNING", f"{started}\n{hint}")]
-    assert said("capitals")[0][0] == "INFO"
-    assert said("opposites") == []
+    for verb in ("train", "rl"):
+        for name, hint in (("oposites", f"did you mean {tmp_path}/opposites?"), ("x", "leave out")):
+            assert main([verb, "--resume", str(tmp_path / name)]) == 1
+            printed = capfd.readouterr().err
+            assert f"Error: {tmp_path}/{name}: no run to resume" in printed
+            assert hint in printed
+            assert not (tmp_path / name).exists()
+    assert main(["train", "ds", "--resume", str(tmp_path / "opposites")]) == 2
+    assert "leave out DS" in capfd.readouterr().err
+
+
+def test_resuming_needs_only_the_run_and_may_change_what_may_change(
+    paths: dict[str, str], tmp_path: Path, whole: Path, out: Path, capfd: Any
+) -> None:
+    moved = out.rename(tmp_path / "moved")
+    assert main(["train", "--resume", str(moved), "--lr", "0.5"]) == 1
+    assert "optimizer.learning_rate: found 0.5; expected 0.001" in capfd.readouterr().err
+    assert main(["train", "--resume", str(moved), "--set", "run.keep_checkpoints=1"]) == 0
+    assert lines_of(moved) == lines_of(whole)
+    assert checkpoints_of(moved) == ["global_step_4", "latest"]
+    config = json.loads((moved / "config.json").read_text())
+    assert config["data"]["dataset"] == paths["dataset"]
+    assert config["run"]["out"] == str(moved)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_a_checkpoint_after_the_current_update(
+    number: signal.Signals, paths: dict[str, str], whole: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    made = updates.update
+
+    def interrupted(*given: Any) -> Any:
+        found = made(*given)
+        if "global_step_1" not in str(list((tmp_path / "run").rglob("*"))):
+            os.kill(os.getpid(), number)
+        return found
+
+    monkeypatch.setattr(updates, "update", interrupted)
+    ended = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}[number]
+    before = signal.getsignal(number)
+    with pytest.raises(ended):
+        run(paths, tmp_path / "run", save_every_updates=None)
+    assert signal.getsignal(number) == before
+    assert checkpoints_of(tmp_path / "run") == ["global_step_1", "latest"]
+    run(paths, tmp_path / "run", save_every_updates=None)
+    assert lines_of(tmp_path / "run") == lines_of(whole)
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    stop = Stop()
+    with stop.requested_by_signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)

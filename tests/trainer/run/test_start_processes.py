@@ -128,7 +128,7 @@ def test_a_loop_whose_process_or_starter_is_killed_leaves_nothing_behind(
         assert process.returncode == 1
         assert said.count("Error: ") == 1
         assert f"Error: rank {killed} (of 2 processes): the process was killed by SIGKILL" in said
-        assert "with --resume to continue" in said
+        assert f"rollouts rl --resume {out}" in said
         assert "Traceback" not in said
 
 
@@ -138,9 +138,8 @@ def test_a_signal_to_the_starter_stops_the_loop_as_in_one_process(
     number: signal.Signals, toml: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    given = ["rl", str(toml), "--out", str(out), "--num-processes", "2", "--resume"]
-    given += ["--set", "loop.num_iterations=20"]
-    process = launched(*given)
+    shared = ["--num-processes", "2", "--set", "loop.num_iterations=20"]
+    process = launched("rl", str(toml), "--out", str(out), *shared)
     wait_for(out / "weights" / "version_1", process)
     process.send_signal(number)
     said = process.communicate(timeout=120)[1]
@@ -148,11 +147,32 @@ def test_a_signal_to_the_starter_stops_the_loop_as_in_one_process(
     assert said.count("stopped: finished work is kept") == 1
     assert "Error" not in said
     assert len(lines_of(out)) < 40
-    done = launched(*given, "--json")
+    done = launched("rl", "--resume", str(out), *shared, "--json")
     printed, said = done.communicate(timeout=300)
     assert done.returncode == 0, said
     assert json.loads(printed)["num_iterations"] == 20
     assert len(lines_of(out)) == 40
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_training_in_two_processes_without_a_traceback(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "ds", group_rows(2, (1.0, 0.0)))
+    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "run"
+    sizes = ["batch.groups_per_batch=2", "batch.groups_per_mini_batch=1", "model.lora_rank=2"]
+    given = ["train", dataset, "--model", model, "--out", str(out), "--num-processes", "2"]
+    process = launched(*given, *(f"--set={one}" for one in [*sizes, "batch.num_epochs=5000"]))
+    wait_for(out / "metrics.jsonl", process)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert f"continue with `rollouts train --resume {out}`" in said
+    assert "Traceback" not in said
+    assert "Error" not in said
+    num_made = len(lines_of(out))
+    assert (out / "checkpoints" / f"global_step_{num_made}").is_dir()
+    more = ["--num-processes", "2", "--max-updates", str(num_made + 1)]
+    printed, said = launched("train", "--resume", str(out), *more).communicate(timeout=120)
+    assert f"global_step_{num_made + 1}" in printed, said
 
 
 @pytest.mark.slow

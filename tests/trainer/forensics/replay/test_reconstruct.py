@@ -144,7 +144,7 @@ def test_updates_before_and_after_a_kill_are_bit_for_bit_the_same(kinds, paths, 
     process.send_signal(signal.SIGKILL)
     process.wait()
     num_made = num_lines(metrics)
-    assert command([*line, "--resume"]) == 0
+    assert command(["train", "--resume", str(out)]) == 0
     lines = (out / "starts.jsonl").read_text().splitlines()
     starts = [json.loads(line)["global_step"] for line in lines]
     assert starts[0] == 0

@@ -122,7 +122,7 @@ def test_updates_before_and_after_a_kill_are_made_again(tmp_path, model, kind):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert command(["rl", str(toml), "--out", str(out), "--resume"]) == 0
+    assert command(["rl", "--resume", str(out)]) == 0
     starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
     assert [line["global_step"] for line in starts] in ([0, 4], [0, 8])
     check(out, [*some(), 1, 5])
