@@ -40,7 +40,7 @@ MOST_CHANGED = (
     (
         "optimizer.learning_rate",
         "`--lr`",
-        "`policy_kl` grows quickly (lower it) or stays near 0 (raise it); for LoRA, use about ten times the rate",
+        "`policy_kl` grows quickly (lower it) or stays near 0 (raise it)",
     ),
     (
         "batch.max_updates",
@@ -437,6 +437,17 @@ On SmolLM2-135M (float32, CPU), recording all targets of an update took 0.2% of 
 end, the log states the size of `tokens/`.
 
 ## Optimizer and learning rate
+
+If `learning_rate` is not set, it is the usual rate of the method, and the first line of the run states it:
+
+| method | all weights | LoRA |
+|---|---|---|
+| RL | 1e-6, the default of TRL's GRPOTrainer | 1e-5 |
+| imitation: `cross_entropy`, `distill` | 2e-5, the default of TRL's SFTTrainer | 2e-4 |
+
+With LoRA, the best rate is about ten times as high, in supervised training and in RL (Schulman et al., 2025, "LoRA Without
+Regret"). A run with a rate above 0.01 warns. The right rate also depends on the model and the size of a batch: if `policy_kl`
+stays near 0, raise the rate.
 
 The policy and the critic are trained with AdamW, in torch's fused implementation on a GPU. `optimizer = "adamw_8bit"`
 stores AdamW's moments in 8 bits, which takes a quarter of the memory (`pip install "rollout-io[bnb]"`).

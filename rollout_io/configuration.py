@@ -7,7 +7,6 @@ keys are set with `section.key=value`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
@@ -21,6 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from rollout_io.configuration_keys import Keys, all_unknown_keys
 from rollout_io.dataset.opening import read_input
 from schemas.errors import ConfigError
 
@@ -86,55 +86,6 @@ def load_record(
     return build(kind, values)
 
 
-@dataclasses.dataclass(frozen=True)
-class Keys:
-    """The keys of a configuration, for hints about unknown ones.
-
-    Attributes:
-        kind: Dataclass of the whole configuration.
-        list_examples: Example value of each list-valued key.
-        moved: New places of keys that earlier versions had elsewhere.
-        more: Further valid keys, such as entries of a key that is a table.
-    """
-
-    kind: type[Any]
-    list_examples: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    moved: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    more: Sequence[str] = ()
-
-    def known(self) -> Iterator[str]:
-        """Yield all keys; those of sections as `section.key`."""
-        yield from self.more
-        for key, kind in typing.get_type_hints(self.kind).items():
-            if dataclasses.is_dataclass(kind):
-                yield from (f"{key}.{field.name}" for field in dataclasses.fields(kind))
-            else:
-                yield key
-
-    def hint(self, key: str, table: str, own: Sequence[str]) -> str:
-        """Suggest the key that an unknown key of a table ("" or "section.") was meant to be.
-
-        `own` are the keys of the table.
-        """
-        place = self.moved.get(f"{table}{key}") or self.moved.get(key)
-        homes = [place] if place else []
-        # The keys of sections by their last names, which may be the same in several sections.
-        leaves: dict[str, list[str]] = {}
-        for known in filter(lambda known: "." in known, self.known()):
-            leaves.setdefault(known.rpartition(".")[2], []).append(known)
-        near = difflib.get_close_matches(key, own, n=1, cutoff=0.5)
-        name = key.rpartition(".")[2]  # the first part may be the name of no section
-        if not homes and (name in leaves or not near):
-            homes = [home for n in difflib.get_close_matches(name, leaves, 1) for home in leaves[n]]
-        if homes:
-            shown = " or ".join(f"`{home}`" for home in homes)
-            places = dict.fromkeys(f"[{home.rpartition('.')[0]}]" for home in homes)
-            return f"did you mean {shown}? It belongs in {' or '.join(places)}"
-        if near:
-            return f"did you mean `{table}{near[0]}`?"
-        return f"use one of the keys {', '.join(f'{table}{name}' for name in own)}"
-
-
 def checked_values(
     kind: type[Any],
     given: Mapping[str, Any],
@@ -160,39 +111,47 @@ def checked_values(
     types, keys = typing.get_type_hints(kind), keys or Keys(kind)
     values: dict[str, Any] = {}
     nested: dict[str, list[str]] = {}
-    for key, value in given.items():
-        place = f"{where}, key {table}{key}"
-        if not dataclasses.is_dataclass(types.get(key)):
-            values[key] = _typed(types, keys, table, key, value, place)
-        elif isinstance(value, Mapping):
-            nested[key] = []
-        else:
-            hint = keys.moved.get(f"{table}{key}") or f"{key}.KEY"
-            hint = f"[{table}{key}] is a section: set `{hint}`"
-            raise ConfigError("config_value", place, _shown(value), "a table", hint)
-    for override in overrides:
-        place = f"--set {table}{_shortened(override)}"
-        dotted, equals, text = (part.strip() for part in override.partition("="))
-        if not equals:
-            raise ConfigError("config_key", place, "an override must have the form key=value")
-        section, _, rest = dotted.partition(".")
-        if dataclasses.is_dataclass(types.get(section)):
-            if not rest:
-                hint = keys.moved.get(f"{table}{section}") or f"{section}.KEY"
-                hint = f"[{table}{section}] is a section: set `{hint}=VALUE`"
-                raise ConfigError("config_key", place, f"`{section}` is not a key", hint=hint)
-            nested.setdefault(section, []).append(f"{rest}={text}")
-            continue
-        key, *names = _names(dotted, types, place)
-        value = text if types.get(key) is str else _from_text(text)
-        if names:
-            value = _with_entry(values.get(key), names, value)
-        values[key] = _typed(types, keys, table, key, value, place)
-    for section, own in nested.items():
-        name = f"{table}{section}."
-        values[section] = checked_values(
-            types[section], given.get(section, {}), own, where, table=name, keys=keys
-        )
+    with all_unknown_keys() as unknown:
+        for key, value in given.items():
+            with unknown.collected():
+                place = f"{where}, key {table}{key}"
+                if not dataclasses.is_dataclass(types.get(key)):
+                    values[key] = _typed(types, keys, table, key, value, place)
+                elif isinstance(value, Mapping):
+                    nested[key] = []
+                else:
+                    hint = keys.moved.get(f"{table}{key}") or f"{key}.KEY"
+                    hint = f"[{table}{key}] is a section: set `{hint}`"
+                    raise ConfigError("config_value", place, _shown(value), "a table", hint)
+        for override in overrides:
+            with unknown.collected():
+                place = f"--set {table}{_shortened(override)}"
+                dotted, equals, text = (part.strip() for part in override.partition("="))
+                if not equals:
+                    raise ConfigError(
+                        "config_key", place, "an override must have the form key=value"
+                    )
+                section, _, rest = dotted.partition(".")
+                if dataclasses.is_dataclass(types.get(section)):
+                    if not rest:
+                        hint = keys.moved.get(f"{table}{section}") or f"{section}.KEY"
+                        hint = f"[{table}{section}] is a section: set `{hint}=VALUE`"
+                        raise ConfigError(
+                            "config_key", place, f"`{section}` is not a key", hint=hint
+                        )
+                    nested.setdefault(section, []).append(f"{rest}={text}")
+                    continue
+                key, *names = _names(dotted, types, place)
+                value = text if types.get(key) is str else _from_text(text)
+                if names:
+                    value = _with_entry(values.get(key), names, value)
+                values[key] = _typed(types, keys, table, key, value, place)
+        for section, own in nested.items():
+            with unknown.collected():
+                name = f"{table}{section}."
+                values[section] = checked_values(
+                    types[section], given.get(section, {}), own, where, table=name, keys=keys
+                )
     return values
 
 

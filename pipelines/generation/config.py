@@ -26,6 +26,16 @@ HOW_IT_RUNS = frozenset(
     }
 )
 """Keys that may change when a dataset is resumed: existing trajectories do not depend on them."""
+SYNONYMS = {
+    "env": "environment",
+    "env_name": "environment",
+    "max_tokens": "max_response_tokens",
+    "max_new_tokens": "max_response_tokens",
+    "num_generations": "group_size",
+    "n_samples_per_prompt": "group_size",
+    "concurrency": "max_concurrency",
+}
+"""Keys for names that other tools use."""
 _CONFIG_KEYS = {
     "max_tokens": "max_response_tokens",
     "max_generate_length": "max_response_tokens",
@@ -215,6 +225,7 @@ def load_generate_config(
         {"out": out},
         required=required,
         list_examples=examples,
+        moved=SYNONYMS,
     )
 
 

@@ -15,6 +15,14 @@ _KINDS = {
     "float": "a number",
 }
 """Descriptions of click's types, by name."""
+_SIMILAR = 0.65
+_NEW_OUT = "existing results are never overwritten: choose a new --out, or delete the old one"
+_INPUTS = "pass inputs as arguments, without an option"
+_OTHER_TOOLS = {
+    **dict.fromkeys(("--overwrite", "--force", "-f", "-y"), _NEW_OUT),
+    **dict.fromkeys(("--input", "--inputs", "-i", "--file", "--data", "--dataset"), _INPUTS),
+}
+"""Hints for options that other tools have, and no verb here."""
 
 _REPLACED = {"--where-all": 'write --where "all(CONDITION)"'}
 """Hints for options of earlier versions."""
@@ -79,10 +87,17 @@ def _hint(error: click.ClickException, ctx: click.Context | None) -> str:
     if isinstance(error, click.NoSuchOption):
         if error.option_name in _REPLACED:
             return _REPLACED[error.option_name]
-        known = [name for param in ctx.command.params for name in param.opts]
-        near = _closest(error.option_name, known) or error.possibilities
-        if near:
-            return f"did you mean {next(iter(near))}?"
+        known = [name for param in ctx.command.params for name in param.opts if name[0] == "-"]
+        if near := _closest(error.option_name, known):
+            return f"did you mean {near[0]}?"
+        if (hint := _OTHER_TOOLS.get(error.option_name)) and ("--out" in known or hint is _INPUTS):
+            return hint
+        if "--set" in known:
+            return "set a key of the configuration with --set KEY=VALUE"
+    if isinstance(error, click.BadOptionUsage):
+        for param in ctx.command.params:
+            if error.option_name in param.opts:
+                return f"pass {error.option_name} {param.make_metavar(ctx)}"
     if isinstance(error, click.MissingParameter) and isinstance(error.param, click.Option):
         name = _name(error.param, ctx)
         text = f"pass {name} {error.param.make_metavar(ctx)}"
@@ -106,10 +121,14 @@ def _value_hint(error: click.BadParameter, option: click.Option, ctx: click.Cont
 
 
 def _closest(name: str, known: Sequence[str]) -> list[str]:
-    """Return the known name that is most similar to `name`, as a list; empty if none is similar."""
+    """Return the known name that is most similar to `name`, as a list; empty if none is similar.
+
+    Dashes do not count: `--force` is not similar to `--format`.
+    """
     import difflib
 
-    return difflib.get_close_matches(name, known, 1)
+    bare = {option.lstrip("-"): option for option in known}
+    return [bare[near] for near in difflib.get_close_matches(name.lstrip("-"), bare, 1, _SIMILAR)]
 
 
 def _name(param: click.Parameter, ctx: click.Context | None) -> str:

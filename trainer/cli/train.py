@@ -25,7 +25,7 @@ from trainer.cli.processes import errors_printed_once, in_processes, num_process
 from trainer.reports.dry_run_report import plan_numbers, plan_text
 
 if TYPE_CHECKING:
-    from trainer.config.train_config import TrainConfig
+    from trainer.config.train_config import Sections, TrainConfig
     from trainer.run.loop import TrainResult
 
 EXAMPLE = (
@@ -59,7 +59,9 @@ rollouts plot runs/a runs/b --metric return_mean --out curves.png
 @num_processes_option
 @resume_option
 @click.option(
-    "--show-config", is_flag=True, help="Print the resolved configuration as TOML, and exit."
+    "--show-config",
+    is_flag=True,
+    help="Print the resolved configuration as TOML, with the meaning of each key, and exit.",
 )
 @click.option(
     "--dry-run",
@@ -93,30 +95,27 @@ def train(
     """
     from rollout_io.dataset.storage import find_shards
     from schemas.extras import requires_extra
-    from trainer.config.train_config import load_config
+    from trainer.config.train_config import load_config, load_sections
     from trainer.distributed.processes import is_main
     from trainer.models.directory import check_model_directory
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
-    if resume is None:
+    if resume is None and not show_config:
         require(click.get_current_context(), dataset=dataset, model=model, out=out)
-    else:
+    elif resume is not None:
         given = {"DS": dataset, "--model": model, "--out": out, "--config": config}
         config, out = str(config_to_resume(resume, given)), resume
-    settings = load_config(
-        config,
-        overrides,
-        {
-            "data.dataset": dataset,
-            "model.path": model,
-            "run.out": out,
-            "optimizer.learning_rate": lr,
-            "batch.max_updates": max_updates,
-            "advantage.estimator": algorithm,
-        },
-    )
+    options = {
+        "data.dataset": dataset,
+        "model.path": model,
+        "run.out": out,
+        "optimizer.learning_rate": lr,
+        "batch.max_updates": max_updates,
+        "advantage.estimator": algorithm,
+    }
     if show_config:
-        return _show(settings, as_json=as_json)
+        return _show(load_sections(config, overrides, options), as_json=as_json)
+    settings = load_config(config, overrides, options)
     find_shards(settings.data.dataset)  # before torch is imported, which takes seconds
     if resume is None:
         check_model_directory(settings.model.path)
@@ -238,13 +237,14 @@ def how_to_resume(out: str) -> str:
     return f"{saved}; continue with `rollouts train --resume {shlex.quote(out)}`"
 
 
-def _show(settings: TrainConfig, *, as_json: bool) -> int:
-    from trainer.config.train_config import resolved, to_toml
+def _show(settings: Sections, *, as_json: bool) -> int:
+    from trainer.config.shown import shown
+    from trainer.config.train_config import resolved
     from trainer.distributed.processes import is_main
 
-    values = dataclasses.asdict(resolved(settings))
+    config = resolved(settings)
     if is_main():
-        emit_json(values) if as_json else emit(to_toml(values))
+        emit_json(dataclasses.asdict(config)) if as_json else emit(shown(config))
     return 0
 
 

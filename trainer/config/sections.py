@@ -207,8 +207,9 @@ class OptimizerConfig:
 
     algorithm: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW from torch, or from bitsandbytes with 8-bit moments; also for the critic."""
-    learning_rate: Positive = 1e-6
-    """Peak learning rate of the policy; > 0."""
+    learning_rate: Positive | None = None
+    """Peak learning rate of the policy; > 0. None: the usual rate of the method: 1e-6 for RL, 2e-5
+    for imitation (`cross_entropy`, `distill`), and ten times as much with LoRA."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warmup: constant, or decaying to 0 over the planned updates; also for
     the critic."""

@@ -7,12 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rollout_io.configuration import check_required, load_record, read_values
 from rollout_io.dataset.atomic_files import replace_text
 from schemas.errors import ConfigError
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS, Use, own_parameters, used
+from trainer.config.learning_rate import Method, usual_learning_rate
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import (
     AdvantageConfig,
@@ -30,13 +31,23 @@ LIST_EXAMPLES = {
     "model.lora_target_modules": '["q_proj", "v_proj"]',
 }
 MOVED = {
+    "lr": "optimizer.learning_rate",
+    "batch_size": "batch.groups_per_batch",
+    "train_batch_size": "batch.groups_per_batch",
+    "mini_batch_size": "batch.groups_per_mini_batch",
+    "micro_batch_size": "batch.tokens_per_micro_batch",
+    "epochs": "batch.num_epochs",
+    "max_steps": "batch.max_updates",
+    "lora_r": "model.lora_rank",
+    "save_steps": "run.save_every_updates",
+    "output_dir": "run.out",
     "model": "model.path",
     "optimizer": "optimizer.algorithm",
     "advantage_estimator": "advantage.estimator",
     "advantage_batch_normalize": "advantage.batch_normalize",
     "loss_reduction": "loss.reduction",
 }
-"""New places of keys that had another name before there were sections."""
+"""Keys for names that other tools or earlier versions use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +75,18 @@ class Sections:
     run: RunConfig = field(default_factory=RunConfig)
     """Directory, seed, checkpoints and records of the run. In `rollouts rl`, `seed` is also the seed of
     the order of tasks in each pass, and of the embedded engine unless `[generate]` sets `seed`."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate of the policy."""
+        rate = self.optimizer.learning_rate
+        return usual_learning_rate(**self.method) if rate is None else rate
+
+    @property
+    def method(self) -> Method:
+        """What the usual learning rate depends on."""
+        has_adapter = self.model.lora_rank is not None
+        return {"imitates": self.loss.is_supervised, "has_adapter": has_adapter}
 
     @property
     def compares_groups(self) -> bool:
@@ -112,6 +135,9 @@ class TrainConfig(Sections):
         self.check_agreement()
 
 
+AnySections = TypeVar("AnySections", bound=Sections)
+
+
 def load_config(
     toml_path: str | Path | None,
     overrides: Sequence[str] = (),
@@ -133,8 +159,28 @@ def load_config(
         >>> paths = {"data.dataset": "ds", "model.path": "m", "run.out": "o"}
         >>> load_config(None, ["loss.tis_ratio_type=none"], paths).loss.tis_ratio_type
     """
+    return _load(TrainConfig, toml_path, overrides, options)
+
+
+def load_sections(
+    toml_path: str | Path | None,
+    overrides: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+) -> Sections:
+    """Read a configuration as `load_config` does, but without requiring any key."""
+    config = _load(Sections, toml_path, overrides, options)
+    config.check_agreement()
+    return config
+
+
+def _load(
+    kind: type[AnySections],
+    toml_path: str | Path | None,
+    overrides: Sequence[str],
+    options: Mapping[str, Any] | None,
+) -> AnySections:
     return load_record(
-        TrainConfig,
+        kind,
         toml_path,
         overrides,
         options,
@@ -169,8 +215,11 @@ def save_config(config: TrainConfig, path: Path) -> None:
     replace_text(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
-def resolved(config: TrainConfig) -> TrainConfig:
-    """Resolve `outcome` and `merge_rule` from the dataset, and `dtype` from the device, if None.
+def resolved(config: AnySections) -> AnySections:
+    """Resolve keys that are None.
+
+    `outcome` and `merge_rule` follow from the dataset, if there is one, `dtype` from the device, and
+    `learning_rate` from the method.
 
     Raises:
         RolloutError: The dataset cannot be read.
@@ -179,14 +228,15 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
     data, batch, model = config.data, config.batch, config.model
     rule = batch.merge_rule
-    if batch.sequence_layout == "merge" and rule is None:
+    if data.dataset and batch.sequence_layout == "merge" and rule is None:
         rule = "keep" if _was_merged(data.dataset) else "lineage"
-    outcome = dataset_outcome(data.dataset, data.outcome)
+    outcome = dataset_outcome(data.dataset, data.outcome) if data.dataset else data.outcome
     return dataclasses.replace(
         config,
         data=dataclasses.replace(data, outcome=outcome),
         batch=dataclasses.replace(batch, merge_rule=rule),
         model=dataclasses.replace(model, dtype=model.dtype or default_dtype()),
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=config.learning_rate),
     )
 
 
@@ -206,8 +256,10 @@ def _was_merged(dataset: str) -> bool:
     return bool(rows.select(joined(rows).any()).collect().item())
 
 
-def to_toml(values: Mapping[str, Any]) -> str:
-    """Write a configuration as TOML that `rollout_io.configuration.load_record` reads back; None is written as "none".
+def to_toml(values: Mapping[str, Any], notes: Mapping[str, str] | None = None) -> str:
+    """Write a configuration as TOML that `rollout_io.configuration.load_record` reads back.
+
+    None is written as "none". `notes` are comments, by `section.key`.
 
     Example:
         >>> print(to_toml({"rate": 0.5, "limit": None, "loss": {"eps": 1, "names": ("a",)}}))
@@ -222,7 +274,10 @@ def to_toml(values: Mapping[str, Any]) -> str:
     plain = {key: value for key, value in values.items() if key not in tables}
     parts = ["\n".join(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in plain.items())]
     for name, table in tables.items():
-        lines = (f"{_toml_key(key)} = {_toml_value(value)}" for key, value in table.items())
+        lines = [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in table.items()]
+        for index, key in enumerate(table):
+            if note := (notes or {}).get(f"{name}.{key}"):
+                lines[index] += f"  # {note}"
         parts.append("\n".join([f"[{_toml_key(name)}]", *lines]))
     return "\n\n".join(part for part in parts if part)
 

@@ -10,23 +10,24 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
 
-from pipelines.generation.config import GenerateConfig, plain_values
+from pipelines.generation.config import SYNONYMS, GenerateConfig, plain_values
 from pipelines.record.secrets import REDACTED
 from rollout_io.configuration import (
     Count,
     CountOrZero,
-    Keys,
     build,
     check_required,
     checked_values,
     read_values,
     with_options,
 )
+from rollout_io.configuration_keys import Keys, all_unknown_keys
 from schemas.errors import ConfigError, RolloutError
 from trainer.config.functions import own_parameters
 from trainer.config.sections import check_section
@@ -169,7 +170,8 @@ class RlConfig(Sections):
             outcome=self.data.outcome or generation.outcome,
         )
         shared = {one.name: getattr(self, one.name) for one in dataclasses.fields(Sections)}
-        return TrainConfig(**shared | {"data": data})
+        optimizer = dataclasses.replace(self.optimizer, learning_rate=self.learning_rate)
+        return TrainConfig(**shared | {"data": data, "optimizer": optimizer})
 
     def evaluations(self, version: int) -> dict[str, EvaluateConfig]:
         """Return the evaluation sets for a version of the weights, by name ("" for a single set)."""
@@ -280,16 +282,17 @@ def load_rl_config(
         *(k for k in generate if k not in _not_in("generate")),
     ]
     keys = Keys(RlConfig, LIST_EXAMPLES, MOVED | _MOVED, more)
-    values = checked_values(RlConfig, given, plain, where, keys=keys)
-    for name in (name for name in TABLES if name in tables or name in nested):
-        table = tables.get(name, {})
-        if not isinstance(table, dict):
-            raise ConfigError("config_value", f"{where}, key {name}", repr(table), "a table")
-        over = nested.get(name, [])
-        if name == "evaluate":
-            values[name] = _evaluate_values(table, over, where)
-        else:
-            values[name] = _table_values(name, table, over, where)
+    values: dict[str, Any] = {}
+    with all_unknown_keys() as unknown:
+        with unknown.collected():
+            values = checked_values(RlConfig, given, plain, where, keys=keys)
+        for name in (name for name in TABLES if name in tables or name in nested):
+            table = tables.get(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError("config_value", f"{where}, key {name}", repr(table), "a table")
+            read = _evaluate_values if name == "evaluate" else partial(_table_values, name)
+            with unknown.collected():
+                values[name] = read(table, nested.get(name, []), where)
     if REDACTED in str(values.get("generate", {}).get("harness")):
         key, hint = "[generate] harness", "pass --set generate.harness='COMMAND'"
         raise ConfigError("resume_config", key, "the command without its credentials", hint=hint)
@@ -304,10 +307,9 @@ def as_given(saved: Mapping[str, Any]) -> dict[str, Any]:
     """
 
     def without_own(table: str, found: Any) -> Any:
-        own = OWN_KEYS.get(table, {})
-        return (
-            {k: v for k, v in found.items() if k not in own} if isinstance(found, dict) else found
-        )
+        if not isinstance(found, dict):
+            return found
+        return {k: v for k, v in found.items() if k not in OWN_KEYS.get(table, {})}
 
     values = {name: without_own(name, table) for name, table in saved.items()}
     if not values.get("evaluate"):
@@ -321,11 +323,16 @@ def as_given(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 _MOVED = {
     **{key: f"loop.{key}" for key in LoopConfig.__dataclass_fields__},
+    **{key: f"generate.{place}" for key, place in SYNONYMS.items()},
+    "epochs": "loop.num_iterations",
+    "max_steps": "loop.num_iterations",
+    "save_steps": "loop.save_every_iterations",
     "out": "run.out",
     "seed": "run.seed",
     "group_size": "generate.group_size",
 }
-"""Keys that had another place before there were sections, or belong in `[generate]`."""
+"""Keys that had another place before there were sections, that other tools call by another name, or
+that belong in `[generate]`."""
 
 
 def _not_in(table: str) -> set[str]:
@@ -352,7 +359,8 @@ def _table_values(
 ) -> dict[str, Any]:
     _refuse_own_keys(table, given)
     kind = TABLES[table.partition(".")[0]]
-    return checked_values(kind, given, overrides, where, table=f"{table}.")
+    keys = Keys(kind, moved={key: f"{table}.{place}" for key, place in SYNONYMS.items()})
+    return checked_values(kind, given, overrides, where, table=f"{table}.", keys=keys)
 
 
 def _by_table(

@@ -51,7 +51,7 @@ from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run.checkpoint import checkpoint_path
 from trainer.run.directory import stays_in_place
-from trainer.run.messages import say, say_attention, show, warn
+from trainer.run.messages import say, say_attention, say_learning_rate, show, warn
 from trainer.run.resume import alone_in, say_if_new, stops_when_full
 from trainer.run.run_log import RunLog
 from trainer.run.same_tokenizer import check_tokenizers
@@ -132,10 +132,11 @@ def run(
     """
     t = config.training
     accelerator = make_accelerator(t)
-    say_attention(accelerator)
     checkpoint, sampler = agreed(
         accelerator, lambda: _set_up(config, accelerator, open_engine, resume=resume)
     )
+    say_learning_rate(t)
+    say_attention(accelerator)
     learning = Learning(
         t, checkpoint, num_iterations=config.num_iterations, accelerator=accelerator
     )

@@ -198,7 +198,7 @@ def make_learners(
             loss=config.loss,
             optimization=optimization,
         )
-    trained, rate = models.policy.parameters(), optimization.learning_rate
+    trained, rate = models.policy.parameters(), config.learning_rate
     optimizer = make_optimizer(trained, optimization, learning_rate=rate, device=device)
     policy, optimizer = wrap(accelerator, models.policy, optimizer)
     if models.reference:

@@ -179,7 +179,7 @@ def set_rates(run: TrainingRun, global_step: int) -> None:
     """Set the learning rates for the update that follows `global_step` updates."""
     config = run.config.optimizer
     factor = rate_factor(config, run.num_planned, global_step)
-    set_learning_rate(run.learner.optimizer, config.learning_rate * factor)
+    set_learning_rate(run.learner.optimizer, run.config.learning_rate * factor)
     if run.critic:
         set_learning_rate(run.critic.optimizer, config.critic_learning_rate * factor)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainer.config.learning_rate import described
 from trainer.distributed.processes import is_main
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from trainer.config.train_config import TrainConfig
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -39,6 +42,11 @@ def show(remark: Remark) -> None:
     """Log a remark in the main process."""
     if is_main():
         _LOGGER.log(remark.level, "%s", remark.text)
+
+
+def say_learning_rate(config: TrainConfig) -> None:
+    """Log the learning rate, and the usual one of the method; warn if it is far too high."""
+    show(Remark(*described(config.learning_rate, **config.method)))
 
 
 def say_attention(accelerator: Accelerator) -> None:

@@ -24,7 +24,7 @@ from trainer.models.critic import CriticLearner
 from trainer.run.dataset_checks import plan_of
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
 from trainer.run.loss import Learner
-from trainer.run.messages import Remark, say, say_attention, show
+from trainer.run.messages import Remark, say, say_attention, say_learning_rate, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.sampling_checks import scan_rows
@@ -120,6 +120,10 @@ def open_run(
     accelerator = opened.learner.accelerator if opened else _started(config)
     # Each of these stages fails in all processes if it fails in one.
     config, start = agreed(accelerator, lambda: _find(config, checkpoint, resume=resume))
+    if resume is not None:
+        say_learning_rate(config)
+    if not opened:
+        say_attention(accelerator)
     rollouts, plan, index = agreed(accelerator, lambda: _plan(config))
     digest = opened.digest if opened else dataset_digest(plan, index)
     if opened:
@@ -195,7 +199,6 @@ def open_models(
 
 def _started(config: TrainConfig) -> Accelerator:
     accelerator = make_accelerator(config)
-    say_attention(accelerator)
     set_seed(config.run.seed)
     return accelerator
 

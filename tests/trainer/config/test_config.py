@@ -9,10 +9,11 @@ import pytest
 
 import trainer
 from schemas.errors import RolloutError
-from tests.helpers.configs import SECTIONS, from_saved
+from tests.helpers.configs import SECTIONS, from_saved, train_config
 from tests.helpers.trainer_helpers import group_rows, write_dataset
 from trainer.cli.train import how_to_resume
 from trainer.config.train_config import TrainConfig, load_config, save_config
+from trainer.run.messages import say_learning_rate
 
 PATHS = ["data.dataset=ds", "model.path=m", "run.out=o"]
 
@@ -78,6 +79,10 @@ def test_unknown_key_fails_with_the_nearest_name() -> None:
         ("loss.learning_rate", "optimizer.learning_rate"),
         ("advantage_estimator", "advantage.estimator"),
         ("loss_reduction", "loss.reduction"),
+        ("lr", "optimizer.learning_rate"),
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("batch_size", "batch.groups_per_batch"),
+        ("epochs", "batch.num_epochs"),
     ],
 )
 def test_a_key_outside_its_section_names_the_section(tmp_path: Path, key: str, place: str) -> None:
@@ -89,6 +94,53 @@ def test_a_key_outside_its_section_names_the_section(tmp_path: Path, key: str, p
             load_config(*arguments)
         section = place.partition(".")[0]
         assert error.value.hint == f"did you mean `{place}`? It belongs in [{section}]"
+
+
+def test_all_unknown_keys_are_in_one_error_and_only_similar_names_are_suggested(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[optimizer]\nlr = 1\nzzz = 1\n")
+    with pytest.raises(RolloutError) as error:
+        load_config(file, [*PATHS, "epochs=3", "loss.eps_clip_hig=1"])
+    parts = str(error.value).removesuffix(". [config_key]").split("; ")
+    assert parts == [
+        "--set epochs=3: unknown key `epochs` (did you mean `batch.num_epochs`?)",
+        f"{file}, key optimizer.lr: unknown key `lr` (did you mean `optimizer.learning_rate`?)",
+        f"{file}, key optimizer.zzz: unknown key `zzz`",
+        "--set loss.eps_clip_hig=1: unknown key `eps_clip_hig` (did you mean `loss.eps_clip_high`?)",
+    ]
+    assert error.value.hint is not None
+    assert error.value.hint.startswith("use one of the keys optimizer.algorithm, ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ({}, 1e-6),
+        ({"lora_rank": 8}, 1e-5),
+        ({"policy_loss_type": "cross_entropy"}, 2e-5),
+        ({"policy_loss_type": "cross_entropy", "lora_rank": 8}, 2e-4),
+        ({"lora_rank": 8, "learning_rate": 3e-6}, 3e-6),
+    ],
+)
+def test_the_usual_learning_rate_follows_from_the_method(
+    settings: dict[str, Any], rate: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = train_config(**settings)
+    assert config.learning_rate == rate
+    say_learning_rate(config)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage().split()[2]) == ("INFO", f"{rate:g}")
+
+
+def test_a_learning_rate_that_destroys_the_model_warns(caplog: pytest.LogCaptureFixture) -> None:
+    say_learning_rate(train_config(learning_rate=1.0))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("learning rate 1 will probably destroy the model; usual")
+    assert "1e-06" in record.getMessage()
 
 
 @pytest.mark.parametrize(("key", "place"), [("model", "model.path"), ("loss", "loss.KEY")])

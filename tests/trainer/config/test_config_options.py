@@ -1,12 +1,14 @@
 """Training keys as options of the verbs, and the configuration as TOML."""
 
+import dataclasses
 import json
+import re
 import tomllib
 
 import pytest
 
 from rollout_io.cli.main import run
-from trainer.config.train_config import load_config, resolved, to_toml
+from trainer.config.train_config import Sections, load_config, resolved, to_toml
 
 OPTIONS = ["--lr", "2e-5", "--max-updates", "3", "--algorithm", "rloo"]
 
@@ -34,6 +36,27 @@ def test_show_config_prints_toml_that_gives_the_same_configuration(shop_dataset,
     )
     assert again == resolved(again)
     assert not (tmp_path / "run").exists()
+
+
+def test_show_config_needs_no_dataset_and_explains_every_key_the_common_first(capsys):
+    text = shown(capsys, "--algorithm", "rloo")
+    values = tomllib.loads(text)
+    keys = {(section, key) for section, table in values.items() for key in table}
+    kinds = {field.name: field.default_factory for field in dataclasses.fields(Sections)}
+    assert keys == {
+        (s, field.name) for s, kind in kinds.items() for field in dataclasses.fields(kind)
+    }
+    lines = [line for line in text.splitlines() if " = " in line and not line.startswith("[")]
+    assert len(lines) == len(keys)
+    assert all(re.search(r"  # \S.*\.$", line) for line in lines)
+    assert list(values)[:4] == ["data", "model", "run", "optimizer"]
+    assert [next(iter(table)) for table in values.values()][:4] == [
+        "dataset",
+        "path",
+        "out",
+        "learning_rate",
+    ]
+    assert values["advantage"]["estimator"] == "rloo"
 
 
 def test_show_config_quotes_every_text_as_toml_reads_it(shop_dataset, capsys):
