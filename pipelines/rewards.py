@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,7 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
 
     Raises:
         InputError: `unique_outcome`: a trajectory_id occurs twice.
+        InvariantError: `columns_and_types`: a column is missing, or a reward is not a number.
 
     Example:
         Outcome 1.0 for a trajectory of three steps:
@@ -48,7 +49,15 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
         [0.0, 0.0, 1.0]
     """
     frame = as_lazy(frame)
-    outcome = as_lazy(outcomes).select("trajectory_id", pl.col("reward").cast(pl.Float64)).collect()
+    _check_columns(frame, "table", ("trajectory_id", "is_last_step"))
+    given = as_lazy(outcomes)
+    _check_columns(given, "outcomes", ("trajectory_id", "reward"))
+    try:
+        outcome = given.select("trajectory_id", pl.col("reward").cast(pl.Float64)).collect()
+    except pl.exceptions.PolarsError as error:
+        got = " ".join(str(error).split("\n")[0].split())
+        expected = "numbers in the column 'reward'"
+        raise InvariantError("columns_and_types", "outcomes", got, expected) from error
     repeated = outcome.filter(pl.col("trajectory_id").is_duplicated())
     if len(repeated):
         name = repeated["trajectory_id"][0]
@@ -64,6 +73,14 @@ def place_outcomes(frame: Frame, outcomes: Frame) -> pl.LazyFrame:
     if not has_segment(frame, "reward"):
         return placed
     return placed.with_columns(_over_rows(placed, ("segments", "reward"), _end_rewards, "segments"))
+
+
+def _check_columns(frame: pl.LazyFrame, where: str, names: Sequence[str]) -> None:
+    columns = frame.collect_schema().names()
+    for name in names:
+        if name not in columns:
+            got, expected = f"the columns {', '.join(columns)}", f"a column {name!r}"
+            raise InvariantError("columns_and_types", where, got, expected)
 
 
 def place_rewards(frame: Frame) -> pl.LazyFrame:

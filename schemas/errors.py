@@ -177,8 +177,24 @@ def reasons_of(errors: Sequence[RolloutError]) -> str:
 
 def _brief(error: RolloutError) -> str:
     """Return the reason of an error, shortened and without its location."""
-    text = " ".join(error.got.split()) or error.sentence
-    return text if len(text) <= _BRIEF else f"{text[: _BRIEF - 3]}..."
+    return shortened(" ".join(error.got.split()) or error.sentence, _BRIEF)
+
+
+def shortened(text: str, num_chars: int) -> str:
+    """Shorten a text to at most `num_chars` characters, at a word and outside of brackets.
+
+    Example:
+        >>> shortened("the token ids [1, 2, 3] of step 4", 20), shortened("a" * 9, 8)
+        ('the token ids...', 'aaaaa...')
+    """
+    if len(text) <= num_chars:
+        return text
+    cut = text[: num_chars - 3]
+    whole = cut.rpartition(" ")[0]
+    for pair in ("()", "[]", "{}"):
+        while whole.count(pair[0]) > whole.count(pair[1]):
+            whole = whole.rpartition(pair[0])[0]
+    return f"{whole.rstrip(' ,;:') or cut}..."
 
 
 def count(number: int, noun: str, ending: str = "s") -> str:

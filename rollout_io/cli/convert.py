@@ -253,7 +253,9 @@ def _report(
         note(about_tokenizer)
     if not done.was_done:
         rows_per_s, mb_per_s = done.summary.num_rows / elapsed_s, num_bytes / elapsed_s / 1e6
-        note(f"{elapsed_s:.1f} s: {rows_per_s:,.1f} rows/s, {mb_per_s:,.2f} MB/s")
+        # Below a megabyte, loading takes longer than converting.
+        rates = f": {rows_per_s:,.0f} rows/s, {mb_per_s:,.1f} MB/s" if num_bytes >= 1e6 else ""
+        note(f"{elapsed_s:.1f} s{rates}")
     if unread := done.summary.unread_text():
         warn(unread)
     is_own = any(find_adapter(name).is_own for name in done.summary.formats)

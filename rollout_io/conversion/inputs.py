@@ -95,6 +95,9 @@ def open_inputs(
             found.append(open_file(path, spool))
     if not found:
         got, hint = "the pattern matches no log", "check the path"
+        if any(_real(Path(path)) in skipped for path in paths):
+            got = "the log is also named as the rewards file, or as the output"
+            hint = "pass the logs as arguments, and another file to --rewards and --out"
         raise InputError("input_file", ", ".join(paths), got, "", hint)
     _refuse_repeated(found)
     return found, sorted(set(unread), key=natural_key)

@@ -241,10 +241,11 @@ def _readable(location: Location, row_group: int | None = None) -> Iterator[None
         if isinstance(error, OSError) and (limit := too_many_open_files(error, location.path)):
             raise limit from None
         where = location.path + ("" if row_group is None else f", row group {row_group}")
-        hint = "restore the file from a copy, or write it again"
-        if location.path.endswith((".jsonl", ".json")):
-            hint = f"convert the log first: rollouts convert {location.path} --out DS"
         got = f"the file is damaged or not Parquet: {' '.join(str(error).split())}"
+        hint = "restore the file from a copy, or write it again"
+        if not location.path.endswith(".parquet") and "magic bytes" in str(error):
+            got = "this is no dataset: the file is not Parquet"
+            hint = f"if it is a log, convert it first: rollouts convert {location.path} --out DS"
         raise InputError("readable_file", where, got, "", hint) from None
 
 

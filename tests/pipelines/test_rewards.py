@@ -54,6 +54,20 @@ def test_token_rewards_that_are_not_there_are_refused():
         place_token_rewards(table(*one_step(1.0)))
 
 
+@pytest.mark.parametrize(
+    ("columns", "found"),
+    [
+        ({"trajectory_id": ["a"], "score": [1.0]}, "score; expected a column 'reward'"),
+        ({"id": ["a"], "reward": [1.0]}, "id, reward; expected a column 'trajectory_id'"),
+        ({"trajectory_id": ["a"], "reward": ["high"]}, "expected numbers in the column 'reward'"),
+    ],
+)
+def test_outcomes_with_a_wrong_column_are_refused_with_a_sentence(columns, found):
+    with pytest.raises(RolloutError, match=r"^outcomes: found .*\[columns_and_types\]$") as error:
+        place_outcomes(table(*one_step(1.0)), pl.DataFrame(columns))
+    assert found in str(error.value)
+
+
 def test_a_new_outcome_leaves_no_old_token_rewards_behind():
     rows = place_outcomes(place_rewards(CHAIN), outcomes_of(pl.from_arrow(CHAIN).lazy(), 7.0))
     data = rows.collect()

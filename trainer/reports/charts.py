@@ -15,10 +15,10 @@ _DPI, _NAME_LENGTH = 150, 36
 
 
 def check_image(out: Path) -> None:
-    """Check that matplotlib can write the image.
+    """Check that matplotlib can write the image, and create its directory.
 
     Raises:
-        InputError: The directory of the image does not exist.
+        InputError: The directory of the image cannot be created.
         ConfigError: Matplotlib does not support the format.
         MissingExtra: Matplotlib is not installed.
     """
@@ -28,8 +28,11 @@ def check_image(out: Path) -> None:
     if out.suffix[1:].lower() not in kinds:
         got, expected = f"extension {out.suffix!r}", f"one of {', '.join(kinds)}"
         raise ConfigError("image_format", str(out), got, expected)
-    if not out.parent.is_dir():
-        raise InputError("image_file", str(out), "its directory does not exist")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        got = f"its directory cannot be created: {(error.strerror or str(error)).lower()}"
+        raise InputError("image_file", str(out), got) from error
 
 
 def panels(num: int, num_columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:

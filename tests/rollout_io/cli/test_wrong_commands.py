@@ -76,6 +76,8 @@ COMMANDS = [
     ("convert nowhere.jsonl -o new", 1, "input_file", ["nowhere.jsonl", "check the path"]),
     ("convert notes.md -o new", 1, "known_format", ["notes.md", "rollouts formats"]),
     ("convert cut.jsonl -o new", 1, "json_line", ["cut.jsonl:2", "repair the line"]),
+    ("convert LOG -o new --rewards LOG", 1, "input_file", ["also named as the rewards file"]),
+    ("inspect LOG", 1, "readable_file", ["not Parquet", "convert it first: rollouts convert"]),
     ("convert LOG -o new --rewards nowhere", 1, "input_file", ["nowhere", "check the path"]),
     ("formats nowhere", 1, "input_file", ["nowhere", "check the path"]),
     ("stats DS --model empty", 1, "input_file", ["empty/config.json", "--params"]),

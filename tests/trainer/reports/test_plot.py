@@ -218,7 +218,7 @@ def test_metrics_that_are_missing_broken_or_empty_are_refused(
     [
         ("curves.png", "los", "run: metric `los` has no values"),
         ("curves.docx", "loss", ".*: found extension '.docx'; expected one of .*png"),
-        ("nowhere/curves.png", "loss", ".*: its directory does not exist"),
+        ("run/metrics.jsonl/curves.png", "loss", ".*: its directory cannot be created"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(
@@ -227,6 +227,12 @@ def test_what_cannot_be_drawn_is_refused(
     run = make_run(tmp_path / "run")
     with pytest.raises(RolloutError, match=message):
         plot_runs([run], tmp_path / image, [metric])
+
+
+def test_the_directory_of_the_image_is_created(tmp_path: Path) -> None:
+    image = tmp_path / "new" / "deep" / "curves.png"
+    plot_runs([make_run(tmp_path / "run")], image, ["loss"])
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_verb_says_what_it_drew_and_names_the_nearest_metric(tmp_path: Path) -> None:
