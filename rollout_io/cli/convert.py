@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -18,15 +20,17 @@ from rollout_io.cli.output import (
     progress_bar,
     warn,
 )
+from rollout_io.cli.redact import show_report
 from rollout_io.retokenize.local import tokenizer_directory
 from rollout_io.startup import keep_pandas_out_of_arrow
-from schemas.errors import count
+from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from rollout_io.conversion.driver import Conversion
     from rollout_io.dataset.parallel import Engine
+    from rollout_io.redaction.redact import Report
 
 _NAMED = 10  # calls named in the summary
 _SHOWN = 100  # maximum number of file names in --json
@@ -131,6 +135,12 @@ _READS = 2  # every log is read twice: to find its runs, then to convert them
     help="Whether log-probabilities were computed before (raw) or after (processed) temperature and "
     "truncation; vLLM's default is raw.",
 )
+@click.option(
+    "--redact",
+    "redacts",
+    is_flag=True,
+    help="Remove secrets from the dataset, as `rollouts redact` does, before it becomes visible.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def convert(
     inputs: tuple[str, ...],
@@ -153,6 +163,7 @@ def convert(
     logprobs_mode: Literal["raw", "processed"] | None,
     *,
     strict: bool,
+    redacts: bool,
     as_json: bool,
 ) -> None:
     """Convert agent logs to a rollout dataset.
@@ -161,6 +172,8 @@ def convert(
     .gz or .zst are decompressed. Logs in several formats are combined into one dataset; other files
     inside directories are skipped. To resume an interrupted conversion, run the same command again.
     """
+    if redacts and on_error == "skip":
+        raise click.UsageError("--redact writes no rejected records: leave out --on-error skip.")
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
     keep_pandas_out_of_arrow()
@@ -197,12 +210,17 @@ def convert(
 
         num = workers or num_converters(_num_bytes(inputs), retokenizes=tokenizer is not None)
         try:
-            done = driver.convert(
+            converting = partial(
+                driver.convert,
                 inputs,
-                out,
-                choices,
+                choices=choices,
                 workers=Workers(num, engine),
                 progress=progress,
+            )
+            done, redacted = (
+                _converted_and_redacted(converting, out, tokenizer)
+                if redacts
+                else (converting(out=out), None)
             )
         except driver.NothingUsable as error:
             note(error.summary.rejections_text())
@@ -215,9 +233,41 @@ def convert(
             "num_resumed_chunks": done.num_resumed,
         }
         joined = {} if done.joined is None else {"joined": done.joined}
+        joined |= {} if redacted is None else {"redacted": dataclasses.asdict(redacted)}
         emit_json({"format": done.format, **done.summary.to_dict(), **joined, **state})
     else:
+        if redacted is not None:
+            show_report(redacted)
         _report(done, out, time.monotonic() - start_s, _num_bytes(inputs), tokenizer)
+
+
+def _converted_and_redacted(
+    convert_to: Callable[..., Conversion], out: str, tokenizer: str | None
+) -> tuple[Conversion, Report]:
+    """Convert to a hidden directory beside `out`, write it to `out` without secrets, and remove it.
+
+    A secret that is found in one run is removed from all, so the conversion has to end first. An
+    interrupted command leaves the directory, which only its owner can read, and resumes from it.
+    """
+    from pathlib import Path
+    from shutil import rmtree
+
+    from rollout_io.dataset.storage import Location, occupied
+    from rollout_io.redaction.redact import redact
+    from rollout_io.redaction.scanner import Rules
+
+    if not Location.of(out).is_local:
+        hint = "convert to a local directory, and copy it"
+        raise InputError("out_is_free", out, "--redact needs a local directory", "", hint)
+    rules, target = Rules.of({}, personal=False), Path(out)
+    hidden = target.with_name(f".{target.name}.unredacted")
+    if not hidden.exists() and (found := Location.of(out).datasets()):
+        raise occupied(out, len(found))
+    hidden.mkdir(mode=0o700, parents=True, exist_ok=True)
+    done = convert_to(out=str(hidden / target.name))
+    report = redact(str(hidden / target.name), out, rules, tokenizer=tokenizer)
+    rmtree(hidden)
+    return done, report
 
 
 def _note_formats(format_name: str) -> None:

@@ -94,11 +94,12 @@ def redact(
     if as_json:
         emit_json(asdict(report))
     else:
-        _show(report)
+        show_report(report)
     next_command(f"rollouts validate {out}")
 
 
-def _show(report: Report) -> None:
+def show_report(report: Report) -> None:
+    """Print what was redacted: kinds and numbers, no secret."""
     for kind, found in report.kinds.items():
         emit(
             f"{kind}: {count(found['num_secrets'], 'secret')} in {count(found['num_rows'], 'row')}"
