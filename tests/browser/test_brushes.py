@@ -132,9 +132,9 @@ def brushes_of(told, column, where, has_one_row):
     "where",
     [
         "",
-        pytest.param("stop_reason = 'length' or return > 0.5", marks=pytest.mark.nightly),
-        "whole < 0",
-        pytest.param("agent = 'sub'", marks=pytest.mark.nightly),
+        pytest.param("any(stop_reason = 'length') or return > 0.5", marks=pytest.mark.nightly),
+        "any(whole < 0)",
+        pytest.param("any(agent = 'sub')", marks=pytest.mark.nightly),
     ],
 )
 def test_a_brush_keeps_what_its_bins_count(ask, where):
