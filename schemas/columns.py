@@ -14,6 +14,9 @@ from typing import Any
 
 import pyarrow as pa
 
+LOGPROB_SENTINEL = -9999.0
+"""vLLM clamps log-probabilities of -inf to this value before it serialises them as JSON."""
+
 
 class Length(Enum):
     """Length rule of a list column, the same for every row."""

@@ -8,12 +8,14 @@ dataset.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 import pyarrow as pa
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 def to_numpy(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
@@ -104,6 +106,8 @@ def to_arrow(
 
 def to_frame(columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> pl.DataFrame:
     """Build a polars frame from Arrow columns (NumPy arrays would make polars import `numpy.ma`)."""
+    import polars as pl
+
     frame = pl.from_arrow(pa.table(dict(columns)))
     assert isinstance(frame, pl.DataFrame)
     return frame
@@ -115,6 +119,8 @@ def empty_table(schema: pa.Schema) -> pa.Table:
 
 
 def _series(column: pa.Array | pa.ChunkedArray) -> pl.Series:
+    import polars as pl
+
     series = pl.from_arrow(column)
     assert isinstance(series, pl.Series)
     return series

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from schemas.columns import LOGPROB_SENTINEL
 from schemas.numpy_arrays import filled
 from schemas.ragged import BoolArray, Ragged
 from schemas.view import View
-
-# vLLM clamps -inf log-probabilities to this value before it serialises them as JSON.
-LOGPROB_SENTINEL = -9999.0
 
 
 def check_logprobs(view: View) -> Iterator[pl.DataFrame]:

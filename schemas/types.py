@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -13,6 +12,9 @@ from schemas.columns import COLUMN_BY_NAME, PREFIX_FIELDS, SEGMENT_FIELDS, Colum
 from schemas.errors import InvariantError
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import list_lengths, offsets_of
+
+if TYPE_CHECKING:
+    import polars as pl
 
 PREFIX_TYPES: dict[str, pa.DataType] = {field.name: field.type for field in PREFIX_FIELDS}
 
@@ -27,6 +29,8 @@ def as_table(data: Any) -> pa.Table:
         return data
     if isinstance(data, pa.RecordBatch):
         return pa.Table.from_batches([data])
+    import polars as pl
+
     if isinstance(data, pl.LazyFrame):
         data = data.collect()
     if isinstance(data, pl.DataFrame):
@@ -49,6 +53,8 @@ def with_absent(frame: pl.LazyFrame, names: Iterable[str]) -> pl.LazyFrame:
         for name in names
         if name not in there and (column := COLUMN_BY_NAME.get(name)) and column.nullable
     }
+    import polars as pl
+
     kinds = pl.DataFrame(pa.table(absent)).schema
     return frame.with_columns(**{name: pl.lit(None, kind) for name, kind in kinds.items()})
 

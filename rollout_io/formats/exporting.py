@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollout_io.dataset.atomic_files import whole, writable
-from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.footer import seal
 from rollout_io.dataset.locking import destination
-from rollout_io.dataset.reader import scan
 from rollout_io.dataset.sources import refuse_changed
 from rollout_io.dataset.storage import refuse_inside
 from schemas.errors import ConfigError, InputError, count
@@ -94,6 +91,8 @@ def declared_tables(dataset: PathLike) -> Iterator[pa.Table]:
     Raises:
         ValidationError: The dataset breaks a named invariant.
     """
+    from rollout_io.dataset.checking import checked_tables
+
     for table in checked_tables(dataset):
         yield cast_table(table).combine_chunks()
 
@@ -114,6 +113,10 @@ class Failures:
     @classmethod
     def of(cls, dataset: PathLike, failed: Failed) -> Failures:
         """Read the ids of a dataset's failed trajectories, without reading token columns."""
+        import polars as pl
+
+        from rollout_io.dataset.reader import scan
+
         failed_rows = with_absent(scan(dataset), ["error"]).filter(pl.col("error").is_not_null())
         ids = failed_rows.select("trajectory_id", "instance_id").collect()
         groups = ids["instance_id"].unique() if failed == "group" else ids["instance_id"].head(0)

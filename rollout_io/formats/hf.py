@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.dataset.blobs import Blobs, carry, names_in
-from rollout_io.dataset.reader import read_metadata
 from rollout_io.dataset.writer import SHARD_BYTES
 from rollout_io.formats.exporting import (
     Exported,
@@ -196,6 +195,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         ValidationError: The dataset breaks an invariant.
         RolloutError: `out` exists or is inside the dataset, or the dataset has no rows.
     """
+    from rollout_io.dataset.reader import read_metadata
+
     del failed
     statistics, schema = Statistics(), pa.schema([])
     with new_export(out, dataset) as folder:

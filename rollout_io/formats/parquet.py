@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from rollout_io.dataset.reader import iter_tables, read_metadata, shard_sizes
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.dataset.sources import Sources
 from rollout_io.formats.exporting import Exported, Failed, PathLike, refuse_taken
@@ -33,6 +32,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
         RolloutError: `out_is_free`: `out` is a file, already contains a dataset, or is inside
             `dataset`; `some_rows`: the dataset has no rows.
     """
+    from rollout_io.dataset.reader import iter_tables, read_metadata, shard_sizes
+
     del failed
     if Path(out).is_file():
         refuse_taken(out, dataset)

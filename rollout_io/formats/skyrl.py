@@ -27,7 +27,6 @@ import numpy as np
 import pyarrow as pa
 
 from rollout_io.dataset.opening import open_input
-from rollout_io.dataset.reader import read, read_metadata
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -168,6 +167,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     Raises:
         RolloutError: `out_is_free`: `out` exists; or any error of `to_generator_output`.
     """
+    from rollout_io.dataset.reader import read, read_metadata
+
     with new_export(out, dataset) as path:
         table, found = read(dataset), Failures.of(dataset, failed)
         outcome = read_metadata(dataset).outcome or "last"
@@ -193,6 +194,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
 
 def _with_metrics(table: pa.Table, dataset: PathLike) -> pa.Table:
+    from rollout_io.dataset.reader import read_metadata
+
     history = read_metadata(dataset).made_by
     by_file = history[0].get(EXPORTED_METRICS) if len(history) == 1 else None
     if not isinstance(by_file, dict) or len(by_file) != 1 or len(history[0]["inputs"]) != 1:

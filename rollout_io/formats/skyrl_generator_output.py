@@ -28,7 +28,6 @@ from rollout_io.formats.skyrl_fields import (
     TrajectoryID,
 )
 from rollout_io.formats.skyrl_output_columns import METRICS_KEY, table_of
-from schemas.checker import validate
 from schemas.columns import JOINED, metrics_dict
 from schemas.errors import InputError
 from schemas.metadata import Outcome
@@ -67,6 +66,8 @@ def to_generator_output(
         >>> output["trajectory_ids"][0]
         TrajectoryID(instance_id='shop-0', repetition_id=0)
     """
+    from schemas.checker import validate
+
     data = as_table(table)
     validate(data)
     if data.num_rows == 0:
@@ -139,6 +140,8 @@ def _checked(
     source: str | None = None,
     prefix: str = "",
 ) -> pa.Table:
+    from schemas.checker import validate
+
     table, remarks = table_of(output, group_size, other_fields, source, prefix)
     validate(table)
     for remark in remarks:

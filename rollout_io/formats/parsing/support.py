@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rollout_io.formats.parsing.bodies import Logprobs, Sampling
-from schemas.token_checks import LOGPROB_SENTINEL
+from schemas.columns import LOGPROB_SENTINEL
 
 MOST_LOGPROBS = 20
 """vLLM's default `--max-logprobs`; a larger number would be refused."""

@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from rollout_io.formats.base import Ids
 from rollout_io.formats.parsing.jsonl import decode_line
+from schemas.columns import LOGPROB_SENTINEL
 from schemas.errors import InputError, InvariantError, count
 from schemas.ragged import IntArray
 from schemas.rules import RULES
-from schemas.token_checks import LOGPROB_SENTINEL
 
 INT32_MAX = 2**31 - 1
 

@@ -40,6 +40,14 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> str:
     return str(path)
 
 
+def test_listing_the_formats_loads_no_polars() -> None:
+    code = "import sys; from rollout_io.cli.main import run; run(['formats']); print('polars' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.endswith("False\n")
+    assert "claude_code" in found.stdout
+
+
 def test_help_loads_no_heavy_library() -> None:
     code = (
         "import sys; from rollout_io.cli.main import run; run(['--help']);"
