@@ -109,7 +109,7 @@ def learner_of(
     return Learner(
         accelerator=Accelerator(),
         policy=policy,
-        optimizer=torch.optim.SGD(policy.parameters(), lr=config.optimizer.learning_rate),
+        optimizer=torch.optim.SGD(policy.parameters(), lr=config.learning_rate),
         loss=config.loss,
         corrects=corrects,
         optimization=config.optimizer,
