@@ -20,7 +20,7 @@ SHORTEST = 8
 _SHORTEST_LINE = 16
 _ESCAPE = re.compile(
     rb"\\+(?:u([0-9a-fA-F]{4})(?:\\+u([dD][c-fC-F][0-9a-fA-F]{2}))?|([bfnrt\"'/]))|\\(\\+)"
-    rb"|%([0-9a-fA-F]{2})"
+    rb"|%(?:25)*([0-9a-fA-F]{2})"
 )
 _CONTROL = {b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
@@ -43,7 +43,7 @@ class Unescaped:
     r"""A text in which each escape is replaced by the character that it stands for.
 
     Escapes of JSON are undone at any depth: JSON in JSON doubles backslashes, and a run of them
-    counts as one. Escapes of URLs (`%2F`) are undone too.
+    counts as one. Escapes of URLs (`%2F`) are undone too, at any depth (`%252F`).
 
     Attributes:
         content: The bytes without escapes.
@@ -147,7 +147,7 @@ class Literals:
 
     @cached_property
     def _patterns(self) -> list[str]:
-        return [secret.decode("utf-8", "replace") for secret in self.secrets]
+        return [readable(secret) for secret in self.secrets]
 
     @cached_property
     def _by_head(self) -> dict[bytes, list[tuple[int, bytes]]]:
@@ -160,7 +160,7 @@ class Literals:
         """Find all secrets in texts.
 
         Args:
-            texts: N texts in UTF-8; bytes that are invalid belong to no secret.
+            texts: N texts in UTF-8; invalid bytes match only the same bytes.
 
         Returns:
             [N] lists of (start, end, number): disjoint ranges of bytes in order, and the number of

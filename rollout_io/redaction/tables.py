@@ -160,17 +160,22 @@ class Redactor:
         return found
 
     def _replaced_ids(self, ids: Ragged) -> Ragged:
-        values = ids.values
+        """Replace secrets between numbers that are no ids, such as -100 in labels."""
         size = len(self.vocabulary.offsets) - 1
-        if not len(values) or values.min() < 0 or values.max() >= size:
+        is_id = (ids.values >= 0) & (ids.values < size)
+        if not is_id.any():
             return ids
+        values = np.where(is_id, ids.values, self.fill)
+        ids, given = Ragged(values, ids.offsets, ids.valid), ids
         rows = range(len(ids.valid))
         made: Any = None
         for i, spans in zip(rows, self.spans_of_ids([ids.row(i) for i in rows]), strict=True):
             for start, end in spans:
                 made = values.copy() if made is None else made
                 made[ids.offsets[i] + start : ids.offsets[i] + end] = self.fill
-        return ids if made is None else Ragged(made, ids.offsets, ids.valid)
+        if made is None:
+            return given
+        return Ragged(np.where(is_id, made, given.values), ids.offsets, ids.valid)
 
 
 def _without(column: pa.ChunkedArray, marks: BoolArray) -> pa.Array:
@@ -217,9 +222,9 @@ def _with_columns(table: pa.Table, columns: dict[str, pa.Array]) -> pa.Table:
     for name, column in columns.items():
         if name in table.column_names:
             index = table.column_names.index(name)
-            field = table.schema.field(name).with_type(column.type).remove_metadata()
+            field = table.schema.field(name).with_type(column.type)
             table = table.set_column(index, field, pa.chunked_array([column]))
         else:
             index = table.column_names.index("loss_mask") + 1
             table = table.add_column(index, name, pa.chunked_array([column]))
-    return table
+    return pa.table(table.columns, pa.schema([field.remove_metadata() for field in table.schema]))

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.redaction.literals import Literals
 from schemas.metadata import DatasetMetadata
 from schemas.numpy_arrays import to_arrow, to_numpy
-from schemas.ragged import Ragged, list_lengths, offsets_of
+from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
 
 ReplaceIds = Callable[[Ragged], Ragged]
 
@@ -80,8 +81,11 @@ class Replacer:
         if isinstance(array, pa.ExtensionArray):
             return pa.ExtensionArray.from_storage(kind, self.column(array.storage))
         if pa.types.is_dictionary(kind):
-            made = self.column(array.dictionary)
-            return pa.DictionaryArray.from_arrays(array.indices, made, ordered=kind.ordered)
+            # Values that no row has any more are not scanned, and not kept.
+            used = pc.unique(array.indices.drop_null()).sort()
+            at = pc.index_in(array.indices, used, skip_nulls=True).cast(kind.index_type)
+            made = self.column(array.dictionary.take(used))
+            return pa.DictionaryArray.from_arrays(at, made, ordered=kind.ordered)
         if pa.types.is_struct(kind):
             fields = [self.column(array.field(i)) for i in range(kind.num_fields)]
             return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
@@ -109,14 +113,21 @@ class Replacer:
         given = array.cast(pa.list_(kind.value_field)) if is_fixed else array
         flat = pc.list_flatten(given)
         if pa.types.is_integer(kind.value_type):
-            if flat.null_count or pa.types.is_uint64(kind.value_type):
-                return array
-            made = self.ids(Ragged.from_arrow(given)).to_arrow(kind.value_type)
-            return made.cast(kind)
+            made = self._ids(flat, list_lengths(given))
+        else:
+            made = self.column(flat)
         offsets = to_arrow(offsets_of(list_lengths(given)))
         mask = given.is_null() if given.null_count else None
-        listed = pa.LargeListArray.from_arrays(offsets, self.column(flat), mask=mask)
-        return listed.cast(kind)
+        return pa.LargeListArray.from_arrays(offsets, made, mask=mask).cast(kind)
+
+    def _ids(self, flat: pa.Array, lengths: IntArray) -> pa.Array:
+        """Replace secrets in flat lists of integers; nulls are no ids, and stay."""
+        numbers = pc.fill_null(flat.cast(pa.int64(), safe=False), -1)
+        given = Ragged(to_numpy(numbers), offsets_of(lengths), np.ones(len(lengths), np.bool_))
+        made = self.ids(given).values
+        return pc.if_else(
+            to_arrow(made != given.values), to_arrow(made).cast(flat.type, safe=False), flat
+        )
 
 
 def has_text(kind: pa.DataType) -> bool:

@@ -188,6 +188,10 @@ SECRET_TEXT = SECRET.decode()
         ([("k", SECRET_TEXT)], pa.map_(pa.string(), pa.string())),
         ([{"a": [SECRET_TEXT]}], pa.list_(pa.struct([("a", pa.list_(pa.string()))]))),
         ([5, 1, 2, 3], pa.list_(pa.int64())),
+        ([5, 1, 2, 3], pa.list_(pa.uint64())),
+        ([5, 1, 2, 3, None], pa.list_(pa.int32())),
+        ([5, 1, 2, 3, -100, 1 << 40], pa.list_(pa.int64())),
+        ([5, 1, 2, 3], pa.list_(pa.int16(), 4)),
     ],
 )
 def test_secrets_are_removed_from_columns_of_any_type(value, kind):
@@ -201,7 +205,32 @@ def test_secrets_are_removed_from_columns_of_any_type(value, kind):
     assert again.to_pylist() == [None, *made.to_pylist()]
     said = str(made.to_pylist())
     assert SECRET_TEXT not in said
-    assert "[REDACTED_0]" in said or made.to_pylist()[0] == [5, 0, 0, 0]
+    assert "[REDACTED_0]" in said or made.to_pylist()[0] == [5, 0, 0, 0, *value[4:]]
+
+
+def test_values_of_a_dictionary_that_no_row_has_are_not_kept():
+    given = pa.DictionaryArray.from_arrays(pa.array([2, None, 2]), ["s3cr3t", "a", "b"])
+    made = redactor_of(SECRET).replacer.column(given)
+    assert made.to_pylist() == ["b", None, "b"]
+    assert made.dictionary.to_pylist() == ["b"]
+
+
+def test_notes_of_fields_are_not_kept():
+    table = pa.table(STEPS)
+    fields = [field.with_metadata({"note": SECRET}) for field in table.schema]
+    vocabulary = vocabulary_of([b"%x" % i for i in range(16)])
+    made = redactor_of(vocabulary=vocabulary).table(table.cast(pa.schema(fields)))
+    assert all(field.metadata is None for field in made.schema)
+
+
+def test_a_secret_that_ends_within_a_character_is_removed():
+    secret, findings = "Name: José".encode()[:-1], Findings()
+    findings.literals |= dict.fromkeys(forms(secret, 0, len(secret)))
+    assert without(Literals(tuple(findings.literals)), b"to " + secret) == b"to <0>"
+
+
+def test_escapes_of_an_url_are_undone_at_any_depth():
+    assert without(Literals((b"key/with-signs",)), b"?a=key%25252Fwith%2Dsigns&b") == b"?a=<0>&b"
 
 
 def test_json_remains_json_if_a_secret_has_its_syntax():
