@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +14,8 @@ from rollout_io.cli.output import emit_json, example, next_command, note, progre
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from pipelines.rewards import Outcome
 
 EXAMPLE = example(
     "rollouts rescore shop/ --reward rewards:strict\n"
@@ -69,6 +73,7 @@ def rescore(
         raise click.UsageError("Pass either --reward or --environment.")
     if (environment is None) != (tasks is None):
         raise click.UsageError("--environment and --tasks must be passed together.")
+    sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     function = reward or environment or ""
     name = name or function.rpartition(":")[2].rpartition(".")[2]
     frame, outcome = open_valid(dataset), dataset_outcome(dataset)
@@ -76,7 +81,7 @@ def rescore(
     num = frame.select(pl.col("trajectory_id").n_unique()).collect().item()
     with progress_bar(num, " trajectories", "rescore") as bar:
         found = run(dataset, name, scorer, num_workers=workers or num_cores(), progress=bar)
-    compared = _compared(frame, dataset, name)
+    compared = _compared(frame, outcome, dataset, name)
     if as_json:
         emit_json(dataclasses.asdict(found) | {"dataset": dataset, "name": name, **compared})
         return
@@ -91,7 +96,7 @@ def rescore(
     next_command(f"rollouts filter {dataset} --reward {name} --out {dataset.rstrip('/')}-{name}")
 
 
-def _compared(frame: pl.LazyFrame, dataset: str, name: str) -> dict[str, Any]:
+def _compared(frame: pl.LazyFrame, outcome: Outcome, dataset: str, name: str) -> dict[str, Any]:
     """Compare the returns of the dataset and of a version, where both are known."""
     import polars as pl
 
@@ -99,7 +104,7 @@ def _compared(frame: pl.LazyFrame, dataset: str, name: str) -> dict[str, Any]:
     from pipelines.rewards import trajectory_returns
 
     scores, _ = read_version(dataset, name)
-    old = trajectory_returns(frame).select("trajectory_id", before="return").collect()
+    old = trajectory_returns(frame, outcome).select("trajectory_id", before="return").collect()
     both = old.join(scores, on="trajectory_id").drop_nulls(["before", "reward"])
     change = pl.col("reward") - pl.col("before")
     return both.select(

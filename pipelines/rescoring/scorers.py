@@ -214,7 +214,8 @@ def _score(function: Callable[[Attempt], Any], attempt: Attempt) -> Score:
     except RolloutError as error:
         return Score(attempt.trajectory_id, None, str(error))
     except Exception as error:  # the user's function may raise anything
-        return Score(attempt.trajectory_id, None, f"{type(error).__name__}: {error}"[:_MOST_CHARS])
+        text = f"{type(error).__name__}: {error}"[:_MOST_CHARS]
+        return Score(attempt.trajectory_id, None, text.encode("utf-8", "replace").decode())
     number = as_number(value)
     if number is None:
         return Score(

@@ -18,6 +18,7 @@ from rollout_io import RolloutWriter, scan, validate
 from rollout_io.cli.main import run
 from rollout_io.retokenize.token_bytes import load_token_bytes
 from schemas.errors import ConfigError, InputError
+from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
 from tests.helpers.filter_helpers import one_step, table
 from trainer.run.sampling_checks import scan_rows
@@ -49,6 +50,10 @@ def odd(attempt):
     if number == 5:
         return "much"
     return number
+
+
+def torn(attempt):
+    raise ValueError("half a character: \\ud83d")
 
 
 def told(attempt):
@@ -146,6 +151,27 @@ def test_only_trajectories_without_a_score_are_scored_again(tmp_path, capfd):
     assert scores_of(dataset, "told") == {"a_0": 0.0, "a_1": 1.0, "b_0": 0.0}
 
 
+@pytest.mark.usefixtures("functions")
+def test_an_error_that_is_not_unicode_is_kept_readable(tmp_path):
+    dataset = write(tmp_path / "ds", *one_step(0.0))
+    found = rescore(dataset, "torn", Scorer(function="own_rewards:torn"))
+    assert found.errors == {"ValueError: half a character: ?": 1}
+
+
+def test_the_summary_compares_sums_with_functions_of_the_working_directory(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "rewards_here.py").write_text("def one(attempt):\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    steps = [{"reward": 0.75}, {"reward": 0.5}]
+    write("ds", ("a", 0, steps), metadata=DatasetMetadata(outcome="sum"))
+    assert run(["rescore", "ds", "--reward", "rewards_here:one", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["mean_before"], told["num_lower"]) == (1.25, 1)
+
+
+@pytest.mark.usefixtures("functions")
 def test_a_version_is_not_mixed_from_two_functions(functions, tmp_path):
     dataset = write(tmp_path / "ds", *one_step(0.0, 0.0))
     rescore(dataset, "mine", Scorer(function="own_rewards:last_digit"))
