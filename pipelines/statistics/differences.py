@@ -123,8 +123,11 @@ def _numbers(names: list[str], before: Any, after: Any, change: Any, seed: int) 
 
 
 def _tasks(both: pl.DataFrame, rate: float) -> pl.DataFrame:
-    pairs = zip(both["returns"], both["returns of B"], strict=True)
-    chances = [permutation_test(one.to_numpy(), other.to_numpy()) for one, other in pairs]
+    pairs = list(zip(both["returns"], both["returns of B"], strict=True))
+    chances = np.empty(len(pairs))
+    for i in sorted(range(len(pairs)), key=lambda i: (len(pairs[i][0]), len(pairs[i][1]))):
+        # Tasks with as many attempts share their splits.
+        chances[i] = permutation_test(*(one.to_numpy() for one in pairs[i]))
     change = pl.col("return of B") - pl.col("return")
     verdict = pl.when(change > 0).then(pl.lit("win")).when(change < 0).then(pl.lit("loss"))
     return both.select(

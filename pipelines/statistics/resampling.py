@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import cache
+from functools import lru_cache
 from itertools import combinations
 from statistics import NormalDist
 
@@ -18,7 +18,7 @@ MOST_SPLITS = 20_000
 """Splits of a task's attempts that are tested; if there are more, as many random ones."""
 
 _CHUNK = 200
-_TIE = 1e-9
+_TIE = 1e-12  # of the largest deviation from the mean: the error of sums
 
 
 def mean_intervals(values: Floats, level: float = 0.95, seed: int = 0) -> Floats:
@@ -91,15 +91,17 @@ def permutation_test(first: Floats, second: Floats) -> float:
     if not len(first) or not len(second):
         return 1.0
     both = np.concatenate([first, second])
+    both = both / (np.abs(both).max() or 1.0)  # sums neither overflow nor lose a small difference
+    both -= both.mean()
     splits, is_exact = _splits(len(first), len(second))
     sums = splits @ both
     change = np.abs(sums / len(first) - (both.sum() - sums) / len(second))
-    observed = abs(first.mean() - second.mean())
-    num = int(np.count_nonzero(change >= observed - _TIE * max(1.0, observed)))
+    observed = abs(both[: len(first)].mean() - both[len(first) :].mean())
+    num = int(np.count_nonzero(change >= observed - _TIE * np.abs(both).max()))
     return num / len(splits) if is_exact else (num + 1) / (len(splits) + 1)
 
 
-@cache
+@lru_cache(maxsize=1)  # 160 kB for each attempt of a task
 def _splits(num_first: int, num_second: int) -> tuple[Floats, bool]:
     """Return [S, N + M] 0 or 1 (in the first set), and whether these are all splits."""
     total = num_first + num_second

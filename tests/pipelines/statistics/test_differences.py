@@ -92,6 +92,23 @@ def test_the_test_of_successes_is_fishers_exact_test(num, other, data):
     assert permutation_test(first, second) == pytest.approx(extreme / math.comb(num + other, a + b))
 
 
+@pytest.mark.parametrize("unit", [1e-300, 1e-10, 1.0, 1e308])
+@pytest.mark.parametrize("base", [-1.0, 0.0])
+def test_the_unit_of_returns_does_not_matter(unit, base):
+    first, second = np.full(4, base * unit), np.full(4, (base + 1) * unit)
+    assert permutation_test(first, second) == pytest.approx(2 / 70)
+
+
+def test_a_constant_in_all_returns_does_not_matter():
+    assert permutation_test(np.full(4, 1e12), np.full(4, 1e12 + 1)) == pytest.approx(2 / 70)
+
+
+def test_tasks_with_different_numbers_of_attempts_keep_their_own_probabilities():
+    before, after = [[0.0] * 4, [0.0] * 2, [0.0] * 3], [[1.0] * 4, [1.0] * 2, [1.0] * 3]
+    found = differences(lines(before), lines(after)).tasks
+    assert found["p"].to_list() == pytest.approx([2 / 70, 2 / 6, 2 / 20])
+
+
 def test_large_groups_are_tested_with_random_splits():
     rng = np.random.default_rng(0)
     same = permutation_test(rng.normal(size=40), rng.normal(size=40))
