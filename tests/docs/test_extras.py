@@ -101,6 +101,8 @@ def test_verbs_of_the_first_row_need_no_extra(tmp_path):
         ["merge", "ds", "-o", "merged"],
         ["unmerge", "merged", "-o", "steps"],
         ["filter", "ds", "--max-steps", "5", "-o", "few"],
+        ["diff", "ds", "few"],
+        ["rescore", "ds", "--reward", "builtins:id", "--name", "id"],
         *([verb, "ds"] for verb in ("validate", "inspect", "stats", "drift")),
         *(["export", "ds", "--format", one, "-o", one] for one in ("skyrl", "trl", "verl", "hf")),
         ["formats"],
