@@ -18,12 +18,21 @@ import polars as pl
 from pipelines.generation.environments import environment_class, resolve
 from pipelines.rescoring.attempts import Attempt, attempts
 from pipelines.rescoring.scorers import RULE, Score, Scorer, scores
-from pipelines.rescoring.versions import SCHEMA, read_version, version_path, write_version
+from pipelines.rescoring.versions import (
+    SCHEMA,
+    digests,
+    read_version,
+    version_path,
+    write_version,
+)
 from rollout_io.dataset.locking import lock
-from rollout_io.dataset.reader import read_metadata
+from rollout_io.dataset.opening import read_input
+from rollout_io.dataset.reader import read_metadata, scan
 from rollout_io.retokenize.local import remembered_tokenizer
 from rollout_io.retokenize.token_bytes import load_token_bytes
 from schemas.errors import InputError
+
+_SCORES = {name: kind for name, kind in SCHEMA.items() if name != "digest"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +64,8 @@ def rescore(
 
     Each score is added to a journal beside the version before the next one is asked for, so a run
     that is killed continues where it stopped. If the source of the function has changed since, the
-    run starts from the beginning. A version that is complete is only completed by trajectories that
-    were appended to the dataset.
+    run starts from the beginning. Of a version that is complete, only trajectories that were appended
+    or written again since are scored.
 
     Args:
         dataset: Path of a valid dataset: a local directory.
@@ -71,11 +80,14 @@ def rescore(
         ConfigError: `reward_function`, `reward_version`: the function or name is not usable.
     """
     path = version_path(dataset, name)
-    made = {**asdict(scorer), "source_sha256": source_digest(scorer)}
+    tasks = None if scorer.tasks is None else hashlib.sha256(read_input(scorer.tasks)).hexdigest()
+    made = {**asdict(scorer), "source_sha256": source_digest(scorer), "tasks_sha256": tasks}
     with _only_writer(path):
-        before = _earlier(path, dataset, name, made)
+        current = digests(scan(dataset))
+        header = {**made, "dataset_digest": current["digest"].sum()}
+        before = _earlier(path, dataset, name, made, current)
         journal = path.with_name(f".{path.name}.journal")
-        done = {score.trajectory_id: score for score in [*before, *_journaled(journal, made)]}
+        done = {score.trajectory_id: score for score in [*before, *_journaled(journal, header)]}
         num_resumed = len(done)
         progress(num_resumed)
         tokenizer = remembered_tokenizer(read_metadata(dataset))
@@ -84,13 +96,14 @@ def rescore(
         def left() -> Iterator[Attempt]:
             return (a for a in attempts(dataset, vocabulary) if a.trajectory_id not in done)
 
-        with _appending(journal, made) as write:
+        with _appending(journal, header) as write:
             for score in scores(scorer, left(), num_workers):
                 write(asdict(score))
                 done[score.trajectory_id] = score
                 progress(1)
         rows = [asdict(score) for score in done.values()]
-        table = pl.DataFrame(rows, schema=SCHEMA).sort("trajectory_id")
+        table = pl.DataFrame(rows, schema=_SCORES).join(current, on="trajectory_id")
+        table = table.sort("trajectory_id")
         stamp = datetime.now(UTC).isoformat(timespec="seconds")
         write_version(path, table, {**made, "created": stamp, "num_trajectories": len(table)})
         journal.unlink()
@@ -119,8 +132,13 @@ def source_digest(scorer: Scorer) -> str | None:
     return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _earlier(path: Path, dataset: str, name: str, made: dict[str, Any]) -> list[Score]:
-    """Return the scores of a complete version, which must be of the same function."""
+def _earlier(
+    path: Path, dataset: str, name: str, made: dict[str, Any], current: pl.DataFrame
+) -> list[Score]:
+    """Return the scores of a complete version, which must be of the same function.
+
+    Those of trajectories that changed since are left out.
+    """
     if not path.exists():
         return []
     scores, before = read_version(dataset, name)
@@ -130,7 +148,8 @@ def _earlier(path: Path, dataset: str, name: str, made: dict[str, Any]) -> list[
         )
         hint = f"pass another --name, or remove {path}"
         raise InputError("reward_version", dataset, got, hint=hint)
-    return [Score(*row) for row in scores.rows()]
+    same = scores.join(current, on=["trajectory_id", "digest"], how="semi")
+    return [Score(*row) for row in same.select(*_SCORES).rows()]
 
 
 def _journaled(journal: Path, made: dict[str, Any]) -> list[Score]:

@@ -63,6 +63,11 @@ class Scorer:
         def score(attempt: Attempt) -> float:
             if attempt.instance_id not in tasks:
                 raise InputError("tasks", str(self.tasks), f"no task {attempt.instance_id!r}")
+            if any(
+                part.get("joined") for row in attempt.rows for part in row.get("segments") or ()
+            ):
+                got, hint = "its rows are merged from several steps", "run `rollouts unmerge` first"
+                raise InputError(RULE, attempt.trajectory_id, got, "one row per step", hint)
             task = tasks[attempt.instance_id]
             extras = {**task.extras, "max_turns": len(attempt.rows)}
             built = partial(make, extras=extras)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
@@ -21,13 +23,20 @@ from pipelines.rewards import place_outcomes
 from rollout_io.dataset.atomic_files import whole
 from rollout_io.dataset.opening import open_input
 from schemas.errors import ConfigError, InputError, count
-from schemas.types import with_absent
+from schemas.ragged import Ragged
+from schemas.types import as_table, with_absent
 
 RULE = "reward_version"
-SCHEMA = {"trajectory_id": pl.String, "reward": pl.Float64, "error": pl.String}
-"""Columns of a version: reward is null if the trajectory has an error or was not scored."""
+SCHEMA = {
+    "trajectory_id": pl.String,
+    "reward": pl.Float64,
+    "error": pl.String,
+    "digest": pl.Int64,
+}
+"""Columns of a version: reward is null if the trajectory has an error; digest as in `digests`."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,99}")
+_DIGEST_BYTES = 6  # the sum over the rows of a trajectory fits into 64 bits
 _MADE = b"rollout_io.reward_version"
 
 
@@ -44,6 +53,31 @@ def version_path(dataset: str, name: str) -> Path:
         got, expected = "not a local directory", "the directory of one dataset"
         raise InputError(RULE, dataset, got, expected)
     return Path(f"{dataset.rstrip('/')}.rewards") / f"{name}.arrow"
+
+
+def digests(frame: pl.LazyFrame) -> pl.DataFrame:
+    """Return trajectory_id and a digest of the responses of each trajectory, in no order.
+
+    A dataset may be written again with the same ids; scores of other responses must not be used.
+    """
+    rows = pl.col("response_ids").map_batches(
+        _row_digests, return_dtype=pl.Int64, is_elementwise=True
+    )
+    return (
+        frame.select("trajectory_id", digest=rows)
+        .group_by("trajectory_id")
+        .agg(pl.col("digest").sum())
+        .collect(engine="streaming")
+    )
+
+
+def _row_digests(rows: pl.Series) -> pl.Series:
+    responses = Ragged.from_arrow(as_table(rows.to_frame("ids")).column("ids"))
+    found = (
+        blake2b(responses.row(i).astype(np.int32).tobytes(), digest_size=_DIGEST_BYTES).digest()
+        for i in range(len(rows))
+    )
+    return pl.Series(rows.name, [int.from_bytes(one) for one in found], dtype=pl.Int64)
 
 
 def write_version(path: Path, scores: pl.DataFrame, made: Mapping[str, Any]) -> None:
@@ -109,10 +143,12 @@ def with_version(frame: pl.LazyFrame, dataset: str, name: str) -> pl.LazyFrame:
     """
     scores, _ = read_version(dataset, name)
     frame = with_absent(frame, ["error"])
-    healthy = frame.filter(pl.col("error").is_null()).select("trajectory_id").unique()
-    missing = healthy.join(scores.lazy(), on="trajectory_id", how="anti").collect()
+    missing = digests(frame.filter(pl.col("error").is_null())).join(
+        scores, on=["trajectory_id", "digest"], how="anti"
+    )
     if len(missing):
-        got = f"{count(len(missing), 'trajectory')} not scored, such as {missing.item(0, 0)!r}"
+        some = missing["trajectory_id"].min()
+        got = f"{count(len(missing), 'trajectory')} not scored, or changed since, such as {some!r}"
         hint = "run `rollouts rescore` with the same options again: it scores those"
         raise InputError(RULE, f"{dataset}, version {name}", got, hint=hint)
     errors = scores.filter(pl.col("reward").is_null()).select(

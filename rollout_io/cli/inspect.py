@@ -86,6 +86,8 @@ def inspect(
     from rollout_io.cli.trajectory_text import legend, render
     from rollout_io.dataset.checking import validate
 
+    if "" in (text, ids):
+        raise click.UsageError("--find and --find-ids need something to look for.")
     if text or ids:
         from rollout_io.cli.finding import ids_of, print_matches
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import trajectory_returns
+from pipelines import merge, trajectory_returns
 from pipelines.rescoring.attempts import attempts
 from pipelines.rescoring.rescore import rescore
 from pipelines.rescoring.scorers import Scorer
-from pipelines.rescoring.versions import read_version, version_path, with_version
+from pipelines.rescoring.versions import digests, read_version, version_path, with_version
 from rollout_io import RolloutWriter, scan, validate
 from rollout_io.cli.main import run
 from rollout_io.retokenize.token_bytes import load_token_bytes
@@ -191,8 +192,8 @@ def test_a_journal_of_another_function_or_with_half_a_line_is_not_trusted(tmp_pa
     rescore(dataset, "mine", scorer)
     path = version_path(dataset, "mine")
     made = read_version(dataset, "mine")[1]
-    header = {key: made[key] for key in ("function", "tasks", "outcome", "timeout_s")}
-    header["source_sha256"] = made["source_sha256"]
+    header = {name: made[name] for name in made if name not in ("created", "num_trajectories")}
+    header["dataset_digest"] = digests(scan(dataset))["digest"].sum()
     line = json.dumps({"trajectory_id": "a_0", "reward": 77.0, "error": None})
     journal = path.with_name(f".{path.name}.journal")
     path.unlink()
@@ -226,6 +227,20 @@ def test_an_environment_scores_the_recorded_responses(tmp_path, capsys):
     assert "no task 'b'" in scores["error"][2]
 
 
+@pytest.mark.usefixtures("functions")
+def test_an_environment_is_not_given_merged_rows_as_single_responses(shop_dataset, tmp_path):
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(merge(scan(shop_dataset).filter(instance_id="shop-1")).collect())
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"instance_id": "shop-1", "prompt": "?", "expected": ["z"]}) + "\n")
+    scorer = Scorer(function="own_rewards:Checks", tasks=str(tasks))
+    found = rescore(str(tmp_path / "ds"), "checks", scorer)
+    assert found.num_errors > 0
+    assert any(
+        "run `rollouts unmerge` first" in reason or "merged" in reason for reason in found.errors
+    )
+
+
 def test_a_response_without_a_logged_text_is_decoded(shop_dataset, smollm2_dir):
     vocabulary = load_token_bytes(str(smollm2_dir))
     first = next(attempts(shop_dataset, vocabulary))
@@ -236,6 +251,21 @@ def test_a_response_without_a_logged_text_is_decoded(shop_dataset, smollm2_dir):
     assert bare.rows[0]["response_text"] in (logged, None)
     assert first.response
     assert first.messages[0]["role"] == "system"
+
+
+@pytest.mark.usefixtures("functions")
+def test_scores_of_a_dataset_that_was_written_again_are_not_used(tmp_path):
+    dataset = write(tmp_path / "ds", *one_step(0.0, 0.0))
+    scorer = Scorer(function="own_rewards:last_digit")
+    rescore(dataset, "mine", scorer)
+    shutil.rmtree(dataset)
+    other = [("a", 0, [{"response_ids": [9], "reward": 0.0}])]
+    write(tmp_path / "ds", *other, *one_step(0.0, 0.0)[1:])
+    with pytest.raises(InputError, match="1 trajectory not scored, or changed since") as caught:
+        with_version(scan(dataset), dataset, "mine")
+    assert caught.value.rule == "reward_version"
+    assert rescore(dataset, "mine", scorer).num_resumed == 1
+    assert len(with_version(scan(dataset), dataset, "mine").collect()) == 2
 
 
 @pytest.mark.usefixtures("functions")

@@ -141,3 +141,8 @@ def test_inspect_searches_only_the_trajectories_that_match_a_condition(
 def test_ids_that_are_no_numbers_are_refused(shop_dataset, capsys):
     assert run(["inspect", str(shop_dataset), "--find-ids", "1;2"]) == 1
     assert "[choices]" in capsys.readouterr().err
+
+
+def test_nothing_to_look_for_is_a_wrong_use(shop_dataset, capsys):
+    assert run(["inspect", str(shop_dataset), "--find", ""]) == 2
+    assert "need something to look for" in capsys.readouterr().err
