@@ -75,6 +75,7 @@ def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
     assert printed.out == ""
     numbers = r"loss -?[\d.e-]+, reward 0\.5, \d+ tokens/s, \d+\.\d s\n"
     lines = (
+        r"learning rate 1e-06 \(usual for RL of all weights\)\n",
         r"note: the dataset records neither a tokenizer .*\n",
         r"note: 8 rows of an engine without a recorded temperature .*\n",
         re.escape(NOTE),
