@@ -153,7 +153,7 @@ def kind(row):
     names = ("token_source", "temperature", "top_p", "top_k", "error")
     nulls = ("rollout_logprobs", "reward", "rewards", "rollout_expert_indices")
     nulls += ("sampling_support", "policy_versions")
-    nulls += ("trainer_logprobs", "teacher_token_ids", "teacher_logprobs")
+    nulls += ("trainer_logprobs", "redacted", "teacher_token_ids", "teacher_logprobs")
     return [row.get(n) for n in names] + [row.get(n) is None for n in nulls]
 
 
