@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from pipelines.filtering.regions import regions
+from pipelines.filtering.regions import regions, sequence_hashes
 from pipelines.filtering.verdicts import STEPS, Filter
 from schemas.errors import ConfigError
 from schemas.extras import requires_extra
@@ -25,8 +25,6 @@ CONTEXT_TOKENS = 256
 _NUM_HASHES, _SEED = 256, 20_260_101
 _MARGIN = 1.7
 """Standard deviations below the threshold at which a pair is still found: 95 % of those at it."""
-
-_PRIME, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 
 
 def near_duplicates(similarity: float, within: Literal["group", "dataset"] = "group") -> Filter:
@@ -132,10 +130,7 @@ def _shingles(rows: pl.Series) -> Ragged:
     padding = np.maximum(SHINGLE_TOKENS - found.lengths, 0)  # a shorter region is one sequence
     padded = zipped(_constant(padding), found)
     tokens = padded.values.astype(np.uint64)
-    hashed = np.zeros(max(len(tokens) - SHINGLE_TOKENS + 1, 0), np.uint64)
-    for place in range(SHINGLE_TOKENS):
-        hashed = (hashed ^ tokens[place : place + len(hashed)]) * _PRIME
-        hashed ^= hashed >> _SHIFT
+    hashed = sequence_hashes(tokens, SHINGLE_TOKENS)
     lengths = padded.lengths - SHINGLE_TOKENS + 1
     values = gather(hashed, padded.offsets[:-1], lengths)
     in_row = np.bincount(owners, lengths, minlength=len(rows)).astype(np.int64)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from pipelines.filtering.regions import regions
+from pipelines.filtering.regions import regions, sequence_hashes
 from pipelines.filtering.verdicts import STEPS, Filter
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.opening import open_input
@@ -28,7 +28,6 @@ CONTEXT_TOKENS = 1024
 """Maximum number of tokens before a step's sampled tokens that are searched too."""
 
 _WORD = re.compile(r"\w+")
-_PRIME = np.uint64(0x9E3779B97F4A7C15)
 _COLUMNS = {"trajectory_id": pl.String, "line": pl.Int64, "share": pl.Float64}
 
 Hashes = npt.NDArray[np.uint64]
@@ -150,11 +149,7 @@ def _hashes(words: list[str], length: int) -> Hashes:
     """Hash all sequences of `length` adjacent words; a shorter text is one sequence."""
     length = min(length, len(words))
     each = pl.Series(words, dtype=pl.String).hash(seed=length).to_numpy()
-    hashed = np.zeros(len(words) - length + 1 if words else 0, np.uint64)
-    for place in range(length):
-        hashed = (hashed ^ each[place : place + len(hashed)]) * _PRIME
-        hashed ^= hashed >> np.uint64(29)
-    return hashed
+    return sequence_hashes(each, length)
 
 
 def _words(text: str) -> list[str]:

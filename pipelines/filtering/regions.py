@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from pipelines.filtering.verdicts import STEPS
 from schemas.ragged import IntArray, Ragged, gather, offsets_of, zipped
 from schemas.types import as_table
+
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(29)
+
+
+def sequence_hashes(values: npt.NDArray[np.uint64], length: int) -> npt.NDArray[np.uint64]:
+    """Hash every sequence of `length` adjacent values; none if there are fewer values.
+
+    Example:
+        >>> found = sequence_hashes(np.array([1, 2, 1, 2, 3], np.uint64), 2)
+        >>> len(found), found[0] == found[2], found[0] == found[1]
+        (4, True, False)
+    """
+    hashed = np.zeros(max(len(values) - length + 1, 0), np.uint64)
+    for place in range(length):
+        hashed = (hashed ^ values[place : place + len(hashed)]) * MULTIPLIER
+        hashed ^= hashed >> _SHIFT
+    return hashed
 
 
 def regions(rows: pl.Series, num_before: int) -> tuple[Ragged, IntArray]:

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.filtering.regions import regions
+from pipelines.filtering.regions import MULTIPLIER, regions, sequence_hashes
 from pipelines.filtering.verdicts import STEPS
 from pipelines.rewards import Outcome
 from pipelines.statistics.metrics import trajectories
@@ -22,7 +22,6 @@ MOST_NAMES = 8
 """Number of tools, stop reasons and environment metrics that are compared, the most frequent."""
 
 _NGRAM = 4
-_PRIME, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
 _TOOL_SCHEMA = pl.Struct({"tools": pl.List(pl.String()), "tool errors": pl.Float64()})
 _ERROR_STARTS = ("error", "traceback", "command failed", "exception")
 _decoder = msgspec.json.Decoder()
@@ -97,10 +96,8 @@ def _repeated(rows: pl.Series) -> pl.Series:
     lengths = np.maximum(found.lengths - _NGRAM + 1, 0)
     starts = ranges(found.offsets[:-1], lengths)
     steps = np.repeat(np.arange(len(lengths)), lengths)
-    hashed = (steps.astype(np.uint64) + np.uint64(1)) * _PRIME  # mixed, so that no token undoes it
-    for place in range(_NGRAM):
-        hashed = (hashed ^ found.values[starts + place].astype(np.uint64)) * _PRIME
-        hashed ^= hashed >> _SHIFT
+    sequences = sequence_hashes(found.values.astype(np.uint64), _NGRAM)[starts]
+    hashed = sequences ^ (steps.astype(np.uint64) + np.uint64(1)) * MULTIPLIER
     _, firsts = np.unique(hashed, return_index=True)
     distinct = np.bincount(steps[firsts], minlength=len(lengths))
     has_some = lengths > 0
