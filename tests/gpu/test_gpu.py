@@ -13,7 +13,9 @@ from tests.helpers.gpu_claims import (
     check_bfloat16,
     check_fsdp2,
     check_rl_iteration,
+    compiled_difference,
     graphs_over_shapes,
+    sets_difference,
 )
 from trainer.models import attention, flex_tree
 from trainer.models.attention import packed_attention
@@ -59,6 +61,18 @@ def test_trees_in_bfloat16_are_as_exact_as_padded_rows(
 def test_200_batches_of_other_shapes_compile_four_graphs_of_attention_and_two_of_the_head() -> None:
     torch._dynamo.reset()
     assert 2 <= graphs_over_shapes("cuda", Size(), 200) <= 6
+
+
+@pytest.mark.parametrize("layout", ["step", "tree"])
+@pytest.mark.parametrize("kind", ["dense", "lora", "experts"])
+def test_compiled_layers_have_the_gradient_of_uncompiled_ones(kind: str, layout: str) -> None:
+    torch._dynamo.reset()
+    assert compiled_difference("cuda", Size(), kind, layout) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["sampler", "teacher"])
+def test_targets_with_sets_of_ids_have_the_gradient_of_a_cpu(kind: str) -> None:
+    assert sets_difference("cuda", Size(), kind) < 1e-4
 
 
 def test_a_model_sharded_over_one_process_has_the_gradient_of_a_whole_one() -> None:

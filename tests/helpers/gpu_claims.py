@@ -17,17 +17,21 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rollout_io.retokenize.tokenizer import ChatTokenizer
+from schemas.ragged import Ragged
+from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import config_of, weights_of
 from tests.helpers.trainer_helpers import Row, forests_of, learner_of
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer import rl
 from trainer.batches.data import Batch
-from trainer.batches.forest import Forest
+from trainer.batches.forest import Forest, with_sets
+from trainer.batches.support import teacher_sets
 from trainer.distributed.sharding import whole
-from trainer.models.policy import Policy
+from trainer.models.lora import add_adapter
+from trainer.models.policy import Policy, compile_layers
 from trainer.run.update import update
 
 
@@ -183,6 +187,83 @@ def graphs_over_shapes(device: str, size: Size, num_batches: int) -> int:
         assert torch.isfinite(found).all()
     assert len(sizes) > num_batches / 2
     return int(counters["unique_graphs"]) - before
+
+
+def policy_of_kind(size: Size, device: str, kind: str) -> Policy:
+    """A policy whose layers are `dense`, or have LoRA adapters (`lora`) or experts (`experts`)."""
+    if kind == "experts":
+        torch.manual_seed(0)
+        config = Qwen3MoeConfig(
+            **{k: v for k, v in model_of(size).config.to_dict().items() if k in SHARED},
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=size.hidden_size // 2,
+        )  # fmt: skip
+        model = Qwen3MoeForCausalLM._from_config(config, attn_implementation="sdpa")
+        return Policy(model, logprob_chunk_tokens=64).to(device)
+    policy = policy_of(size, device)
+    if kind == "lora":
+        add_adapter(policy, train_config(dataset="d", model="m", out="o", lora_rank=4).model)
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:  # 0 at first: A would have no gradient
+                torch.nn.init.normal_(parameter, std=0.1)
+    return policy.to(device)
+
+
+SHARED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "initializer_range",
+)  # fmt: skip
+
+
+def compiled_difference(device: str, size: Size, kind: str, layout: str) -> float:
+    """The difference of a gradient with compiled layers to one without, in float32, relative."""
+    batch, found = batch_of(turns(size, 0)), []
+    policy = policy_of_kind(size, device, kind)
+    forests = mini_batch_of(batch, sequence_layout=layout).forests
+    for is_compiled in (False, True):
+        if is_compiled:
+            compile_layers(policy.model)
+        policy.zero_grad()
+        logprobs_of(policy, forests, device).sum().backward()
+        found.append(
+            torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        )
+    assert float(found[0].norm()) > 0
+    return float((found[1] - found[0]).norm() / found[0].norm())
+
+
+def sets_difference(device: str, size: Size, kind: str) -> float:
+    """The largest difference to a CPU where the targets have sets of ids (`sampler`, `teacher`)."""
+    family, rng, found = turns(size, 0), np.random.default_rng(0), []
+    batch = batch_of(family)
+    num_targets, own = len(batch.trains), [t for _, response, _ in family[0] for t in response]
+    sizes = rng.integers(2, 9, num_targets)
+    ids = np.concatenate(
+        [(token + rng.permutation(size.vocab_size - 1)[: n - 1] + 1) % size.vocab_size for token, n in zip(own, sizes, strict=True)]
+    )  # fmt: skip
+    offsets = np.cumsum([0, *sizes])
+    ids = np.insert(ids, offsets[:-1] - np.arange(num_targets), own)
+    support = Ragged(ids.astype(np.int32), offsets, np.ones(num_targets, dtype=np.bool_))
+    logprobs = Ragged(np.log(rng.uniform(0.01, 0.1, len(ids))).astype(np.float32), offsets, support.valid)  # fmt: skip
+    forests = with_sets(forests_of(batch), support)
+    if kind == "teacher":
+        forests = [
+            dataclasses.replace(
+                f,
+                sets=None,
+                teacher=teacher_sets((support, logprobs), f.target_slot, is_reverse=True),
+            )
+            for f in forests
+        ]
+    for place in ("cpu", device):
+        policy = policy_of(size, place)
+        for forest in forests:
+            outputs = policy(
+                forest.to(torch.device(place)), torch.ones(forest.num_targets, device=place)
+            )
+            outputs[2 if kind == "teacher" else 0].sum().backward()
+        gradient = [p.grad.flatten().cpu() for p in policy.parameters() if p.grad is not None]
+        found.append(torch.cat([outputs[2 if kind == "teacher" else 0].detach().cpu(), *gradient]))
+    return float((found[1] - found[0]).norm() / found[0].norm())
 
 
 def check_fsdp2(device: str, size: Size) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.gpu_claims import TINY, logprobs_of, policy_of, turns
+from tests.helpers.gpu_claims import TINY, compiled_difference, logprobs_of, policy_of, turns
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer.config.train_config import default_dtype
 from trainer.models import attention, logprob_head
@@ -64,6 +64,15 @@ def test_compiled_layers_give_the_same_gradient_with_one_set_of_graphs_for_all_s
     assert graphs == [8] * len(
         graphs
     )  # 2 with a gradient and 2 without, before and after attention
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["step", "tree"])
+@pytest.mark.parametrize("kind", ["lora", "experts"])
+def test_compiled_layers_with_adapters_or_experts_give_the_same_gradient(
+    kind: str, layout: str
+) -> None:
+    assert compiled_difference("cpu", TINY, kind, layout) < 1e-4
 
 
 class Traffic(TorchDispatchMode):

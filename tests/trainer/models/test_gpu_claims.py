@@ -28,6 +28,7 @@ from tests.helpers.gpu_claims import (
     check_fsdp2,
     check_rl_iteration,
     graphs_over_shapes,
+    sets_difference,
 )
 from trainer.batches.forest import Chains, Forest
 from trainer.models import attention, flex_tree, tree_attention
@@ -60,6 +61,11 @@ def test_bfloat16_is_as_exact_as_in_padded_rows(
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.CHAIN_ATTENTION, counted)
     num_forests = check_bfloat16("cpu", TINY, window, layout)
     assert len(calls) == TINY.num_layers * num_forests
+
+
+@pytest.mark.parametrize("kind", ["sampler", "teacher"])
+def test_targets_with_sets_of_ids_have_the_gradient_of_a_cpu(kind: str) -> None:
+    assert sets_difference("cpu", TINY, kind) == 0
 
 
 @pytest.mark.slow
