@@ -9,7 +9,8 @@ a time limit, and every result is a line that is written at once:
 
 - `training`: one optimizer step on the same rows with the same loss, in four implementations: a
   padded Transformers loop (benchmarks/padded.py), TRL's GRPO trainer, our packed rows (`step`), and
-  our trees. Tokens per second count the tokens of the rows, even if fewer or more are forwarded.
+  our trees; on a GPU, also ours with compiled layers and larger chunks of the head, as docs/gpu.md
+  advises. Tokens per second count the tokens of the rows, even if fewer or more are forwarded.
   Memory is the peak above weights and gradients. All gradients are compared with the first side's.
   Utilisation is the fraction of the card's peak arithmetic that is spent on tokens that an
   implementation must forward; padding and recomputation do not count.
@@ -63,7 +64,7 @@ from trainer.batches.packing import cut_batch
 from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.weight_transfer import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION, packed_attention
-from trainer.models.policy import Policy, load_policy
+from trainer.models.policy import Policy, compile_layers, load_policy
 from trainer.run.loss import Learner
 from trainer.run.update import update
 
@@ -236,13 +237,15 @@ class Setup:
 
 
 @contextmanager
-def _setup(arguments: argparse.Namespace) -> Iterator[Setup]:
+def _setup(arguments: argparse.Namespace, *, compiles: bool = False) -> Iterator[Setup]:
     mixed = "bf16" if arguments.dtype == "bfloat16" else "no"
     accelerator = Accelerator(mixed_precision=mixed, cpu=arguments.device == "cpu")
     with model_directory(arguments) as model:
-        policy = load_policy(model, logprob_chunk_tokens=1024, trees=True)
+        policy = load_policy(model, logprob_chunk_tokens=4096 if compiles else 1024, trees=True)
         # Without it, the policy would compute in float32 while TRL and the padded loop do not.
         policy = accelerator.prepare_model(policy)
+        if compiles:
+            compile_layers(policy.model)
         policy.checkpoint_layers()
         given = argparse.Namespace(**vars(arguments) | {"model": model})
         yield Setup(arguments=given, accelerator=accelerator, policy=policy)
@@ -251,34 +254,48 @@ def _setup(arguments: argparse.Namespace) -> Iterator[Setup]:
 def measure_training(arguments: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
     """Measure one optimizer step of each implementation on the same rows."""
     limit = 1e-3 if arguments.dtype == "float32" else 0.1
-    with _setup(arguments) as setup:
-        batch = _rows(setup.arguments)
-        num_tokens = int((batch.prompts.lengths + batch.responses.lengths).sum())
-        yield "rows", {"rows": len(batch.names), "tokens": num_tokens}
-        sides: dict[str, Callable[[], Figures]] = {
-            "packed": lambda: _ours(setup, batch, "step"),
-            "tree": lambda: _ours(setup, batch, "tree_per_group"),
-            "padded": lambda: _padded(setup, batch),
-            "trl": lambda: _trl(setup, batch),
+    first: list[torch.Tensor] = []
+    # Only a GPU needs compiled layers, and only there everything is compiled in seconds.
+    for compiles in (False, True) if arguments.device == "cuda" else (False,):
+        with _setup(arguments, compiles=compiles) as setup:
+            batch = _rows(setup.arguments)
+            num_tokens = int((batch.prompts.lengths + batch.responses.lengths).sum())
+            if not compiles:
+                yield "rows", {"rows": len(batch.names), "tokens": num_tokens}
+            sides = _sides(setup, batch, compiles=compiles)
+
+            def measured(
+                side: Callable[[], Figures], setup: Setup = setup, num_tokens: int = num_tokens
+            ) -> Figures:
+                found = side()
+                found["tokens_per_s"] = num_tokens / found["seconds"]
+                parts = [p.grad.flatten() for p in setup.policy.parameters() if p.grad is not None]
+                gradient = torch.cat(parts)
+                first.append(gradient)
+                del first[1:]
+                difference = float((gradient - first[0]).norm() / first[0].norm())
+                found["gradient_difference"] = difference
+                if not difference < limit:
+                    found["failed"] = f"the gradient differs from the first side's by {difference}"
+                return found
+
+            for _ in range(arguments.rounds):
+                for name, side in sides.items():
+                    yield attempted(name, lambda side=side: measured(side))  # type: ignore[misc]
+
+
+def _sides(setup: Setup, batch: Batch, *, compiles: bool) -> dict[str, Callable[[], Figures]]:
+    if compiles:
+        return {
+            "packed, compiled layers": lambda: _ours(setup, batch, "step"),
+            "tree, compiled layers": lambda: _ours(setup, batch, "tree_per_group"),
         }
-        first: list[torch.Tensor] = []
-
-        def measured(side: Callable[[], Figures]) -> Figures:
-            found = side()
-            found["tokens_per_s"] = num_tokens / found["seconds"]
-            parts = [p.grad.flatten() for p in setup.policy.parameters() if p.grad is not None]
-            gradient = torch.cat(parts)
-            first.append(gradient)
-            del first[1:]
-            difference = float((gradient - first[0]).norm() / first[0].norm())
-            found["gradient_difference"] = difference
-            if not difference < limit:
-                found["failed"] = f"the gradient differs from the first side's by {difference}"
-            return found
-
-        for _ in range(arguments.rounds):
-            for name, side in sides.items():
-                yield attempted(name, lambda side=side: measured(side))  # type: ignore[misc]
+    return {
+        "packed": lambda: _ours(setup, batch, "step"),
+        "tree": lambda: _ours(setup, batch, "tree_per_group"),
+        "padded": lambda: _padded(setup, batch),
+        "trl": lambda: _trl(setup, batch),
+    }
 
 
 def _rows(arguments: argparse.Namespace) -> Batch:

@@ -199,7 +199,7 @@ def policy_of_kind(size: Size, device: str, kind: str) -> Policy:
         )  # fmt: skip
         model = Qwen3MoeForCausalLM._from_config(config, attn_implementation="sdpa")
         return Policy(model, logprob_chunk_tokens=64).to(device)
-    policy = policy_of(size, device)
+    policy = Policy(model_of(size), logprob_chunk_tokens=64)
     if kind == "lora":
         add_adapter(policy, train_config(dataset="d", model="m", out="o", lora_rank=4).model)
         for name, parameter in policy.named_parameters():
