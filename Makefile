@@ -106,7 +106,8 @@ docs: $(READY) $(MODEL)/model.safetensors  ## Write the generated pages of docs/
 	test ! -d $(LOGS) || PYTHONPATH=. $(BIN)/python docs/real_logs.py $(LOGS)
 
 site: $(READY)  ## Build the documentation as a site in runs/site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 REPOSITORY_URL=$$(git remote get-url origin 2>/dev/null | sed -nE 's#^git@([^:]+):#https://\1/#; s#\.git$$##; /^https:/p') \
+	  $(BIN)/mkdocs build --strict --quiet
 
 model: $(MODEL)/model.safetensors  ## Fetch SmolLM2-135M-Instruct into .cache/
 

@@ -709,11 +709,18 @@ def api_page(package: str) -> str:
     return "\n".join([f"# Python: `{package}`", "", summary, "", *entries, ""])
 
 
+def cli_page() -> str:
+    """Build cli.md, with every verb and its options."""
+    page: str = runpy.run_path(str(DOCS / "cli_reference.py"))["page"]()
+    return page
+
+
 PAGES = {
     **{
         f"api/{package}.md": partial(api_page, package)
         for package in ("rollout_io", "schemas", "pipelines", "trainer")
     },
+    "cli.md": cli_page,
     "errors.md": errors_page,
     "formats.md": formats_page,
     "generation.md": generation_page,

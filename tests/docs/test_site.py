@@ -1,12 +1,17 @@
 """The documentation site that `make site` builds."""
 
+import html
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+
+from rollout_io.cli.main import rollouts
 
 pytestmark = pytest.mark.slow
 
@@ -52,3 +57,19 @@ def test_the_api_reference_has_every_public_name(site):
         page = (site / "api" / f"{package.__name__}.html").read_text()
         headings = {re.sub(r".*\.", "", i) for i in re.findall(r'<h[23] id="([\w.]+)"', page)}
         assert headings >= set(package.__all__)
+
+
+def test_guides_rank_above_the_list_of_errors(site):
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    boosts = {doc["location"]: doc.get("boost", 1) for doc in index["docs"]}
+    assert boosts["guides/diff.html"] > boosts["view.html"] > boosts["errors.html"]
+
+
+def test_the_reference_of_the_command_line_has_every_option(site):
+    page = html.unescape((site / "cli.html").read_text())
+    context = click.Context(rollouts, info_name="rollouts")
+    for name in rollouts.list_commands(context):
+        command = rollouts.get_command(context, name)
+        assert f'id="{name}"' in page
+        for option in command.params:
+            assert option.opts[-1] in page or not isinstance(option, click.Option)
