@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.dataset.blobs import IMAGES, MEDIA_TYPES, RULE, SUFFIX, extension_of, stores_of
+from rollout_io.dataset.blobs import IMAGES, RULE, SUFFIX, stores_of
+from rollout_io.dataset.media_types import MEDIA_TYPES, extension_of
 from rollout_io.dataset.storage import PathLike
 from schemas.errors import InvariantError
 
