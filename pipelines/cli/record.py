@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollout_io.cli.output import emit, example, next_command, note, redraw, warn
+from rollout_io.cli.redact import pattern_option, personal_option
 from rollout_io.terminal import is_quiet
 from schemas.errors import ConfigError, count
 from schemas.extras import requires_extra
@@ -122,6 +123,18 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
     default="keep",
     show_default=True,
     help="Calls without a session: record each as its own session, or return an error.",
+)
+@click.option(
+    "--redact",
+    is_flag=True,
+    help="Replace secrets in what is recorded, before it is on disk; needs --tokenizer.",
+)
+@pattern_option
+@personal_option
+@click.option(
+    "--tokenizer",
+    metavar="DIR",
+    help="Directory of the engines' tokenizer, for --redact.  [default: --exact-prefix]",
 )
 @click.option("--end-open", is_flag=True, help="On exit, also end open sessions, without a reward.")
 def record(

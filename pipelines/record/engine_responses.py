@@ -11,8 +11,13 @@ import msgspec
 
 from pipelines.record.bounds import ANSWER_SIZE, MOST_EVENTS, check_shape, too_large
 from pipelines.record.engine_requests import NULL, Asked, Fields
+from rollout_io.formats.parsing.bodies import Answer as LoggedAnswer
+from rollout_io.formats.parsing.bodies import Response
 from schemas.errors import EngineError
 
+LONG_BYTES = 128 << 10
+_LOGGED, _CHUNKS = msgspec.json.Decoder(LoggedAnswer), msgspec.json.Decoder(list[msgspec.Raw])
+_CHUNK = msgspec.json.Decoder(Response)
 _ANSWER = msgspec.json.Decoder(Fields)
 _CHOICES = msgspec.json.Decoder(list[Fields] | None)
 _EMPTY_DELTA = msgspec.Raw(b"{}")
@@ -242,3 +247,17 @@ def data_of(event: bytes) -> tuple[bytes, list[bytes]]:
     data = [line[len(_DATA) :] for line in lines if line.startswith(_DATA)]
     others = [line for line in lines if line and not line.startswith(_DATA)]
     return b"\n".join(data).strip(), others
+
+
+def decoded(response: msgspec.Raw) -> LoggedAnswer:
+    """Decode a recorded response.
+
+    Raises:
+        msgspec.MsgspecError: It is not a response.
+    """
+    content = memoryview(response)
+    if content.nbytes > LONG_BYTES and bytes(content[:1]) == b"[":
+        # Decode chunk by chunk, because msgspec holds the GIL while it decodes.
+        return [_CHUNK.decode(chunk) for chunk in _CHUNKS.decode(response)]
+    answer: LoggedAnswer = _LOGGED.decode(response)
+    return answer

@@ -235,6 +235,12 @@ class Journal:
             return []
         return sorted(int(p.name) for p in self._root.iterdir() if _NUMBER.fullmatch(p.name))
 
+    def files(self) -> list[Path]:
+        """List the existing logs."""
+        self._refuse_links()
+        paths = [self._path(number, file) for number in self.folders() for file in _FILES]
+        return [path for path in paths if path.exists()]
+
     def _path(self, folder: int, name: File) -> Path:
         return self._root / f"{folder:05d}/{name}.jsonl"
 

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -16,25 +16,22 @@ import msgspec
 import numpy as np
 
 from pipelines.record.engine_requests import Fields
+from pipelines.record.engine_responses import LONG_BYTES, decoded
 from pipelines.record.journal import Journal, Recovered
 from pipelines.record.recorder_metrics import Metrics
+from pipelines.record.redaction import Redaction
 from pipelines.record.sessions import ABANDONED, UNASSIGNED, Seen, Session, Sessions
 from pipelines.record.settings import RecordSettings
-from pipelines.record.shards import NO_CALLS, Shards, ended_of, lock_dataset
+from pipelines.record.shards import MOST_A_SHARD, NO_CALLS, Shards, cut, ended_of, lock_dataset
 from rollout_io.conversion.rewards import Outcome, parse_outcome
 from rollout_io.dataset.atomic_files import replace_text
-from rollout_io.formats.parsing.bodies import Answer as LoggedAnswer
-from rollout_io.formats.parsing.bodies import Request, Response
+from rollout_io.formats.parsing.bodies import Request
 from rollout_io.formats.parsing.completions import read_choices, whole_response
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.errors import InputError, RolloutError, count
 from schemas.metadata import DatasetMetadata
 
 _LOG = logging.getLogger(__name__)
-MOST_A_SHARD, SHARD_BYTES = 1024, 64 << 20
-LONG_BYTES = 128 << 10
-_ANSWER, _CHUNKS = msgspec.json.Decoder(LoggedAnswer), msgspec.json.Decoder(list[msgspec.Raw])
-_CHUNK = msgspec.json.Decoder(Response)
 _TICK_S = 0.25
 _LOST = "calls_lost:"
 _LOSSES = frozenset({"unrecorded_calls", "exact_prefix_fallbacks", "encrypted_thoughts"})
@@ -47,6 +44,7 @@ class Recorder:
         settings: Settings of the recorder.
         metadata: Metadata of the dataset.
         tell: Receives warnings for the user; by default, they are logged.
+        redaction: Replaces the secrets in what is written; None: it is written unchanged.
 
     Attributes:
         metrics: Counters, gauges and histograms.
@@ -60,10 +58,12 @@ class Recorder:
         settings: RecordSettings,
         metadata: DatasetMetadata | None = None,
         tell: Callable[[str], object] = _LOG.warning,
+        redaction: Redaction | None = None,
     ) -> None:
         self.settings, self.metrics = settings, Metrics()
         self.journal = Journal(settings.out)
-        self._shards = Shards(settings.out, metadata or DatasetMetadata())
+        self._redaction = redaction
+        self._shards = Shards(settings.out, metadata or DatasetMetadata(), redaction)
         self._tell = tell
         self._flushing = asyncio.Lock()
         self.policy_version = settings.policy_version
@@ -94,6 +94,7 @@ class Recorder:
             await self.flush()
             self.journal.folder += 1
             await self._remove_folders(self.journal.folders())
+            await asyncio.to_thread(self._shards.close)
         except Exception as failed:
             self.warn(text_of(failed), "the journal keeps unwritten sessions for the next start")
         finally:
@@ -113,7 +114,8 @@ class Recorder:
         """Report a problem to the user, only once for each value of `what`."""
         if what not in self._said:
             self._said.add(what)
-            self._tell(f"{what}: {text}")
+            said = f"{what}: {text}"
+            self._tell(said if self._redaction is None else self._redaction.text(said))
 
     def refused(self, error: RolloutError) -> None:
         """Count a rejected request, and report the first of its kind."""
@@ -123,6 +125,8 @@ class Recorder:
 
     async def _recover(self) -> None:
         await asyncio.to_thread(self._shards.refuse_foreign)
+        if self._redaction is not None:  # calls that an earlier recorder did not redact
+            await asyncio.to_thread(self._redaction.rewrite, self.journal.files())
         found, written = await asyncio.to_thread(
             lambda: (self.journal.recover(), self._shards.trajectory_ids())
         )
@@ -148,7 +152,12 @@ class Recorder:
         folder = self.journal.next_folder()
         if name is None:
             name = f"{UNASSIGNED}/{self.sessions.free_repetition(UNASSIGNED)}"
+        self._check_name(name)
         return self.sessions.called(name, folder)
+
+    def _check_name(self, name: str) -> None:
+        if self._redaction is not None and self.sessions.find(name) is None:
+            self._redaction.refuse_name(name)
 
     def open(self, instance_id: str, repetition_id: int | None) -> Session:
         """Open a session; if no repetition is given, use the first unused one.
@@ -160,6 +169,7 @@ class Recorder:
         """
         if repetition_id is None:
             repetition_id = self.sessions.free_repetition(instance_id)
+        self._check_name(f"{instance_id}/{repetition_id}")
         return self.sessions.open(f"{instance_id}/{repetition_id}", self.journal.next_folder())
 
     def now_s(self) -> float:
@@ -193,6 +203,8 @@ class Recorder:
 
     async def _append(self, session: Session, record: Mapping[str, Any]) -> None:
         with session.calling():
+            if self._redaction is not None:
+                record = await self._redaction.call(record)
             session.places.append(await self.journal.append(session.folder, "calls", record))
         self.metrics.calls.inc()
 
@@ -233,7 +245,9 @@ class Recorder:
         if session is None and not said.get("error") and not self.sessions.is_written(name):
             hint = "send calls before the session ends; to end a session without calls, pass an `error`"
             raise InputError("unknown_session", name, "the session has no calls", hint=hint)
-        record = {"session": name, "reward": None, **said}
+        if session is None:
+            self._check_name(name)
+        record = {"session": name, "reward": None, **self._clean(said)}
         outcome = parse_outcome(record, f"session {name}")[1]
         if session is None and self.sessions.is_written(name):
             kept = await asyncio.to_thread(self._shards.outcome_of, name)
@@ -244,7 +258,7 @@ class Recorder:
             if session.ending is not None:
                 await asyncio.shield(session.ending)
             return session
-        record |= losses_of(session, said)
+        record |= self._clean(losses_of(session, said))
         session = session or self.sessions.open(name, self.journal.next_folder())
         session.outcome = parse_outcome(record, f"session {name}")[1]
         with session.calling():  # keep it out of shards until the outcome is durable
@@ -258,6 +272,9 @@ class Recorder:
         session.ends.clear()
         self.ended(session)
         return session
+
+    def _clean(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        return said if self._redaction is None else self._redaction.value(said)
 
     async def end_unassigned(self, session: Session) -> None:
         """End a session that was opened for one call; drop it if the call was not recorded."""
@@ -280,7 +297,7 @@ class Recorder:
         """
         async with self._flushing:
             ended = [s for s in self.sessions if s.outcome is not None and not s.num_under_way]
-            for together in _cut(ended):
+            for together in cut(ended):
                 await self._write(together)
 
     async def _write(self, sessions: Sequence[Session]) -> None:
@@ -344,21 +361,6 @@ class Recorder:
         await asyncio.to_thread(replace_text, self._version_path, json.dumps(version))
 
 
-def _cut(sessions: Sequence[Session]) -> Iterator[list[Session]]:
-    """Split sessions into groups, one per shard, of bounded number and size."""
-    together: list[Session] = []
-    num_bytes = 0
-    for session in sessions:
-        own = sum(place.num_bytes for place in session.places)
-        if together and (len(together) >= MOST_A_SHARD or num_bytes + own > SHARD_BYTES):
-            yield together
-            together, num_bytes = [], 0
-        together.append(session)
-        num_bytes += own
-    if together:
-        yield together
-
-
 def _check_same(name: str, said: Outcome, kept: Outcome | None) -> None:
     """Check that an ended session ended with the outcome that a client now reports.
 
@@ -406,19 +408,10 @@ def losses_of(session: Session | None, said: Mapping[str, Any]) -> dict[str, Any
 
 
 def _read(response: msgspec.Raw, where: str) -> Seen:
-    answer = whole_response(_decoded(response), where)
+    answer = whole_response(decoded(response), where)
     steps = read_choices(answer, Request(), where)
     prompt = _ids(steps[0].prompt_token_ids)
     return Seen(answer, prompt, [_ids(step.response_ids) for step in steps])
-
-
-def _decoded(response: msgspec.Raw) -> LoggedAnswer:
-    content = memoryview(response)
-    if content.nbytes > LONG_BYTES and bytes(content[:1]) == b"[":
-        # Decode chunk by chunk, because msgspec holds the GIL while it decodes.
-        return [_CHUNK.decode(chunk) for chunk in _CHUNKS.decode(response)]
-    answer: LoggedAnswer = _ANSWER.decode(response)
-    return answer
 
 
 def _ids(ids: Any) -> Any:

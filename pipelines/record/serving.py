@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from pipelines.record.exact_prefix import ExactPrefix
 from pipelines.record.recorder import Recorder
+from pipelines.record.redaction import Redaction
 from pipelines.record.settings import RecordSettings
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from schemas.errors import RolloutError
@@ -164,9 +165,10 @@ def new_recorder(
     settings: RecordSettings, tell: Callable[[str], object]
 ) -> tuple[Recorder, ExactPrefix | None]:
     """Create a recorder and, if the settings ask for it, its continuation of chats by tokens."""
+    redaction = Redaction.of(settings)
     metadata = DatasetMetadata(logprobs_mode=settings.logprobs_mode)
     if settings.exact_prefix is None:
-        return Recorder(settings, metadata, tell), None
+        return Recorder(settings, metadata, tell, redaction), None
     tokenizer = load_tokenizer(settings.exact_prefix)
     known = metadata.replace(
         tokenizer=tokenizer.name,
@@ -174,7 +176,7 @@ def new_recorder(
         vocab_size=tokenizer.vocab_size,
         chat_template_fingerprint=tokenizer.template_fingerprint,
     )
-    return Recorder(settings, known, tell), ExactPrefix(tokenizer)
+    return Recorder(settings, known, tell, redaction), ExactPrefix(tokenizer)
 
 
 def guarded_app(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rollout_io.configuration import Count, CountOrZero, out_of_bounds
@@ -45,6 +45,10 @@ class RecordSettings:
         sampling_defaults: Sampling settings to add to requests that leave them out, so that they are
             recorded: those in a model directory's `generation_config.json`, or `neutral`; None adds
             nothing, and the engines' own defaults apply, unrecorded.
+        redact: Whether to replace secrets in what is recorded.
+        patterns: Regular expressions of further secrets, by name.
+        personal: Whether to replace personal data, too.
+        tokenizer: Directory of the engines' tokenizer, which `redact` needs; None: `exact_prefix`.
     """
 
     out: str
@@ -65,6 +69,10 @@ class RecordSettings:
     exact_prefix: str | None = None
     logprobs_mode: LogprobsMode | None = None
     sampling_defaults: str | None = None
+    redact: bool = False
+    patterns: dict[str, str] = field(default_factory=dict)
+    personal: bool = False
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         for key, got, expected in out_of_bounds(self):

@@ -14,7 +14,13 @@ import msgspec
 import polars as pl
 import pyarrow as pa
 
-from pipelines.record.journal import FOLDER
+from pipelines.record.journal import FOLDER, Journal
+from pipelines.record.redaction import (
+    OUTCOMES,
+    Redaction,
+    rewrite_shard,
+    without_known,
+)
 from pipelines.record.sessions import Session, trajectory_id
 from rollout_io.conversion import rejections
 from rollout_io.conversion.chunk import Reader, Settings, sound, tabulated
@@ -39,8 +45,7 @@ from schemas.metadata import DatasetMetadata, LogprobsMode
 
 NO_CALLS = "no_calls: the session ended without a recorded call"
 VERB = "record"
-OUTCOMES = b"rollout_io.outcomes"
-"""Footer key for outcomes that clients gave and that the rows of their sessions do not hold."""
+MOST_A_SHARD, SHARD_BYTES = 1024, 64 << 20
 _LOCK_WAIT_S = 5.0  # a recorder that is stopping still writes its last shard
 _OUTCOME = ("trajectory_id", "is_last_step", "reward", "error", "metrics")
 
@@ -89,15 +94,24 @@ class Shards:
     Args:
         out: Directory of the dataset.
         metadata: Metadata of its files.
+        redaction: Replaces the secrets in the rows; None: they are written unchanged.
     """
 
-    def __init__(self, out: str | os.PathLike[str], metadata: DatasetMetadata) -> None:
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        metadata: DatasetMetadata,
+        redaction: Redaction | None = None,
+    ) -> None:
+        self._redaction = redaction
+        self._made: list[tuple[Location, int]] = []
         self._out, self._rejected = Path(out), Path(rejected_path(out))
         self._num_published = 0  # bytes of rejected calls whose sessions are in a shard
         close_files()  # an earlier recorder of this process may have had files of the same names
         tokenizer = metadata.tokenizer if metadata.tokenizer_fingerprint else None
         blobs = Blobs.of(out).folder.url
-        self._settings = replace(_settings(metadata.made(VERB), tokenizer), blobs=blobs)
+        about = {} if redaction is None else redaction.about
+        self._settings = replace(_settings(metadata.made(VERB, **about), tokenizer), blobs=blobs)
 
     def trajectory_ids(self) -> set[str]:
         """Return the trajectory ids that the dataset contains.
@@ -129,15 +143,33 @@ class Shards:
                 tables += more
         assert not left, left
         metadata = self._settings.metadata.replace(models=_models(sessions))
+        said = _differing(sessions, tables)
+        footer = {OUTCOMES: msgspec.json.encode(said)} if said else {}
+        known = None if self._redaction is None else self._redaction.redactor
+        if known is not None:
+            tables, metadata, footer = without_known(known, tables, metadata, footer)
         opened = RolloutWriter(
             self._out, layout="prefix", metadata=metadata, append=True, checked=True
         )
         with self._appended(rejected), opened as writer:
             for table in tables:
                 writer.write(table)
-            if said := _differing(sessions, tables):
-                writer.footer = {OUTCOMES: msgspec.json.encode(said)}
+            writer.footer = footer
+        if known is not None:
+            self._made += [(shard, len(known.literals.secrets)) for shard in writer.shards]
         return writer.num_trajectories
+
+    def close(self) -> None:
+        """Remove the secrets that were recognised after their shard was written."""
+        if self._redaction is None:
+            return
+        known = self._redaction.redactor
+        for shard, num in self._made:
+            if num < len(known.literals.secrets):
+                rewrite_shard(known, Path(shard.path), self._out / FOLDER / "redacting")
+        if known.literals.secrets:
+            rejected = [self._rejected] if self._rejected.exists() else []
+            self._redaction.rewrite([*rejected, *Journal(self._out).files()])
 
     def outcome_of(self, name: str) -> Outcome | None:
         """Return the outcome of a session that is in the dataset; None if it is not."""
@@ -311,6 +343,21 @@ def settle(
         assert again is not None, fault
         ended = again(ended, reader.rejected)
     raise AssertionError(fault)
+
+
+def cut(sessions: Sequence[Session]) -> Iterator[list[Session]]:
+    """Split sessions into groups, one per shard, of bounded number and size."""
+    together: list[Session] = []
+    num_bytes = 0
+    for session in sessions:
+        own = sum(place.num_bytes for place in session.places)
+        if together and (len(together) >= MOST_A_SHARD or num_bytes + own > SHARD_BYTES):
+            yield together
+            together, num_bytes = [], 0
+        together.append(session)
+        num_bytes += own
+    if together:
+        yield together
 
 
 def _key(ended: Ended) -> Key:

@@ -74,6 +74,7 @@ class RolloutWriter:
             `append`, because appended shards are independent of each other.
 
     Attributes:
+        shards: The shards that were published.
         footer: Key-value pairs for the footer of the last shard; may be set until `close`.
 
     Raises:
@@ -118,7 +119,7 @@ class RolloutWriter:
         self._shard: _Shard | None = None
         self._part, self._stands_alone = part, append
         self._places: Places | None = None
-        self._published: list[Location] = []
+        self.shards: list[Location] = []
         # Appended shards have names of their own, and parts have directories of their own.
         self._held = None if append or part is not None else Destination(path)
         self._made_folder = not self._location.fs.exists(self._location.path)
@@ -185,7 +186,7 @@ class RolloutWriter:
             self._flush(final=True)
             if self._checker is not None:
                 raise_errors(self._checker.finish(), self._where)
-            if self._shard is None and not self._published:
+            if self._shard is None and not self.shards:
                 raise_errors(Checker().check(self._empty), self._where)
                 self._write_row_group(self._empty)
             self._publish(is_last=True)
@@ -210,9 +211,9 @@ class RolloutWriter:
         if self._shard is not None:
             self._shard.discard()
             self._shard = None
-        for location in self._published:
+        for location in self.shards:
             location.fs.rm_file(location.path)
-        self._published, self._pending = [], []
+        self.shards, self._pending = [], []
         self._blobs.remove(self._carried)
         folder = self._location
         if self._made_folder and folder.fs.isdir(folder.path) and not folder.fs.ls(folder.path):
@@ -268,7 +269,7 @@ class RolloutWriter:
             self._referred.clear()
             place = None if self._places is None else self._places.next(is_last=is_last)
             footer = self.footer if is_last else {}
-            self._published.append(self._shard.publish(place, footer))
+            self.shards.append(self._shard.publish(place, footer))
             self._shard = None
 
 

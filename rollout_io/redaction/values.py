@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from schemas.metadata import DatasetMetadata
 from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
 
+_LISTS = re.compile(rb"\s*\[[\[\]\d\s,]+\]\s*")
 ReplaceIds = Callable[[Ragged], Ragged]
 
 
@@ -37,9 +39,20 @@ class Replacer:
         """Return the texts without secrets. JSON remains JSON."""
         found = self.literals.spans(texts)
         return [
-            self._text(text, spans) if spans else text
+            self._text(text, spans) if spans else self._listed(text)
             for text, spans in zip(texts, found, strict=True)
         ]
+
+    def _listed(self, text: bytes) -> bytes:
+        """Replace secrets in a prompt that is a JSON list of token ids, or of such lists."""
+        if not _LISTS.fullmatch(text):
+            return text
+        try:
+            given = pa.array([_parsed(text)])
+        except (pa.ArrowException, OverflowError):  # no ids
+            return text
+        made = self.column(given)
+        return text if made.equals(given) else json.dumps(made[0].as_py()).encode()
 
     def _text(self, text: bytes, spans: Sequence[tuple[int, int, int]]) -> bytes:
         parts, at = list[bytes](), 0

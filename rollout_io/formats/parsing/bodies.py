@@ -10,6 +10,7 @@ Source of the fields: vLLM's OpenAI-compatible server with `return_token_ids` an
     streamed     a list of chunks (objects, or server-sent lines "data: {...}"): prompt ids in the
                  first, pieces of the rest in each (`delta` instead of `message`)
     LiteLLM      `choices[i].provider_specific_fields.token_ids`
+    redacted     `choices[i].redacted`: [start, end) ranges of the ids that replaced secrets
 
 Responses of other APIs are explained by the error that rejects them.
 """
@@ -114,6 +115,7 @@ class Choice(msgspec.Struct, gc=False):
     prompt_token_ids: msgspec.Raw = NO_JSON
     token_ids: msgspec.Raw = NO_JSON
     sampling_support: list[list[Int32]] | None = None
+    redacted: list[tuple[int, int]] | None = None
     provider_specific_fields: Provider | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None

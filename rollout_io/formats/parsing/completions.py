@@ -73,6 +73,8 @@ def read_choices(
         prompt = _ids(_prompt_of(choice, response, where), "prompt", where, failed=failed)
         step = _step(choice, prompt, request, where, failed=failed)
         step.sampling_support = choice.sampling_support
+        if choice.redacted is not None:
+            _mark(step, choice.redacted, where)
         if choice.sampling_support is None and logprobs_mode == "processed" and truncates(request):
             ids = (
                 _INTEGERS.decode(step.response_ids) if isinstance(step.response_ids, bytes) else ()
@@ -82,6 +84,18 @@ def read_choices(
     if response.usage is not None:
         _take_usage(response.usage, steps, where)
     return steps
+
+
+def _mark(step: Step, spans: Sequence[tuple[int, int]], where: str) -> None:
+    """Mark what replaced a secret; text and ids then differ, and are not compared."""
+    marks = np.zeros(num_ids(step.response_ids), np.bool_)
+    for start, end in spans:
+        if not 0 <= start < end <= len(marks):
+            got, expected = f"the range {start}..{end}", f"ranges within 0..{len(marks)}"
+            raise InputError("record_type", f"{where}, redacted", got, expected)
+        marks[start:end] = True
+    step.redacted, step.loss_mask = marks, ~marks
+    step.texts, step.called = (), ()
 
 
 def _in_order(choices: Sequence[Choice], where: str) -> Sequence[Choice]:
