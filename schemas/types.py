@@ -128,14 +128,16 @@ def accepts_column(column: Column, actual: pa.DataType) -> bool:
 def cast_table(table: pa.Table) -> pa.Table:
     """Cast declared columns to their declared types; replace large and view types in user columns.
 
+    Metadata of fields inside a type (of a list's elements, of a struct's fields) is dropped.
     The table must have passed `columns_and_types`. Slice a table of more than 2^31 list elements
     first: the declared lists have 32-bit offsets.
     """
     names = table.column_names
-    columns = [cast_column(table.column(f.name), _target(f.name, f.type)) for f in table.schema]
+    kinds = [_target(f.name, f.type) for f in table.schema]
+    columns = [cast_column(table.column(n), kind) for n, kind in zip(names, kinds, strict=True)]
     fields = [
-        pa.field(n, c.type, is_nullable(n), table.schema.field(n).metadata)
-        for n, c in zip(names, columns, strict=True)
+        pa.field(n, kind, is_nullable(n), table.schema.field(n).metadata)
+        for n, kind in zip(names, kinds, strict=True)
     ]
     return pa.Table.from_arrays(columns, schema=pa.schema(fields, table.schema.metadata))
 
@@ -182,6 +184,8 @@ def _plain(kind: pa.DataType) -> pa.DataType:
         return pa.binary()
     if is_list(kind):
         return pa.list_(_plain(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain(kind.value_type), kind.list_size)
     if pa.types.is_map(kind):
         return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
     if pa.types.is_struct(kind):

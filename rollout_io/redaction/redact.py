@@ -218,6 +218,7 @@ def redacted_metadata(
         "redact",
         parents=list(parents),
         patterns=[name for name, _ in rules.patterns],
+        expressions=rules.checksum,
         personal=rules.personal,
         num_literals=len(redactor.literals.secrets),
         fill_token_id=redactor.fill,

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -360,3 +361,46 @@ def test_text_that_rows_share_is_scanned_once(monkeypatch):
     )
     Findings().scan_table(table, Rules(), VOCABULARY)
     assert sorted(scanned)[-2:] == [8193, 100_000]
+
+
+@pytest.mark.usefixtures("no_rules")
+@pytest.mark.model
+def test_shards_of_an_interrupted_run_with_another_expression_are_not_taken(
+    dataset, smollm2_dir, tmp_path, monkeypatch
+):
+    out = str(tmp_path / "out")
+
+    def made(pattern):
+        return redact(str(dataset), out, Rules.of({"own": pattern}), tokenizer=str(smollm2_dir))
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as until:
+        until.setattr("rollout_io.conversion.staging.Staging.publish", killed)
+        with pytest.raises(Killed):
+            made(r"(CC-\d{8})")
+    made(r"[\w.]+@[\w.]+\w")
+    said = str(rollout_io.read(out).to_pylist())
+    assert "bob@" not in said
+    assert "CC-12345678" in said
+
+
+def test_writers_drop_metadata_inside_types(tmp_path):
+    note = {"note": SECRET_TEXT}
+    inner = pa.struct([pa.field("x", pa.string(), metadata=note)])
+    kinds = [inner, pa.list_(pa.field("item", pa.string(), metadata=note)), pa.list_(inner, 1)]
+    table = pa.table(STEPS)
+    for number, kind in enumerate(kinds):
+        values = [{"x": "a"}, ["a"], [{"x": "a"}]][number]
+        column = pa.array([values] * table.num_rows, kind)
+        table = table.append_column(pa.field(f"own{number}", kind), column)
+    with rollout_io.RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(table)
+    (file,) = (tmp_path / "ds").glob("*.parquet")
+    schema = pq.read_schema(file)
+    assert SECRET_TEXT not in schema.to_string(show_field_metadata=True)
+    assert rollout_io.read(tmp_path / "ds")["own0"].to_pylist() == [{"x": "a"}] * table.num_rows
