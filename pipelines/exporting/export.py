@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 
 from pipelines.exporting.chats import Messages
-from pipelines.exporting.pairs import labelled, pairs, selected
+from pipelines.exporting.pairs import UNKNOWN, labelled, pairs, selected
 from pipelines.exporting.steps import Tokens, index_steps
 from pipelines.merging.merge import merge_table
 from pipelines.rewards import trajectory_returns
@@ -34,13 +35,15 @@ from rollout_io.formats.exporting import (
     PathLike,
     new_export,
 )
+from rollout_io.redaction.tables import REDACTED
 from schemas.errors import count
-from schemas.ragged import list_lengths
+from schemas.ragged import Ragged, list_lengths
 from schemas.types import cast_table
 
 Sample = dict[str, Any]
 
 PICTURES = "with pictures or other parts that are not text"
+SECRETS = "with redacted answers, whose text would train (token formats train around it)"
 NO_TEXT = "without messages, or without the text of an answer"
 UNTRAINED = "that train no token"
 NO_FORK = "at no fork of their group"
@@ -144,6 +147,12 @@ class _Writing:
                 has_parts = list_lengths(table.column(IMAGES)) > 0
                 done.take_back(PICTURES, int(has_parts.sum()))
                 table = table.filter(pa.array(~has_parts)).combine_chunks()
+            if self._dialect is not None and REDACTED in table.column_names:
+                marks = Ragged.from_arrow(table.column(REDACTED))
+                rows = np.unique(marks.row_of(np.flatnonzero(marks.values)))
+                done.take_back(SECRETS, len(rows))
+                kept = np.setdiff1d(np.arange(table.num_rows), rows)
+                table = table.take(pa.array(kept)).combine_chunks()
             yield table
 
     def texts(self, table: pa.Table, tokens: Tokens) -> Tokens | Messages:
@@ -252,8 +261,10 @@ def _write_pairs(writing: _Writing, select: str) -> None:
     at_fork = set(steps.join(found, on=["instance_id", "context"], how="semi")["row"])
     written = _write_chosen(writing, chosen)
     wanted = {side["row"] for name in ("chosen", "rejected") for side in chosen[name]}
-    done = writing.done
-    done.take_back(NO_FORK, num_rows - len(at_fork))
+    done, is_known = writing.done, pl.col("return").is_finite()
+    unknown = set(steps["row"]) - set(steps.filter(is_known)["row"])
+    done.take_back(UNKNOWN, len(unknown))
+    done.take_back(NO_FORK, num_rows - len(at_fork | unknown))
     done.take_back(NO_TEXT, len(wanted - written))
     done.take_back(NO_PREFERENCE, len(at_fork - wanted))
     done.counts = {

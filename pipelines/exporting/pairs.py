@@ -88,8 +88,10 @@ def pairs(steps: pl.DataFrame, select: str) -> tuple[pl.DataFrame, pl.DataFrame]
     return found, found.filter(~pl.col("is_equal"))
 
 
+UNKNOWN = "with an unknown return"
+
 _known = pl.when(pl.col("return").is_finite()).then("return")
-_unknown = pl.when(_known.is_null()).then(pl.lit("with an unknown return"))
+_unknown = pl.when(_known.is_null()).then(pl.lit(UNKNOWN))
 
 
 def selected(returns: pl.DataFrame, select: str) -> pl.DataFrame:

@@ -68,6 +68,8 @@ class Exported:
             got, hint = "the dataset has no rows", None
             if self.left_out.keys() - {FAILED, IN_FAILED_GROUP}:
                 got = f"no row can be written ({self.text()})"
+            elif self.left_out.keys() == {FAILED}:
+                got = "every trajectory failed"
             elif self.num_rows_read:
                 got = "every group has a failed trajectory"
                 hint = "pass --failed trajectory to export the other trajectories of a group"

@@ -75,7 +75,9 @@ def test_best_worst_gives_one_pair_where_the_two_attempts_part(tmp_path):
 def test_equal_and_unknown_returns_prefer_nothing(tmp_path):
     equal = [("a", 0.1 + 0.2, [([1], [2])]), ("a", 0.3, [([1], [3])])]
     unknown = [("b", None, [([1], [2])]), ("b", 1.0, [([1], [3])])]
-    with pytest.raises(InputError, match="2 at no fork of their group, 2 at forks"):
+    with pytest.raises(
+        InputError, match="1 with an unknown return, 1 at no fork of their group, 2 at f"
+    ):
         ids_after(tmp_path, *equal, *unknown)
 
 
@@ -189,3 +191,9 @@ def test_the_shop_has_seven_pairs_in_messages_and_in_ids(select, shop_dataset, t
         (answer,) = sample["chosen"]
         assert answer["content"] in answers[sample["chosen_trajectory_id"]]
         assert sample["chosen"] != sample["rejected"]
+
+
+def test_steps_of_unknown_return_are_counted_as_such(tmp_path):
+    with pytest.raises(InputError, match="2 with an unknown return") as error:
+        ids_after(tmp_path, ("a", None, [([1], [2])]), ("a", None, [([1], [3])]))
+    assert "no fork" not in str(error.value)

@@ -177,3 +177,36 @@ def test_samples_are_written_in_small_row_groups(dataset, monkeypatch, tmp_path)
     with pq.ParquetFile(out) as file:
         assert file.num_row_groups == 3
         assert file.read().to_pylist() == expected
+
+
+def test_messages_with_redacted_answers_are_left_out_and_token_formats_keep_them(tmp_path):
+    given = [("a", 1.0, [([1], [2, 3], [True, False])]), ("b", 1.0, [([1], [4, 5])])]
+    table = attempts(
+        *given,
+        redacted=pa.array([[False, True], None], pa.list_(pa.bool_())),
+        messages=pa.array([json.dumps([{"role": "user", "content": "key?"}])] * 2),
+        response_text=pa.array(["it is [REDACTED_0]", "no"]),
+    )
+    dataset = write(tmp_path / "ds", table)
+    for name in ("sft", "sharegpt", "openai_sft"):
+        done, samples = exported(dataset, name)
+        assert "[REDACTED" not in str(samples)
+        assert len(samples) == 1
+        assert list(done.left_out.values()) == [1]
+        assert "1 with redacted answers" in done.text()
+    done, samples = exported(dataset, "sft_tokens")
+    assert [s["assistant_masks"] for s in samples] == [[0, 1, 0], [0, 1, 1]]
+    assert done.left_out == {}
+
+
+def test_an_export_without_a_row_names_what_is_missing(tmp_path):
+    failed = attempts(("a", None, [([1], [2])]), error=pa.array(["timeout"]))
+    with pytest.raises(InputError, match="every trajectory failed") as error:
+        exported(write(tmp_path / "failed", failed), "sft_tokens", failed="trajectory")
+    assert not error.value.hint
+    both = attempts(
+        ("a", None, [([1], [2])]), ("a", 1.0, [([1], [2])]), error=pa.array(["timeout", None])
+    )
+    with pytest.raises(InputError, match="every group has a failed") as error:
+        exported(write(tmp_path / "group", both), "sft_tokens", failed="group")
+    assert "--failed trajectory" in error.value.hint

@@ -446,7 +446,7 @@ def test_an_export_without_rows_is_refused(name, tmp_path, capsys):
     table = table_of(("timeout",) * 4, reward=pa.nulls(4, pa.float64()))
     said = refused(write(tmp_path / "ds", table), name, tmp_path, capsys)
     assert "[some_rows]" in said
-    assert "every group has a failed trajectory" in said
+    assert "every trajectory failed" in said
 
 
 @pytest.mark.parametrize("name", TOKEN_FORMATS)
