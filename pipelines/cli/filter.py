@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,20 @@ EXAMPLES = example(
     "\n  rollouts filter shop/ --where \"return > 0 AND any(agent = 'main')\" --out wins/"
     "\n  rollouts filter math/ --mix code/ --share 0.7 --share 0.3 --out mixed/"
 )
-WHOLE, SHARE = click.IntRange(min=0), click.FloatRange(0, 1)
+
+
+class _Share(click.FloatRange):
+    """A number from 0 to 1; NaN, which no bound excludes, is none."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """Convert the text of an option."""
+        found: float = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail("nan is not a number", param, ctx)
+        return found
+
+
+WHOLE, SHARE = click.IntRange(min=0), _Share(0, 1)
 _SHOWN_OVERLAPS = 5
 
 
@@ -243,10 +257,13 @@ def _refuse_inside(out: str, datasets: Sequence[str]) -> None:
 
 def _overlaps(dataset: str, frame: pl.LazyFrame, evaluation: str) -> pl.DataFrame:
     from pipelines.filtering.overlap import overlaps
+    from rollout_io.dataset.opening import open_input
     from rollout_io.dataset.reader import read_metadata
     from rollout_io.retokenize.local import remembered_tokenizer
     from rollout_io.retokenize.token_bytes import load_token_bytes
 
+    with open_input(Path(evaluation)):  # a missing file is reported before a missing tokenizer
+        pass
     tokenizer = remembered_tokenizer(read_metadata(dataset))
     if tokenizer is None:
         got = "the tokenizer of the dataset is unknown, or not on this machine"

@@ -61,13 +61,14 @@ _REFUSED = {
 }
 
 
-def condition_of(condition: str | pl.Expr) -> pl.Expr:
+def condition_of(condition: str | pl.Expr, text: str | None = None) -> pl.Expr:
     """Parse a condition without opening a file or evaluating a row.
 
     Args:
         condition: A Polars expression over any columns, or SQL such as `reward > 0 AND agent =
             'main'`. An aggregate needs a window: `max(step_index) OVER (PARTITION BY
             trajectory_id)`.
+        text: The condition as the user wrote it, for messages; None: `condition`.
 
     Raises:
         ConfigError: `condition`: the text is not SQL, or is not a condition on each row.
@@ -76,7 +77,7 @@ def condition_of(condition: str | pl.Expr) -> pl.Expr:
         >>> str(condition_of("reward > 0"))
         '[(col("reward")) > (dyn int: 0)]'
     """
-    where = repr(condition if isinstance(condition, str) else str(condition))
+    where = repr(text or str(condition))
     if isinstance(condition, str):
         condition = _parsed(condition, where)
     try:

@@ -74,10 +74,10 @@ class TrajectoryCondition:
             return cls(text=str(condition), outer=condition_of(condition), parts={})
         outer, found = parsed(condition)
         parts = {
-            name: (_row(function, condition_of(part)), _FOLDS[function])
+            name: (_row(function, condition_of(part, condition)), _FOLDS[function])
             for name, (function, part) in found.items()
         }
-        return cls(text=condition, outer=condition_of(outer), parts=parts)
+        return cls(text=condition, outer=condition_of(outer, condition), parts=parts)
 
     @property
     def outer_names(self) -> list[str]:

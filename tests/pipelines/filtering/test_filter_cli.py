@@ -256,3 +256,9 @@ def test_a_damaged_file_is_named(shop_dataset, tmp_path, capsys):
     assert run(["filter", str(copy), "--drop-zero-variance", "--out", str(out)]) == 1
     assert "readable_file" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("option", ["--min-pass-rate", "--max-pass-rate"])
+def test_a_pass_rate_that_is_no_number_is_refused(dataset, capsys, option):
+    assert run(["filter", str(dataset), option, "nan", "--dry-run"]) == 2
+    assert "nan is not a number" in capsys.readouterr().err

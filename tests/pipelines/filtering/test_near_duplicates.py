@@ -183,3 +183,13 @@ def test_the_command_names_the_overlapping_trajectories(
     assert report["overlaps"][0] == {"trajectory_id": "shop-0_0", "line": 1, "share": 1.0}
     names = [one["filter"] for one in report["filters"]]
     assert names == ["duplicate in group", "at least 0.9 similar in group", f"overlap with {file}"]
+
+
+def test_a_missing_evaluation_set_is_named_before_an_unknown_tokenizer(
+    shop_dataset, tmp_path, capsys
+):
+    missing = tmp_path / "none.jsonl"
+    assert run(["filter", str(shop_dataset), "--overlap", str(missing), "--dry-run"]) == 1
+    said = capsys.readouterr().err
+    assert str(missing) in said
+    assert "tokenizer" not in said

@@ -164,3 +164,10 @@ def test_every_verb_refuses_two_readings_and_names_both(shop_dataset, verb, caps
     said = capsys.readouterr().err
     assert "any(reward < 1) if one row suffices, or all(reward < 1)" in said
     assert run([*command, "return < 1"]) == 0
+
+
+@pytest.mark.parametrize("text", ["sum(return) > 1", "any(max(reward) > 0)"])
+def test_a_message_names_the_condition_as_it_was_written(text):
+    with pytest.raises(ConfigError) as caught:
+        TrajectoryCondition.parse(text)
+    assert str(caught.value).startswith(repr(text))
