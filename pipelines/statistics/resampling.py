@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import combinations
 from statistics import NormalDist
@@ -18,6 +18,8 @@ MOST_SPLITS = 20_000
 """Splits of a task's attempts that are tested; if there are more, as many random ones."""
 
 _CHUNK = 200
+_MOST_KEPT, _BLOCK = 256, 1 << 20
+"""Attempts of a task whose splits are kept for the next task; values of a block of others."""
 _TIE = 1e-12  # of the largest deviation from the mean: the error of sums
 
 
@@ -93,25 +95,40 @@ def permutation_test(first: Floats, second: Floats) -> float:
     both = np.concatenate([first, second])
     both = both / (np.abs(both).max() or 1.0)  # sums neither overflow nor lose a small difference
     both -= both.mean()
-    splits, is_exact = _splits(len(first), len(second))
-    sums = splits @ both
-    change = np.abs(sums / len(first) - (both.sum() - sums) / len(second))
     observed = abs(both[: len(first)].mean() - both[len(first) :].mean())
-    num = int(np.count_nonzero(change >= observed - _TIE * np.abs(both).max()))
-    return num / len(splits) if is_exact else (num + 1) / (len(splits) + 1)
+    least, num, num_splits = observed - _TIE * np.abs(both).max(), 0, 0
+    for splits in _blocks(len(first), len(second)):
+        sums = splits @ both
+        change = np.abs(sums / len(first) - (both.sum() - sums) / len(second))
+        num += int(np.count_nonzero(change >= least))
+        num_splits += len(splits)
+    is_exact = math.comb(len(both), len(first)) <= MOST_SPLITS
+    return num / num_splits if is_exact else (num + 1) / (num_splits + 1)
+
+
+def _blocks(num_first: int, num_second: int) -> Iterator[Floats]:
+    """Yield [S, N + M] 0 or 1 (in the first set), all splits or 20,000 random ones."""
+    total = num_first + num_second
+    if total <= _MOST_KEPT or math.comb(total, num_first) <= MOST_SPLITS:
+        yield _splits(num_first, num_second)
+        return
+    rng, size = np.random.default_rng(total), max(_BLOCK // total, 1)
+    for begin in range(0, MOST_SPLITS, size):
+        ranks = rng.random((min(size, MOST_SPLITS - begin), total)).argsort(axis=1)
+        yield (ranks < num_first).astype(np.float64)
 
 
 @lru_cache(maxsize=1)  # 160 kB for each attempt of a task
-def _splits(num_first: int, num_second: int) -> tuple[Floats, bool]:
-    """Return [S, N + M] 0 or 1 (in the first set), and whether these are all splits."""
+def _splits(num_first: int, num_second: int) -> Floats:
+    """Return the splits as one block, for tasks with the same numbers of attempts."""
     total = num_first + num_second
     if math.comb(total, num_first) <= MOST_SPLITS:
         chosen = list(combinations(range(total), num_first))
         splits = np.zeros((len(chosen), total))
         np.put_along_axis(splits, np.array(chosen), 1.0, axis=1)
-        return splits, True
+        return splits
     ranks = np.random.default_rng(total).random((MOST_SPLITS, total)).argsort(axis=1)
-    return (ranks < num_first).astype(np.float64), False
+    return (ranks < num_first).astype(np.float64)
 
 
 def discoveries(probabilities: Iterable[float], rate: float = 0.05) -> list[bool]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from pipelines import merge
+from pipelines.statistics import resampling
 from pipelines.statistics.attempts import attempts
 from pipelines.statistics.differences import differences
 from pipelines.statistics.parting import broken_prefixes, greedy_partings
@@ -240,3 +241,21 @@ def test_the_screen_names_what_got_worse_for_certain(tmp_path, capsys):
     other = write("other", one_step(1.0, instance="z"))
     assert run(["diff", a, other]) == 1
     assert "[same_tasks]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num", [200, 300])
+def test_splits_in_blocks_are_those_of_one_block(monkeypatch, num):
+    rng = np.random.default_rng(3)
+    first, second = rng.normal(size=num), rng.normal(0.15, size=num)
+    monkeypatch.setattr(resampling, "MOST_SPLITS", 2000)
+    monkeypatch.setattr(resampling, "_MOST_KEPT", 10_000)
+    resampling._splits.cache_clear()
+    whole = permutation_test(first, second)
+    monkeypatch.setattr(resampling, "_MOST_KEPT", 0)
+    monkeypatch.setattr(resampling, "_BLOCK", 7 * num)
+    sizes = [len(block) for block in resampling._blocks(num, num)]
+    resampling._splits.cache_clear()
+    assert sum(sizes) == 2000
+    assert max(sizes) * 2 * num <= 7 * num
+    assert permutation_test(first, second) == whole
+    assert 0 < whole < 1
