@@ -278,3 +278,14 @@ def trial(real_trials):
         return record | fields
 
     return make
+
+
+@pytest.fixture
+def no_rules(monkeypatch):
+    """Redaction by patterns alone, because the scanner takes a second to start."""
+
+    class Nothing:
+        def scan(self, _):
+            return []
+
+    monkeypatch.setattr("rollout_io.redaction.scanner._scanner", Nothing)

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import Any, Self
 
 import msgspec
@@ -63,7 +62,7 @@ class Redaction:
     """Finds and replaces the secrets of calls, one call at a time, in a thread.
 
     A secret is known from the call in which a scanner recognises it, to all later calls of all
-    sessions. Known secrets are only in memory.
+    sessions. Known secrets are only in memory. Short texts may be redacted in other threads meanwhile.
 
     Args:
         rules: What to look for.
@@ -76,7 +75,7 @@ class Redaction:
     ) -> None:
         self.rules = rules
         self._vocabulary, self._mode = vocabulary, logprobs_mode
-        self._findings, self._lock = Findings(), Lock()
+        self._findings = Findings()
         self._made = Redactor(Literals(()), vocabulary)
         self._thread = ThreadPoolExecutor(1, "redaction")
 
@@ -91,8 +90,8 @@ class Redaction:
         """
         if not settings.redact:
             if settings.patterns or settings.personal:
-                got = "patterns or --personal without --redact"
-                raise ConfigError("config_value", "--redact", got, "--redact with them")
+                told = "--pattern and --personal need --redact"
+                raise ConfigError("config_value", "--redact", "not given", message=told)
             return None
         directory = settings.tokenizer or settings.exact_prefix
         if directory is None:
@@ -117,14 +116,11 @@ class Redaction:
 
     def text(self, text: str) -> str:
         """Return a short text without secrets."""
-        with self._lock:
-            return self._clean([text.encode("utf-8", "replace")])[0].decode("utf-8", "replace")
+        return self._clean([text.encode("utf-8", "replace")])[0].decode("utf-8", "replace")
 
     def value(self, value: Mapping[str, Any]) -> dict[str, Any]:
         """Return a JSON object without the secrets in its texts and keys."""
-        with self._lock:
-            made = self._clean([msgspec.json.encode(value)])[0]
-        return dict(msgspec.json.decode(made))
+        return dict(msgspec.json.decode(self._clean([msgspec.json.encode(value)])[0]))
 
     def refuse_name(self, name: str) -> None:
         """Check the name of a session, which is written as it is.
@@ -161,12 +157,11 @@ class Redaction:
         ids_asked = {n: bytes(fields.pop(n)) for n in ("prompt",) if _is_list(fields.get(n))}
         about = {n: v for n, v in record.items() if n not in {"session", "request", "response"}}
         given = [msgspec.json.encode(each) for each in (fields, _said(answer), about, error)]
-        with self._lock:
-            for ids in whole:
-                self._findings.scan(self._vocabulary.join(ids), self.rules)
-            request, said, rest, reason, *asked = self._clean([*given, *ids_asked.values()])
-            redactor = self.redactor
-            marks = [_marked(redactor, *each) for each in zip(steps, whole, strict=True)]
+        for ids in whole:
+            self._findings.scan(self._vocabulary.join(ids), self.rules)
+        request, said, rest, reason, *asked = self._clean([*given, *ids_asked.values()])
+        redactor = self.redactor
+        marks = [_marked(redactor, *each) for each in zip(steps, whole, strict=True)]
         _share([step.prompt_token_ids for step in steps], marks)
         response: dict[str, Any] = {"error": msgspec.Raw(reason)}
         if answer is not None:
@@ -202,8 +197,7 @@ class Redaction:
             record["request"] = _FIELDS.decode(record["request"])
             record["session"] = _TEXT.decode(record["session"])
             return msgspec.json.encode(self._call(record)) + b"\n"
-        with self._lock:
-            return self._clean([line])[0]
+        return self._clean([line])[0]
 
     def _clean(self, texts: Sequence[bytes]) -> list[bytes]:
         """Scan texts and replace all known secrets; data of pictures and sounds is not read."""

@@ -6,7 +6,7 @@ import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -91,6 +91,7 @@ def _plain(match: re.Match[bytes]) -> bytes:
     return b"\\" if backslashes is not None else bytes.fromhex(percent.decode())
 
 
+@lru_cache(maxsize=8)  # a text is scanned, and then searched
 def views(content: bytes) -> list[Unescaped]:
     """Return a text as it is and, if it has escapes, without them."""
     given = Unescaped(content, np.empty(0, np.int64), np.zeros(1, np.int64))

@@ -17,8 +17,8 @@ from rollout_io.cli.main import run
 from tests.helpers.fake_engine import running
 from tests.helpers.planted_secrets import secrets
 from tests.helpers.recorder_helpers import recorder_process
+from tests.helpers.redaction_helpers import Streamer, on_disk
 from tests.helpers.token_engine import TokenEngine
-from tests.pipelines.record.test_redaction import Streamer, on_disk
 from tests.slow.test_redacted_secrets import core
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]

@@ -59,17 +59,6 @@ def without(literals, text):
     return made + text[at:]
 
 
-@pytest.fixture
-def no_rules(monkeypatch):
-    """Only the patterns of the user are looked for, because the scanner takes a second to start."""
-
-    class Nothing:
-        def scan(self, _):
-            return []
-
-    monkeypatch.setattr(scanner, "_scanner", Nothing)
-
-
 @given(TEXTS, TEXTS, st.integers(0, 3), st.booleans())
 def test_a_secret_is_found_at_any_depth_of_json_and_json_remains(before, after, depth, ascii_only):
     value = before + "s3cr\u00e9t\n/key-0123" + after
