@@ -94,6 +94,8 @@ class Recorder:
             await self.flush()
             self.journal.folder += 1
             await self._remove_folders(self.journal.folders())
+            writing = [task for session in self.sessions for task in session.writing]
+            await asyncio.gather(*writing, return_exceptions=True)
             await asyncio.to_thread(self._shards.close)
         except Exception as failed:
             self.warn(text_of(failed), "the journal keeps unwritten sessions for the next start")

@@ -351,7 +351,7 @@ def rewrite_shard(known: Redactor, shard: Path, folder: Path) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     with RolloutWriter(
-        folder, layout="prefix", metadata=made[1], append=True, checked=True
+        folder, metadata=made[1], append=True, checked=True, shard_bytes=1 << 62
     ) as writer:
         for table in made[0]:
             writer.write(table)
