@@ -141,10 +141,17 @@ class Redaction:
         is kept: decoded tokens and alternatives of log-probabilities are left out.
 
         Raises:
-            InputError: `tokenizer`: the ids are not of this tokenizer.
+            InputError: `tokenizer`: the ids are not of this tokenizer; `journal`: the call cannot be
+                redacted, and must not be written.
         """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._call, record)
+        try:
+            return await loop.run_in_executor(self._thread, self._call, record)
+        except RolloutError:
+            raise
+        except Exception as error:  # its text may contain a secret
+            got = f"the call cannot be redacted ({type(error).__name__})"
+            raise InputError("journal", f"session {record['session']}", got) from None
 
     def _call(self, record: Mapping[str, Any]) -> dict[str, Any]:
         where = f"session {record['session']}"

@@ -323,3 +323,21 @@ def test_sessions_that_were_not_redacted_are_when_a_recorder_continues_them(tmp_
 
     asyncio.run(main())
     assert num_breaks(rows(out, "prompt_token_ids", "response_ids")) == 0
+
+
+@pytest.mark.usefixtures("no_rules")
+def test_a_call_that_cannot_be_redacted_is_not_written(tmp_path, monkeypatch):
+    def fails(*_):
+        raise ValueError(SAID)
+
+    async def main():
+        async with recorder_of(tmp_path / "ds") as recorder:
+            monkeypatch.setattr(Redaction, "_clean", fails)
+            monkeypatch.setattr(recorder, "_check_name", lambda _: None)
+            with pytest.raises(InputError, match="cannot be redacted") as caught:
+                await call(recorder, "a/0", *chat("hi", "x"))
+            assert SAID not in str(caught.value)
+            assert not list((tmp_path / "ds").rglob("calls.jsonl"))
+            monkeypatch.undo()
+
+    asyncio.run(main())
