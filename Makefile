@@ -140,7 +140,6 @@ $(PAGE)/node_modules/.ready: $(PAGE)/package.json $(PAGE)/package-lock.json | $(
 
 $(BUNDLE): $(wildcard $(PAGE)/*.* $(PAGE)/src/*.* $(PAGE)/src/views/*.*) $(PAGE)/node_modules/.ready
 	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node node_modules/vite/bin/vite.js build --logLevel warn
-	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node node_modules/vite/bin/vite.js build --logLevel warn --mode report
 	@touch $@
 
 # @sparticuz/chromium carries Chromium and the libraries that a bare Linux lacks, compressed.

@@ -84,10 +84,9 @@ class Bundle:
         }
         return cls({**found, "/": found["/index.html"]})
 
-    @property
-    def page(self) -> str:
-        """The HTML of the page."""
-        return self.files["/"][0].decode()
+    def text(self, path: str) -> str:
+        """Return a file as text."""
+        return self.files[path][0].decode()
 
 
 class App:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, urlsplit
@@ -33,7 +36,8 @@ NUM_TARGETS = 2000
 NUM_SHARES = 100
 """Maximum number of rows per table of row shares in an exported file."""
 
-_MARK = "__ANSWERS__"
+_SCRIPT = re.compile(r'<script type="module"[^>]*></script>')
+_STYLE = re.compile(r'<link rel="stylesheet"[^>]*>')
 _RECORDED = frozenset({*NUMBERS.values(), *FLAGS})
 _UNQUOTED = "-_.!~*'()"  # characters that encodeURIComponent keeps
 
@@ -226,13 +230,26 @@ def _recorded(
 
 
 def inlined(bundle: Bundle, blobs: Sequence[str]) -> str:
-    """Return the report page with the blobs of `Packing.blobs` embedded.
+    """Return the page as one file: script and style inline, and the blobs of `Packing.blobs`.
 
-    Raises:
-        InputError: `view_bundle`: the report page is not built.
+    Its Content-Security-Policy allows this script and style, by hash, and no connections.
     """
-    found = bundle.files.get("/report.html")
-    if found is None or _MARK not in (page := found[0].decode()):
-        got, hint = "the page of a report is not built", "build it: make view"
-        raise InputError("view_bundle", "report.html", got, hint=hint)
-    return page.replace(_MARK, json.dumps(list(blobs), separators=(",", ":")), 1)
+    script, style = bundle.text("/assets/index.js"), bundle.text("/assets/index.css")
+    script = script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    answers = json.dumps(list(blobs), separators=(",", ":"))
+    scripts = (
+        f'<script id="answers" type="application/json">{answers}</script>\n'
+        f'<script type="module">{script}</script>\n</body>'
+    )
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}" />'
+    page = _STYLE.sub(lambda _: f"<style>{style}</style>", _SCRIPT.sub("", bundle.text("/")))
+    page = page.replace('<meta charset="utf-8" />', f'<meta charset="utf-8" />\n    {head}', 1)
+    return page.replace("</body>", scripts, 1)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

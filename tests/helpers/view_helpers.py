@@ -16,7 +16,7 @@ from pipelines.view.sources import Sources
 from rollout_io import scan
 
 PAGE = (
-    '<!doctype html><html><head><script type="module" crossorigin src="./assets/index.js"></script>'
+    '<!doctype html><html><head><meta charset="utf-8" /><script type="module" crossorigin src="./assets/index.js"></script>'
     '<link rel="stylesheet" href="./assets/index.css"></head><body></body></html>'
 )
 

@@ -100,4 +100,4 @@ def test_the_wheel_writes_reports(installed, shop_dataset, tmp_path):
         _, said = done.communicate(timeout=100)
     assert done.returncode == 0, said
     assert "wrote" in said
-    assert "__ANSWERS__" not in out.read_text()
+    assert '<script id="answers"' in out.read_text()

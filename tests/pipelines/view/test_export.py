@@ -1,6 +1,9 @@
 """A report is one file that holds the answers about every trajectory of its selection."""
 
+import base64
+import hashlib
 import json
+import re
 
 import numpy as np
 import polars as pl
@@ -15,14 +18,10 @@ from schemas.errors import RolloutError
 from tests.helpers.report_helpers import answers_in, bits_of, large_run
 from tests.helpers.view_helpers import Asked, bundle_in
 
-REPORT = '<html><head></head><body><script id="answers">__ANSWERS__</script></body></html>'
-
 
 @pytest.fixture
 def bundle(tmp_path):
-    bundle_in(tmp_path / "bundle")
-    (tmp_path / "bundle" / "report.html").write_text(REPORT)
-    return Bundle.read(tmp_path / "bundle")
+    return bundle_in(tmp_path / "bundle")
 
 
 @pytest.mark.slow
@@ -73,12 +72,6 @@ def test_nothing_selected_is_an_error_and_writes_nothing(ask, bundle, tmp_path):
     assert not out.exists()
 
 
-def test_a_page_that_is_not_built_is_an_error(tmp_path):
-    with pytest.raises(RolloutError, match="view_bundle") as caught:
-        Bundle.read(tmp_path)
-    assert "make view" in caught.value.hint
-
-
 @pytest.mark.slow
 def test_a_report_of_200_trajectories_of_2000_tokens_fits_into_5_mb(
     tmp_path, tokenizer, smollm2_dir, bundle
@@ -99,6 +92,26 @@ def test_a_report_of_200_trajectories_of_2000_tokens_fits_into_5_mb(
         num_tokens += served.num_rows
     assert recorded >= 6
     assert num_tokens == 26 * 2000
+
+
+def test_a_page_that_is_not_built_is_an_error(tmp_path):
+    with pytest.raises(RolloutError, match="view_bundle") as caught:
+        Bundle.read(tmp_path)
+    assert "make view" in caught.value.hint
+
+
+def test_a_report_allows_its_own_script_and_style_only(bundle):
+    """The script holds the end of a script as text; its hash is of the text as it is inlined."""
+    page = inlined(bundle, ["answers"])
+    (script,) = re.findall(r'<script type="module">(.*?)</script>', page, re.DOTALL)
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    assert (script, style) == (r"console.log('<\/script>')", "body { color: black }")
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    for name, text in (("script", script), ("style", style)):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}';" in policy
+    assert "default-src 'none'" in policy
+    assert "./assets" not in page
 
 
 def test_packing_keeps_every_bit(bundle, tmp_path):

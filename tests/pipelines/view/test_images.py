@@ -8,7 +8,6 @@ import pytest
 
 import rollout_io
 import rollout_io.formats.exports
-from pipelines.view.app import Bundle
 from pipelines.view.export import export, key_of
 from tests.helpers.conversion_helpers import write
 from tests.helpers.report_helpers import answers_in
@@ -19,7 +18,6 @@ DOCUMENT = b"%PDF-1.7 a document" * 100
 DATA = base64.b64encode(PICTURE).decode()
 BLOB = f"sha256:{hashlib.sha256(PICTURE).hexdigest()}"
 FILE = f"sha256:{hashlib.sha256(DOCUMENT).hexdigest()}"
-REPORT = '<html><head></head><body><script id="answers">__ANSWERS__</script></body></html>'
 URL = f"data:image/png;base64,{DATA}"
 
 
@@ -73,9 +71,7 @@ def test_a_picture_is_served_by_its_digest_and_nothing_else_is(dataset):
 
 
 def test_a_report_has_each_picture_once(dataset, tmp_path):
-    bundle_in(tmp_path / "bundle")
-    (tmp_path / "bundle" / "report.html").write_text(REPORT)
-    bundle, out = Bundle.read(tmp_path / "bundle"), tmp_path / "report.html"
+    bundle, out = bundle_in(tmp_path / "bundle"), tmp_path / "report.html"
     export(Asked(dataset).sources, bundle, str(out), where=None, limit=5)
     key = key_of("/api/datasets/d0/picture", blob=BLOB)
     assert json.loads(answers_in(out)[key]) == {"url": URL}

@@ -6,7 +6,6 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.view.app import Bundle
 from pipelines.view.export import export, key_of
 from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
@@ -268,11 +267,7 @@ def test_columns_of_the_dataset_with_these_names_are_named(tmp_path):
 
 
 def test_a_report_holds_verdicts_and_shares(ask, tmp_path):
-    bundle_in(tmp_path / "bundle")
-    page = '<script id="answers">__ANSWERS__</script>'
-    (tmp_path / "bundle" / "report.html").write_text(page)
-    out = tmp_path / "report.html"
-    bundle = Bundle.read(tmp_path / "bundle")
+    bundle, out = bundle_in(tmp_path / "bundle"), tmp_path / "report.html"
     export(ask.sources, bundle, str(out), where="faults LIKE '%swap%'", limit=5)
     answers = answers_in(out)
     for step in (0, 1):
