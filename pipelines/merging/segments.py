@@ -185,6 +185,28 @@ def steps_of(table: pa.Table, split: BoolArray) -> Steps:
     return Steps(row, begin, np.where(segment < 0, -1, length[pick]), segment)
 
 
+def step_lengths(table: pa.Table) -> tuple[Steps, IntArray]:
+    """List the steps of all rows, and the number of response tokens of each step.
+
+    Tokens between merged steps, such as tool results, belong to no step, so that merging changes
+    no length.
+
+    Example:
+        Two steps of one trajectory with responses of 1 and 3 tokens, merged into one row:
+
+        >>> table = pipelines.merge(steps).collect().to_arrow()
+        >>> step_lengths(table)[1].tolist()
+        [1, 3]
+    """
+    if "segments" in table.column_names:
+        steps = steps_of(table, is_joined(table))
+    else:
+        rows = np.arange(table.num_rows)
+        steps = Steps(rows, np.zeros_like(rows), np.full_like(rows, -1), np.full_like(rows, -1))
+    whole = list_lengths(table.column("response_ids"))[steps.row]
+    return steps, np.where(steps.length < 0, whole, steps.length)
+
+
 def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
     """[S] Build one row per step, with every per-step value restored from `segments`."""
     flat = _flat(pc.list_flatten(table.column("segments")))

@@ -80,6 +80,15 @@ def server_of(api, bundle):
         loop.close()
 
 
+def response_tokens(path):
+    """The response tokens of each row, as an expression: those between merged steps are none."""
+    response = pl.col("response_ids").list.len()
+    if "segments" not in scan(path).collect_schema():
+        return response
+    lengths = pl.col("segments").list.eval(pl.element().struct.field("length")).list.sum()
+    return pl.when(pl.col("segments").is_null()).then(response).otherwise(lengths)
+
+
 def facts_of(path, *conditions):
     """Compute the numbers of the table of trajectories by other means: {trajectory: {column: value}}."""
     prompt, response = (pl.col(name).list.len() for name in ("prompt_token_ids", "response_ids"))
@@ -89,7 +98,7 @@ def facts_of(path, *conditions):
     folded = rows.group_by("trajectory_id", maintain_order=True).agg(
         num_rows=pl.len(),
         prompt_tokens=prompt.sum(),
-        response_tokens=response.sum(),
+        response_tokens=response_tokens(path).sum(),
         trained_tokens=pl.col("loss_mask").list.sum().sum(),
         longest_row_tokens=(prompt + response).max(),
     )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipelines import dataset_statistics
+from pipelines import dataset_statistics, merge
 from pipelines.statistics.distributions import (
     Distribution,
     length_distributions,
@@ -37,6 +37,7 @@ def test_the_worked_example_has_two_rows_of_one_trajectory(tmp_path):
         "num_tokens": 8,
         "num_prompt_tokens": 6,
         "num_response_tokens": 2,
+        "num_tokens_between_steps": 0,
         "num_trained_tokens": 2,
         "num_rows_without_logprobs": 2,
         "rows_per_trajectory_mean": 2.0,
@@ -56,6 +57,22 @@ def test_the_worked_example_has_two_rows_of_one_trajectory(tmp_path):
         "reward_max": None,
         "stop_reasons": {},
     }
+
+
+@pytest.mark.slow
+@relaxed
+@given(rollout_tables(), st.sampled_from(["consecutive", "lineage"]))
+def test_merging_moves_response_tokens_to_no_other_count(table, rule):
+    """What a merge places between steps was prompt; the rest of the prompts is no longer repeated."""
+    steps, merged = dataset_statistics(table), dataset_statistics(merge(table, rule))
+    for name in ("num_response_tokens", "num_trained_tokens", "num_trajectories", "reward_mean"):
+        assert merged[name] == steps[name], name
+    assert steps["num_tokens_between_steps"] == 0
+    parts = ("num_prompt_tokens", "num_response_tokens", "num_tokens_between_steps")
+    assert merged["num_tokens"] == sum(merged[name] for name in parts) <= steps["num_tokens"]
+    lengths = [length_distributions(dataset_summary(data)) for data in (table, merge(table, rule))]
+    name = "responses of a trajectory"
+    assert lengths[0][name] == lengths[1][name]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from pipelines.view.attempts import tasks
 from pipelines.view.trajectory_index import TrajectoryIndex, by_numbers
 from rollout_io import RolloutWriter, scan
 from schemas.errors import RolloutError
+from tests.helpers.view_helpers import response_tokens
 
 CONDITIONS = (
     "return > 0 AND num_turns > 2",
@@ -46,7 +47,7 @@ def trajectories_of(path):
         pl.col("repetition_id").first(),
         num_rows=pl.len(),
         prompt_tokens=prompt.sum(),
-        response_tokens=response.sum(),
+        response_tokens=response_tokens(path).sum(),
         trained_tokens=pl.col("loss_mask").list.sum().sum(),
         longest_row_tokens=(prompt + response).max(),
         stop_reason=pl.col("stop_reason").last(),
@@ -236,6 +237,12 @@ def test_a_copy_parts_nowhere(ask):
     assert len(pairs) == 4
     assert {pair["parts_at"] for pair in pairs} == {None}
     assert all(pair["trajectory_a"] == pair["trajectory_b"] for pair in pairs)
+
+
+def test_merging_changes_no_number_of_a_diff(ask):
+    found = ask("/api/diff", a="d0", b="d1")
+    for name in ("num", "return", "solved", "response_tokens"):
+        assert found[f"{name}_a"].to_list() == found[f"{name}_b"].to_list(), name
 
 
 def test_the_diff_has_the_means_of_tasks(ask, shop):
