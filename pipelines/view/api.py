@@ -104,6 +104,7 @@ class Api:
                     ("datasets/{dataset}/histogram", self._histogram),
                     ("datasets/{dataset}/group", self._group),
                     ("datasets/{dataset}/tasks", self._tasks),
+                    ("datasets/{dataset}/task", self._task),
                     ("datasets/{dataset}/recorded", self._recorded),
                     ("datasets/{dataset}/tree", self._tree),
                     ("datasets/{dataset}/conversation", self._conversation),
@@ -189,6 +190,10 @@ class Api:
     def _tasks(self, query: Query) -> Response:
         lines = self.sources.dataset(query.text("dataset")).index.trajectories
         return json_response(attempts.tasks(lines, query.number("limit", _DEFAULT_LIMIT)))
+
+    def _task(self, query: Query) -> Response:
+        dataset = self.sources.dataset(query.text("dataset"))
+        return json_response(attempts.text(dataset, query.text("instance_id")))
 
     def _recorded(self, query: Query) -> Response:
         """For each run, list the updates that recorded a task or, if requested, one of its rows."""

@@ -8,7 +8,9 @@ import polars as pl
 
 from pipelines.statistics.parting import Sampled, parting, sampled_mask
 from pipelines.view.dataset import Dataset
+from pipelines.view.responses import shortened
 from pipelines.view.sources import Run
+from pipelines.view.task_texts import task_text
 from schemas.ragged import Ragged
 
 MAX_TASKS = 10_000
@@ -35,7 +37,17 @@ def group(
             | {name: line[name] for name in more}
             | {"parts_at": parts_at}
         )
-    return {"attempts": attempts}
+    return {"attempts": attempts, "task_text": lines[0]["task_text"]}
+
+
+def text(dataset: Dataset, instance_id: str) -> dict[str, str | None]:
+    """Return the complete text of a task: the first user message of its first row."""
+    first = dataset.index.bounds(int(dataset.index.group(instance_id)[0]))[0]
+    if not dataset.has("messages"):
+        return {"text": None}
+    messages = dataset.reader.rows(first, first + 1, ["messages"]).column("messages")[0].as_py()
+    found = task_text(messages)
+    return {"text": None if found is None else shortened(found)}
 
 
 def tasks(trajectories: pl.DataFrame, limit: int) -> dict[str, Any]:
@@ -46,7 +58,7 @@ def tasks(trajectories: pl.DataFrame, limit: int) -> dict[str, Any]:
         limit: Maximum number of tasks to list, at most `MAX_TASKS`.
 
     Returns:
-        `tasks`: instance_id, attempts (number of attempts), num_returns (number of known returns),
+        `tasks`: instance_id, task_text, attempts (number of attempts), num_returns (number of known returns),
         and mean and spread of these returns. The spread is the largest minus the smallest return,
         or None if fewer than two are known; such tasks come last. `total`: the number of tasks.
     """
@@ -55,6 +67,7 @@ def tasks(trajectories: pl.DataFrame, limit: int) -> dict[str, Any]:
     found = (
         trajectories.group_by("instance_id", maintain_order=True)
         .agg(
+            pl.col("task_text").first(),
             attempts=pl.len(),
             num_returns=num,
             mean=known.mean(),

@@ -148,6 +148,7 @@ def _responses(
         )
         for instance_id in lines["instance_id"].unique(maintain_order=True):
             yield asked(f"{root}/group", instance_id=instance_id)
+            yield asked(f"{root}/task", instance_id=instance_id)
             yield asked(f"{root}/tree", instance_id=instance_id)
             if sources.runs:
                 yield asked(f"{root}/recorded", instance_id=instance_id)

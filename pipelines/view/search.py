@@ -47,7 +47,9 @@ def search(
     hits: list[dict[str, Any]] = []
     for begin, end in _pieces(dataset, where):
         for match in _found(dataset, begin, end, text, ids):
-            hits.append(dataclasses.asdict(match))
+            number = dataset.index.number(match.trajectory_id)
+            text_of = dataset.index.trajectories["task_text"][number]
+            hits.append({**dataclasses.asdict(match), "task_text": text_of})
             if len(hits) >= limit:
                 return {"hits": hits, "complete": False, **known}
         if time.monotonic() > ends:
@@ -59,23 +61,24 @@ def _named(index: TrajectoryIndex, text: str | None) -> dict[str, Any]:
     """Find the ids of tasks and trajectories that contain a text, ignoring case.
 
     Returns:
-        `tasks`: instance_id and number of attempts, shortest ids first; `trajectories`: ids of
+        `tasks`: instance_id, number of attempts and task_text, shortest ids first; `trajectories`: ids of
         trajectories whose task does not match; at most `MAX_NAMES` of each. `num_tasks` and
         `num_trajectories` count all matches.
     """
     if text is None:
         return {"tasks": [], "num_tasks": 0, "trajectories": [], "num_trajectories": 0}
-    lines = index.trajectories.select("instance_id", "trajectory_id")
+    lines = index.trajectories.select("instance_id", "trajectory_id", "task_text")
 
     def holds(name: str) -> pl.Expr:
         return pl.col(name).str.to_lowercase().str.contains(text.lower().strip(), literal=True)
 
     size = pl.col("instance_id").str.len_chars()
-    tasks = lines.filter(holds("instance_id")).group_by("instance_id", maintain_order=True).len()
+    same = lines.filter(holds("instance_id")).group_by("instance_id", maintain_order=True)
+    tasks = same.agg(pl.len(), pl.col("task_text").first())
     others = lines.filter(holds("trajectory_id") & ~holds("instance_id"))["trajectory_id"]
     shown = tasks.sort(size, maintain_order=True).head(MAX_NAMES)
     return {
-        "tasks": [{"instance_id": name, "attempts": number} for name, number in shown.rows()],
+        "tasks": shown.rename({"len": "attempts"}).to_dicts(),
         "num_tasks": len(tasks),
         "trajectories": others.head(MAX_NAMES).to_list(),
         "num_trajectories": len(others),

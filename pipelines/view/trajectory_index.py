@@ -22,6 +22,7 @@ from pipelines.filtering.verdicts import collect
 from pipelines.rewards import Outcome, fold_trajectories
 from pipelines.statistics.summary import row_lengths
 from pipelines.tables import Frame, as_lazy
+from pipelines.view.task_texts import add_starts
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.conditions import types_in
 from rollout_io.dataset.reader import scan
@@ -46,6 +47,7 @@ COMPUTED = {
     "trained_tokens": pl.Int64,
     "longest_row_tokens": pl.Int64,
     "agents": pl.String,
+    "task_text": pl.String,
 }
 """Columns that the index computes for each trajectory; conditions may use them too."""
 
@@ -121,10 +123,11 @@ class TrajectoryIndex:
         """
         outcome = dataset_outcome(path)
         names, cut = None, set[str]()
-        parts, returns = [], []
+        parts, returns, texts = [], [], dict[str, str | None]()
         for table in checked_tables(path, decode=False):
             names = names or kept_columns(table.schema)
             parts.append(_short_rows(table, names, cut))
+            add_starts(table, texts)
             if "segments" in table.column_names:
                 own = [name for name in _RETURN_COLUMNS if name in table.column_names]
                 found = _returns(table.select(own), outcome)
@@ -134,7 +137,7 @@ class TrajectoryIndex:
         ids = rows["trajectory_id"]
         first = np.flatnonzero((ids != ids.shift()).fill_null(value=True).to_numpy())
         starts = np.append(first, len(rows)).astype(np.int64)
-        trajectories = _trajectories(rows, found, starts)
+        trajectories = _trajectories(rows, found, starts, texts)
         return cls(
             path=path, rows=rows, trajectories=trajectories, starts=starts, cut=frozenset(cut)
         )
@@ -385,7 +388,9 @@ def _returns(rows: Frame, outcome: Outcome) -> pl.DataFrame:
     return fold_trajectories(frame, outcome, {"num_turns": turns}).collect()
 
 
-def _trajectories(rows: pl.DataFrame, returns: pl.DataFrame, starts: IntArray) -> pl.DataFrame:
+def _trajectories(
+    rows: pl.DataFrame, returns: pl.DataFrame, starts: IntArray, texts: dict[str, str | None]
+) -> pl.DataFrame:
     """Build the table of trajectories: ids, computed columns, user columns of the last row."""
     first, last = starts[:-1], starts[1:] - 1
     one_row = len(first) == len(rows)
@@ -406,6 +411,8 @@ def _trajectories(rows: pl.DataFrame, returns: pl.DataFrame, starts: IntArray) -
     columns["error"] = returns["error"]
     columns["policy_version"] = _oldest(rows, starts)
     columns["agents"] = _agents(rows, starts)
+    task_text = pl.col("instance_id").replace_strict(texts, return_dtype=pl.String)
+    columns["task_text"] = final.select(task_text).to_series()
     own = [n for n in final.columns if n not in COLUMN_BY_NAME and n not in _LENGTHS]
     columns |= {name: final[name] for name in own if name not in columns}
     return pl.DataFrame(columns)

@@ -344,9 +344,14 @@ def test_tasks_are_listed_by_the_spread_of_their_returns(ask, shop):
 
 def test_a_task_with_one_known_return_has_no_spread():
     frame = pl.DataFrame(
-        {"instance_id": ["a", "a", "b", "b", "c"], "return": [1.0, None, 2.0, 5.0, math.nan]}
+        {
+            "instance_id": ["a", "a", "b", "b", "c"],
+            "return": [1.0, None, 2.0, 5.0, math.nan],
+            "task_text": [None] * 5,
+        }
     )
-    found = [tuple(task.values()) for task in tasks(frame, 9)["tasks"]]
+    names = ("instance_id", "attempts", "num_returns", "mean", "spread")
+    found = [tuple(task[name] for name in names) for task in tasks(frame, 9)["tasks"]]
     assert found == [("b", 2, 2, 3.5, 3.0), ("a", 2, 1, 1.0, None), ("c", 1, 0, None, None)]
 
 

@@ -267,12 +267,19 @@ export interface Joined {
   update?: string | undefined;
 }
 
-export function group(dataset: string, instance: string, joined: Joined): Promise<{ attempts: Attempt[] }> {
+export function group(dataset: string, instance: string, joined: Joined): Promise<{ attempts: Attempt[]; task_text: string | null }> {
   return json(datasetPath(dataset, "group"), { instance_id: instance, ...joined });
+}
+
+/** The complete text of a task: its first user message. */
+export function taskText(dataset: string, instance: string): Promise<{ text: string | null }> {
+  return json(datasetPath(dataset, "task"), { instance_id: instance });
 }
 
 export interface Task {
   instance_id: string;
+  /** The start of the first user message, on one line; null without messages. */
+  task_text: string | null;
   attempts: number;
   num_returns: number;
   mean: number | null;
@@ -432,6 +439,7 @@ export interface Hit {
   before: string;
   found: string;
   after: string;
+  task_text: string | null;
 }
 
 export interface Hits {
@@ -440,7 +448,7 @@ export interface Hits {
   /** Number of trajectories searched: those that match the filter. */
   searched: number;
   /** The first ids that contain the text, in the entire dataset, and their number. */
-  tasks: { instance_id: string; attempts: number }[];
+  tasks: { instance_id: string; attempts: number; task_text: string | null }[];
   num_tasks: number;
   trajectories: string[];
   num_trajectories: number;

@@ -7,7 +7,7 @@ import { type AnswerError, type Hits, isReport, search } from "./answers";
 import { useKeys } from "./keys";
 import { asError, Failure, Text } from "./parts";
 import { useSession } from "./session";
-import { count, short } from "./text";
+import { count, plain, short } from "./text";
 
 export function Find(): JSX.Element | null {
   const { dataset, selection } = useSession();
@@ -88,6 +88,7 @@ export function Find(): JSX.Element | null {
                     <button type="button" class={index === at ? "link chosen" : "link"} onClick={() => show(index)}>
                       <Text value={hit.trajectory_id} /> <small>step {hit.step_index}{hit.position !== null && `, token ${short(hit.position)}`}</small>
                     </button>
+                    {hit.task_text !== null && hit.task_text !== found.hits[index - 1]?.task_text && <p class="of-task" title={plain(hit.task_text, 300)}>{plain(hit.task_text, 300)}</p>}
                     <p class="snippet">{hit.before}<mark>{hit.found}</mark>{hit.after}</p>
                   </li>
                 ))}
@@ -107,11 +108,12 @@ function Named({ found }: { found: Hits }): JSX.Element | null {
   const others = found.num_tasks - tasks.length + found.num_trajectories - trajectories.length;
   return (
     <ul aria-label="Ids">
-      {tasks.map(({ instance_id: task, attempts }) => (
+      {tasks.map(({ instance_id: task, attempts, task_text: text }) => (
         <li key={task}>
           <button type="button" class="link" onClick={() => go({ view: "group", task, trajectory: undefined, step: undefined, at: undefined })}>
             task <Text value={task} />: {count(attempts, "attempt")}
           </button>
+          {text !== null && <p class="of-task" title={plain(text, 300)}>{plain(text, 300)}</p>}
         </li>
       ))}
       {trajectories.map((trajectory) => (

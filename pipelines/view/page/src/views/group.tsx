@@ -8,6 +8,7 @@ import { useKeys } from "../keys";
 import { Awaited, Bar, Cell, Empty, Go, Num, Text, useAnswer } from "../parts";
 import { RecordedIn } from "../recorded";
 import { useSession } from "../session";
+import { TaskLine, TaskText } from "../task_text";
 import { count, short, tokenPieces } from "../text";
 
 const AROUND = 14;
@@ -49,6 +50,7 @@ export function GroupView(): JSX.Element {
       <h1 id="title">
         Attempts at <Text value={task} />
       </h1>
+      <TaskText key={`${dataset.id} ${task}`} task={task} start={answer.value?.task_text ?? null} />
       <RecordedIn dataset={dataset} of={{ instance_id: task }} what="this task" />
       <Awaited answer={answer}>{(found) => <Attempts attempts={found.attempts} />}</Awaited>
     </section>
@@ -60,7 +62,9 @@ function Tasks({ dataset }: { dataset: string }): JSX.Element {
   const answer = useAnswer(dataset, () => tasks(dataset));
   return (
     <Awaited answer={answer}>
-      {(found) => (
+      {(found) => {
+        const hasTexts = found.tasks.some((task) => task.task_text !== null);
+        return (
         <>
           <p class="lead">
             {count(found.total, "task")}, sorted by the spread of their returns, smallest first.
@@ -71,6 +75,7 @@ function Tasks({ dataset }: { dataset: string }): JSX.Element {
               <thead>
                 <tr>
                   <th scope="col" title="instance_id">task</th>
+                  {hasTexts && <th scope="col" title="The first user message">text</th>}
                   <th scope="col" class="numeric">attempts</th>
                   <th scope="col" class="numeric">mean return</th>
                   <th scope="col" class="numeric" title="The largest return minus the smallest">spread</th>
@@ -85,6 +90,7 @@ function Tasks({ dataset }: { dataset: string }): JSX.Element {
                         <Text value={task.instance_id} />
                       </Go>
                     </th>
+                    {hasTexts && <td><TaskLine task={task.instance_id} start={task.task_text} /></td>}
                     <td class="numeric"><Num value={task.attempts} name="attempts" /></td>
                     <td class="numeric"><Num value={task.mean} name="mean" /></td>
                     <td class="numeric"><Num value={task.spread} name="spread" /></td>
@@ -95,7 +101,8 @@ function Tasks({ dataset }: { dataset: string }): JSX.Element {
             </table>
           </div>
         </>
-      )}
+        );
+      }}
     </Awaited>
   );
 }

@@ -19,6 +19,7 @@ import { useKeys } from "../keys";
 import { asError, Cell, Empty, Failure, Num, Text, useAnswer } from "../parts";
 import { useSession } from "../session";
 import { equals, hasCondition, rangeOf, withCondition, withoutCondition } from "../sql";
+import { TaskLine } from "../task_text";
 import { plain, short } from "../text";
 import { shareTitle } from "../token_columns";
 import { type Head, VirtualTable } from "../virtual_table";
@@ -27,7 +28,7 @@ const CHUNK = 100;
 const KEPT_CHUNKS = 60;
 
 const TITLES: Record<string, [string, string]> = {
-  instance_id: ["task", "instance_id: the task; its attempts form a group"],
+  instance_id: ["task id", "instance_id: the task; its attempts form a group"],
   trajectory_id: ["trajectory", "trajectory_id: one attempt at a task"],
   repetition_id: ["attempt", "repetition_id"],
   num_rows: ["rows", "num_rows: rows of the table, one per model call unless merged"],
@@ -41,6 +42,7 @@ const TITLES: Record<string, [string, string]> = {
   error: ["error", "The reason why the trajectory failed"],
   policy_version: ["policy version", "policy_version: the version of the oldest weights that sampled it"],
   agents: ["agents", "The agents that made the calls"],
+  task_text: ["task", "task_text: the first user message of the task"],
 };
 const ADDED_TITLES: Record<string, [string, string]> = {
   faults: ["faults", "faults: the kinds of faults that an audit found in its rows; none: audited, no fault found"],
@@ -48,7 +50,7 @@ const ADDED_TITLES: Record<string, [string, string]> = {
 };
 const NUMBERS = new Set(["repetition_id", "num_rows", "num_turns", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
 const CHARTED = ["return", "response_tokens", "num_rows", "stop_reason", "faults"];
-const ORDER = ["trajectory_id", "instance_id", "repetition_id", "return"];
+const ORDER = ["trajectory_id", "task_text", "instance_id", "repetition_id", "return"];
 
 /** Title and explanation of a column. */
 function titleOf(name: string, { added }: Dataset, shares: Shares[]): [string, string] {
@@ -173,8 +175,8 @@ export function TableView(): JSX.Element {
   ]);
   if (dataset === null) return <Empty>No dataset is open.</Empty>;
 
-  const columns = ordered(facts?.columns ?? [...Object.keys(TITLES), ...dataset.added], dataset.added).filter((name) => name !== "repetition_id" && name !== "instance_id");
   const kinds = new Map(dataset.columns.map((column) => [column.name, column.kind]));
+  const columns = ordered(facts?.columns ?? [...Object.keys(TITLES), ...dataset.added], dataset.added).filter((name) => name !== "repetition_id" && name !== "instance_id" && (name !== "task_text" || kinds.has("messages")));
   const heads: Head[] = columns.map((name) => ({
     name,
     title: titleOf(name, dataset, sources.shares)[0],
@@ -239,7 +241,10 @@ export function TableView(): JSX.Element {
           rowName={(index) => (row(index)?.trajectory_id as string | undefined) ?? null}
           cells={(index) => {
             const values = row(index);
-            return values === null ? null : columns.map((name) => name === "faults" && dataset.added.includes(name) ? <Faults value={values[name] ?? null} /> : cellOf(name, values[name] ?? null, open, index));
+            return values === null ? null : columns.map((name) => {
+              if (name === "task_text") return <TaskLine key={values.instance_id} task={String(values.instance_id)} start={values.task_text as string | null} />;
+              return name === "faults" && dataset.added.includes(name) ? <Faults value={values[name] ?? null} /> : cellOf(name, values[name] ?? null, open, index);
+            });
           }}
           isChosen={(index) => index === cursor || (cursor === null && row(index)?.trajectory_id === place.trajectory)}
           isPinned={(index) => pins.includes(String(row(index)?.trajectory_id))}
@@ -332,7 +337,7 @@ function Charts({ columns }: { columns: string[] }): JSX.Element | null {
   const added = textsIn(place.columns);
   const own = dataset.columns.filter((column) => column.own && column.kind !== "other").map((column) => column.name);
   const shown = [...CHARTED.filter((name) => columns.includes(name)), ...added];
-  const more = [...new Set([...columns, ...own])].filter((name) => !shown.includes(name) && !name.endsWith("_id"));
+  const more = [...new Set([...columns, ...own])].filter((name) => !shown.includes(name) && !name.endsWith("_id") && name !== "task_text");
   return (
     <div class="charts" role="group" aria-label="Histograms">
       {shown.map((name) => (
