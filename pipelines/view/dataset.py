@@ -174,12 +174,21 @@ class Dataset:
     def _stores(self) -> list[Blobs]:
         return stores_of(self.path)
 
+    @property
+    def tasks(self) -> pl.Series:
+        """The distinct instance ids."""
+        return self._ids["instance_id"].unique()
+
+    @cached_property
+    def _ids(self) -> pl.DataFrame:
+        """The distinct pairs of trajectory_id and instance_id."""
+        if self._index is None:
+            return scan(self.path).select("trajectory_id", "instance_id").unique().collect()
+        return self._index.trajectories.select("trajectory_id", "instance_id")
+
     def describe(self) -> dict[str, Any]:
         """Return the dataset's entry in the response of `/api/sources`."""
-        if self._index is None:
-            ids = scan(self.path).select("trajectory_id", "instance_id").unique().collect()
-        else:
-            ids = self._index.trajectories.select("trajectory_id", "instance_id")
+        ids = self._ids
         columns = [
             {"name": f.name, "kind": kind_of(f.type), "own": f.name not in COLUMN_BY_NAME}
             for f in self.reader.schema

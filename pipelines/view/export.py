@@ -177,7 +177,7 @@ def _responses(
             for path, parameters in _recorded(sources, number, update, chosen):
                 yield asked(path, **parameters, run=number, update=update)
     if len(sources.datasets) > 1:
-        a, b = list(sources.datasets)[:2]
+        a, b = sources.compared_pair() or list(sources.datasets)[:2]
         yield asked("/api/diff", a=a, b=b)
         tasks = [sources.datasets[n].index.trajectories[chosen[n]] for n in (a, b)]
         both = tasks[0].join(tasks[1], on="instance_id", how="semi")

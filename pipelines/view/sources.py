@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import polars as pl
 
 from pipelines.view import run_files
 from pipelines.view.dataset import Dataset
+from pipelines.view.names import absolute, distinct_names, short_name
 from pipelines.view.row_tables import (
     SHARE,
     RowTable,
@@ -51,9 +51,9 @@ class Run:
         directory.
         """
         folder, _, name = path.rstrip("/").rpartition("/")
-        found = self.recorded.get(_absolute(path))
-        if found is None and _short_name(folder) == run_files.ITERATIONS:
-            found = self.recorded.get(_absolute(str(self.path / run_files.ITERATIONS / name)))
+        found = self.recorded.get(absolute(path))
+        if found is None and short_name(folder) == run_files.ITERATIONS:
+            found = self.recorded.get(absolute(str(self.path / run_files.ITERATIONS / name)))
         return found
 
     def records(
@@ -176,6 +176,7 @@ class Sources:
             got = "a table of verdicts or row shares can be shown only with its dataset or run"
             hint = f"pass the dataset too: rollouts view DATASET {tables[0]}"
             raise InputError("view_table", tables[0], got, hint=hint)
+        sources._name()
         sources._add_tables(tables, given)
         for number in given:
             _ = sources.datasets[number].index
@@ -209,7 +210,8 @@ class Sources:
         datasets, warnings = [], list(self.warnings)
         for number, dataset in self.datasets.items():
             try:
-                datasets.append({"id": number, **dataset.describe()})
+                other = self.compared(number)
+                datasets.append({"id": number, **dataset.describe(), "shares_tasks_with": other})
                 warnings += dataset.warnings
             except RolloutError as error:
                 warnings.append(str(error))
@@ -239,6 +241,27 @@ class Sources:
         ]
         return {"datasets": datasets, "runs": runs, "shares": shares, "warnings": warnings}
 
+    def compared(self, number: str) -> str | None:
+        """Return the id of the newest other dataset with a task of this one; None without one.
+
+        Datasets are as old as the order in which they are opened: as they are passed, and those of
+        a run by iteration.
+        """
+        if len(self.datasets) < 2:
+            return None
+        own = self.datasets[number].tasks
+        for other, dataset in reversed(self.datasets.items()):
+            if other != number and own.is_in(dataset.tasks.implode()).any():
+                return other
+        return None
+
+    def compared_pair(self) -> tuple[str, str] | None:
+        """Return the ids of the newest two datasets that share tasks, older first."""
+        for number in reversed(self.datasets):
+            if (other := self.compared(number)) is not None:
+                return other, number
+        return None
+
     def share(self, number: str) -> Shares:
         """Return a table of row shares by its id.
 
@@ -251,19 +274,30 @@ class Sources:
             )
         return self.shares[number]
 
+    def _name(self) -> None:
+        """Give datasets and runs distinct names."""
+        names = distinct_names([one.path for one in self.datasets.values()])
+        for one, name in zip(self.datasets.values(), names, strict=True):
+            one.name = name
+        names = distinct_names([str(one.path) for one in self.runs.values()])
+        self.runs = {
+            number: replace(run, name=name)
+            for (number, run), name in zip(self.runs.items(), names, strict=True)
+        }
+
     def _add_tables(self, tables: Sequence[str], given: Sequence[str]) -> None:
         """Add the given tables of verdicts and row shares, and all tables in run directories."""
         known = set()
         for number, run in self.runs.items():
             for folder in (AUDIT, BLAME):
                 for file in sorted((run.path / folder).glob("*.parquet")):
-                    known.add(_absolute(str(file)))
+                    known.add(absolute(str(file)))
                     try:
                         self._add_table(str(file), given, number)
                     except InputError as error:
                         self.warnings.append(f"{error.sentence} It is not shown.")
         for path in tables:
-            if _absolute(path) not in known:
+            if absolute(path) not in known:
                 self._add_table(path, given, None)
 
     def _add_table(self, path: str, given: Sequence[str], run: str | None) -> None:
@@ -306,9 +340,11 @@ class Sources:
         """Return the id of the run recorded in a table of row shares; None if it is not open."""
         assert found.run is not None
         for number, run in self.runs.items():
-            if _absolute(str(run.path)) == _absolute(found.run):
+            if absolute(str(run.path)) == absolute(found.run):
                 return number
-        named = [n for n, run in self.runs.items() if run.name == _short_name(found.run)]
+        named = [
+            n for n, run in self.runs.items() if short_name(str(run.path)) == short_name(found.run)
+        ]
         if len(named) == 1 and not Path(found.run).exists():  # it was moved
             return named[0]
         if self.runs:
@@ -319,7 +355,7 @@ class Sources:
 
     def _dataset_of(self, found: RowTable, named: str, given: Sequence[str]) -> str | None:
         """Find the open dataset that has all rows of a table; None if none or several have them."""
-        exact = [n for n, one in self.datasets.items() if _absolute(one.path) == _absolute(named)]
+        exact = [n for n, one in self.datasets.items() if absolute(one.path) == absolute(named)]
         tried = exact or [
             number for run in self.runs.values() if (number := run.dataset_of(named)) is not None
         ]
@@ -350,10 +386,10 @@ class Sources:
 
     def _add_dataset(self, name: str, path: str, tokenizer: str | None) -> str:
         for number, known in self.datasets.items():
-            if _absolute(known.path) == _absolute(path):
+            if absolute(known.path) == absolute(path):
                 return number
         number = f"d{len(self.datasets)}"
-        self.datasets[number] = Dataset(number, _short_name(name), path, tokenizer, self.tokenizers)
+        self.datasets[number] = Dataset(number, short_name(name), path, tokenizer, self.tokenizers)
         return number
 
     def _add_run(self, path: str, tokenizer: str | None) -> None:
@@ -375,9 +411,9 @@ class Sources:
                     " are shown without the values that the run recorded."
                 )
             else:
-                recorded[_absolute(found)] = dataset
+                recorded[absolute(found)] = dataset
         tasks = run_files.RecordedTasks(Path(path))
-        run = Run(_short_name(path), Path(path), tuple(recorded.values()), recorded, tasks)
+        run = Run(short_name(path), Path(path), tuple(recorded.values()), recorded, tasks)
         self.runs[f"r{len(self.runs)}"] = run
 
     def _warn_of_tokenizers(self) -> None:
@@ -396,11 +432,3 @@ class Sources:
             if is_other_tokenizer(tokenizer, metadata):
                 text = about_other_tokenizer(tokenizer, metadata)
                 self.warnings.append(f"{dataset.name}: {text}.")
-
-
-def _absolute(path: str) -> str:
-    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100
-
-
-def _short_name(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2] or path

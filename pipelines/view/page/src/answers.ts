@@ -157,6 +157,8 @@ export interface Dataset {
   num_verdicts: number;
   /** The columns that verdicts and shares add to the trajectory table. */
   added: string[];
+  /** The newest other dataset that shares a task; null without one. */
+  shares_tasks_with: string | null;
 }
 
 export interface Run {

@@ -33,7 +33,7 @@ export function Find(): JSX.Element | null {
     { key: "/", does: "find text or token ids", run: () => box.current?.focus() },
     { key: "n", does: "next match", run: () => found !== null && show((at + 1) % (found.hits.length || 1)) },
     { key: "N", does: "previous match", run: () => found !== null && show((at - 1 + found.hits.length) % (found.hits.length || 1)) },
-    { key: "Escape", does: "close the search results", run: close },
+    { key: "Escape", does: "leave a box, and close the search results", run: close },
   ]);
   if (isReport || dataset === null) return null;
   const find = (where: string): void => {
@@ -65,7 +65,7 @@ export function Find(): JSX.Element | null {
           <option value="text">text</option>
           <option value="ids">ids</option>
         </select>
-        <input ref={box} type="search" aria-label={kind === "text" ? "Text to find" : "Token ids to find"} placeholder={kind === "text" ? "Find (/)" : "151644, 872"} onKeyDown={(event) => event.key === "Escape" && event.currentTarget.blur()} />
+        <input ref={box} type="search" aria-label={kind === "text" ? "Text to find" : "Token ids to find"} placeholder={kind === "text" ? "Find (/)" : "151644, 872"} />
       </form>
       {(found !== null || error !== null || busy) && (
         <div class="hits" role="region" aria-label="Found">

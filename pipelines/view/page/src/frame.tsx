@@ -6,6 +6,7 @@ import { changed, go, linkTo, pinsOf, type View, VIEWS } from "./address";
 import { isReport } from "./answers";
 import { currentTheme } from "./colours";
 import { Dialogs, type Opened } from "./dialogs";
+import { whyEmpty } from "./empty_views";
 import { Find } from "./find";
 import { useKeys } from "./keys";
 import { Go, Text } from "./parts";
@@ -84,14 +85,22 @@ export function Frame(): JSX.Element {
       </header>
       <nav aria-label="Views">
         <ul>
-          {VIEWS.map((view, at) => (
-            <li key={view}>
-              <a href={linkTo(toView(view))} aria-current={view === place.view ? "page" : undefined}>
-                <kbd aria-hidden="true">{at + 1}</kbd>
-                {nameOf(view)}
-              </a>
-            </li>
-          ))}
+          {VIEWS.map((view, at) => {
+            const reason = whyEmpty(view, session);
+            return (
+              <li key={view}>
+                <a
+                  href={linkTo(toView(view))}
+                  aria-current={view === place.view ? "page" : undefined}
+                  class={reason === null ? "" : "grey"}
+                  title={reason ?? undefined}
+                >
+                  <kbd aria-hidden="true">{at + 1}</kbd>
+                  {nameOf(view)}
+                </a>
+              </li>
+            );
+          })}
         </ul>
         <Chosen session={session} />
       </nav>

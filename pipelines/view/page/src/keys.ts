@@ -15,7 +15,7 @@ export function keysNow(): { title: string; keys: Key[] }[] {
   return [...groups.values()].filter((group) => group.keys.length > 0);
 }
 
-function isWriting(target: EventTarget | null): boolean {
+function isWriting(target: EventTarget | null): target is HTMLElement {
   return (
     target instanceof HTMLElement &&
     (target.isContentEditable || target.matches("input:not([type=checkbox]):not([type=range]), textarea, select"))
@@ -23,8 +23,12 @@ function isWriting(target: EventTarget | null): boolean {
 }
 
 window.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target)) return;
-  if (document.querySelector("dialog[open]") !== null) return;
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (document.querySelector("dialog[open]") !== null) return; // the browser closes it on Escape
+  if (isWriting(event.target)) {
+    if (event.key !== "Escape") return;
+    event.target.blur();
+  }
   // Focused buttons and links handle their own keys.
   const onControl = event.target instanceof HTMLElement && event.target.matches("button, a, summary, input");
   if (onControl && (event.key === "Enter" || event.key === " ")) return;

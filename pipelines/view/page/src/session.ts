@@ -17,10 +17,21 @@ export interface Session {
   joined: { run?: string; update?: string };
 }
 
+/** The datasets A and B to compare: those in the address, else the newest two that share tasks. */
+export function comparedIn({ datasets }: Sources, place: { data?: string; other?: string }): [Dataset | null, Dataset | null] {
+  const named = (id: string | null | undefined): Dataset | undefined => datasets.find((one) => one.id === id);
+  const newest = datasets.findLast((one) => one.shares_tasks_with !== null);
+  const given = named(place.other) ?? (named(place.data) === undefined ? newest : undefined);
+  const a = named(place.data) ?? named(given?.shares_tasks_with) ?? datasets[0] ?? null;
+  const b = given === undefined || given === a ? named(a?.shares_tasks_with) : given;
+  return [a, b ?? datasets.find((one) => one !== a) ?? null];
+}
+
 export function sessionOf(sources: Sources, place: Place): Session {
   const run = sources.runs.find((one) => one.id === place.run) ?? sources.runs[0] ?? null;
   const named = sources.datasets.find((one) => one.id === place.data);
-  const dataset = named ?? sources.datasets[0] ?? null;
+  const first = place.view === "diff" ? comparedIn(sources, place)[0] : sources.datasets[0];
+  const dataset = named ?? first ?? null;
   const known = run?.token_updates ?? [];
   const ofDataset = known.filter((_update, at) => run?.token_datasets[at] === dataset?.id);
   const latest = ofDataset.at(-1) ?? known.at(-1);

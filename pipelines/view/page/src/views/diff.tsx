@@ -8,17 +8,15 @@ import { type Dataset, diff, diffPair, isReport, type Pair, rowsOf, type Row, to
 import { sorted } from "../order";
 import { useKeys } from "../keys";
 import { Awaited, Bar, Cell, Empty, Go, Num, Text, useAnswer } from "../parts";
-import { useSession } from "../session";
+import { comparedIn, useSession } from "../session";
 import { plain } from "../text";
 import { type Head, VirtualTable } from "../virtual_table";
 import { Excerpt } from "./group";
 
 export function DiffView(): JSX.Element {
-  const { sources, place, selection, ...session } = useSession();
-  // A report compares its first dataset with its second, whichever is chosen.
-  const dataset = isReport ? (sources.datasets[0] ?? null) : session.dataset;
-  const named = isReport ? undefined : sources.datasets.find((one) => one.id === place.other);
-  const other = named ?? sources.datasets.find((one) => one !== dataset) ?? null;
+  const { sources, place, selection } = useSession();
+  // A report has the diff of one pair, whichever dataset is chosen.
+  const [dataset, other] = comparedIn(sources, isReport ? {} : place);
   const key = dataset === null || other === null ? null : JSON.stringify([dataset.id, other.id, selection.where]);
   const answer = useAnswer(key, () => diff(dataset!.id, other!.id, selection.where));
   const swap = (): void => {

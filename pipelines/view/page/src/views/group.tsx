@@ -30,7 +30,7 @@ export function GroupView(): JSX.Element {
     { key: "ArrowDown", does: "next attempt", run: () => move(1) },
     { key: "k", does: "previous attempt", run: () => move(-1) },
     { key: "ArrowUp", does: "previous attempt", run: () => move(-1) },
-    { key: "Enter", does: "open its tokens", run: () => go({ view: "tokens" }) },
+    { key: "Enter", does: "open its tokens", run: () => place.trajectory !== undefined && go({ view: "tokens" }) },
     {
       key: "p",
       does: "pin or unpin it",

@@ -163,7 +163,7 @@ export function TableView(): JSX.Element {
     { key: "PageUp", does: "20 trajectories up", run: () => move(-20) },
     { key: "Home", does: "first trajectory", run: () => choose(0) },
     { key: "End", does: "last trajectory", run: () => choose(total - 1) },
-    { key: "Enter", does: "open its tokens", run: () => cursor !== null && open(cursor, "tokens") },
+    { key: "Enter", does: "open its tokens", run: () => (cursor !== null ? open(cursor, "tokens") : place.trajectory !== undefined && go({ view: "tokens" })) },
     {
       key: "p",
       does: "pin or unpin it",
@@ -316,9 +316,7 @@ function FilterBox(): JSX.Element {
         placeholder={isReport ? "A report contains one selection; use `rollouts view` to filter." : `SQL, as for rollouts filter: instance_id = 'task-1' AND reward > 0`}
         onInput={(event) => setText(event.currentTarget.value)}
         onKeyDown={(event) => {
-          if (event.key !== "Escape") return;
-          setText(selection.where);
-          event.currentTarget.blur();
+          if (event.key === "Escape") setText(selection.where);
         }}
       />
       {!isReport && <button type="submit">Filter</button>}

@@ -30,7 +30,9 @@ const TITLES: Record<string, [string, string]> = {
 };
 
 export function UpdateView(): JSX.Element {
-  const { run, update, sources } = useSession();
+  const { run, sources, ...session } = useSession();
+  const last = run?.updates.at(-1);
+  const update = session.update ?? (last === undefined ? null : String(last));
   const known = sources.shares.filter((one) => one.run === null || one.run === run?.id);
   const own = known.filter((one) => one.run === null || update === null || one.update === Number(update));
   const shares = own.map((one) => <SharesOf key={one.id} shares={one} />);
@@ -54,9 +56,7 @@ export function UpdateView(): JSX.Element {
           {run === null ? (
             <>No run is open. <code>rollouts view RUN</code> shows the rows that each update trained on.</>
           ) : (
-            <>
-              This run recorded no tokens. Train with <code>record_tokens = "sampled"</code> to see the rows of an update.
-            </>
+            <>The run has logged no update yet.</>
           )}
         </Empty>}
         {shares}
@@ -86,6 +86,7 @@ export function UpdateView(): JSX.Element {
       ) : (
         <Empty>
           Update {update} recorded no tokens.
+          {run.token_updates.length === 0 && <>Train with <code>record_tokens = "sampled"</code> to see its rows.</>}
           {run.token_updates.length > 0 && (
             <button type="button" onClick={() => go({ update: String(nearest(run.token_updates, Number(update))) })}>
               Go to update {nearest(run.token_updates, Number(update))}
