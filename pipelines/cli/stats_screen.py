@@ -77,12 +77,12 @@ def _counts(numbers: Mapping[str, Any]) -> Iterable[RenderableType]:
             f"{groups} with failed trajectories, left out of training by default "
             "(--set data.failed=trajectory leaves out only the trajectories)"
         )
-    between = numbers["num_tokens_between_steps"]
+    environment = numbers["num_environment_tokens"]
     yield Text(
         f"{count(numbers['num_prompt_tokens'], 'prompt token')}, "
         f"{count(numbers['num_response_tokens'], 'response token')} "
         f"({numbers['num_trained_tokens']:,} trained on)"
-        f"{f', {between:,} between merged steps' if between else ''}"
+        f"{f', {environment:,} of the environment' if environment else ''}"
     )
     if without:
         yield Text(f"{count(without, 'row')} without log-probabilities")

@@ -185,26 +185,24 @@ def steps_of(table: pa.Table, split: BoolArray) -> Steps:
     return Steps(row, begin, np.where(segment < 0, -1, length[pick]), segment)
 
 
-def step_lengths(table: pa.Table) -> tuple[Steps, IntArray]:
-    """List the steps of all rows, and the number of response tokens of each step.
+def sampled_lengths(table: pa.Table) -> IntArray:
+    """[N] Count the sampled response tokens of each row: those in `segments`, if it has segments.
 
-    Tokens between merged steps, such as tool results, belong to no step, so that merging changes
-    no length.
+    What is between sampled ranges, such as tool results, is not counted, so merging does not change
+    the sum over the rows of a trajectory.
 
     Example:
         Two steps of one trajectory with responses of 1 and 3 tokens, merged into one row:
 
-        >>> table = pipelines.merge(steps).collect().to_arrow()
-        >>> step_lengths(table)[1].tolist()
-        [1, 3]
+        >>> sampled_lengths(pipelines.merge(steps).collect().to_arrow()).tolist()
+        [4]
     """
-    if "segments" in table.column_names:
-        steps = steps_of(table, is_joined(table))
-    else:
-        rows = np.arange(table.num_rows)
-        steps = Steps(rows, np.zeros_like(rows), np.full_like(rows, -1), np.full_like(rows, -1))
-    whole = list_lengths(table.column("response_ids"))[steps.row]
-    return steps, np.where(steps.length < 0, whole, steps.length)
+    whole = list_lengths(table.column("response_ids"))
+    if "segments" not in table.column_names:
+        return whole
+    column = table.column("segments")
+    ends = offsets_of(_field(column, "length"))[offsets_of(list_lengths(column))]
+    return np.where(to_numpy(column.is_valid()), np.diff(ends), whole)
 
 
 def step_columns(table: pa.Table, steps: Steps) -> pa.Table:

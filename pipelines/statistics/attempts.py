@@ -11,12 +11,13 @@ import pyarrow as pa
 
 from pipelines.filtering.regions import MULTIPLIER, regions, sequence_hashes
 from pipelines.filtering.verdicts import STEPS
+from pipelines.merging.segments import sampled_lengths
 from pipelines.rewards import Outcome
 from pipelines.statistics.metrics import trajectories
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.returns import joined_steps
 from schemas.ragged import Ragged, offsets_of, ranges
-from schemas.types import with_absent
+from schemas.types import as_table, with_absent
 
 MOST_NAMES = 8
 """Number of tools, stop reasons and environment metrics that are compared, the most frequent."""
@@ -33,8 +34,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
     Returns:
         Columns instance_id, trajectory_id, return and error as in `trajectory_returns`; version
         (the oldest policy_version); and numbers, null where they are unknown or the trajectory
-        failed: `steps`, `response tokens` (of all steps, without what stands between merged
-        steps), `repeated 4-grams` (share of the sequences of four tokens of a response that
+        failed: `steps`, `response tokens` (sampled ones: see `sampled_lengths`), `repeated 4-grams` (share of the sequences of four tokens of a response that
         occurred in it before, mean over steps), `tools` (names called, with repetitions), `tool errors` (share of the results
         that begin like an error), `stop_reason` (of the last row) and `environment` ({key, value}).
 
@@ -44,7 +44,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         >>> attempts(steps).select("steps", "response tokens").rows()
         [(2, 4)]
     """
-    frame = with_absent(as_lazy(frame), ["stop_reason", "messages", "policy_version"])
+    frame = with_absent(as_lazy(frame), ["stop_reason", "messages", "policy_version", "segments"])
     frame = frame.with_columns(joined_steps(frame).alias(STEPS))
     said = pl.when("is_last_step").then(
         "messages"
@@ -54,6 +54,9 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
             "trajectory_id",
             "stop_reason",
             "policy_version",
+            sampled=pl.struct("response_ids", "segments").map_batches(
+                _sampled, return_dtype=pl.Int64, is_elementwise=True
+            ),
             told=said.map_batches(_tools, return_dtype=_TOOL_SCHEMA, is_elementwise=True),
             repeated=pl.struct("response_ids", STEPS).map_batches(
                 _repeated, return_dtype=pl.List(pl.Float64), is_elementwise=True
@@ -64,6 +67,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
             pl.col("stop_reason").last(),
             version=pl.col("policy_version").min(),
             told=pl.col("told").last(),
+            sampled=pl.col("sampled").sum(),
             repeated=pl.col("repeated").explode(empty_as_null=True).mean(),
         )
         .unnest("told")
@@ -71,7 +75,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
     healthy = pl.col("error").is_null()
     numbers = {
         "steps": pl.col("step_tokens").list.len(),
-        "response tokens": pl.col("step_tokens").list.sum(),
+        "response tokens": pl.col("sampled"),
         "repeated 4-grams": pl.col("repeated"),
         "tool errors": pl.col("tool errors"),
     }
@@ -88,6 +92,12 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         )
         .collect(engine="streaming")
     )
+
+
+def _sampled(rows: pl.Series) -> pl.Series:
+    """Count the sampled tokens of each row."""
+    found = sampled_lengths(as_table(rows.struct.unnest()))
+    return pl.Series(rows.name, found, pl.Int64)
 
 
 def _repeated(rows: pl.Series) -> pl.Series:

@@ -61,7 +61,7 @@ def length_distributions(summary: Summary) -> dict[str, Distribution]:
     rows = summary.lengths
     of_trajectory = rows.group_by("trajectory_id").agg(
         pl.len(),
-        response=pl.col("of_steps").sum(),
+        response=pl.col("sampled").sum(),
         longest=(pl.col("prompt") + pl.col("response")).max(),
     )
     return {

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.merging.segments import Steps, is_joined, step_columns, step_lengths
+from pipelines.merging.segments import Steps, is_joined, step_columns, steps_of
 from pipelines.rewards import Outcome, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
@@ -181,8 +181,9 @@ def trajectories(frame: Frame, outcome: Outcome = "last") -> pl.LazyFrame:
 def _per_row(rows: pl.DataFrame) -> pl.DataFrame:
     """Compute the list columns of `trajectories` for each row."""
     table = as_table(rows)
-    steps, length = step_lengths(table)
-    masks = Ragged.from_arrow(table.column("loss_mask"))
+    steps = _steps(table)
+    responses, masks = (Ragged.from_arrow(table.column(n)) for n in ("response_ids", "loss_mask"))
+    length = np.where(steps.length < 0, responses.lengths[steps.row], steps.length)
     trained = offsets_of(masks.values)
     begin = masks.offsets[steps.row] + steps.start
     end = begin + length
@@ -195,6 +196,13 @@ def _per_row(rows: pl.DataFrame) -> pl.DataFrame:
     }
     ids = rows.select("instance_id", "trajectory_id")
     return ids.hstack(to_frame(columns)).cast(pl.Schema(_ROW_SCHEMA))
+
+
+def _steps(table: pa.Table) -> Steps:
+    if "segments" in table.column_names:
+        return steps_of(table, is_joined(table))
+    rows = np.arange(table.num_rows)
+    return Steps(rows, np.zeros_like(rows), np.full_like(rows, -1), np.full_like(rows, -1))
 
 
 def _lists(values: IntArray, offsets: IntArray) -> pa.Array:

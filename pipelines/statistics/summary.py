@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from pipelines.merging.segments import step_lengths
+from pipelines.merging.segments import sampled_lengths
 from pipelines.rewards import Outcome, are_equal, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
@@ -28,7 +28,7 @@ _LENGTHS: dict[str, pl.DataType] = {
     "trajectory_id": pl.String(),
     "prompt": pl.Int64(),
     "response": pl.Int64(),
-    "of_steps": pl.Int64(),
+    "sampled": pl.Int64(),
     "trained": pl.Int64(),
     "without_logprobs": pl.Boolean(),
 }
@@ -50,8 +50,8 @@ def dataset_statistics(
 
     Returns:
         num_rows, num_trajectories, num_groups, num_failed, num_unknown_reward, num_tokens (prompt +
-        response), num_prompt_tokens, num_response_tokens (of all steps), num_tokens_between_steps
-        (of merged rows), num_trained_tokens, num_rows_without_logprobs, rows_per_trajectory_{mean,max},
+        response), num_prompt_tokens, num_response_tokens (sampled), num_environment_tokens (in
+        responses, but not sampled: tool results), num_trained_tokens, num_rows_without_logprobs, rows_per_trajectory_{mean,max},
         {prompt,response}_tokens_per_row_{mean,max}, reward_{mean,min,max},
         num_groups_with_variance, num_groups_with_failed, stop_reasons (number of rows by reason).
     """
@@ -64,8 +64,8 @@ class Summary:
 
     Attributes:
         numbers: The result of `dataset_statistics`.
-        lengths: One line per row of the dataset: trajectory_id; prompt, response, of_steps (without
-            what is between merged steps) and trained (numbers of tokens); without_logprobs.
+        lengths: One line per row of the dataset: trajectory_id; prompt, response, sampled (of
+            the response) and trained (numbers of tokens); without_logprobs.
         returns: One line per trajectory: instance_id, trajectory_id, return, error.
     """
 
@@ -142,7 +142,6 @@ def row_lengths(table: pa.Table) -> pl.DataFrame:
     else:
         prompt = list_lengths(table.column("prompt_token_ids"))
     masks = Ragged.from_arrow(table.column("loss_mask"))
-    steps, of_step = step_lengths(table)
     without = response > 0
     if "rollout_logprobs" in table.column_names:
         without &= to_numpy(table.column("rollout_logprobs").is_null())
@@ -150,7 +149,7 @@ def row_lengths(table: pa.Table) -> pl.DataFrame:
         "trajectory_id": table.column("trajectory_id"),
         "prompt": to_arrow(prompt),
         "response": to_arrow(response),
-        "of_steps": to_arrow(np.bincount(steps.row, of_step, table.num_rows).astype(np.int64)),
+        "sampled": to_arrow(sampled_lengths(table)),
         "trained": to_arrow(np.diff(offsets_of(masks.values)[masks.offsets])),
         "without_logprobs": to_arrow(without),
     }
@@ -160,13 +159,13 @@ def row_lengths(table: pa.Table) -> pl.DataFrame:
 def _rows(rows: pl.DataFrame) -> dict[str, Any]:
     steps = rows.group_by("trajectory_id").len()["len"]
     num_prompt, num_response = int(rows["prompt"].sum()), int(rows["response"].sum())
-    num_of_steps = int(rows["of_steps"].sum())
+    num_sampled = int(rows["sampled"].sum())
     return {
         "num_rows": len(rows),
         "num_tokens": num_prompt + num_response,
         "num_prompt_tokens": num_prompt,
-        "num_response_tokens": num_of_steps,
-        "num_tokens_between_steps": num_response - num_of_steps,
+        "num_response_tokens": num_sampled,
+        "num_environment_tokens": num_response - num_sampled,
         "num_rows_without_logprobs": int(rows["without_logprobs"].sum()),
         "rows_per_trajectory_mean": steps.mean(),
         "rows_per_trajectory_max": steps.max(),

@@ -51,9 +51,7 @@ COMPUTED = {
 }
 """Columns that the index computes for each trajectory; conditions may use them too."""
 
-_LENGTHS = frozenset(
-    f"num tokens: {name}" for name in ("prompt", "response", "of_steps", "trained")
-)
+_LENGTHS = frozenset(f"num tokens: {name}" for name in ("prompt", "response", "sampled", "trained"))
 """Columns that the index adds to rows; the dataset's columns with these names are not kept."""
 _RETURN_COLUMNS = ("instance_id", "trajectory_id", "reward", "error", "segments")
 _IDS = ("instance_id", "trajectory_id", "repetition_id")
@@ -365,7 +363,7 @@ def _short_rows(table: pa.Table, names: list[str], cut: set[str]) -> pl.DataFram
                 cut.add(name)
                 rows = rows.with_columns(shown.alias(name))
     lengths = row_lengths(table).select(
-        pl.col("prompt", "response", "of_steps", "trained")
+        pl.col("prompt", "response", "sampled", "trained")
         .cast(pl.Int32)
         .name.prefix("num tokens: ")
     )
@@ -399,11 +397,11 @@ def _trajectories(
     columns["num_rows"] = pl.Series(np.diff(starts).astype(np.int32))
     columns["num_turns"] = returns["num_turns"].cast(pl.Int32)
     columns["return"] = returns["return"]
-    prompt, response, of_steps, trained = (
+    prompt, response, sampled, trained = (
         rows[f"num tokens: {name}"].to_numpy()
-        for name in ("prompt", "response", "of_steps", "trained")
+        for name in ("prompt", "response", "sampled", "trained")
     )
-    for name, values in (("prompt", prompt), ("response", of_steps), ("trained", trained)):
+    for name, values in (("prompt", prompt), ("response", sampled), ("trained", trained)):
         columns[f"{name}_tokens"] = pl.Series(_reduced(np.add, values.astype(np.int64), first))
     whole = prompt.astype(np.int64) + response
     columns["longest_row_tokens"] = pl.Series(_reduced(np.maximum, whole, first))

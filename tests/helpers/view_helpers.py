@@ -81,7 +81,7 @@ def server_of(api, bundle):
 
 
 def response_tokens(path):
-    """The response tokens of each row, as an expression: those between merged steps are none."""
+    """The sampled tokens of each row, as an expression."""
     response = pl.col("response_ids").list.len()
     if "segments" not in scan(path).collect_schema():
         return response

@@ -37,7 +37,7 @@ def test_the_worked_example_has_two_rows_of_one_trajectory(tmp_path):
         "num_tokens": 8,
         "num_prompt_tokens": 6,
         "num_response_tokens": 2,
-        "num_tokens_between_steps": 0,
+        "num_environment_tokens": 0,
         "num_trained_tokens": 2,
         "num_rows_without_logprobs": 2,
         "rows_per_trajectory_mean": 2.0,
@@ -63,12 +63,11 @@ def test_the_worked_example_has_two_rows_of_one_trajectory(tmp_path):
 @relaxed
 @given(rollout_tables(), st.sampled_from(["consecutive", "lineage"]))
 def test_merging_moves_response_tokens_to_no_other_count(table, rule):
-    """What a merge places between steps was prompt; the rest of the prompts is no longer repeated."""
+    """What a merge places between steps was in prompts; the others are no longer repeated."""
     steps, merged = dataset_statistics(table), dataset_statistics(merge(table, rule))
     for name in ("num_response_tokens", "num_trained_tokens", "num_trajectories", "reward_mean"):
         assert merged[name] == steps[name], name
-    assert steps["num_tokens_between_steps"] == 0
-    parts = ("num_prompt_tokens", "num_response_tokens", "num_tokens_between_steps")
+    parts = ("num_prompt_tokens", "num_response_tokens", "num_environment_tokens")
     assert merged["num_tokens"] == sum(merged[name] for name in parts) <= steps["num_tokens"]
     lengths = [length_distributions(dataset_summary(data)) for data in (table, merge(table, rule))]
     name = "responses of a trajectory"
@@ -96,7 +95,13 @@ def test_counts_are_those_of_the_rows_spelled_out(table):
     failed = {row["trajectory_id"] for row in rows if row.get("error") is not None}
     assert found["num_rows"] == len(rows)
     assert found["num_prompt_tokens"] == sum(len(row["prompt_token_ids"]) for row in rows)
-    assert found["num_response_tokens"] == sum(responses)
+    spans = [row.get("segments") for row in rows]
+    sampled = [
+        num if own is None else sum(span["length"] for span in own)
+        for num, own in zip(responses, spans, strict=True)
+    ]
+    assert found["num_response_tokens"] == sum(sampled)
+    assert found["num_environment_tokens"] == sum(responses) - sum(sampled)
     assert found["num_trained_tokens"] == sum(
         sum(row["loss_mask"]) for row in rows if row["trajectory_id"] not in failed
     )
