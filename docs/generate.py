@@ -324,7 +324,8 @@ second update took 3.68 GiB.
 `rollouts plot RUN [RUN2 ...] [--out FILE] [--metric NAME]...` plots `metrics.jsonl` over `global_step`, with one panel
 per metric and one color per run. Without `--metric`, it plots the most important metrics. Runs of up to 40 updates are
 drawn as marked points, longer runs as faint points behind a smoothed curve. The curve is smoothed by local linear regression in a centred window, so
-it does not lag behind trends or jumps. The image format follows from the file extension. Plotting needs
+it does not lag behind trends or jumps. Without `--out`, the image is
+`RUN/curves.png`; several runs need `--out`. Its format follows from the file extension. Plotting needs
 `pip install "rollout-io[plot]"`, but not torch. `rollouts plot DS` draws a dataset ([Pictures](metrics.md#pictures)).
 
 ## Several processes

@@ -13,6 +13,7 @@ import click
 
 from rollout_io.cli.datasets import workers_of
 from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
+from rollout_io.cli.usage import HintedUsageError
 from schemas.errors import count
 from trainer.cli.options import (
     algorithm_option,
@@ -153,7 +154,7 @@ def train(
     "--out",
     metavar="FILE",
     help="Image file; the format follows from the extension (.png, .svg, .pdf, ...).  [default: "
-    "RUN/curves.png for one run, curves.png for several, dataset.png for datasets]",
+    "RUN/curves.png, or DS.png beside the dataset; several need --out]",
 )
 @click.option(
     "--metric",
@@ -184,7 +185,7 @@ def plot(
             raise click.UsageError("--max-row-tokens applies to datasets, not to runs.")
         from trainer.reports.plot import plot_runs
 
-        image = out or _curves_of(paths)
+        image = out or _image_of(paths, is_run=True)
         drawn = ", ".join(plot_runs([Path(path) for path in paths], Path(image), metrics))
     else:
         if metrics:
@@ -193,7 +194,7 @@ def plot(
         from trainer.reports.charts import check_image
         from trainer.reports.dataset_plot import plot_datasets
 
-        image = out or "dataset.png"
+        image = out or _image_of(paths, is_run=False)
         check_image(Path(image))
         workers = {path: workers_of(None, "local", path) for path in paths}
         for path, chosen in workers.items():
@@ -203,12 +204,21 @@ def plot(
     note(f"{drawn} -> {image}")
 
 
-def _curves_of(paths: tuple[str, ...]) -> str:
-    """Return the default image path: in the run, or in the working directory for several runs."""
-    if len(paths) > 1:
-        return "curves.png"
-    run = Path(paths[0])
-    return str((run.parent if run.suffix == ".jsonl" else run) / "curves.png")
+def _image_of(paths: tuple[str, ...], *, is_run: bool) -> str:
+    """Return the default image path: in the run, or beside the dataset, whose folder has shards only.
+
+    Raises:
+        HintedUsageError: There are several paths, or the dataset is remote.
+    """
+    if len(paths) > 1 or "://" in paths[0]:
+        what = "several runs or datasets" if len(paths) > 1 else "a remote dataset"
+        raise HintedUsageError(f"the image of {what} needs --out.", "pass --out FILE.png")
+    path = Path(paths[0])
+    if is_run:
+        return str((path.parent if path.suffix == ".jsonl" else path) / "curves.png")
+    path = path.resolve() if path.name in {"", ".."} else path
+    name = path.stem if path.suffix == ".parquet" else path.name
+    return str(path.with_name(f"{name}.png"))
 
 
 def _is_run(path: str) -> bool:

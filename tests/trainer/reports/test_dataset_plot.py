@@ -246,23 +246,24 @@ def test_the_verb_draws_a_dataset_or_runs_but_not_both(
     shop_dataset: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(shop_dataset, "shop")
-    assert run(["plot", "shop"]) == 0
-    assert capfd.readouterr().err == "lengths, rewards, drift, layouts -> dataset.png\n"
-    with Image.open("dataset.png") as image:
+    shutil.copytree(shop_dataset, "runs/shop")
+    assert run(["plot", "runs/shop/"]) == 0
+    assert capfd.readouterr().err == "lengths, rewards, drift, layouts -> runs/shop.png\n"
+    assert [path.name for path in Path().iterdir()] == ["runs"]
+    with Image.open("runs/shop.png") as image:
         assert image.size[0] > 800
+    shutil.copytree(shop_dataset, "shop")
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text('{"global_step": 1, "loss": 1.0}\n')
     for wrong, message in (
         (["run", "shop"], "either runs or datasets"),
         (["shop", "--metric", "loss"], "--metric applies to runs"),
         (["run", "--max-row-tokens", "5"], "--max-row-tokens applies to datasets"),
+        (["run", "run"], "the image of several runs or datasets needs --out"),
+        (["shop", "runs/shop"], "the image of several runs or datasets needs --out"),
     ):
         assert run(["plot", *wrong]) == 2
         assert message in capfd.readouterr().err
     assert run(["plot", "run"]) == 0
     assert Path("run/curves.png").exists()
     assert not Path("curves.png").exists()
-    shutil.copytree("run", "other")
-    assert run(["plot", "run", "other"]) == 0
-    assert Path("curves.png").exists()
