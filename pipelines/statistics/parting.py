@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -17,12 +18,28 @@ from rollout_io.dataset.prefix_layout import (
 )
 from rollout_io.dataset.reader import iter_tables
 from rollout_io.dataset.storage import PathLike
+from schemas.columns import JOINED
 from schemas.numpy_arrays import filled, to_numpy
 from schemas.ragged import BoolArray, list_lengths
 from schemas.types import with_absent
 
-Sampled = list[tuple[int, Tokens, BoolArray]]
-"""For each row of a trajectory: number of prompt tokens, response ids, mask of sampled tokens."""
+
+class SampledRange(NamedTuple):
+    """Sampled tokens of a row.
+
+    Attributes:
+        row: The row.
+        place: Position of the first token in the row's prompt + response.
+        tokens: The ids.
+    """
+
+    row: int
+    place: int
+    tokens: Tokens
+
+
+Sampled = list[SampledRange]
+Segments = list[dict[str, Any]] | None
 
 MOST_TASKS = 200
 """Maximum number of tasks whose attempts `greedy_partings` compares."""
@@ -66,12 +83,11 @@ def _greedy(frame: pl.LazyFrame) -> dict[str, tuple[str, Sampled]]:
         *("instance_id", "trajectory_id", "response_ids", "segments"),
         num_prompt=pl.col("prompt_token_ids").list.len(),
     )
-    found: dict[str, tuple[str, Sampled]] = {}
+    found: dict[str, tuple[str, list[tuple[int, Tokens, Segments]]]] = {}
     for instance, name, ids_of_row, segments, num_prompt in rows.collect().iter_rows():
         response = np.array(ids_of_row, np.int32)
-        sampled = found.setdefault(instance, (name, []))[1]
-        sampled.append((num_prompt, response, sampled_mask(len(response), segments)))
-    return dict(sorted(found.items()))
+        found.setdefault(instance, (name, []))[1].append((num_prompt, response, segments))
+    return {task: (name, sampled_ranges(own)) for task, (name, own) in sorted(found.items())}
 
 
 def broken_prefixes(dataset: PathLike) -> pl.DataFrame:
@@ -97,7 +113,7 @@ def broken_prefixes(dataset: PathLike) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-def sampled_mask(num_tokens: int, segments: list[dict[str, Any]] | None) -> BoolArray:
+def sampled_mask(num_tokens: int, segments: Segments) -> BoolArray:
     """Return the mask ([R] bool) of a response's sampled tokens: the tokens in its segments.
 
     Without segments, all R tokens were sampled.
@@ -108,25 +124,50 @@ def sampled_mask(num_tokens: int, segments: list[dict[str, Any]] | None) -> Bool
     return mask
 
 
-def parting(first: Sampled, other: Sampled) -> dict[str, int] | None:
+def sampled_ranges(rows: Iterable[tuple[int, Tokens, Segments]]) -> Sampled:
+    """List the sampled ranges of a trajectory in the order of its steps.
+
+    Args:
+        rows: For each row: number of prompt tokens, response ids, and `segments`; None: the entire
+            response was sampled.
+    """
+    found: list[tuple[int | None, SampledRange]] = []
+    for row, (num_prompt, response, segments) in enumerate(rows):
+        for segment in [{"start": 0, "length": len(response)}] if segments is None else segments:
+            start, step = segment["start"], segment["step_index"] if segment.get(JOINED) else None
+            tokens = response[start : start + segment["length"]]
+            found.append((step, SampledRange(row, num_prompt + start, tokens)))
+    if all(step is not None for step, _ in found):  # merged rows may interleave
+        found.sort(key=lambda one: one[0] or 0)
+    return [one for _, one in found]
+
+
+def parting(first: Sampled, other: Sampled) -> dict[str, int | None] | None:
     """Find the first sampled token at which `other` differs from `first`.
 
-    Rows are compared in order.
+    Their sampled tokens are compared as two sequences, so merging rows changes no result.
 
     Returns:
-        `row` in `other`, and `token`, counted from the start of the row's prompt; None if the
-        sampled tokens of `other` are a prefix of those of `first`.
+        `row` in `other`, and `token`, counted from the start of the row's prompt; `first_row` and
+        `first_token`: the place of the other token in `first`, None if `first` ended before. None
+        if the sampled tokens of `other` are a prefix of those of `first`.
     """
-    for row, (num_prompt, response, mask) in enumerate(other):
-        wanted = first[row][1][first[row][2]] if row < len(first) else response[:0]
-        own = response[mask]
-        common = common_prefix(wanted, own)
-        if common < len(own):
-            place = int(np.flatnonzero(mask)[common])
-            return {"row": row, "token": num_prompt + place}
-        if common < len(wanted):  # the row is shorter, so `other` differs where it samples next
-            for later, (num_next, _, mask_next) in enumerate(other[row + 1 :], row + 1):
-                if mask_next.any():
-                    return {"row": later, "token": num_next + int(mask_next.argmax())}
-            return None
+    wanted = np.concatenate([one.tokens for one in first]) if first else np.zeros(0, np.int32)
+    at = 0
+    for row, place, tokens in other:
+        common = common_prefix(wanted[at : at + len(tokens)], tokens)
+        at += common
+        if common < len(tokens):
+            first_row, first_token = _place_of(first, at)
+            found = {"first_row": first_row, "first_token": first_token}
+            return {"row": row, "token": place + common, **found}
     return None
+
+
+def _place_of(ranges: Sampled, at: int) -> tuple[int, int] | tuple[None, None]:
+    """Return the row and place of a sampled token; (None, None) beyond the last."""
+    for row, place, tokens in ranges:
+        if at < len(tokens):
+            return row, place + at
+        at -= len(tokens)
+    return None, None

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from pipelines.statistics.parting import Sampled, parting, sampled_mask
+from pipelines.statistics.parting import Sampled, parting, sampled_ranges
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
 from pipelines.view.sources import Run
@@ -98,7 +98,5 @@ def sampled_tokens(dataset: Dataset, number: int) -> Sampled:
     spans = table.column("segments").to_pylist() if "segments" in names else [None] * len(table)
     begin, end = dataset.index.bounds(number)
     prompts = dataset.index.rows["num tokens: prompt"][begin:end].to_list()
-    return [
-        (prompt, responses.row(i), sampled_mask(len(responses.row(i)), spans[i]))
-        for i, prompt in enumerate(prompts)
-    ]
+    lines = ((prompt, responses.row(i), spans[i]) for i, prompt in enumerate(prompts))
+    return sampled_ranges(lines)

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.statistics.parting import parting
+from pipelines.statistics.parting import parting, sampled_ranges
 from rollout_io import RolloutWriter
 from tests.helpers.view_helpers import Asked
 
@@ -61,7 +61,8 @@ def test_a_text_is_found_as_it_was_said_in_the_row_that_said_it_first(ask, text,
 def row(num_prompt, *tokens):
     """A row of an attempt; negative tokens are not sampled."""
     ids = np.array(tokens, np.int32)
-    return num_prompt, abs(ids), ids > 0
+    at = np.flatnonzero(ids > 0).tolist()
+    return num_prompt, abs(ids), [{"start": start, "length": 1, "step_index": 0} for start in at]
 
 
 @pytest.mark.parametrize(
@@ -69,11 +70,15 @@ def row(num_prompt, *tokens):
     [
         ([row(1, 5, 6, 7)], None),
         ([row(1, 5, 6)], None),
-        ([row(1, 5, 9, 7)], {"row": 0, "token": 2}),
-        ([row(1, 5, 6), row(2, -9, 8)], {"row": 1, "token": 3}),
-        ([row(1, 5, 6), row(2, -9), row(3, -1, 8)], {"row": 2, "token": 4}),
+        ([row(1, 5, 9, 7)], (0, 2, 0, 2)),
+        ([row(1, 5, 6), row(2, -9, 8)], (1, 3, 0, 3)),
+        ([row(1, 5, 6), row(2, -9), row(3, -1, 8)], (2, 4, 0, 3)),
+        ([row(1, 5, 6), row(2, -9, 7)], None),
+        ([row(1, 5, 6, 7), row(2, 8)], (1, 2, None, None)),
         ([row(1, 5, 6), row(2, -9)], None),
     ],
 )
 def test_attempts_part_at_the_first_other_token_that_was_sampled(other, expected):
-    assert parting([row(1, 5, 6, 7)], other) == expected
+    names = ("row", "token", "first_row", "first_token")
+    found = parting(sampled_ranges([row(1, 5, 6, 7)]), sampled_ranges(other))
+    assert found == (None if expected is None else dict(zip(names, expected, strict=True)))

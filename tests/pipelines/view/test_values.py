@@ -243,6 +243,9 @@ def test_merging_changes_no_number_of_a_diff(ask):
     found = ask("/api/diff", a="d0", b="d1")
     for name in ("num", "return", "solved", "response_tokens"):
         assert found[f"{name}_a"].to_list() == found[f"{name}_b"].to_list(), name
+    for task in found["instance_id"]:
+        pairs = ask("/api/diff/pair", a="d0", b="d1", instance_id=task)["pairs"]
+        assert [pair["parts_at"] for pair in pairs] == [None] * 4
 
 
 def test_the_diff_has_the_means_of_tasks(ask, shop):

@@ -249,6 +249,9 @@ export function histogram(dataset: string, column: string, where: string): Promi
 export interface PartsAt {
   row: number;
   token: number;
+  /** The place in the first attempt; null if it ended before. */
+  first_row: number | null;
+  first_token: number | null;
 }
 
 export interface Attempt {

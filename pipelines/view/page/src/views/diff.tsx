@@ -160,6 +160,10 @@ function Pairs({ a, b, task }: { a: Dataset; b: Dataset; task: string }): JSX.El
   );
 }
 
+function textOf(number: number | null | undefined): string | undefined {
+  return number === null || number === undefined ? undefined : String(number);
+}
+
 function PairOf({ pair, a, b, task }: { pair: Pair; a: Dataset; b: Dataset; task: string }): JSX.Element {
   const side = (dataset: Dataset, trajectory: string | null, value: number | null, name: string): JSX.Element => (
     <span class="side">
@@ -171,8 +175,8 @@ function PairOf({ pair, a, b, task }: { pair: Pair; a: Dataset; b: Dataset; task
           <Go
             to={{
               view: "tokens", data: dataset.id, other: dataset === a ? b.id : a.id, task, trajectory,
-              step: String(pair.parts_at?.row ?? 0),
-              at: pair.parts_at === null ? undefined : String(pair.parts_at.token),
+              step: String((dataset === a ? pair.parts_at?.first_row : pair.parts_at?.row) ?? 0),
+              at: textOf(dataset === a ? pair.parts_at?.first_token : pair.parts_at?.token),
             }}
           >
             <Text value={trajectory} />
@@ -191,7 +195,7 @@ function PairOf({ pair, a, b, task }: { pair: Pair; a: Dataset; b: Dataset; task
       </h3>
       {parts !== null && first !== null && second !== null && (
         <>
-          <Excerpt dataset={a.id} trajectory={first} row={parts.row} token={parts.token} name="A" />
+          <Excerpt dataset={a.id} trajectory={first} row={parts.first_row} token={parts.first_token} name="A" />
           <Excerpt dataset={b.id} trajectory={second} row={parts.row} token={parts.token} name="B" />
         </>
       )}

@@ -223,13 +223,13 @@ function Partings({ attempts }: { attempts: Attempt[] }): JSX.Element | null {
       <h2>Where each attempt diverges from the first</h2>
       <ul class="partings">
         {parted.map((attempt) => {
-          const { row, token } = attempt.parts_at!;
+          const { row, token, first_row: firstRow, first_token: firstToken } = attempt.parts_at!;
           return (
             <li key={attempt.trajectory_id}>
               <h3>
                 <Text value={attempt.trajectory_id} /> <small>step {row}, token {token}; return <Num value={attempt.return} /></small>
               </h3>
-              <Excerpt dataset={dataset.id} trajectory={attempts[0]!.trajectory_id} row={row} token={token} name="first" />
+              <Excerpt dataset={dataset.id} trajectory={attempts[0]!.trajectory_id} row={firstRow} token={firstToken} name="first" />
               <Excerpt dataset={dataset.id} trajectory={attempt.trajectory_id} row={row} token={token} name="this" />
             </li>
           );
@@ -242,19 +242,19 @@ function Partings({ attempts }: { attempts: Attempt[] }): JSX.Element | null {
 interface ExcerptProps {
   dataset: string;
   trajectory: string;
-  row: number;
-  token: number;
+  row: number | null;
+  token: number | null;
   name: string;
 }
 
 /** The tokens around a marked token. */
 export function Excerpt({ dataset, trajectory, row, token, name }: ExcerptProps): JSX.Element {
-  const key = JSON.stringify([dataset, trajectory, row]);
-  const answer = useAnswer(key, () => tokens(dataset, trajectory, row, {}));
-  if (answer.state === "refused") {
+  const key = row === null ? null : JSON.stringify([dataset, trajectory, row]);
+  const answer = useAnswer(key, () => tokens(dataset, trajectory, row!, {}));
+  if (row === null || token === null || answer.state === "refused") {
     return (
       <p class="excerpt">
-        <span class="who">{name}</span> <span class="none">ended before this step</span>
+        <span class="who">{name}</span> <span class="none">ended before</span>
       </p>
     );
   }
