@@ -31,7 +31,7 @@ def window(
     offset: int,
     limit: int,
 ) -> Response:
-    """Return a window of the filtered and sorted table.
+    """Return a window of the filtered and sorted table, without columns that are null in all rows.
 
     `total` is the number of trajectories that match, and `all` the number in the dataset. `failed`
     counts the matching trajectories with an error. `mean_return` is the mean of their known
@@ -44,7 +44,9 @@ def window(
         order = index.order(sort, descending=descending)
         kept = order if mask is None else order[mask[order]]
     shown = kept[offset : offset + min(limit, MAX_LIMIT)]
-    lines = index.trajectories[shown.astype(np.int64)]
+    whole = index.trajectories
+    empty = [one.name for one in whole if one.null_count() == len(one) > 0]
+    lines = whole.drop(empty)[shown.astype(np.int64)]
     facts = index.trajectories if mask is None else index.trajectories.filter(pl.Series(mask))
     mean = facts["return"].fill_nan(None).mean()
     return arrow_response(

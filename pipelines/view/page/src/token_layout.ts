@@ -30,7 +30,7 @@ export function tokenTexts(table: Table): TokenText[] {
 }
 
 function textOf(id: number, bytes: Uint8Array | null | undefined): TokenText {
-  if (bytes === null || bytes === undefined || bytes.length === 0) return { shown: String(id), escaped: false, breaks: false };
+  if (bytes === null || bytes === undefined || bytes.length === 0) return { shown: `${id} `, escaped: false, breaks: false };
   const parts = tokenPieces(bytes);
   const shown = parts.map((piece) => piece.text).join("").replaceAll("\n", "⏎").replaceAll("\t", "⇥"); // prettier-ignore
   const long = shown.length > 400 ? `${shown.slice(0, 400)}…` : shown;

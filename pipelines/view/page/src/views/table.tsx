@@ -176,7 +176,7 @@ export function TableView(): JSX.Element {
   if (dataset === null) return <Empty>No dataset is open.</Empty>;
 
   const kinds = new Map(dataset.columns.map((column) => [column.name, column.kind]));
-  const columns = ordered(facts?.columns ?? [...Object.keys(TITLES), ...dataset.added], dataset.added).filter((name) => name !== "repetition_id" && name !== "instance_id" && (name !== "task_text" || kinds.has("messages")));
+  const columns = ordered(facts?.columns ?? [...Object.keys(TITLES), ...dataset.added], dataset.added).filter((name) => name !== "repetition_id" && name !== "instance_id");
   const heads: Head[] = columns.map((name) => ({
     name,
     title: titleOf(name, dataset, sources.shares)[0],
