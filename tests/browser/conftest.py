@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from filelock import FileLock
 import pipelines
 import rollout_io
 from rollout_io import Choices, convert
-from tests.conftest import EXAMPLES, ROOT
+from tests.conftest import EXAMPLES
 from tests.helpers.browser_helpers import chromium, run_view, viewing
 from tests.helpers.configs import train_config
 
@@ -23,16 +22,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.browser)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _bundle(tmp_path_factory):
-    """The built page: `make view` does nothing where it is up to date."""
-    with FileLock(tmp_path_factory.getbasetemp().parent / "bundle.lock"):
-        done = subprocess.run(
-            ["make", "view"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-    assert done.returncode == 0, done.stderr
 
 
 NEXT_FRAMES = "() => new Promise(end => requestAnimationFrame(() => requestAnimationFrame(end)))"

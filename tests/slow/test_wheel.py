@@ -26,18 +26,15 @@ SOURCES = (
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with what the wheel installs."""
-    if not (ROOT / "pipelines" / "view" / "bundle" / "index.html").exists():
-        pytest.fail("the page is not built: run `make view`")
+    """A folder with what the wheel of a clone installs."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    source.mkdir()
-    left_out = shutil.ignore_patterns("node_modules", "__pycache__")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=left_out)
-        else:
-            shutil.copy(ROOT / name, source)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *SOURCES], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.rstrip("\0").split("\0"):  # what a clone has
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     isolated = ["--no-deps", "--no-index", "--no-build-isolation"]
     made = folder / "dist"

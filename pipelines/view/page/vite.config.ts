@@ -1,12 +1,10 @@
-import { fileURLToPath } from "node:url";
 import { defineConfig } from "vite";
 
-// The server serves the page as it is; a report inlines its script and style, whose names have no hash.
+// `make view` writes the page to pipelines/view/bundle/, which is committed so that users need no node.
+// Names have no hash, so that a change of the page is a change of the same files.
 export default defineConfig({
   base: "./",
   build: {
-    outDir: fileURLToPath(new URL("../bundle", import.meta.url)),
-    emptyOutDir: true,
     target: "es2022",
     modulePreload: false,
     assetsInlineLimit: 0,

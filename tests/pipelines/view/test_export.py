@@ -10,7 +10,6 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from pipelines.view.app import Bundle
 from pipelines.view.export import export, inlined, key_of
 from pipelines.view.packing import Packing
 from rollout_io import scan
@@ -92,12 +91,6 @@ def test_a_report_of_200_trajectories_of_2000_tokens_fits_into_5_mb(
         num_tokens += served.num_rows
     assert recorded >= 6
     assert num_tokens == 26 * 2000
-
-
-def test_a_page_that_is_not_built_is_an_error(tmp_path):
-    with pytest.raises(RolloutError, match="view_bundle") as caught:
-        Bundle.read(tmp_path)
-    assert "make view" in caught.value.hint
 
 
 def test_a_report_allows_its_own_script_and_style_only(bundle):
