@@ -218,7 +218,7 @@ export function TableView(): JSX.Element {
       </div>
       {facts !== null && facts.total > 0 && (
         <p class="note">
-          mean return <Num value={Number.isNaN(facts.mean_return) ? null : facts.mean_return} name="mean_return" />,{" "}
+          {Number.isNaN(facts.mean_return) ? "no return is known" : <>mean return <Num value={facts.mean_return} name="mean_return" /></>},{" "}
           <Num value={facts.failed} name="failed" /> failed
         </p>
       )}
