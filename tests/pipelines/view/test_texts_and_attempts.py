@@ -5,9 +5,16 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from pipelines import merge
 from pipelines.statistics.parting import parting, sampled_ranges
+from pipelines.tables import as_lazy
 from rollout_io import RolloutWriter
+from schemas.strategies import rollout_tables
+from schemas.types import with_absent
+from tests.helpers.examples import examples
 from tests.helpers.view_helpers import Asked
 
 SAID = ('He said "naïve"', "a\nb", 'C:\\new "path"')
@@ -82,3 +89,23 @@ def test_attempts_part_at_the_first_other_token_that_was_sampled(other, expected
     names = ("row", "token", "first_row", "first_token")
     found = parting(sampled_ranges([row(1, 5, 6, 7)]), sampled_ranges(other))
     assert found == (None if expected is None else dict(zip(names, expected, strict=True)))
+
+
+def ranges_of(table):
+    """The sampled ranges of each trajectory."""
+    rows = {}
+    names = ("trajectory_id", "prompt_token_ids", "response_ids", "segments")
+    for line in with_absent(as_lazy(table), ["segments"]).select(names).collect().iter_rows():
+        name, prompt, response, segments = line
+        rows.setdefault(name, []).append((len(prompt), np.array(response, np.int32), segments))
+    return {name: sampled_ranges(own) for name, own in rows.items()}
+
+
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=list(HealthCheck))
+@given(rollout_tables(), st.sampled_from(["consecutive", "lineage"]))
+def test_an_attempt_never_parts_from_its_merged_copy(table, rule):
+    steps, merged = ranges_of(table), ranges_of(merge(table, rule))
+    assert steps.keys() == merged.keys()
+    for name, own in steps.items():
+        assert parting(own, merged[name]) is None
+        assert parting(merged[name], own) is None
