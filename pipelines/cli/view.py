@@ -8,7 +8,7 @@ from rollout_io.cli.output import emit, example, note, warn
 from rollout_io.cli.usage import HintedUsageError
 
 EXAMPLES = example(
-    "rollouts view shop/\n  rollouts view runs/shop runs/baseline"
+    "rollouts view shop/\n  rollouts view runs/shop runs/baseline\n  rollouts view ~/.claude/projects"
     "\n  rollouts view shop/ verdicts.parquet"
     '\n  rollouts view shop/ --where "return < 0" --out report.html'
 )
@@ -17,7 +17,7 @@ DEFAULT_LIMIT = 200
 
 @click.command(epilog=EXAMPLES)
 @click.argument(
-    "paths", metavar="DS|RUN [OTHER] [TABLE]...", nargs=-1, required=True, type=click.Path()
+    "paths", metavar="DS|RUN|LOGS [OTHER] [TABLE]...", nargs=-1, required=True, type=click.Path()
 )
 @click.option("--where", metavar="SQL", help="With --out: export only matching trajectories.")
 @click.option("--out", metavar="FILE", help="Write one HTML file instead of starting a server.")
@@ -33,7 +33,15 @@ DEFAULT_LIMIT = 200
     "--tokenizer",
     type=click.Path(),
     metavar="DIR|NAME",
-    help="Decode ids with this model's tokenizer.  [default: named in the dataset or run]",
+    help="Decode ids with this model's tokenizer, and re-tokenize the text of logs (approximate).  "
+    "[default: named in the dataset or run]",
+)
+@click.option(
+    "--format",
+    "log_format",
+    default="auto",
+    show_default=True,
+    help="Format of LOGS (see `rollouts formats`); auto detects it from the content.",
 )
 def view(
     paths: tuple[str, ...],
@@ -42,10 +50,14 @@ def view(
     limit: int | None,
     port: int,
     tokenizer: str | None,
+    log_format: str,
     *,
     no_browser: bool,
 ) -> None:
-    """Show a dataset or a run in the browser, token by token.
+    """Show a dataset, a run or logs in the browser.
+
+    LOGS is a log, or a directory of logs, in any format that `rollouts convert` reads. It is shown as
+    it is, without a conversion: conversations, tool calls, sub-agents, errors.
 
     Each TABLE is a file written by `rollouts audit` (verdicts on rows) or by `rollouts blame` (the
     rows' shares of an update).
@@ -59,18 +71,23 @@ def view(
     import asyncio
     import webbrowser
 
+    from rollout_io.startup import keep_pandas_out_of_arrow
+
+    keep_pandas_out_of_arrow()
+
     from schemas.extras import requires_extra
 
     with requires_extra("view", "rollouts view"):
         from pipelines.view.api import Api
         from pipelines.view.app import Bundle, serve
         from pipelines.view.export import export
-        from pipelines.view.row_tables import kind_of_table
+        from pipelines.view.path_kinds import kind_of_path
         from pipelines.view.sources import Sources
 
-    if sum(kind_of_table(path) is None for path in paths) > 2:
-        raise click.UsageError("view shows at most two datasets or runs.")
-    bundle, sources = Bundle.read(), Sources.open(paths, tokenizer)
+    if sum(kind_of_path(path, log_format) != "table" for path in paths) > 2:
+        raise click.UsageError("view shows at most two datasets, runs or logs.")
+    bundle = Bundle.read()
+    sources = Sources.open(paths, tokenizer, log_format, is_live=out is None)
     for text in sources.warnings:
         warn(text)
     if out is not None:

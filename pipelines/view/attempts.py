@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import polars as pl
 
 from pipelines.statistics.parting import Sampled, parting, sampled_ranges
+from pipelines.view.conversation import conversation
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
 from pipelines.view.sources import Run
@@ -14,6 +16,7 @@ from pipelines.view.task_texts import task_text
 from schemas.ragged import Ragged
 
 MAX_TASKS = 10_000
+_BEFORE_CHARS, _AFTER_CHARS = 120, 160
 
 
 def group(
@@ -23,12 +26,10 @@ def group(
     numbers = dataset.index.group(instance_id).tolist()
     lines = dataset.index.trajectories[numbers].to_dicts()
     advantages = mean_advantages(dataset, run, update)
-    first = sampled_tokens(dataset, numbers[0])
+    parts_at_of = parted(dataset, numbers[0])
     attempts = []
     for number, line in zip(numbers, lines, strict=True):
-        parts_at = None
-        if number != numbers[0]:
-            parts_at = parting(first, sampled_tokens(dataset, number))
+        parts_at = None if number == numbers[0] else parts_at_of(dataset, number)
         names = ("trajectory_id", "repetition_id", "return", "num_rows")
         more = ("response_tokens", "trained_tokens", "stop_reason", "error")
         attempts.append(
@@ -48,6 +49,63 @@ def text(dataset: Dataset, instance_id: str) -> dict[str, str | None]:
     messages = dataset.reader.rows(first, first + 1, ["messages"]).column("messages")[0].as_py()
     found = task_text(messages)
     return {"text": None if found is None else shortened(found)}
+
+
+def parted(a: Dataset, number: int) -> Callable[[Dataset, int], dict[str, Any] | None]:
+    """Return a function that finds where a trajectory differs from a trajectory of `a`.
+
+    Datasets are compared by sampled tokens (`parting`); logs, whose text may have no tokens, by the
+    text of the answers (`text_parting`).
+    """
+    if a.is_log:
+        said = answers_of(a, number)
+        return lambda b, other: text_parting(said, answers_of(b, other))
+    first = sampled_tokens(a, number)
+    return lambda b, other: (
+        text_parting(answers_of(a, number), answers_of(b, other))
+        if b.is_log
+        else parting(first, sampled_tokens(b, other))
+    )
+
+
+def answers_of(dataset: Dataset, number: int) -> list[tuple[int, str]]:
+    """Return the answers of a trajectory as text, each with the index of its row."""
+    lanes = conversation(dataset, dataset.index.trajectories["trajectory_id"][number])["lanes"]
+    turns = [turn for lane in lanes for turn in lane["turns"] if turn["is_new"]]
+    return [
+        (
+            turn["step_index"],
+            "\n".join(" ".join(filter(None, (p["name"], p["text"]))) for p in turn["parts"]),
+        )
+        for turn in turns
+        if turn["role"] == "assistant"
+    ]
+
+
+def text_parting(
+    first: Sequence[tuple[int, str]], other: Sequence[tuple[int, str]]
+) -> dict[str, Any] | None:
+    """Find the first character at which the answers of `other` differ from those of `first`.
+
+    Returns:
+        `row` in `other`; `token`: null; `answer`: index of the answer; `said`: for both, the text
+        before the difference, and the text from there on. None if all answers of `other` begin
+        `first`.
+
+    Example:
+        >>> text_parting([(0, "abc")], [(0, "abd")])["said"]
+        [['ab', 'c'], ['ab', 'd']]
+    """
+    for answer, (row, text) in enumerate(other):
+        wanted = first[answer][1] if answer < len(first) else ""
+        if text == wanted:
+            continue
+        pairs = enumerate(zip(wanted, text, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(wanted), len(text)))
+        start = max(at - _BEFORE_CHARS, 0)
+        said = [[one[start:at], one[at : at + _AFTER_CHARS]] for one in (wanted, text)]
+        return {"row": row, "token": None, "answer": answer, "said": said}
+    return None
 
 
 def tasks(trajectories: pl.DataFrame, limit: int) -> dict[str, Any]:

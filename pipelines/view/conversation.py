@@ -26,6 +26,7 @@ _COLUMNS = (
     *("loss_mask", "agent", "messages", "response_text", "token_source", "segments", "error"),
     "stop_reason",
 )
+_IDS = ("prompt_token_ids", "response_ids")
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
 
@@ -38,23 +39,41 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
 
     A turn belongs to the step that first sent or sampled it. If a call changes an earlier message,
     this message and all later ones are listed again; repeated messages have `is_new` false.
-    `num_tokens` and `stop_reason` are null unless the turn was sampled.
+    `num_chars` counts the text before long parts are cut; `num_tokens` and `stop_reason` are null unless the turn was sampled.
     """
     number = dataset.index.number(trajectory_id)
     names = dataset.present(*_COLUMNS)
     if "segments" in names:
         names = [n for n in dataset.reader.schema.names if n != "rollout_expert_indices"]
-    steps = _steps(dataset.trajectory(number, names))
-    lanes: dict[str | None, _Lane] = {}
-    for step in steps:
-        lanes.setdefault(step.get("agent"), _Lane(dataset)).add(step)
-    errors = (step["error"] for step in steps if step.get("error") is not None)
-    error = next(errors, None)
+    table = dataset.trajectory(number, names)
+    lanes = lanes_of(table, dataset)
+    errors = table.column("error").drop_null() if "error" in table.column_names else []
+    error = errors[0].as_py() if len(errors) else None
     return {
-        "lanes": [{"agent": name, "turns": lane.turns} for name, lane in lanes.items()],
+        "lanes": [{"agent": name, "turns": turns} for name, turns in lanes.items()],
         "error": None if error is None else shortened(error),
         "return": dataset.index.trajectories["return"][number],
+        "is_approximate": _is_retokenized(table),
     }
+
+
+def _is_retokenized(table: pa.Table) -> bool:
+    """True if the tokens of a row come from re-tokenized text."""
+    rows = zip(table.column("response_ids"), table.column("token_source"), strict=True)
+    return any(len(ids) and source.as_py() == RETOKENIZED for ids, source in rows)
+
+
+def lanes_of(table: pa.Table, dataset: Dataset | None) -> dict[str | None, list[dict[str, Any]]]:
+    """Return the turns of each agent.
+
+    Args:
+        table: Rows of one trajectory.
+        dataset: Decodes the tokens of rows without messages; None: their text lists the ids.
+    """
+    lanes: dict[str | None, _Lane] = {}
+    for step in _steps(table):
+        lanes.setdefault(step.get("agent"), _Lane(dataset)).add(step)
+    return {name: lane.turns for name, lane in lanes.items()}
 
 
 def _steps(table: pa.Table) -> list[dict[str, Any]]:
@@ -71,7 +90,7 @@ def _steps(table: pa.Table) -> list[dict[str, Any]]:
         for step, values in enumerate(one.select(text).to_pylist()):
             ids = {
                 name: to_numpy(one.column(name).slice(step, 1).combine_chunks().flatten())
-                for name in ("prompt_token_ids", "response_ids")
+                for name in _IDS
             }
             parts.append({**values, **ids, "row": row})
     return parts
@@ -80,7 +99,7 @@ def _steps(table: pa.Table) -> list[dict[str, Any]]:
 class _Lane:
     """The turns of one agent; each step adds the messages or tokens that are new in it."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset | None) -> None:
         self.turns: list[dict[str, Any]] = []
         self._dataset = dataset
         self._sent: list[Message] = []
@@ -90,6 +109,8 @@ class _Lane:
     def add(self, step: Mapping[str, Any]) -> None:
         """Add the turns of a step."""
         messages = _messages(step)
+        if messages is None and not any(len(step[name]) for name in _IDS):
+            return  # the trajectory failed before its first call
         if messages is None or (step.get("response_text") is None and not _answers(step)):
             self._add_tokens(step, messages)
         else:
@@ -131,8 +152,8 @@ class _Lane:
 
     def _read(self, ids: Tokens, *, whole: bool = False) -> Iterable[tuple[str, str]]:
         """Decode ids into roles and texts; without a tokenizer, the text lists the ids."""
-        vocabulary = self._dataset.token_bytes
-        if vocabulary is None:
+        vocabulary = None if self._dataset is None else self._dataset.token_bytes
+        if self._dataset is None or vocabulary is None:
             return [("", " ".join(map(str, ids.tolist())))] if len(ids) else []
         tokenizer = None if whole else self._dataset.chat_tokenizer
         if tokenizer is None:
@@ -183,6 +204,7 @@ class _Lane:
                 "from": source,
                 "num_tokens": len(step["response_ids"]) if is_sampled else None,
                 "stop_reason": step.get("stop_reason") if is_sampled else None,
+                "num_chars": sum(len(part["text"]) for part in parts),
                 "parts": cut,
             }
         )

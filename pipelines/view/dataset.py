@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import polars as pl
 import pyarrow as pa
@@ -21,8 +21,9 @@ from pipelines.view.row_tables import (
     faults_of,
     shares_of,
 )
+from pipelines.view.short_rows import kind_of
 from pipelines.view.tokenizers import Found, Tokenizers
-from pipelines.view.trajectory_index import COMPUTED, TrajectoryIndex, kind_of
+from pipelines.view.trajectory_index import COMPUTED, TrajectoryIndex
 from rollout_io.dataset.blobs import Blobs, stores_of
 from rollout_io.dataset.media_types import MEDIA_TYPES
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
@@ -33,8 +34,15 @@ from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError, InputError
 from schemas.types import PREFIX_TYPES
 
+if TYPE_CHECKING:
+    from pipelines.view.log_parts import LogRows
+
 Label = str | float | None
 _MOST_BYTES = 32 << 20
+
+
+class TokensMissing(InputError):
+    """A row has text, but no token ids."""
 
 
 class Dataset:
@@ -48,6 +56,11 @@ class Dataset:
             tokenizer of the model of a run that trained on it.
         tokenizers: Loads tokenizers.
     """
+
+    is_log = False
+    """True for logs (`LogDataset`), whose text stays text."""
+    rows_at_once = 4096
+    """Maximum number of rows that a search reads together."""
 
     def __init__(
         self, number: str, name: str, path: str, tokenizer: str | None, tokenizers: Tokenizers
@@ -93,9 +106,31 @@ class Dataset:
                 self._index = index
             return self._index
 
-    @cached_property
-    def reader(self) -> RowReader:
+    def now(self) -> Self:
+        """Return the dataset for one request: itself, because it does not change."""
+        return self
+
+    @property
+    def stored_path(self) -> str:
+        """Path of the tables."""
+        return self.path
+
+    def may_hold(self, number: int, text: str) -> bool:  # noqa: ARG002
+        """False if a trajectory is known not to contain a text."""
+        return True
+
+    @property
+    def has_tokens(self) -> bool:
+        """True if rows have token ids."""
+        return True
+
+    @property
+    def reader(self) -> RowReader | LogRows:
         """Access to rows by position."""
+        return self._reader
+
+    @cached_property
+    def _reader(self) -> RowReader:
         return RowReader(self.path)
 
     @property
@@ -235,10 +270,11 @@ def write_labels(
         out: Local directory that does not exist yet.
 
     Raises:
-        InputError: `out_is_free`: `out` exists; `view_query`: `column` is reserved, empty or too
+        InputError: `needs_dataset`: these are logs; `out_is_free`: `out` exists; `view_query`: `column` is reserved, empty or too
             long, a value is invalid, or `out` is not a local directory.
         ConfigError: `known_trajectory`: a label is for an unknown trajectory.
     """
+    stored = dataset.stored_path
     taken = {*COLUMN_BY_NAME, *PREFIX_TYPES, *COMPUTED, *dataset.index.added}
     if not column or column in taken or len(column) > 200:
         got = f"labels cannot be written to the column {column[:200]!r}"
@@ -253,9 +289,9 @@ def write_labels(
         got, hint = "a file or directory with that name exists", "choose a different name"
         raise InputError("out_is_free", out, got, hint=hint)
     labelled = _Labelled(column, _cast(values, kind), kind)
-    metadata = read_metadata(dataset.path)
-    made = metadata.made("view", parent=dataset.path, column=column)
-    rewrite(dataset.path, out, labelled, made, decode=True)
+    metadata = read_metadata(stored)
+    made = metadata.made("view", parent=stored, column=column)
+    rewrite(stored, out, labelled, made, decode=True)
     return {"path": out, "num_rows": RowReader(out).num_rows}
 
 

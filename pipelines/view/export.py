@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, urlsplit
 
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from pipelines.view import attempts
 from pipelines.view.api import Api
 from pipelines.view.app import Bundle
-from pipelines.view.dataset import Dataset
+from pipelines.view.dataset import Dataset, TokensMissing
 from pipelines.view.packing import Packing
 from pipelines.view.responses import JSON, json_response
 from pipelines.view.row_tables import SHARE
@@ -146,22 +147,26 @@ def _responses(
             key_of(f"{root}/tasks", limit=NUM_TASKS),
             json_response(attempts.tasks(own, NUM_TASKS)),
         )
+        has_tokens = sources.datasets[number].has_tokens
         for instance_id in lines["instance_id"].unique(maintain_order=True):
             yield asked(f"{root}/group", instance_id=instance_id)
             yield asked(f"{root}/task", instance_id=instance_id)
-            yield asked(f"{root}/tree", instance_id=instance_id)
+            if has_tokens:
+                yield asked(f"{root}/tree", instance_id=instance_id)
             if sources.runs:
                 yield asked(f"{root}/recorded", instance_id=instance_id)
         pictures = set[str]()
         for name, num_rows in lines.select("trajectory_id", "num_rows").rows():
-            yield asked(f"{root}/tree", trajectory_id=name)
+            if has_tokens:
+                yield asked(f"{root}/tree", trajectory_id=name)
             key, answer = asked(f"{root}/conversation", trajectory_id=name)
             yield key, answer
             for blob in _pictures(answer) - pictures:
                 yield asked(f"{root}/picture", blob=blob)
                 pictures.add(blob)
-            for step in range(num_rows):
-                yield asked(f"{root}/tokens", trajectory_id=name, step_index=step)
+            for step in range(num_rows if has_tokens else 0):
+                with suppress(TokensMissing):  # of logs, only some trajectories may have tokens
+                    yield asked(f"{root}/tokens", trajectory_id=name, step_index=step)
                 if sources.datasets[number].verdicts is not None:
                     yield asked(f"{root}/verdicts", trajectory_id=name, step_index=step)
                 if sources.runs:

@@ -41,6 +41,27 @@ def _needed(kind: Kind) -> list[Column]:
     return [c for c in COLUMNS[kind] if not c.nullable and c.name != "instance_id"]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """A table of row shares: the contributions of rows to an update.
+
+    Attributes:
+        name: Name of the file.
+        path: The file.
+        run: Id of the run; None if it is not open.
+        update: The update.
+        column: Name of the column of these shares in the table of trajectories.
+        rows: The rows of the table; `dataset` is the id of the dataset, null if it is not shown.
+    """
+
+    name: str
+    path: str
+    run: str | None
+    update: int
+    column: str
+    rows: pl.DataFrame
+
+
 def kind_of_table(path: str) -> Kind | None:
     """Recognise a table of verdicts or row shares by its columns.
 

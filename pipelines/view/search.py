@@ -21,8 +21,6 @@ MAX_NAMES = 20
 MAX_SECONDS = 10.0
 """Seconds after which a search stops, even if it is incomplete."""
 
-_NUM_ROWS = 4096
-
 
 def search(
     dataset: Dataset, *, text: str | None, ids: list[int] | None, where: str | None, limit: int
@@ -45,7 +43,7 @@ def search(
     searched = len(dataset.index) if mask is None else int(mask.sum())
     known = {"searched": searched, **_named(dataset.index, text)}
     hits: list[dict[str, Any]] = []
-    for begin, end in _pieces(dataset, where):
+    for begin, end in _pieces(dataset, where, text):
         for match in _found(dataset, begin, end, text, ids):
             number = dataset.index.number(match.trajectory_id)
             text_of = dataset.index.trajectories["task_text"][number]
@@ -85,15 +83,20 @@ def _named(index: TrajectoryIndex, text: str | None) -> dict[str, Any]:
     }
 
 
-def _pieces(dataset: Dataset, where: str | None) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that contain exactly the trajectories that satisfy `where`."""
+def _pieces(dataset: Dataset, where: str | None, text: str | None) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows that contain exactly the trajectories that satisfy `where`.
+
+    Trajectories that are known not to contain the text are left out.
+    """
     mask = dataset.index.matching(where)
     starts = dataset.index.starts
     chosen = np.arange(len(dataset.index)) if mask is None else np.flatnonzero(mask)
     begin = end = 0
     for number in chosen.tolist():
+        if text is not None and not dataset.may_hold(number, text):
+            continue
         first, after = int(starts[number]), int(starts[number + 1])
-        if first != end or after - begin > _NUM_ROWS:
+        if first != end or after - begin > dataset.rows_at_once:
             if end > begin:
                 yield begin, end
             begin = first
@@ -105,7 +108,7 @@ def _pieces(dataset: Dataset, where: str | None) -> Iterator[tuple[int, int]]:
 def _found(
     dataset: Dataset, begin: int, end: int, text: str | None, ids: list[int] | None
 ) -> Iterator[Match]:
-    if text is not None and dataset.token_bytes is None:
+    if text is not None and (dataset.is_log or dataset.token_bytes is None):
         names = ["trajectory_id", "step_index", *dataset.present("messages", "response_text")]
         yield from find_in_texts(dataset.reader.rows(begin, end, names), text)
         return

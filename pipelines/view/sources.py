@@ -11,19 +11,26 @@ import polars as pl
 
 from pipelines.view import run_files
 from pipelines.view.dataset import Dataset
+from pipelines.view.log_dataset import LogDataset
 from pipelines.view.names import absolute, distinct_names, short_name
+from pipelines.view.path_kinds import kind_of_path
 from pipelines.view.row_tables import (
     SHARE,
     RowTable,
+    Shares,
     kind_of_table,
     read_row_tables,
 )
 from pipelines.view.tokenizers import Tokenizers
+from rollout_io.conversion.opened_logs import AUTO
 from rollout_io.dataset.reader import read_metadata
 from rollout_io.retokenize.local import about_other_tokenizer, is_other_tokenizer
 from schemas.errors import InputError, RolloutError, count
 from schemas.forensics import AUDIT, BLAME
 from schemas.token_records import token_record_steps
+
+FIRST_S = 2.0
+"""Maximum time to wait for the first trajectory of logs before the page is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,27 +117,6 @@ class Run:
         return [self.dataset_of(iterations[step]) if step in iterations else None for step in steps]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shares:
-    """A table of row shares: the contributions of rows to an update.
-
-    Attributes:
-        name: Name of the file.
-        path: The file.
-        run: Id of the run; None if it is not open.
-        update: The update.
-        column: Name of the column of these shares in the table of trajectories.
-        rows: The rows of the table; `dataset` is the id of the dataset, null if it is not shown.
-    """
-
-    name: str
-    path: str
-    run: str | None
-    update: int
-    column: str
-    rows: pl.DataFrame
-
-
 @dataclass(kw_only=True)
 class Sources:
     """The datasets and runs of a viewer.
@@ -149,14 +135,23 @@ class Sources:
     tokenizers: Tokenizers = field(default_factory=Tokenizers)
 
     @classmethod
-    def open(cls, paths: Sequence[str], tokenizer: str | None = None) -> Sources:
-        """Open datasets and runs; check and index the datasets among `paths` immediately.
+    def open(
+        cls,
+        paths: Sequence[str],
+        tokenizer: str | None = None,
+        log_format: str = AUTO,
+        *,
+        is_live: bool = False,
+    ) -> Sources:
+        """Open datasets, runs and logs; check and index the datasets among `paths` immediately.
 
         Args:
-            paths: Datasets, run directories, and tables with verdicts on the datasets' rows or with
+            paths: Datasets, run directories, logs or directories of them, and tables with verdicts on the datasets' rows or with
                 the rows' shares of an update.
             tokenizer: Directory of the tokenizer; None: the tokenizer named in each dataset, or the
                 tokenizer of its run's model.
+            log_format: Format of the logs; `auto` detects it.
+            is_live: If true, logs are read in the background; if false, before this returns.
 
         Raises:
             RolloutError: A path is not a dataset, a run or such a table, or its data is invalid.
@@ -166,10 +161,13 @@ class Sources:
             sources.tokenizers.token_bytes(tokenizer)
         given, tables = [], []
         for path in dict.fromkeys(paths):
-            if run_files.is_run(Path(path)):
+            kind = kind_of_path(path, log_format)
+            if kind == "run":
                 sources._add_run(path, tokenizer)
-            elif kind_of_table(path) is not None:
+            elif kind == "table":
                 tables.append(path)
+            elif kind == "log":
+                sources._add_logs(path, tokenizer, log_format, is_live=is_live)
             else:
                 given.append(sources._add_dataset(path, path, tokenizer))
         if tables and not sources.datasets and not sources.runs:
@@ -193,7 +191,7 @@ class Sources:
         """
         if number not in self.datasets:
             raise InputError("no_such_path", number, "the viewer has no dataset with this id")
-        return self.datasets[number]
+        return self.datasets[number].now()
 
     def run(self, number: str) -> Run:
         """Return a run by its id.
@@ -211,7 +209,9 @@ class Sources:
         for number, dataset in self.datasets.items():
             try:
                 other = self.compared(number)
-                datasets.append({"id": number, **dataset.describe(), "shares_tasks_with": other})
+                datasets.append(
+                    {"id": number, **dataset.now().describe(), "shares_tasks_with": other}
+                )
                 warnings += dataset.warnings
             except RolloutError as error:
                 warnings.append(str(error))
@@ -392,6 +392,18 @@ class Sources:
         self.datasets[number] = Dataset(number, short_name(name), path, tokenizer, self.tokenizers)
         return number
 
+    def _add_logs(
+        self, path: str, tokenizer: str | None, log_format: str, *, is_live: bool
+    ) -> None:
+        number = f"d{len(self.datasets)}"
+        name = short_name(absolute(path))
+        logs = LogDataset(number, name, path, tokenizer, self.tokenizers, log_format)
+        if is_live:
+            logs.start(FIRST_S)
+        else:
+            logs.read()
+        self.datasets[number] = logs
+
     def _add_run(self, path: str, tokenizer: str | None) -> None:
         recorded: dict[str, str] = {}
         for found in run_files.dataset_paths(Path(path)):
@@ -427,7 +439,7 @@ class Sources:
             self.warnings.append(f"{shown}: tokens are shown as ids because {reason}. {hint}")
 
     def _warn_of_others(self, tokenizer: str) -> None:
-        for dataset in self.datasets.values():
+        for dataset in (each for each in self.datasets.values() if not each.is_log):
             metadata = read_metadata(dataset.path)
             if is_other_tokenizer(tokenizer, metadata):
                 text = about_other_tokenizer(tokenizer, metadata)

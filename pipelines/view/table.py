@@ -9,8 +9,7 @@ import numpy as np
 import polars as pl
 from starlette.responses import Response
 
-from pipelines.statistics.parting import parting
-from pipelines.view.attempts import sampled_tokens
+from pipelines.view.attempts import parted
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import arrow_response, json_response
 from pipelines.view.trajectory_index import TrajectoryIndex
@@ -166,7 +165,7 @@ def pairs(a: Dataset, b: Dataset, instance_id: str) -> dict[str, Any]:
         if repetition not in right:
             continue
         other, other_name, other_value = right[repetition]
-        parts_at = parting(sampled_tokens(a, number), sampled_tokens(b, other))
+        parts_at = parted(a, number)(b, other)
         found.append(
             {
                 "trajectory_a": name,

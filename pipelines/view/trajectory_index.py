@@ -20,8 +20,8 @@ import pyarrow as pa
 
 from pipelines.filtering.verdicts import collect
 from pipelines.rewards import Outcome, fold_trajectories
-from pipelines.statistics.summary import row_lengths
 from pipelines.tables import Frame, as_lazy
+from pipelines.view.short_rows import LENGTHS, cut_texts, kept_columns, short_rows
 from pipelines.view.task_texts import add_starts
 from rollout_io.dataset.checking import checked_tables
 from rollout_io.dataset.conditions import types_in
@@ -31,12 +31,7 @@ from rollout_io.dataset.storage import PathLike
 from rollout_io.dataset.trajectory_conditions import TrajectoryCondition, decided, row_values
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError
-from schemas.numpy_arrays import to_frame
 from schemas.ragged import BoolArray, IntArray
-from schemas.types import PREFIX_TYPES, is_string
-
-MAX_TEXT = 200
-"""Characters that the index keeps of a longer text, followed by its length and a hash."""
 
 COMPUTED = {
     "num_rows": pl.Int32,
@@ -51,34 +46,13 @@ COMPUTED = {
 }
 """Columns that the index computes for each trajectory; conditions may use them too."""
 
-_LENGTHS = frozenset(f"num tokens: {name}" for name in ("prompt", "response", "sampled", "trained"))
-"""Columns that the index adds to rows; the dataset's columns with these names are not kept."""
 _RETURN_COLUMNS = ("instance_id", "trajectory_id", "reward", "error", "segments")
 _IDS = ("instance_id", "trajectory_id", "repetition_id")
-_NOT_KEPT = frozenset({"messages", "response_text", "source", "sampling_extra"})
 _NUM_CACHED = 16
 _NUMBERED = frozenset({"instance_id", "trajectory_id"})
 _NUMBER = "number of "
 _KEY = f"{_NUMBER}trajectory_id"
 _PARTITIONED = frozenset({"Over", "Window"})
-
-
-def kind_of(kind: pa.DataType) -> str:
-    """Classify the type of a column for the page: number, text, bool or other."""
-    types = pa.types
-    if types.is_dictionary(kind):
-        return kind_of(kind.value_type)
-    if types.is_boolean(kind):
-        return "bool"
-    if types.is_integer(kind) or types.is_floating(kind):
-        return "number"
-    return "text" if is_string(kind) else "other"
-
-
-def kept_columns(schema: pa.Schema) -> list[str]:
-    """List the columns that the index keeps for each row: scalars, except long texts."""
-    left_out = {*_NOT_KEPT, *PREFIX_TYPES, *_LENGTHS}
-    return [f.name for f in schema if kind_of(f.type) != "other" and f.name not in left_out]
 
 
 def own_columns(schema: pa.Schema) -> list[str]:
@@ -99,6 +73,7 @@ class TrajectoryIndex:
         cut: Text columns with values that are longer than `MAX_TEXT`; conditions on them are
             evaluated on disk.
         added: Columns that `add` added to the trajectories; conditions may use them.
+        columns: Columns of the rows if they are those of logs; None: of the dataset at `path`.
     """
 
     path: PathLike
@@ -107,6 +82,7 @@ class TrajectoryIndex:
     starts: IntArray
     cut: frozenset[str]
     added: tuple[str, ...] = ()
+    columns: frozenset[str] | None = None
     _masks: dict[str, BoolArray] = field(default_factory=dict)
     _orders: dict[tuple[str, bool], IntArray] = field(default_factory=dict)
     _ids: dict[str, pl.Series] = field(default_factory=dict)
@@ -124,20 +100,46 @@ class TrajectoryIndex:
         parts, returns, texts = [], [], dict[str, str | None]()
         for table in checked_tables(path, decode=False):
             names = names or kept_columns(table.schema)
-            parts.append(_short_rows(table, names, cut))
+            parts.append(short_rows(table, names, cut))
             add_starts(table, texts)
             if "segments" in table.column_names:
                 own = [name for name in _RETURN_COLUMNS if name in table.column_names]
                 found = _returns(table.select(own), outcome)
-                returns.append(found.with_columns(_cut(found["error"]).alias("error")))
+                returns.append(found.with_columns(cut_texts(found["error"]).alias("error")))
         rows = pl.concat(parts).rechunk()
         found = pl.concat(returns) if returns else _returns(rows, outcome)
-        ids = rows["trajectory_id"]
-        first = np.flatnonzero((ids != ids.shift()).fill_null(value=True).to_numpy())
-        starts = np.append(first, len(rows)).astype(np.int64)
+        starts = _starts(rows)
         trajectories = _trajectories(rows, found, starts, texts)
         return cls(
             path=path, rows=rows, trajectories=trajectories, starts=starts, cut=frozenset(cut)
+        )
+
+    @classmethod
+    def of_rows(
+        cls, path: PathLike, rows: pl.DataFrame, columns: frozenset[str], cut: frozenset[str]
+    ) -> TrajectoryIndex:
+        """Index the short rows of logs.
+
+        Args:
+            path: The logs, for messages.
+            rows: [N] result of `short_rows`, of complete trajectories.
+            columns: All columns of the rows.
+            cut: See `TrajectoryIndex`.
+        """
+        starts = _starts(rows)
+        texts: dict[str, str | None] = dict.fromkeys(rows["instance_id"].unique())
+        trajectories = _trajectories(rows, _returns(rows, "last"), starts, texts)
+        # Text has no tokens, so their number is unknown, not 0.
+        tokens = [name for name in COMPUTED if name.endswith("_tokens")]
+        known = pl.col("longest_row_tokens") > 0
+        trajectories = trajectories.with_columns(pl.when(known).then(pl.col(tokens)))
+        return cls(
+            path=path,
+            rows=rows,
+            trajectories=trajectories,
+            starts=starts,
+            cut=cut,
+            columns=columns,
         )
 
     def __len__(self) -> int:
@@ -267,13 +269,17 @@ class TrajectoryIndex:
     def _rows_with(self, used: set[str]) -> pl.DataFrame | None:
         """Return the rows with indexed and computed columns; None if a column is only on disk."""
         names = self._stored_names
-        known = [n for n in self.rows.columns if n in names and n not in self.cut | _LENGTHS]
+        known = [n for n in self.rows.columns if n in names and n not in self.cut | LENGTHS]
         if not used & names <= set(known):
             return None
         return self.rows.select(known).with_columns(self._computed(used - names))
 
     def _stored_with(self, used: set[str]) -> pl.LazyFrame:
         """Scan the rows on disk, plus computed columns in `used`."""
+        if self.columns is not None:
+            hint = "search for text with the box Find, or convert the logs"
+            got = f"logs have no index of {', '.join(sorted(used & self.columns - {*self.rows.columns}))}"
+            raise ConfigError("condition", str(self.path), got, hint=hint)
         stored = scan(self.path)
         computed = self._computed(used - self._stored_names)
         if not computed:
@@ -287,12 +293,18 @@ class TrajectoryIndex:
 
     @cached_property
     def _stored_names(self) -> set[str]:
-        return set(scan(self.path).collect_schema().names())
+        return (
+            set(scan(self.path).collect_schema().names())
+            if self.columns is None
+            else {*self.columns}
+        )
 
     def _computed(self, used: set[str]) -> list[pl.Series]:
         number = np.repeat(np.arange(len(self)), np.diff(self.starts))
         return [
-            self.trajectories[name][number] for name in (*COMPUTED, *self.added) if name in used
+            self.trajectories[name][number]
+            for name in dict.fromkeys((*COMPUTED, *self.added))
+            if name in used
         ]
 
     def _numbers(self, name: str) -> pl.Series:
@@ -352,31 +364,10 @@ def by_numbers(condition: pl.Expr) -> tuple[pl.Expr, list[str]]:
     return condition, []
 
 
-def _short_rows(table: pa.Table, names: list[str], cut: set[str]) -> pl.DataFrame:
-    rows = to_frame({name: table.column(name) for name in names})
-    rows = rows.with_columns(pl.col(pl.Categorical, pl.Enum).cast(pl.String))
-    for name in set(names) - {"instance_id", "trajectory_id"}:
-        column = rows[name]
-        if column.dtype == pl.String and (column.str.len_bytes() > MAX_TEXT).any():
-            shown = _cut(column)
-            if not shown.equals(column, null_equal=True):
-                cut.add(name)
-                rows = rows.with_columns(shown.alias(name))
-    lengths = row_lengths(table).select(
-        pl.col("prompt", "response", "sampled", "trained")
-        .cast(pl.Int32)
-        .name.prefix("num tokens: ")
-    )
-    return rows.hstack(lengths)
-
-
-def _cut(texts: pl.Series) -> pl.Series:
-    """Truncate long texts; the appended length and hash distinguish texts that begin alike."""
-    length, number = texts.str.len_chars(), texts.hash(0) % 10**12
-    marks = pl.format(
-        "{}\u2026 [cut: {} characters, #{}]", texts.str.head(MAX_TEXT), length, number
-    )
-    return pl.select(pl.when(length > MAX_TEXT).then(marks).otherwise(texts)).to_series()
+def _starts(rows: pl.DataFrame) -> IntArray:
+    ids = rows["trajectory_id"]
+    first = np.flatnonzero((ids != ids.shift()).fill_null(value=True).to_numpy())
+    return np.append(first, len(rows)).astype(np.int64)
 
 
 def _returns(rows: Frame, outcome: Outcome) -> pl.DataFrame:
@@ -411,7 +402,7 @@ def _trajectories(
     columns["agents"] = _agents(rows, starts)
     task_text = pl.col("instance_id").replace_strict(texts, return_dtype=pl.String)
     columns["task_text"] = final.select(task_text).to_series()
-    own = [n for n in final.columns if n not in COLUMN_BY_NAME and n not in _LENGTHS]
+    own = [n for n in final.columns if n not in COLUMN_BY_NAME and n not in LENGTHS]
     columns |= {name: final[name] for name in own if name not in columns}
     return pl.DataFrame(columns)
 

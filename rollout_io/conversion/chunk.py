@@ -36,6 +36,7 @@ from rollout_io.conversion.text import (
     is_of_tokenizer,
     with_tokens,
 )
+from rollout_io.conversion.untokenized import Untokenized
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Step, Trajectory
@@ -240,7 +241,7 @@ class Settings:
 
     adapter: Adapter
     options: Options
-    retokenizer: Retokenizer | None
+    retokenizer: Retokenizer | Untokenized | None
     format: str = ""
     tokenizer: str | None = None
     layout: Literal["prefix", "full"]

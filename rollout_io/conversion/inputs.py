@@ -24,6 +24,7 @@ from rollout_io.dataset.atomic_files import writable
 from rollout_io.dataset.opening import Version, digest_of, open_input, standard_input
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Input
+from rollout_io.formats.detect import Tell, told
 from rollout_io.formats.parsing.naming import natural_key
 from schemas.errors import InputError
 
@@ -40,6 +41,7 @@ def open_inputs(
     spool: Path,
     formats_of: Callable[[Path], Collection[str]],
     ignored: Collection[str] = (),
+    tell: Tell | None = None,
 ) -> tuple[list[Input], list[str]]:
     """Return the files and directories to read, and the names of skipped directory entries.
 
@@ -60,6 +62,7 @@ def open_inputs(
         spool: Directory for decompressed and saved files.
         formats_of: Returns the formats that a file or directory matches.
         ignored: Paths and URLs of files and directories to skip when a directory is searched.
+        tell: If given, errors of files inside directories are passed to it instead of raised.
 
     Raises:
         InputError: `input_file`: an input cannot be read; `duplicate_input`: a log is passed twice.
@@ -74,7 +77,8 @@ def open_inputs(
         above = {_real(given), *(_real(given).parents if is_matched else ())}
         if path != STDIN and above & skipped:
             continue
-        _refuse_odd_names(given)
+        if tell is None:
+            _refuse_odd_names(given)
         is_remote = is_url(path) and path.endswith("/")
         if is_remote:
             with writable(str(spool)):
@@ -86,10 +90,11 @@ def open_inputs(
             unread += map(str, search.unread)
             if not inside and (is_remote or not is_matched):
                 raise InputError("input_file", path, "the directory contains no files")
-            logs = [
-                Input(str(log), log) if log.is_dir() else open_file(str(log), spool)
-                for log in inside
-            ]
+            logs = []
+            for log in inside:
+                with told(str(log), tell):
+                    is_log = log.is_dir()
+                    logs.append(Input(str(log), log) if is_log else open_file(str(log), spool))
             found += [log._replace(name=url_of(log.name, spool)) for log in logs]
         else:
             found.append(open_file(path, spool))
@@ -99,8 +104,7 @@ def open_inputs(
             got = "the log is also named as the rewards file, or as the output"
             hint = "pass the logs as arguments, and another file to --rewards and --out"
         raise InputError("input_file", ", ".join(paths), got, "", hint)
-    _refuse_repeated(found)
-    return found, sorted(set(unread), key=natural_key)
+    return _without_repeated(found, tell), sorted(set(unread), key=natural_key)
 
 
 def expanded(path: str) -> list[str]:
@@ -361,19 +365,22 @@ def copies_in(inputs: Iterable[Input]) -> Iterator[tuple[Input, InputError]]:
             yield given, InputError(DUPLICATE_INPUT, given.name, got, "", hint)
 
 
-def _refuse_repeated(inputs: Iterable[Input]) -> None:
-    known, names = set[Path](), set[str]()
+def _without_repeated(inputs: Iterable[Input], tell: Tell | None) -> list[Input]:
+    known, names, kept = set[Path](), set[str](), []
     for given in inputs:
-        resolved = _real(given.path)
-        if resolved in known:
-            got, hint = "the log was passed twice", "pass each file once"
-            raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
-        known.add(resolved)
-        if given.name in names:
-            got = "the input was passed twice, or two URLs differ only in their query strings"
-            hint = "pass each input once, or download the files and pass their paths"
-            raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
-        names.add(given.name)
+        with told(given.name, tell):
+            resolved = _real(given.path)
+            if resolved in known:
+                got, hint = "the log was passed twice", "pass each file once"
+                raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
+            known.add(resolved)
+            if given.name in names:
+                got = "the input was passed twice, or two URLs differ only in their query strings"
+                hint = "pass each input once, or download the files and pass their paths"
+                raise InputError(DUPLICATE_INPUT, given.name, got, "", hint)
+            names.add(given.name)
+            kept.append(given)
+    return kept
 
 
 def paths_of(inputs: PathLike | Sequence[PathLike]) -> list[str]:

@@ -14,6 +14,7 @@ from rollout_io.formats.base import Adapter, Found, Input, Place, Progress, Reje
 from rollout_io.formats.detect import (
     HINT,
     RULE,
+    Tell,
     explanation,
     find_adapter,
     load_formats,
@@ -80,6 +81,7 @@ def open_log(
     *,
     skips: bool = False,
     strict: bool = False,
+    tell: Tell | None = None,
 ) -> Opened:
     """Open the inputs, and sort them by format if `format_name` is `auto`.
 
@@ -92,6 +94,8 @@ def open_log(
             directories that match no format; if false, they are errors.
         strict: If true, files inside directories that match no format are invalid records; if
             false, they are skipped.
+        tell: Called with each input once its format is known. Errors of single files inside
+            directories are passed to it instead of raised.
 
     Raises:
         InputError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`: an input cannot
@@ -100,7 +104,7 @@ def open_log(
     is_auto, given_paths, paths = format_name == AUTO, paths, [shown(path) for path in paths]
     known = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}
     inputs, unread = open_inputs(
-        given_paths, spool, cache(lambda path: _formats_of(path, known)), ignored
+        given_paths, spool, cache(lambda path: _formats_of(path, known)), ignored, tell
     )
     if unread and strict and not skips:
         got = (
@@ -113,7 +117,7 @@ def open_log(
     if is_auto:
         named = [name for name in by_name if name in paths]
         refuse_unknown_only(paths, by_name, known)
-        names, left = sort_by_format({n: g.path for n, g in by_name.items()}, known, named)
+        names, left = sort_by_format({n: g.path for n, g in by_name.items()}, known, named, tell)
     elif skips:
         own = [n for n, given in by_name.items() if n in paths or _is_log(given.path, known)]
         left = [name for name in by_name if own and name not in own]

@@ -19,6 +19,7 @@ import numpy as np
 
 from rollout_io.conversion.images import MEDIA_ROWS, images_of, with_images
 from rollout_io.conversion.joining import Recorded
+from rollout_io.conversion.untokenized import Untokenized
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory
 from rollout_io.formats.parsing.media import restored
@@ -212,7 +213,7 @@ def retokenizer_of(
 
 def with_tokens(
     trajectory: Trajectory,
-    retokenizer: Retokenizer | None,
+    retokenizer: Retokenizer | Untokenized | None,
     tokenizer: str | None = None,
     recorded: Recorded | None = None,
 ) -> list[Step]:
@@ -220,7 +221,8 @@ def with_tokens(
 
     Args:
         trajectory: The trajectory.
-        retokenizer: Tokenizer and template; None if the log must have token ids.
+        retokenizer: Tokenizer and template; `Untokenized` if text stays text; None if the log must
+            have token ids.
         tokenizer: Directory of the tokenizer of exact ids; None if it is unknown.
         recorded: Recorded calls, which have the tokens of the answers; None if there are none.
 
@@ -261,7 +263,7 @@ def text_alone(step: Conversation | Completion) -> TextAlone:
     return TextAlone(NO_TOKENS, why.where, why.got, "", f"{_NEEDS_TOKENIZER}{why.hint}")
 
 
-def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | None) -> bool:
+def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | Untokenized | None) -> bool:
     """True if the error means that the tokenizer cannot be used for any text."""
     return retokenizer is not None and (error.rule, error.where) == (
         "tokenizer",

@@ -51,7 +51,7 @@ class Pool:
         self._workers: list[_Worker] = []
         try:
             with _uninterrupted():
-                self._workers.extend(_start(function) for _ in range(num))
+                self._workers.extend(_start(function, _work) for _ in range(num))
         except BaseException:
             self.close()
             raise
@@ -99,11 +99,50 @@ class Pool:
         self._workers.clear()
 
 
-def _start(function: Callable[..., Any]) -> _Worker:
+def stream(function: Callable[[Callable[[Any], object]], object]) -> Generator[Any, None, None]:
+    """Run a function in a process of its own, and yield what it sends until it returns.
+
+    The process is stopped when the generator is closed, or this process is killed.
+
+    Args:
+        function: A module-level function (or `functools.partial` of one), called with `send`.
+
+    Raises:
+        RolloutError: Raised by the function; `worker`: the process died.
+    """
+    with _uninterrupted():
+        worker = _start(function, _send)
+    try:
+        while True:
+            with _alive(worker):
+                value, error, is_end = worker.connection.recv()
+            if error is not None:
+                raise error
+            if is_end:
+                return
+            yield value
+    finally:
+        worker.process.kill()
+        worker.process.join()
+        worker.connection.close()
+
+
+def _send(connection: Connection, function: Callable[..., Any], *, keeps_torch_out: bool) -> None:
+    """Run the function of a stream: send (value, None, False) for each value, and an end."""
+    _prepare(keeps_torch_out=keeps_torch_out)
+
+    def send(value: Any) -> None:
+        connection.send((value, None, False))
+
+    with suppress(EOFError, OSError):
+        connection.send((*_answer(function, send), True))
+
+
+def _start(function: Callable[..., Any], target: Callable[..., None]) -> _Worker:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(
-        target=_work,
+        target=target,
         args=(theirs, function),
         kwargs={"keeps_torch_out": keeps_torch_out_of_transformers()},
         daemon=True,
@@ -146,15 +185,19 @@ def _work(connection: Connection, _imported: Callable[..., Any], *, keeps_torch_
 
     The second argument is not called: unpickling it has imported what the tasks need.
     """
-    if keeps_torch_out:
-        keep_torch_out_of_transformers()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    keep_pandas_out_of_arrow()
+    _prepare(keeps_torch_out=keeps_torch_out)
     with suppress(EOFError, OSError):
         function, task = connection.recv()
         while True:
             connection.send(_answer(function, task))
             task = connection.recv()
+
+
+def _prepare(*, keeps_torch_out: bool) -> None:
+    if keeps_torch_out:
+        keep_torch_out_of_transformers()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    keep_pandas_out_of_arrow()
 
 
 def _answer(function: Callable[[T], R], task: T) -> tuple[R | None, Exception | None]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -171,8 +172,15 @@ def first_records(path: Path) -> list[dict[str, Any]]:
         return []
 
 
+Tell = Callable[[str, RolloutError | None], object]
+"""Called with the name of each input once its format is known, or with the error that leaves it out."""
+
+
 def sort_by_format(
-    paths: Mapping[str, Path], formats: Mapping[str, Adapter], named: Collection[str]
+    paths: Mapping[str, Path],
+    formats: Mapping[str, Adapter],
+    named: Collection[str],
+    tell: Tell | None = None,
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the inputs of each format, in order, and the inputs that match no format.
 
@@ -183,13 +191,20 @@ def sort_by_format(
         paths: Paths by their names in messages.
         formats: Adapters by name.
         named: Names of the inputs that must match a format; other inputs may match none.
+        tell: Called with each input; errors of single inputs that are not named are passed to it
+            instead of raised.
 
     Raises:
         InputError: `known_format`: a named input, or every input, matches no format, or the format
             of an input is ambiguous; `input_file`: an input is unreadable; `lfs_pointer`: an input
             is a Git LFS pointer.
     """
-    matches = {name: recognize(path, formats) for name, path in paths.items()}
+    matches: dict[str, list[str]] = {}
+    for name, path in paths.items():
+        with told(name, None if name in named else tell):
+            matches[name] = recognize(path, formats)
+            if tell is not None:
+                tell(name, None)
     left = [name for name, found in matches.items() if not found]
     unknown = next((name for name in left if name in named or len(left) == len(paths)), None)
     if unknown is not None:
@@ -200,10 +215,22 @@ def sort_by_format(
     inputs: dict[str, list[str]] = {}
     for name, found in known.items():
         chosen = [each for each in found if each in sure] if len(found) > 1 else found
-        if len(chosen) != 1:
-            raise _ambiguous(name, found)
-        inputs.setdefault(chosen[0], []).append(name)
+        with told(name, None if name in named else tell):
+            if len(chosen) != 1:
+                raise _ambiguous(name, found)
+            inputs.setdefault(chosen[0], []).append(name)
     return inputs, left
+
+
+@contextmanager
+def told(name: str, tell: Tell | None) -> Iterator[None]:
+    """Pass an error of an input to `tell`, if there is one, instead of raising it."""
+    try:
+        yield
+    except RolloutError as error:
+        if tell is None:
+            raise
+        tell(name, error)
 
 
 def unknown_format(name: str, formats: Mapping[str, Adapter]) -> InputError:

@@ -81,6 +81,7 @@ _LONG = re.compile(
 )
 _FOLDER: ContextVar[Path] = ContextVar("folder", default=Path())
 _STORE: ContextVar[Store | None] = ContextVar("store", default=None)
+_WITHIN: ContextVar[Path | None] = ContextVar("within", default=None)
 _NAMES = ("title", "filename", "name", "displayName")
 
 
@@ -171,8 +172,14 @@ def _content_of(source: Mapping[str, Any]) -> bytes | None:
 
 def _file(path: str) -> bytes | None:
     """Return the content of a local file that has one of the known media types."""
+    within = _WITHIN.get()
     try:
-        descriptor = os.open(_FOLDER.get() / Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK)
+        found = _FOLDER.get() / Path(path).expanduser()
+        if within is not None:
+            found = Path(os.path.realpath(found))
+            if not found.is_relative_to(within):
+                return None
+        descriptor = os.open(found, os.O_RDONLY | os.O_NONBLOCK)
     except (OSError, ValueError, RuntimeError):
         return None
     with os.fdopen(descriptor, "rb") as file:
@@ -196,13 +203,20 @@ class Store(Protocol):
 
 
 @contextmanager
-def storing(store: Store) -> Iterator[None]:
-    """Store the bytes of all parts that are read in this block."""
-    token = _STORE.set(store)
+def storing(store: Store, within: Path | None = None) -> Iterator[None]:
+    """Store the bytes of all parts that are read in this block.
+
+    Args:
+        store: Where they go.
+        within: Directory, without links, outside of which no file that a log names is read; None: any
+            file may be read.
+    """
+    token, other = _STORE.set(store), _WITHIN.set(within)
     try:
         yield
     finally:
         _STORE.reset(token)
+        _WITHIN.reset(other)
 
 
 def slimmed(record: bytes, folder: Path) -> bytes:

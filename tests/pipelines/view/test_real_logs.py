@@ -1,8 +1,13 @@
 """The viewer on what real harnesses and engines wrote: every view of every trajectory answers."""
 
+import runpy
+
 import pytest
 
 from rollout_io import Choices, convert, scan
+from schemas.errors import RolloutError
+from tests.conftest import ROOT
+from tests.helpers.log_view_helpers import different_texts, log_of
 from tests.helpers.view_helpers import Asked
 
 pytestmark = pytest.mark.slow
@@ -58,3 +63,36 @@ def test_every_view_of_every_trajectory_answers(converted, tokenizer):
     assert "text" in kinds
     if name in {"claude code", "nemo gym"}:
         assert {"tool_call", "tool_result"} <= kinds
+
+
+FOLDERS = ("harness_logs", "harness_logs_2026", "agent_traces", "vllm_calls")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_log_opens_unconverted_with_the_messages_of_a_conversion(
+    folder, harness_logs, smollm2_dir, tmp_path
+):
+    root = harness_logs.parent / folder
+    if not root.is_dir():
+        pytest.skip(f"no {root}")
+    choices = Choices(
+        tokenizer=str(smollm2_dir), chat_template="chatml_tools_thinking", on_error="skip"
+    )
+    formats, files_in = set(), runpy.run_path(str(ROOT / "docs" / "real_logs.py"))["files_in"]
+    for number, path in enumerate(files_in(root)):
+        out = tmp_path / str(number)
+        try:
+            convert(path, out, choices)
+        except RolloutError:
+            continue
+        ask = Asked(path)
+        converted = scan(out).collect()
+        assert different_texts(ask, converted) == [], path
+        shown = ask("/api/datasets/d0/trajectories", limit=10_000)
+        assert set(converted["trajectory_id"]) <= set(shown["trajectory_id"]), path
+        for name in shown["trajectory_id"].to_list()[:3]:
+            told = ask("/api/datasets/d0/conversation", trajectory_id=name)
+            assert told["lanes"] or told["error"], path
+        formats |= set(shown["format"])
+        assert log_of(ask)["is_done"]
+    assert len(formats) >= {"harness_logs": 10, "harness_logs_2026": 10}.get(folder, 1)

@@ -1,0 +1,263 @@
+"""Index logs for the viewer: short columns of each row, counts of each trajectory, and where it is.
+
+Large logs are indexed in a process of its own, which sends `Part`s. The first part has the newest
+files, each read for itself; the parts after `Whole` replace it, and relate files to each other (the
+sub-agents and forks of a session) as a conversion does.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.view.log_table import facts_of, placed, text_of
+from pipelines.view.short_rows import kept_columns, short_rows
+from rollout_io.conversion.browsing import (
+    Listing,
+    Read,
+    encode_run,
+    open_listed,
+    read_opened,
+    rejected_rows,
+)
+from rollout_io.formats.base import Place, Rejected
+from schemas.errors import InputError, RolloutError
+
+MAX_REJECTED = 1000
+"""Maximum number of rejected records that have a row of their own; all are counted."""
+PREVIEW_BYTES = 16 << 20
+"""Size of the newest files that are shown first, if the logs are larger than four times that."""
+PREVIEW_FILES = 64
+
+CODEC = "zstd"
+_TOLD_FILES = 16
+
+
+class Job(NamedTuple):
+    """Logs to index.
+
+    Attributes:
+        path: File or directory.
+        format: Name of their format, or `auto`.
+        spool: Directory for decompressed files, and for the runs.
+        preview_bytes: See `PREVIEW_BYTES`.
+    """
+
+    path: str
+    format: str
+    spool: Path
+    preview_bytes: int = PREVIEW_BYTES
+
+
+class At(NamedTuple):
+    """Position of a trajectory's run and of its compressed text in the file of runs.
+
+    `size` is the length of the text before compression. Instead of a run, a rejected record, whose
+    `format` is "", has its row there, as an Arrow stream.
+    """
+
+    format: str
+    offset: int = 0
+    length: int = 0
+    text_offset: int = 0
+    text_length: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Index of some trajectories.
+
+    Attributes:
+        rows: [N] short columns of each row.
+        facts: [T] see `log_table`.
+        runs: [T] the run of each trajectory.
+        cut: Columns with values that were cut.
+        schema: Schema of the rows.
+        notes: Notes of the readers.
+    """
+
+    rows: pl.DataFrame
+    facts: pl.DataFrame
+    runs: Sequence[At]
+    cut: frozenset[str]
+    schema: pa.Schema
+    notes: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What is being done: `open` (files), `find` (bytes), `read` (runs)."""
+
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """The inputs that are not shown.
+
+    Attributes:
+        num_records: Number of records that were found.
+        num_rejected: Number of these that were rejected.
+        skipped: Name of each file that is no log or was left out, with the reason.
+    """
+
+    num_records: int = 0
+    num_rejected: int = 0
+    skipped: Mapping[str, str]
+
+
+class Whole(NamedTuple):
+    """The parts that follow replace those before."""
+
+    counts: Counts
+
+
+Message = Part | Progress | Counts | Whole
+
+
+def index_logs(job: Job, send: Callable[[Message], object]) -> None:
+    """Index logs.
+
+    Raises:
+        RolloutError: The path is missing, or is not a log.
+    """
+    listing = Listing.of(Path(job.path))
+    with (job.spool / "runs").open("wb") as file:
+        indexing = _Indexing(listing, job.format, file)
+        if listing.num_bytes > 4 * job.preview_bytes and Path(job.path).is_dir():
+            for part in indexing.preview(job.spool / "preview", job.preview_bytes):
+                send(part)
+        indexing.whole(job.spool / "whole", send)
+
+
+@dataclass(slots=True)
+class _Indexing:
+    listing: Listing
+    format: str
+    file: BinaryIO
+    names: set[str] = field(default_factory=set)
+
+    def preview(self, spool: Path, num_bytes: int) -> Iterator[Part]:
+        """Yield the newest files, up to a size; files that cannot be read alone are left out."""
+        newest = sorted(self.listing.files, key=lambda file: file.modified, reverse=True)
+        chosen, size = list[Path](), 0
+        for file in newest[:PREVIEW_FILES]:
+            size += file.num_bytes
+            if size > num_bytes:
+                break
+            chosen.append(file.path)
+        for number, path in enumerate(chosen):
+            try:
+                one = Listing.of(path)
+                opened = open_listed(one, spool / str(number), self.format)
+                for read in read_opened(opened, one, spool, lambda *_: None):
+                    yield from self._parts(read, [])
+            except RolloutError:
+                continue
+        self.names.clear()
+
+    def whole(self, spool: Path, send: Callable[[Message], object]) -> None:
+        """Send the parts of all files."""
+        skipped: dict[str, str] = {}
+        refused: list[Rejected] = []
+        seen, total = 0, len(self.listing.files)
+
+        def tell(name: str, error: RolloutError | None) -> None:
+            nonlocal seen
+            seen += 1
+            if error is not None:
+                refused.append(Rejected(Place(Path(name), name), error))
+            if seen % _TOLD_FILES == 0:
+                send(Progress(stage="open", done=min(seen, total), total=total))
+
+        def progress(stage: str, done: int, total: int) -> None:
+            send(Progress(stage=stage, done=done, total=total))
+
+        opened = open_listed(self.listing, spool, self.format, tell)
+        names = {each.place.where for each in refused}
+        for name in opened.left:
+            if name not in names:
+                skipped[name] = "in no format that rollouts can read, or not needed by its log"
+        num_rejected = num_records = num_shown = 0
+        is_first = True
+        for read in read_opened(opened, self.listing, spool, progress):
+            rejected = [*(refused if is_first else ()), *read.rejected]
+            num_rejected += len(rejected)
+            num_records += len(rejected) + sum(len(run.places) for run in read.runs.values())
+            counts = Counts(num_records=num_records, num_rejected=num_rejected, skipped=skipped)
+            if is_first:
+                send(Whole(counts))
+                is_first = False
+            shown = rejected[: max(MAX_REJECTED - num_shown, 0)]
+            num_shown += len(shown)
+            for part in self._parts(read, shown):
+                send(part)
+            send(counts)
+        if not num_records:
+            raise InputError("no_calls", str(self.listing.path), "the log contains no calls")
+
+    def _parts(self, read: Read, rejected: Sequence[Rejected]) -> Iterator[Part]:
+        """Yield the parts of what was read, and of rejected records."""
+        if read.table.num_rows and not self.names & read.runs.keys():
+            self.names |= read.runs.keys()
+            places = {name: (read.format, run.places[0].path) for name, run in read.runs.items()}
+            written: dict[int, At] = {}
+            for run in read.runs.values():
+                if id(run) not in written:
+                    content = zlib.compress(encode_run(run), 1)
+                    written[id(run)] = At(read.format, self.file.tell(), len(content))
+                    self.file.write(content)
+            ids = read.table.column("trajectory_id")
+            runs = {
+                name: self._with_text(written[id(run)], read.table.filter(pc.equal(ids, name)))
+                for name, run in read.runs.items()
+            }
+            self.file.flush()
+            yield self._part(read.table, places, runs, read.notes)
+        for place, table in rejected_rows(rejected):
+            name = table.column("trajectory_id")[0].as_py()
+            if name not in self.names:
+                self.names.add(name)
+                at = At("", self.file.tell())
+                with pa.ipc.new_stream(self.file, table.schema) as stream:
+                    stream.write_table(table)
+                self.file.flush()
+                at = at._replace(length=self.file.tell() - at.offset)
+                yield self._part(table, {name: ("", place.path)}, {name: at}, {})
+
+    def _with_text(self, at: At, rows: pa.Table) -> At:
+        text = text_of(rows)
+        offset, content = self.file.tell(), pa.compress(text, CODEC, asbytes=True)
+        self.file.write(content)
+        return at._replace(text_offset=offset, text_length=len(content), size=len(text))
+
+    def _part(
+        self,
+        table: pa.Table,
+        places: Mapping[str, tuple[str, Path]],
+        runs: Mapping[str, At],
+        notes: Mapping[str, int],
+    ) -> Part:
+        cut = set[str]()
+        rows = short_rows(table, kept_columns(table.schema), cut)
+        root = self.listing.path if self.listing.path.is_dir() else self.listing.path.parent
+        facts = placed(facts_of(table), places, root)
+        return Part(
+            rows=rows,
+            facts=facts,
+            runs=[runs[name] for name in facts["trajectory_id"]],
+            cut=frozenset(cut),
+            schema=table.schema.remove_metadata(),
+            notes=Counter(notes),
+        )

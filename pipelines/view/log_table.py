@@ -1,0 +1,137 @@
+"""What the table of trajectories shows of logs: counts of text in place of counts of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.view.conversation import lanes_of
+from schemas.messages import RETOKENIZED
+from schemas.ragged import list_lengths
+
+FACTS = {
+    "task_text": pl.String,
+    "num_turns": pl.Int32,
+    "num_messages": pl.Int32,
+    "num_characters": pl.Int64,
+    "num_tool_calls": pl.Int32,
+    "num_images": pl.Int32,
+    "num_agents": pl.Int32,
+    "format": pl.String,
+    "file": pl.String,
+    "modified": pl.String,
+}
+"""Columns of the table of trajectories that only logs have; conditions may use them."""
+
+TASK_CHARS = 160
+
+
+def facts_of(table: pa.Table) -> pl.DataFrame:
+    """Count the text of each trajectory of a table, as the conversation shows it.
+
+    Repeated messages count once. Characters are null if a trajectory has tokens but no text.
+
+    Returns:
+        One line per trajectory: `trajectory_id` and the columns of `FACTS` that its rows determine.
+    """
+    names = table.column("trajectory_id")
+    lines = [
+        {"trajectory_id": name, **_facts(table.filter(pc.equal(names, name)))}
+        for name in pc.unique(names).to_pylist()
+    ]
+    return pl.DataFrame(lines, {"trajectory_id": pl.String, **FACTS}, orient="row")
+
+
+def _facts(rows: pa.Table) -> dict[str, Any]:
+    lanes = lanes_of(rows, None)
+    turns = [turn for lane in lanes.values() for turn in lane if turn["is_new"]]
+    told = [turn for turn in turns if turn["from"] == "messages"]
+    parts = [part for turn in told for part in turn["parts"]]
+    kinds = [part["type"] for part in parts]
+    has_answers = told or any(list_lengths(rows.column("response_ids")))
+    asked = next((turn for turn in told if turn["role"] in {"user", "prompt"}), None)
+    return {
+        "task_text": None if asked is None else _start(asked["parts"]),
+        "num_turns": _num_answers(rows) if has_answers else 0,
+        "num_messages": len(told) if told else None,
+        "num_characters": sum(turn["num_chars"] for turn in told) if told else None,
+        "num_tool_calls": kinds.count("tool_call"),
+        "num_images": kinds.count("image"),
+        "num_agents": len(lanes),
+    }
+
+
+def text_of(rows: pa.Table) -> bytes:
+    """Return all text of a trajectory as JSON, each message once; `escaped` text can be found in it."""
+    found: dict[bytes, None] = {}
+    names = [name for name in ("messages", "response_text") if name in rows.column_names]
+    for row in rows.select(names).to_pylist():
+        try:
+            sent = msgspec.json.decode(row.get("messages") or "null")
+        except (msgspec.DecodeError, RecursionError):
+            sent = row["messages"]
+        for message in sent if isinstance(sent, list) else [sent]:
+            found[msgspec.json.encode(message)] = None
+        found[msgspec.json.encode(row.get("response_text"))] = None
+    return b"\n".join(found)
+
+
+def escaped(text: str) -> bytes:
+    """Encode a text as part of a JSON string."""
+    return msgspec.json.encode(text)[1:-1]
+
+
+def placed(facts: pl.DataFrame, places: Mapping[str, tuple[str, Path]], root: Path) -> pl.DataFrame:
+    """Add the format and the file of each trajectory.
+
+    Args:
+        facts: See `facts_of`.
+        places: Format and first file of each trajectory, by trajectory_id.
+        root: Directory to which files are relative.
+    """
+    found = [places[name] for name in facts["trajectory_id"]]
+    files = [path for _, path in found]
+    return facts.with_columns(
+        format=pl.Series([name for name, _ in found], dtype=pl.String),
+        file=pl.Series([_relative(path, root) for path in files], dtype=pl.String),
+        modified=pl.Series([_modified(path) for path in files], dtype=pl.String),
+    )
+
+
+def _num_answers(rows: pa.Table) -> int:
+    """Count the answers: one per row, or per segment of a conversation."""
+    num_rows: int = rows.num_rows
+    if "segments" not in rows.column_names:
+        return num_rows
+    sources: list[str] = rows.column("token_source").to_pylist()
+    segments: list[list[Any] | None] = rows.column("segments").to_pylist()
+    counts = (
+        len(spans) if source == RETOKENIZED and spans is not None else 1
+        for source, spans in zip(sources, segments, strict=True)
+    )
+    return sum(counts)
+
+
+def _start(parts: list[dict[str, Any]]) -> str | None:
+    text = " ".join(
+        " ".join(p["text"][: 4 * TASK_CHARS] for p in parts if p["type"] == "text").split()
+    )
+    return (text if len(text) <= TASK_CHARS else f"{text[: TASK_CHARS - 1]}…") or None
+
+
+def _relative(path: Path, root: Path) -> str:
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+
+
+def _modified(path: Path) -> str | None:
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except OSError:
+        return None

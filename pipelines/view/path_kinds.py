@@ -1,0 +1,56 @@
+"""Tell datasets, runs, tables about them and logs apart, without reading more than their beginnings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.view.row_tables import kind_of_table
+from pipelines.view.run_files import is_run
+from rollout_io.conversion.opened_logs import AUTO
+from rollout_io.dataset.storage import STAGING, Location
+from rollout_io.formats.detect import load_formats, recognize
+
+PathKind = Literal["run", "table", "log", "dataset"]
+_ROLLOUTS = "response_ids"
+
+
+def kind_of_path(path: str, log_format: str = AUTO) -> PathKind:
+    """Return what a path is; a missing path, which opening it reports, is a dataset.
+
+    Args:
+        path: Path of the user.
+        log_format: Format of the logs, or `auto`; with a format, the path is a log.
+
+    Raises:
+        InputError: `view_table`: a Parquet file is neither a dataset, a table about one, nor a log.
+    """
+    found = Path(path)
+    if "://" in path or not found.exists():
+        return "dataset"
+    if log_format != AUTO:
+        return "log"
+    if is_run(found):
+        return "run"
+    shards = Location.of(path).datasets() if found.is_dir() else [path]
+    if not shards:
+        is_staged = (found / STAGING).exists()
+        return "dataset" if is_staged else "log"
+    names = _columns(shards[0])
+    if names is None:
+        is_parquet = shards[0].endswith(".parquet")
+        return "dataset" if is_parquet else "log"
+    if _ROLLOUTS not in names and any(recognize(each, load_formats().adapters) for each in shards):
+        return "log"
+    return "dataset" if found.is_dir() or kind_of_table(path) is None else "table"
+
+
+def _columns(path: str) -> list[str] | None:
+    """Return the columns of a Parquet file; None for any other file."""
+    try:
+        return list(pq.read_schema(path).names)
+    except (pa.ArrowException, OSError):
+        return None

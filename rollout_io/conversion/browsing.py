@@ -1,0 +1,376 @@
+"""Logs as tables, without a conversion: for reading them, with or without token ids.
+
+The files are opened, their runs found and read as in a conversion, with one difference: text stays
+text unless there is a tokenizer. A file or a run that a conversion rejects is reported, and the
+others are read. Nothing is written beside the logs, and no file outside the given path is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollout_io.conversion.chunk import (
+    Reader,
+    RunRows,
+    Settings,
+    sound,
+    tabulated,
+    without_collector,
+)
+from rollout_io.conversion.opened_logs import AUTO, Opened, open_log
+from rollout_io.conversion.plan import plan_logs
+from rollout_io.conversion.rows import Settled
+from rollout_io.conversion.text import Retokenizer
+from rollout_io.conversion.untokenized import Untokenized
+from rollout_io.dataset.blobs import PREFIX, Blobs
+from rollout_io.formats.base import Adapter, Options, Place, Rejected, Run, Step
+from rollout_io.formats.detect import Tell
+from rollout_io.formats.parsing.lines import INCOMPLETE
+from rollout_io.formats.parsing.media import storing
+from schemas.errors import InputError
+from schemas.metadata import DatasetMetadata
+from schemas.ragged import list_lengths
+
+BATCH_BYTES = 8 << 20
+"""Size of the log records of one table."""
+
+LINK = "outside_link"
+
+
+class LogFile(NamedTuple):
+    """A file below a path, found without opening it."""
+
+    path: Path
+    num_bytes: int
+    modified: float
+
+
+@dataclass(slots=True)
+class Listing:
+    """The files of a log or of a directory of logs.
+
+    Attributes:
+        path: The path as given.
+        root: The path without links.
+        files: Files that are not hidden, in any order.
+        refused: Entries that are not read, with the reason: links to files outside the path,
+            directories that cannot be listed, and names that are not UTF-8.
+    """
+
+    path: Path
+    root: Path
+    files: list[LogFile] = field(default_factory=list)
+    refused: dict[Path, InputError] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path) -> Listing:
+        """List a path.
+
+        Raises:
+            InputError: `input_file`: the path is missing or unreadable, or a directory has no files.
+        """
+        found = cls(path, Path(os.path.realpath(path)))
+        if path.is_dir():
+            for folder, folders, names in os.walk(path, onerror=found._unlisted):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                for name in (*names, *folders):
+                    found._add(Path(folder) / name)
+            if not found.files and not found.refused:
+                raise InputError("input_file", str(path), "the directory contains no files")
+        else:
+            found._add(path)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.num_bytes for file in self.files)
+
+    def holds(self, path: Path) -> bool:
+        """True if a path, after resolving its links, is the given one or inside it."""
+        return Path(os.path.realpath(path)).is_relative_to(self.root)
+
+    def _add(self, path: Path) -> None:
+        if path.name.startswith(".") and path != self.path:
+            return
+        name = str(path)
+        if name != name.encode(errors="replace").decode():
+            shown = os.fsencode(path).decode(errors="backslashreplace")
+            hint = "rename the file"
+            self.refused[path] = InputError(
+                "input_file", shown, "the file name is not valid UTF-8", "", hint
+            )
+            return
+        if path.is_symlink() and not self.holds(path):
+            got, hint = "the link leaves the directory, so it is not followed", "pass its target"
+            self.refused[path] = InputError(LINK, name, got, "", hint)
+            return
+        try:
+            facts = path.stat()
+        except OSError as error:
+            got = (error.strerror or str(error)).lower()
+            self.refused[path] = InputError("input_file", name, got)
+            return
+        if path.is_file():
+            self.files.append(LogFile(path, facts.st_size, facts.st_mtime))
+
+    def _unlisted(self, error: OSError) -> None:
+        path, got = Path(error.filename), (error.strerror or str(error)).lower()
+        self.refused[path] = InputError("input_file", str(path), f"cannot be listed: {got}")
+
+
+class Read(NamedTuple):
+    """Runs of one format, and their rows.
+
+    Attributes:
+        format: Name of the format.
+        runs: The run of each trajectory, by trajectory_id. A run of a table has several.
+        table: Rows of the trajectories.
+        rejected: Records that cannot be used.
+        notes: Notes of the readers (`rollout_io.formats.parsing.notes`).
+    """
+
+    format: str
+    runs: Mapping[str, Run]
+    table: pa.Table
+    rejected: Sequence[Rejected]
+    notes: Mapping[str, int]
+
+
+def open_listed(
+    listing: Listing, spool: Path, format_name: str = AUTO, tell: Tell | None = None
+) -> Opened:
+    """Open the listed files as a conversion does, without those that cannot be read.
+
+    Args:
+        listing: The files.
+        spool: Directory for decompressed files.
+        format_name: Name of a registered format, or `auto`.
+        tell: Called with each input once its format is known, or with the error that leaves it out.
+
+    Raises:
+        InputError: `known_format`, `input_file`, `lfs_pointer`: the path itself is not a log.
+    """
+    refuse = tell or (lambda _name, _error: None)
+    # Links to directories are never followed; ignoring one would ignore all that its target holds.
+    ignored = [str(path) for path in listing.refused if not (path.is_symlink() and path.is_dir())]
+    for path, error in listing.refused.items():
+        refuse(str(path), error)
+    named = [str(listing.path)]
+    opened = open_log(named, format_name, spool, ignored, skips=True, tell=refuse)
+    for log in opened.logs:
+        for given in [given for given in log.inputs if given.path.is_dir()]:
+            links = [path for path in listing.refused if path.is_relative_to(given.path)]
+            if links:  # an adapter would read them
+                refuse(given.name, listing.refused[links[0]].at(given.name))
+                log.inputs.remove(given)
+    return opened._replace(logs=[log for log in opened.logs if log.inputs])
+
+
+class _Digests:
+    """A store that keeps no bytes, for counting pictures."""
+
+    def add(self, content: bytes) -> str:
+        return PREFIX + hashlib.sha256(content).hexdigest()
+
+    def read(self, name: str) -> None:
+        """Return None: no content is kept."""
+
+
+@contextmanager
+def _reading(listing: Listing, blobs: Blobs | None) -> Iterator[None]:
+    """Read logs in this block: pictures go to a store, and no file outside the path is read."""
+    folder = listing.root if listing.root.is_dir() else listing.root.parent
+    with without_collector(), storing(blobs or _Digests(), folder):
+        yield
+
+
+def read_opened(
+    opened: Opened,
+    listing: Listing,
+    spool: Path,
+    progress: Callable[[str, int, int], object],
+) -> Iterator[Read]:
+    """Yield the runs of opened logs as tables of text, in the order of a conversion.
+
+    The first element has the rejected records that belong to no run.
+
+    Args:
+        opened: The logs.
+        listing: Their files.
+        spool: Directory with decompressed files.
+        progress: Called with what is being done (`find` or `read`), the number of bytes or runs done,
+            and the number of all.
+    """
+    done = 0
+    total = sum(file.num_bytes for file in listing.files)
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress("find", min(done, total), total)
+
+    with _reading(listing, None):
+        found = (log.find(advance, spool) for log in opened.logs)
+        plans = plan_logs(found, {})[0] if opened.logs else []
+    rejected = [each for planned in plans for each in planned.rejected]
+    yield Read("", {}, pa.table({}), [*opened.unused, *rejected], {})
+    num_runs, num_read = sum(planned.num_runs for planned in plans), 0
+    for log, planned in zip(opened.logs, plans, strict=True):
+        settings = settings_of(log.format, log.adapter, Untokenized())
+        for runs in _batches(planned.runs):
+            with _reading(listing, None):
+                yield from read_runs(runs, settings)
+            num_read += len(runs)
+            progress("read", num_read, num_runs)
+
+
+def settings_of(
+    format_name: str, adapter: Adapter, retokenizer: Retokenizer | Untokenized
+) -> Settings:
+    """Return the settings for reading runs of a format."""
+    return Settings(
+        adapter=adapter,
+        options=Options(),
+        retokenizer=retokenizer,
+        format=format_name,
+        layout="full",
+        metadata=DatasetMetadata(),
+    )
+
+
+def read_runs(runs: Sequence[Run], settings: Settings) -> Iterator[Read]:
+    """Yield runs as tables; with token ids where the log, or the tokenizer of the settings, has them."""
+    reader = Reader(settings, {})
+    for part in reader.parts(runs):
+        table = _sound(part, reader.rejected)
+        yield Read(settings.format, _by_id(part), table, reader.rejected, _sum(reader.notes))
+        reader.rejected, reader.notes = [], {}
+    if reader.rejected:
+        yield Read(settings.format, {}, pa.table({}), reader.rejected, _sum(reader.notes))
+
+
+def reread(
+    run: Run, trajectory_id: str, settings: Settings, listing: Listing, spool: Path, blobs: Blobs
+) -> pa.Table:
+    """Read one trajectory again.
+
+    Args:
+        run: Its run.
+        trajectory_id: Its id.
+        settings: See `settings_of`.
+        listing: The files of the logs.
+        spool: Directory with decompressed files.
+        blobs: Where its pictures are stored.
+
+    Raises:
+        RolloutError: Its files were changed, or its tokens break a rule; `outside_link`: a file is now
+            a link that leaves the path.
+    """
+    for place in run.places:
+        if not (listing.holds(place.path) or place.path.is_relative_to(spool)):
+            got = "the file is now a link that leaves the directory"
+            raise InputError(LINK, place.where, got)
+    tables, rejected = [], list[Rejected]()
+    with _reading(listing, blobs):
+        for read in read_runs([run], settings):
+            rejected += read.rejected
+            if read.table.num_rows:
+                ids = read.table.column("trajectory_id")
+                tables.append(read.table.filter(pc.equal(ids, trajectory_id)))
+    if not any(table.num_rows for table in tables):
+        if rejected:
+            raise min(rejected, key=lambda each: each.error.rule == INCOMPLETE).error
+        where = run.places[0].where if run.places else trajectory_id
+        got, hint = "the log changed since it was opened", "start the viewer again"
+        raise InputError("input_file", where, got, "", hint)
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[tuple[Place, pa.Table]]:
+    """Yield one row for each distinct error, as of a failed trajectory that made no call.
+
+    Records that are unusable because of another record's error have no row of their own.
+    """
+    shown: dict[tuple[Path, str], tuple[Rejected, int]] = {}
+    for each in rejected:
+        if each.error.rule != INCOMPLETE:
+            key = each.place.path, each.error.sentence
+            first, number = shown.get(key, (each, 0))
+            shown[key] = first, number + 1
+    for place, error, _ in (first for first, _ in shown.values()):
+        run = Run(instance_id=place.where, repetition_id=0, places=[place])
+        hint = f" Hint: {error.hint}" if error.hint else ""
+        settled = Settled(
+            instance_id=place.where,
+            repetition_id=0,
+            steps=[Step(source=place.where)],
+            error=f"{error}{hint}",
+        )
+        for part in tabulated([(run, settled)], []):
+            yield place, part.table
+
+
+def _sound(part: RunRows, rejected: list[Rejected]) -> pa.Table:
+    """Check the rows of the trajectories that have token ids; rows of text have none to check."""
+    table = part.table
+    if not table.num_rows:
+        return table
+    lengths = list_lengths(table.column("prompt_token_ids"))
+    names = table.column("trajectory_id")
+    text = pc.unique(names.filter(pa.array(lengths == 0)))
+    is_text = pc.is_in(names, text)
+    exact = RunRows(part.runs, table.filter(pc.invert(is_text)))
+    if not exact.table.num_rows:
+        return table
+    return pa.concat_tables([sound(exact, rejected, None), table.filter(is_text)])
+
+
+def _by_id(part: RunRows) -> dict[str, Run]:
+    ids = pc.unique(part.table.column("trajectory_id")).to_pylist() if part.table.num_rows else []
+    own = {f"{run.instance_id}_{run.repetition_id}": run for run in part.runs}
+    return {name: own.get(name, part.runs[0]) for name in ids}
+
+
+def _sum(notes: Mapping[str, Mapping[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for own in notes.values():
+        total.update(own)
+    return total
+
+
+def _batches(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    batch, num_bytes = list[Run](), 0
+    for run in runs:
+        batch.append(run)
+        num_bytes += run.num_bytes
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def encode_run(run: Run) -> bytes:
+    """Encode a run; `decode_run` reads it."""
+    return msgspec.msgpack.encode(run, enc_hook=os.fspath)
+
+
+def decode_run(content: bytes) -> Run:
+    """Parse the output of `encode_run`."""
+
+    def decoded(kind: type, value: Any) -> Any:
+        return kind(value)
+
+    return msgspec.msgpack.decode(content, type=Run, dec_hook=decoded)
