@@ -88,7 +88,7 @@ def text_parting(
     """Find the first character at which the answers of `other` differ from those of `first`.
 
     Returns:
-        `row` in `other`; `token`: null; `answer`: index of the answer; `said`: for both, the text
+        `row` in `other`; null for the tokens of `parting`; `answer`: index of the answer; `said`: for both, the text
         before the difference, and the text from there on. None if all answers of `other` begin
         `first`.
 
@@ -104,7 +104,14 @@ def text_parting(
         at = next((i for i, (a, b) in pairs if a != b), min(len(wanted), len(text)))
         start = max(at - _BEFORE_CHARS, 0)
         said = [[one[start:at], one[at : at + _AFTER_CHARS]] for one in (wanted, text)]
-        return {"row": row, "token": None, "answer": answer, "said": said}
+        return {
+            "row": row,
+            "token": None,
+            "first_row": None,
+            "first_token": None,
+            "answer": answer,
+            "said": said,
+        }
     return None
 
 

@@ -27,6 +27,7 @@ _COLUMNS = (
     "stop_reason",
 )
 _IDS = ("prompt_token_ids", "response_ids")
+_MAIN = (None, "main")
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
 
@@ -64,7 +65,7 @@ def _is_retokenized(table: pa.Table) -> bool:
 
 
 def lanes_of(table: pa.Table, dataset: Dataset | None) -> dict[str | None, list[dict[str, Any]]]:
-    """Return the turns of each agent.
+    """Return the turns of each agent; the main agent comes first.
 
     Args:
         table: Rows of one trajectory.
@@ -73,7 +74,8 @@ def lanes_of(table: pa.Table, dataset: Dataset | None) -> dict[str | None, list[
     lanes: dict[str | None, _Lane] = {}
     for step in _steps(table):
         lanes.setdefault(step.get("agent"), _Lane(dataset)).add(step)
-    return {name: lane.turns for name, lane in lanes.items()}
+    named = sorted(lanes.items(), key=lambda lane: lane[0] not in _MAIN)
+    return {name: lane.turns for name, lane in named}
 
 
 def _steps(table: pa.Table) -> list[dict[str, Any]]:

@@ -29,10 +29,13 @@ from rollout_io.conversion.browsing import (
     rejected_rows,
 )
 from rollout_io.formats.base import Place, Rejected
+from rollout_io.formats.detect import RULE, explanation, load_formats
 from schemas.errors import InputError, RolloutError
 
 MAX_REJECTED = 1000
 """Maximum number of rejected records that have a row of their own; all are counted."""
+MAX_EXPLAINED = 100
+"""Maximum number of files in no format that are read to find out why."""
 PREVIEW_BYTES = 16 << 20
 """Size of the newest files that are shown first, if the logs are larger than four times that."""
 PREVIEW_FILES = 64
@@ -162,7 +165,7 @@ class _Indexing:
                 one = Listing.of(path)
                 opened = open_listed(one, spool / str(number), self.format)
                 for read in read_opened(opened, one, spool, lambda *_: None):
-                    yield from self._parts(read, [])
+                    yield from self._parts(read)
             except RolloutError:
                 continue
         self.names.clear()
@@ -185,30 +188,32 @@ class _Indexing:
             send(Progress(stage=stage, done=done, total=total))
 
         opened = open_listed(self.listing, spool, self.format, tell)
-        names = {each.place.where for each in refused}
-        for name in opened.left:
-            if name not in names:
-                skipped[name] = "in no format that rollouts can read, or not needed by its log"
-        num_rejected = num_records = num_shown = 0
-        is_first = True
-        for read in read_opened(opened, self.listing, spool, progress):
-            rejected = [*(refused if is_first else ()), *read.rejected]
+        names, formats = {each.place.where for each in refused}, load_formats().adapters
+        for name in (name for name in opened.left if name not in names):
+            is_explained = len(skipped) < MAX_EXPLAINED and len(refused) < MAX_REJECTED
+            clue = explanation(name, Path(name), formats) if is_explained else None
+            if clue is not None and clue.rule != RULE:
+                tell(name, clue)
+            else:
+                skipped[name] = "it is no log" if clue is None else clue.got
+        num_rejected = num_records = 0
+        unusable: list[Rejected] = []
+        for number, read in enumerate(read_opened(opened, self.listing, spool, progress)):
+            rejected = [*([] if number else refused), *read.rejected]
             num_rejected += len(rejected)
             num_records += len(rejected) + sum(len(run.places) for run in read.runs.values())
+            unusable += rejected[: MAX_REJECTED - len(unusable)]
             counts = Counts(num_records=num_records, num_rejected=num_rejected, skipped=skipped)
-            if is_first:
-                send(Whole(counts))
-                is_first = False
-            shown = rejected[: max(MAX_REJECTED - num_shown, 0)]
-            num_shown += len(shown)
-            for part in self._parts(read, shown):
+            send(counts if number else Whole(counts))
+            for part in self._parts(read):
                 send(part)
-            send(counts)
         if not num_records:
             raise InputError("no_calls", str(self.listing.path), "the log contains no calls")
+        for part in self._rejected(unusable):
+            send(part)
 
-    def _parts(self, read: Read, rejected: Sequence[Rejected]) -> Iterator[Part]:
-        """Yield the parts of what was read, and of rejected records."""
+    def _parts(self, read: Read) -> Iterator[Part]:
+        """Yield the part of what was read, if there is a trajectory."""
         if read.table.num_rows and not self.names & read.runs.keys():
             self.names |= read.runs.keys()
             places = {name: (read.format, run.places[0].path) for name, run in read.runs.items()}
@@ -225,7 +230,10 @@ class _Indexing:
             }
             self.file.flush()
             yield self._part(read.table, places, runs, read.notes)
-        for place, table in rejected_rows(rejected):
+
+    def _rejected(self, rejected: Sequence[Rejected]) -> Iterator[Part]:
+        """Yield a part for each rejected record that has a row of its own."""
+        for place, table in rejected_rows(rejected, self.listing):
             name = table.column("trajectory_id")[0].as_py()
             if name not in self.names:
                 self.names.add(name)

@@ -99,7 +99,7 @@ def placed(facts: pl.DataFrame, places: Mapping[str, tuple[str, Path]], root: Pa
     found = [places[name] for name in facts["trajectory_id"]]
     files = [path for _, path in found]
     return facts.with_columns(
-        format=pl.Series([name for name, _ in found], dtype=pl.String),
+        format=pl.Series([name or None for name, _ in found], dtype=pl.String),
         file=pl.Series([_relative(path, root) for path in files], dtype=pl.String),
         modified=pl.Series([_modified(path) for path in files], dtype=pl.String),
     )

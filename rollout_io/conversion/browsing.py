@@ -298,11 +298,15 @@ def reread(
     return pa.concat_tables(tables, promote_options="permissive")
 
 
-def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[tuple[Place, pa.Table]]:
+def rejected_rows(
+    rejected: Sequence[Rejected], listing: Listing
+) -> Iterator[tuple[Place, pa.Table]]:
     """Yield one row for each distinct error, as of a failed trajectory that made no call.
 
-    Records that are unusable because of another record's error have no row of their own.
+    Records that are unusable because of another record's error have no row of their own. Places are
+    relative to the listed directory.
     """
+    prefix = f"{str(listing.path).rstrip('/')}/"
     shown: dict[tuple[Path, str], tuple[Rejected, int]] = {}
     for each in rejected:
         if each.error.rule != INCOMPLETE:
@@ -310,13 +314,14 @@ def rejected_rows(rejected: Sequence[Rejected]) -> Iterator[tuple[Place, pa.Tabl
             first, number = shown.get(key, (each, 0))
             shown[key] = first, number + 1
     for place, error, _ in (first for first, _ in shown.values()):
-        run = Run(instance_id=place.where, repetition_id=0, places=[place])
+        name = place.where.removeprefix(prefix)
+        run = Run(instance_id=name, repetition_id=0, places=[place])
         hint = f" Hint: {error.hint}" if error.hint else ""
         settled = Settled(
-            instance_id=place.where,
+            instance_id=name,
             repetition_id=0,
             steps=[Step(source=place.where)],
-            error=f"{error}{hint}",
+            error=f"{error}{hint}".replace(prefix, ""),
         )
         for part in tabulated([(run, settled)], []):
             yield place, part.table

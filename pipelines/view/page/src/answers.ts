@@ -143,6 +143,26 @@ export interface Column {
   own: boolean;
 }
 
+/** What is known of logs that are shown without a conversion. */
+export interface Log {
+  /** Changes when trajectories are added. */
+  version: number;
+  is_done: boolean;
+  stage: "open" | "find" | "read" | null;
+  done: number;
+  total: number;
+  num_files: number;
+  num_records: number;
+  num_rejected: number;
+  num_skipped: number;
+  skipped: string[];
+  notes: string[];
+  error: string | null;
+  has_tokens: boolean;
+  /** The command that converts the logs. */
+  command: string;
+}
+
 export interface Dataset {
   id: string;
   name: string;
@@ -157,6 +177,8 @@ export interface Dataset {
   num_verdicts: number;
   /** The columns that verdicts and shares add to the trajectory table. */
   added: string[];
+  /** Null unless these are logs. */
+  log?: Log | null;
   /** The newest other dataset that shares a task; null without one. */
   shares_tasks_with: string | null;
 }
@@ -248,7 +270,12 @@ export function histogram(dataset: string, column: string, where: string): Promi
 
 export interface PartsAt {
   row: number;
-  token: number;
+  /** Null if texts were compared. */
+  token: number | null;
+  /** The answer that differs. */
+  answer?: number;
+  /** For both attempts, the text before the difference and the text from there on. */
+  said?: [string, string][];
   /** The place in the first attempt; null if it ended before. */
   first_row: number | null;
   first_token: number | null;
@@ -347,6 +374,7 @@ export interface Turn {
   /** Null unless the turn was sampled. */
   num_tokens: number | null;
   stop_reason: string | null;
+  num_chars: number;
   parts: Part[];
 }
 
@@ -354,6 +382,8 @@ export interface Conversation {
   lanes: { agent: string | null; turns: Turn[] }[];
   error: string | null;
   return: number | null;
+  /** True if tokens come from re-tokenized text. */
+  is_approximate: boolean;
 }
 
 export function conversation(dataset: string, trajectory: string): Promise<Conversation> {
@@ -475,4 +505,23 @@ export function writeLabels(dataset: string, labels: Labels): Promise<{ path: st
 
 export function sources(): Promise<Sources> {
   return json("/api/sources");
+}
+
+/** Ask again: logs are still being read. Other answers are forgotten if there are more trajectories. */
+export async function sourcesAgain(before: Sources): Promise<Sources> {
+  kept.delete("/api/sources");
+  const now = await sources();
+  if (versionOf(now) !== versionOf(before)) {
+    kept.clear();
+    kept.set("/api/sources", Promise.resolve(now));
+  }
+  return now;
+}
+
+export function isReading({ datasets }: Sources): boolean {
+  return datasets.some(({ log }) => log !== null && log !== undefined && !log.is_done);
+}
+
+function versionOf({ datasets }: Sources): string {
+  return datasets.map(({ log }) => log?.version ?? 0).join(" ");
 }

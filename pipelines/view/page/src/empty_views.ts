@@ -3,6 +3,12 @@
 import type { View } from "./address";
 import type { Session } from "./session";
 
+/** The view to show: logs without tokens show the conversation instead of the tokens. */
+export function shownView(view: View, { dataset }: Session): View {
+  const log = dataset?.log ?? null;
+  return view === "tokens" && log !== null && !log.has_tokens ? "conversation" : view;
+}
+
 /** The reason, for the tooltip of a grey tab; null if the view has something to show. */
 export function whyEmpty(view: View, { sources, dataset, run }: Session): string | null {
   if (view === "run") return run === null ? "No run is open: rollouts view RUN" : null;
@@ -14,6 +20,10 @@ export function whyEmpty(view: View, { sources, dataset, run }: Session): string
   if (view === "diff") {
     if (sources.datasets.length < 2) return "Only one dataset is open: rollouts view DS OTHER";
     return sources.datasets.every((one) => one.shares_tasks_with === null) ? "No two of the open datasets share a task" : null;
+  }
+  const log = dataset.log ?? null;
+  if (log !== null && !log.has_tokens && (view === "tokens" || view === "tree")) {
+    return "Logs have text, and no token ids: pass --tokenizer DIR to re-tokenize it, or convert them";
   }
   const hasTokenizer = dataset.tokenizer !== null;
   const hasText = dataset.columns.some(({ name }) => name === "messages" || name === "response_text");

@@ -6,9 +6,10 @@ import { changed, go, linkTo, pinsOf, type View, VIEWS } from "./address";
 import { isReport } from "./answers";
 import { currentTheme } from "./colours";
 import { Dialogs, type Opened } from "./dialogs";
-import { whyEmpty } from "./empty_views";
+import { shownView, whyEmpty } from "./empty_views";
 import { Find } from "./find";
 import { useKeys } from "./keys";
+import { LogLine } from "./logs";
 import { Go, Text } from "./parts";
 import { type Session, useSession } from "./session";
 import { plain, short } from "./text";
@@ -64,7 +65,11 @@ export function Frame(): JSX.Element {
     { key: "m", does: "switch between light and dark", run: toggleTheme },
     { key: "?", does: "list the keys", run: () => setOpened("keys") },
   ]);
-  const Shown = SHOWN[place.view];
+  const shown = shownView(place.view, session);
+  const Shown = SHOWN[shown];
+  const log = session.dataset?.log ?? null;
+  // The table follows logs that are being read; other lists are drawn again once all are read.
+  const key = shown === "group" || shown === "diff" ? `${shown} ${log === null || log.is_done}` : shown;
   return (
     <div class="frame">
       <a class="skip" href="#title" onClick={skip}>
@@ -91,7 +96,7 @@ export function Frame(): JSX.Element {
               <li key={view}>
                 <a
                   href={linkTo(toView(view))}
-                  aria-current={view === place.view ? "page" : undefined}
+                  aria-current={view === shown ? "page" : undefined}
                   class={reason === null ? "" : "grey"}
                   title={reason ?? undefined}
                 >
@@ -114,8 +119,9 @@ export function Frame(): JSX.Element {
           </ul>
         </details>
       )}
+      {session.dataset !== null && <LogLine key={session.dataset.id} dataset={session.dataset} />}
       <main>
-        <Shown key={place.view} />
+        <Shown key={key} />
       </main>
       <Dialogs opened={opened} onClose={() => setOpened(null)} />
     </div>

@@ -4,7 +4,7 @@ import "./style.css";
 import { type JSX, render } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { go, hasView, usePlace } from "./address";
-import { isReport, sources, trajectories } from "./answers";
+import { isReading, isReport, type Sources, sources, sourcesAgain, trajectories } from "./answers";
 import { Frame } from "./frame";
 import { Failure, useAnswer, Waiting } from "./parts";
 import { SessionContext, sessionOf } from "./session";
@@ -20,7 +20,7 @@ try {
 function Page(): JSX.Element {
   const place = usePlace();
   const answer = useAnswer("sources", sources);
-  const known = answer.value ?? null;
+  const known = useNewest(answer.value ?? null);
   const session = useMemo(() => (known === null ? null : sessionOf(known, place)), [known, place]);
   const task = useTask(session?.dataset?.id ?? null, place.trajectory, place.task);
   useEffect(() => {
@@ -40,6 +40,20 @@ function Page(): JSX.Element {
       <Frame />
     </SessionContext.Provider>
   );
+}
+
+const AGAIN_MS = 700;
+
+/** The sources, asked for again while logs are being read. */
+function useNewest(first: Sources | null): Sources | null {
+  const [now, setNow] = useState<Sources | null>(null);
+  const newest = now ?? first;
+  useEffect(() => {
+    if (newest === null || isReport || !isReading(newest)) return;
+    const timer = window.setTimeout(() => sourcesAgain(newest).then(setNow, () => setNow({ ...newest })), AGAIN_MS);
+    return () => window.clearTimeout(timer);
+  }, [newest]);
+  return newest;
 }
 
 /** Look up the task of a trajectory whose address has none, as in a search result. */

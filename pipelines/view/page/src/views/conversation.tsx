@@ -78,6 +78,7 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
           <small>
             return <Num value={found.return} name="return" />
             {sampled.length > 0 && `, ${count(sampled.length, "sampled turn")}`}
+            {found.is_approximate && <span title="The log has no token ids: its text was re-tokenized">, approximate tokens</span>}
             {cut > 0 && `, ${cut} cut off at the token limit`}
           </small>
         </h1>
@@ -116,7 +117,9 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
 const ROLES = new Set(["system", "user", "assistant", "tool"]);
 
 function TurnCard({ turn, open }: { turn: Turn; open: boolean }): JSX.Element {
-  const { trajectory } = useSession().place;
+  const { place, dataset } = useSession();
+  const { trajectory } = place;
+  const hasTokens = dataset?.log?.has_tokens !== false;
   return (
     <article
       class={`turn ${ROLES.has(turn.role) ? turn.role : "other"} ${turn.is_new ? "" : "repeated"}`}
@@ -126,7 +129,7 @@ function TurnCard({ turn, open }: { turn: Turn; open: boolean }): JSX.Element {
     >
       <header>
         <h3><Text value={turn.role} /></h3>
-        {turn.trained && <span class="badge" title="Tokens of this turn are trained on">trained</span>}
+        {turn.trained && hasTokens && <span class="badge" title="Tokens of this turn are trained on">trained</span>}
         {!turn.is_new && <span class="badge quiet">repeated</span>}
         {turn.from === "tokens" && <span class="badge quiet" title="The dataset has no messages here; this text was decoded from token ids">from tokens</span>}
         {turn.num_tokens !== null && (
@@ -137,7 +140,8 @@ function TurnCard({ turn, open }: { turn: Turn; open: boolean }): JSX.Element {
             )}
           </small>
         )}
-        {trajectory !== undefined && (
+        {turn.num_tokens === null && turn.num_chars > 0 && <small class="sampling">{count(turn.num_chars, "character")}</small>}
+        {trajectory !== undefined && hasTokens && (
           <Go to={{ view: "tokens", step: String(turn.step_index), at: undefined }} class="to-tokens">
             tokens of step {turn.step_index}
           </Go>

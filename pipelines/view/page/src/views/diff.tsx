@@ -7,6 +7,7 @@ import { go } from "../address";
 import { type Dataset, diff, diffPair, isReport, type Pair, rowsOf, type Row, total } from "../answers";
 import { sorted } from "../order";
 import { useKeys } from "../keys";
+import { Said } from "../logs";
 import { Awaited, Bar, Cell, Empty, Go, Num, Text, useAnswer } from "../parts";
 import { comparedIn, useSession } from "../session";
 import { plain } from "../text";
@@ -191,9 +192,10 @@ function PairOf({ pair, a, b, task }: { pair: Pair; a: Dataset; b: Dataset; task
     <li>
       <h3>
         {side(a, first, pair.return_a, "A")} {side(b, second, pair.return_b, "B")}
-        <small>{parts === null ? (first !== null && second !== null ? "the same tokens" : "") : `diverge at step ${parts.row}, token ${parts.token}`}</small>
+        <small>{parts === null ? (first !== null && second !== null ? "the same tokens" : "") : parts.token === null ? `diverge in answer ${(parts.answer ?? 0) + 1}` : `diverge at step ${parts.row}, token ${parts.token}`}</small>
       </h3>
-      {parts !== null && first !== null && second !== null && (
+      {parts?.said !== undefined && <Said said={parts.said} names={["A", "B"]} />}
+      {parts !== null && parts.token !== null && first !== null && second !== null && (
         <>
           <Excerpt dataset={a.id} trajectory={first} row={parts.first_row} token={parts.first_token} name="A" />
           <Excerpt dataset={b.id} trajectory={second} row={parts.row} token={parts.token} name="B" />

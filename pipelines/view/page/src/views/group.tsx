@@ -5,6 +5,7 @@ import type { JSX } from "preact";
 import { go, pinsOf, togglePin } from "../address";
 import { type Attempt, group, type Task, tasks, tokens } from "../answers";
 import { useKeys } from "../keys";
+import { Said } from "../logs";
 import { Awaited, Bar, Cell, Empty, Go, Num, Text, useAnswer } from "../parts";
 import { RecordedIn } from "../recorded";
 import { useSession } from "../session";
@@ -190,6 +191,10 @@ function Attempts({ attempts }: { attempts: Attempt[] }): JSX.Element {
                 <td>
                   {attempt.parts_at === null ? (
                     <span class="none">–</span>
+                  ) : attempt.parts_at.token === null ? (
+                    <Go to={{ view: "conversation", trajectory: attempt.trajectory_id, step: undefined, at: undefined }}>
+                      answer <Num value={(attempt.parts_at.answer ?? 0) + 1} name="parts_answer" />
+                    </Go>
                   ) : (
                     <Go
                       to={{
@@ -223,7 +228,17 @@ function Partings({ attempts }: { attempts: Attempt[] }): JSX.Element | null {
       <h2>Where each attempt diverges from the first</h2>
       <ul class="partings">
         {parted.map((attempt) => {
-          const { row, token, first_row: firstRow, first_token: firstToken } = attempt.parts_at!;
+          const { row, token, answer, said, first_row: firstRow, first_token: firstToken } = attempt.parts_at!;
+          if (token === null) {
+            return (
+              <li key={attempt.trajectory_id}>
+                <h3>
+                  <Text value={attempt.trajectory_id} /> <small>answer {(answer ?? 0) + 1}; return <Num value={attempt.return} /></small>
+                </h3>
+                <Said said={said ?? []} names={["first", "this"]} />
+              </li>
+            );
+          }
           return (
             <li key={attempt.trajectory_id}>
               <h3>

@@ -42,15 +42,25 @@ const TITLES: Record<string, [string, string]> = {
   error: ["error", "The reason why the trajectory failed"],
   policy_version: ["policy version", "policy_version: the version of the oldest weights that sampled it"],
   agents: ["agents", "The agents that made the calls"],
+  num_messages: ["messages", "num_messages: messages; repeated ones count once"],
+  num_characters: ["characters", "num_characters: characters of all messages"],
+  num_tool_calls: ["tool calls", "num_tool_calls"],
+  num_images: ["images", "num_images"],
+  num_agents: ["agents, number", "num_agents: the main agent and its sub-agents"],
+  format: ["format", "format: the format of the log"],
+  file: ["file", "file: the log that contains it"],
+  modified: ["modified", "modified: when the file was last written, UTC"],
   task_text: ["task", "task_text: the first user message of the task"],
 };
 const ADDED_TITLES: Record<string, [string, string]> = {
   faults: ["faults", "faults: the kinds of faults that an audit found in its rows; none: audited, no fault found"],
   fault_nats: ["certainty of faults, nats", "fault_nats: the largest log-likelihood ratio of a fault to the label"],
 };
-const NUMBERS = new Set(["repetition_id", "num_rows", "num_turns", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
+const NUMBERS = new Set(["repetition_id", "num_rows", "num_turns", "num_messages", "num_characters", "num_tool_calls", "num_images", "num_agents", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
 const CHARTED = ["return", "response_tokens", "num_rows", "stop_reason", "faults"];
 const ORDER = ["trajectory_id", "task_text", "instance_id", "repetition_id", "return"];
+const LOG_CHARTED = ["num_turns", "num_characters", "num_tool_calls", "format"];
+const LOG_ORDER = ["trajectory_id", "task_text", "return", "error", "num_turns", "num_messages", "num_characters", "num_tool_calls", "num_agents", "num_images", "modified", "file", "format", "stop_reason"]; // prettier-ignore
 
 /** Title and explanation of a column. */
 function titleOf(name: string, { added }: Dataset, shares: Shares[]): [string, string] {
@@ -61,8 +71,8 @@ function titleOf(name: string, { added }: Dataset, shares: Shares[]): [string, s
   return TITLES[name] ?? [name, `${name}: a user-defined column (the last row's value)`];
 }
 
-function ordered(columns: string[], added: string[]): string[] {
-  const first = [...ORDER, ...added];
+function ordered(columns: string[], { added, log = null }: Dataset): string[] {
+  const first = [...(log === null ? ORDER : LOG_ORDER), ...added];
   return [...first.filter((name) => columns.includes(name)), ...columns.filter((name) => !first.includes(name))];
 }
 
@@ -75,6 +85,7 @@ function useWindows(): {
 } {
   const { dataset, selection } = useSession();
   const key = JSON.stringify([dataset?.id, selection]);
+  const version = dataset?.log?.version ?? 0;
   const chunks = useRef(new Map<number, Row[]>());
   const state = useRef<{ key: string; asked: Set<number> }>({ key: "", asked: new Set() });
   const timer = useRef(0);
@@ -114,6 +125,12 @@ function useWindows(): {
     fetchChunk(0);
     return () => window.clearTimeout(timer.current);
   }, [key]);
+  useEffect(() => {
+    if (version === 0) return;
+    const asked = [...state.current.asked];
+    state.current.asked = new Set();
+    for (const chunk of asked) fetchChunk(chunk);
+  }, [version]);
   return {
     facts,
     error,
@@ -176,7 +193,7 @@ export function TableView(): JSX.Element {
   if (dataset === null) return <Empty>No dataset is open.</Empty>;
 
   const kinds = new Map(dataset.columns.map((column) => [column.name, column.kind]));
-  const columns = ordered(facts?.columns ?? [...Object.keys(TITLES), ...dataset.added], dataset.added).filter((name) => name !== "repetition_id" && name !== "instance_id");
+  const columns = ordered(facts?.columns ?? [...Object.keys(TITLES), ...dataset.added], dataset).filter((name) => name !== "repetition_id" && name !== "instance_id");
   const heads: Head[] = columns.map((name) => ({
     name,
     title: titleOf(name, dataset, sources.shares)[0],
@@ -334,7 +351,8 @@ function Charts({ columns }: { columns: string[] }): JSX.Element | null {
   if (dataset === null || isReport) return null;
   const added = textsIn(place.columns);
   const own = dataset.columns.filter((column) => column.own && column.kind !== "other").map((column) => column.name);
-  const shown = [...CHARTED.filter((name) => columns.includes(name)), ...added];
+  const charted = dataset.log ? LOG_CHARTED : CHARTED;
+  const shown = [...charted.filter((name) => columns.includes(name)), ...added];
   const more = [...new Set([...columns, ...own])].filter((name) => !shown.includes(name) && !name.endsWith("_id") && name !== "task_text");
   return (
     <div class="charts" role="group" aria-label="Histograms">
@@ -362,7 +380,7 @@ function Charts({ columns }: { columns: string[] }): JSX.Element | null {
 function Chart({ column }: { column: string }): JSX.Element | null {
   const { dataset, selection } = useSession();
   const { where } = selection;
-  const key = dataset === null ? null : JSON.stringify([dataset.id, column, where]);
+  const key = dataset === null ? null : JSON.stringify([dataset.id, column, where, dataset.log?.version]);
   // The columns of verdicts and shares have one value per trajectory.
   const hasOneRow = dataset !== null && (dataset.num_rows === dataset.num_trajectories || dataset.added.includes(column));
   const answer = useAnswer(key, () => histogram(dataset!.id, column, where), true);
