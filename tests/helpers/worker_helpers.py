@@ -33,6 +33,21 @@ def die_while_answering(task):
     return bytes(LARGE_BYTES)
 
 
+def send_numbers(num, send):
+    for number in range(num):
+        send(number)
+
+
+def send_and_fail(send):
+    send(0)
+    raise RolloutError("some_rule", "here", "something wrong")
+
+
+def send_and_die(send):
+    send(0)
+    die(None)
+
+
 def wait_for_ever(_):
     time.sleep(3600)
 

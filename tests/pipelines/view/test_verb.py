@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import httpx2
 import pytest
 
+from benchmarks.logs import write_sessions
 from rollout_io.cli.main import run as main
 from tests.conftest import ROOT
 from tests.helpers.view_helpers import bundle_in
@@ -22,18 +24,28 @@ main(sys.argv[1:])
 """
 
 
-@pytest.fixture
-def started(shop, tmp_path):
+@contextmanager
+def started_at(path, tmp_path):
     """The verb in a process of its own, with a small page, and its address."""
     bundle_in(tmp_path / "bundle")
     command = [sys.executable, "-c", COMMAND, str(tmp_path / "bundle")]
-    command += ["view", str(shop), "--no-browser"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command += ["view", str(path), "--no-browser"]
+    (tmp_path / "temporary").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        yield process, process.stdout.readline().strip()
-        process.kill()
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def started(shop, tmp_path):
+    """A viewer of the shop."""
+    with started_at(shop, tmp_path) as found:
+        yield found
 
 
 @pytest.mark.slow
@@ -50,6 +62,28 @@ def test_the_verb_prints_an_address_and_ends_on_a_signal(started, number):
     assert process.returncode == 0
     assert "tokens are shown as ids" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_logs_are_read_by_a_process_that_ends_with_the_viewer(tmp_path):
+    num = write_sessions(tmp_path / "logs", 100_000, session_bytes=10_000)
+    with started_at(tmp_path / "logs", tmp_path) as (process, address):
+        url, _, token = address.partition("/?token=")
+
+        def log():
+            answer = httpx2.get(f"{url}/api/sources", headers={"X-Rollouts-Token": token})
+            (dataset,) = answer.json()["datasets"]
+            return dataset["log"], dataset["num_trajectories"]
+
+        while not log()[0]["is_done"]:
+            pass
+        assert log()[1] == num
+        assert list((tmp_path / "temporary").iterdir())
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in said
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 @pytest.mark.parametrize(
