@@ -88,13 +88,18 @@ function Convert({ command }: { command: string }): JSX.Element {
   );
 }
 
+function firstWord(text: string): string {
+  return /^\s*\S*/.exec(text)?.[0] ?? "";
+}
+
 /** Where two texts begin to differ. */
 export function Said({ said, names }: { said: [string, string][]; names: [string, string] }): JSX.Element {
   return (
     <>
       {said.map(([before, after], at) => (
         <p key={at} class="excerpt">
-          <span class="who">{names[at]}</span> <Text value={before} /><mark><Text value={after === "" ? "(end)" : after} /></mark>
+          <span class="who">{names[at]}</span>{" "}
+          <bdi><Text value={before} /><mark><Text value={firstWord(after) || "(end)"} /></mark><Text value={after.slice(firstWord(after).length)} /></bdi>
         </p>
       ))}
     </>

@@ -46,7 +46,7 @@ const TITLES: Record<string, [string, string]> = {
   num_characters: ["characters", "num_characters: characters of all messages"],
   num_tool_calls: ["tool calls", "num_tool_calls"],
   num_images: ["images", "num_images"],
-  num_agents: ["agents, number", "num_agents: the main agent and its sub-agents"],
+  num_agents: ["number of agents", "num_agents: the main agent and its sub-agents"],
   format: ["format", "format: the format of the log"],
   file: ["file", "file: the log that contains it"],
   modified: ["modified", "modified: when the file was last written, UTC"],
@@ -305,7 +305,7 @@ function cellOf(
 }
 
 function FilterBox(): JSX.Element {
-  const { selection } = useSession();
+  const { selection, dataset } = useSession();
   const [text, setText] = useState(selection.where);
   useEffect(() => setText(selection.where), [selection.where]);
   const box = useRef<HTMLInputElement>(null);
@@ -330,7 +330,7 @@ function FilterBox(): JSX.Element {
         autocomplete="off"
         value={text}
         disabled={isReport}
-        placeholder={isReport ? "A report contains one selection; use `rollouts view` to filter." : `SQL, as for rollouts filter: instance_id = 'task-1' AND reward > 0`}
+        placeholder={isReport ? "A report contains one selection; use `rollouts view` to filter." : `SQL, as for rollouts filter: ${dataset?.log ? "num_tool_calls > 20 AND error IS NULL" : "instance_id = 'task-1' AND reward > 0"}`}
         onInput={(event) => setText(event.currentTarget.value)}
         onKeyDown={(event) => {
           if (event.key === "Escape") setText(selection.where);
