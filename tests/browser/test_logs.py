@@ -72,7 +72,7 @@ def test_search_finds_text_and_opens_the_conversation(tab):
     tab.page.wait_for_selector(".hits ol li")
     tab.page.click(".hits ol button")
     tab.settle()
-    assert "It is shut." in tab.text()
+    assert "It is shut." in tab.text("article.turn.found")
 
 
 def test_the_command_that_converts_is_shown(tab):

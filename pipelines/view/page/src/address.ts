@@ -8,11 +8,12 @@ export type View = (typeof VIEWS)[number];
 /**
  * `data`, `where`, `sort`, `descending`: the selection; `task`, `trajectory`, `step`, `at`: the current item in it;
  * `run`, `update`: the joined update of a run; `color`: the column that sets colours; `other`: the dataset to compare
- * `data` with; `runs`, `smooth`, `keys`: the charts; `pins`: pinned trajectories, as a JSON list.
+ * `data` with; `runs`, `smooth`, `keys`: the charts; `pins`: pinned trajectories, as a JSON list;
+ * `found`: the text that a search found in the conversation.
  */
 export type Name =
   | "data" | "where" | "sort" | "descending" | "task" | "trajectory" | "step" | "at" | "run" | "update"
-  | "color" | "other" | "runs" | "smooth" | "keys" | "pins" | "of" | "columns" | "axis"; // prettier-ignore
+  | "color" | "other" | "runs" | "smooth" | "keys" | "pins" | "of" | "columns" | "axis" | "found"; // prettier-ignore
 
 export type Place = { view: View } & { [name in Name]?: string };
 export type Change = { view?: View } & { [name in Name]?: string | undefined };
@@ -50,7 +51,7 @@ export function here(): Place {
 }
 
 export function changed(place: Place, change: Change): Place {
-  const merged: Record<string, string | undefined> = { ...place, ...change };
+  const merged: Record<string, string | undefined> = { ...place, ...("trajectory" in change ? { found: undefined } : {}), ...change };
   for (const [name, value] of Object.entries(merged)) if (value === undefined) delete merged[name];
   return merged as Place;
 }

@@ -22,7 +22,7 @@ export function Find(): JSX.Element | null {
     const hit = found?.hits[index];
     if (hit === undefined) return;
     setAt(index);
-    go({ view: "tokens", trajectory: hit.trajectory_id, step: String(hit.step_index), at: hit.position === null ? undefined : String(hit.position), task: undefined });
+    go({ view: "tokens", trajectory: hit.trajectory_id, step: String(hit.step_index), at: hit.position === null ? undefined : String(hit.position), found: hit.position === null ? hit.found : undefined, task: undefined });
   };
   const close = (): void => {
     setFound(null);

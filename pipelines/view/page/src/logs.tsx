@@ -6,7 +6,7 @@ import type { Dataset, Log } from "./answers";
 import { Num, Text } from "./parts";
 import { count } from "./text";
 
-const STAGES = { open: "Detecting formats", find: "Finding runs", read: "Reading runs" } as const;
+const STAGES = { open: "Detecting formats", find: "Finding runs", read: "Reading" } as const;
 
 export function LogLine({ dataset }: { dataset: Dataset }): JSX.Element | null {
   const log = dataset.log ?? null;

@@ -1,7 +1,7 @@
 /** View 5: the messages of a trajectory, in lanes. */
 
 import type { JSX } from "preact";
-import { useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { go } from "../address";
 import { type Conversation, conversation, type Part, picture, type Turn } from "../answers";
 import { useKeys } from "../keys";
@@ -44,7 +44,9 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
   const [open, setOpen] = useState(false);
   const [repeated, setRepeated] = useState(false);
   const [turn, setTurn] = useState(-1);
+  const { found: sought = "" } = useSession().place;
   const turns = found.lanes.flatMap((lane) => lane.turns);
+  const soughtIn = sought === "" ? undefined : turns.find((one) => one.is_new && one.parts.some((part) => part.text.includes(sought)));
   const folds = turns.some((one) => one.parts.some((part) => isFolded(part, one.role)));
   const sampled = turns.filter((one) => one.num_tokens !== null);
   const cut = sampled.filter((one) => one.stop_reason === "length").length;
@@ -105,7 +107,7 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
           <section key={at} class="lane" aria-label={lane.agent ?? "conversation"}>
             {found.lanes.length > 1 && <h2><Text value={lane.agent ?? "(unnamed agent)"} /></h2>}
             {lane.turns.map((one, place) =>
-              one.is_new || repeated ? <TurnCard key={place} turn={one} open={open} /> : null,
+              one.is_new || repeated ? <TurnCard key={place} turn={one} open={open || one === soughtIn} isFound={one === soughtIn} /> : null,
             )}
           </section>
         ))}
@@ -116,13 +118,18 @@ function Lanes({ found, trajectory }: { found: Conversation; trajectory: string 
 
 const ROLES = new Set(["system", "user", "assistant", "tool"]);
 
-function TurnCard({ turn, open }: { turn: Turn; open: boolean }): JSX.Element {
+function TurnCard({ turn, open, isFound }: { turn: Turn; open: boolean; isFound: boolean }): JSX.Element {
+  const card = useRef<HTMLElement>(null);
+  useEffect(() => {
+    if (isFound) card.current?.scrollIntoView({ block: "start" });
+  }, [isFound]);
   const { place, dataset } = useSession();
   const { trajectory } = place;
   const hasTokens = dataset?.log?.has_tokens !== false;
   return (
     <article
-      class={`turn ${ROLES.has(turn.role) ? turn.role : "other"} ${turn.is_new ? "" : "repeated"}`}
+      ref={card}
+      class={`turn ${ROLES.has(turn.role) ? turn.role : "other"} ${turn.is_new ? "" : "repeated"} ${isFound ? "found" : ""}`}
       tabIndex={-1}
       data-step={turn.step_index}
       aria-label={`${plain(turn.role, 40)}, step ${turn.step_index}`}
