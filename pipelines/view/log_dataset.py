@@ -49,6 +49,7 @@ from rollout_io.conversion.untokenized import Untokenized
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.dataset.storage import Location
 from rollout_io.dataset.worker_processes import stream
+from rollout_io.formats.base import Run
 from rollout_io.formats.detect import HINT, find_adapter
 from rollout_io.formats.parsing.notes import UNREAD
 from rollout_io.retokenize.local import tokenizer_directory
@@ -147,6 +148,8 @@ class LogDataset(Dataset):
         self._cache, self._state, self._version = _Cache(), _State(), 0
         self._shown: list[_Shown] = []
         self._frozen: _Shown | None = None
+        self._untokenized: dict[str, str] = {}
+        """Why opened trajectories could not be re-tokenized."""
         self._changed = threading.Condition()
 
     def read(self) -> None:
@@ -301,7 +304,12 @@ class LogDataset(Dataset):
         found = super().row(trajectory_id, step_index, names)
         if not found.num_rows or not sum(len(ids) for ids in found.column("response_ids")):
             hint = "pass --tokenizer DIR to re-tokenize the text (approximate)"
-            got = f"{trajectory_id} has no token ids"
+            got, why = f"{trajectory_id} has no token ids", self._untokenized.get(trajectory_id)
+            if why is not None:
+                got, hint = (
+                    f"{trajectory_id} cannot be re-tokenized: {why}",
+                    "read its conversation",
+                )
             raise TokensMissing(NO_TOKENS, self.path, got, hint=hint)
         return found
 
@@ -328,7 +336,16 @@ class LogDataset(Dataset):
             if not at.format:
                 return pa.ipc.open_stream(content).read_all()
             run = decode_run(zlib.decompress(content))
-            settings = settings_of(at.format, find_adapter(at.format), self._retokenizer)
+            if self._given_tokenizer is not None:
+                directory = tokenizer_directory(self._given_tokenizer)
+                try:
+                    return again(run, Retokenizer(directory=directory))
+                except RolloutError as error:  # the text can still be shown
+                    self._untokenized[trajectory_id] = error.sentence
+            return again(run, Untokenized())
+
+        def again(run: Run, retokenizer: Retokenizer | Untokenized) -> pa.Table:
+            settings = settings_of(at.format, find_adapter(at.format), retokenizer)
             return reread(run, trajectory_id, settings, self._listing, self._spool, self._blobs)
 
         table = self._cache.get((at, trajectory_id), read)
@@ -337,11 +354,6 @@ class LogDataset(Dataset):
             got, hint = "the log changed since it was opened", "start the viewer again"
             raise InputError("input_file", self.path, got, hint=hint)
         return table
-
-    @property
-    def _retokenizer(self) -> Retokenizer | Untokenized:
-        given = self._given_tokenizer
-        return Untokenized() if given is None else Retokenizer(directory=tokenizer_directory(given))
 
     def describe(self) -> dict[str, Any]:
         """Return the dataset's entry in the response of `/api/sources`; `log` describes the logs."""

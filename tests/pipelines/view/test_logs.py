@@ -229,6 +229,17 @@ def test_a_tokenizer_adds_the_tokens_of_a_conversion(tmp_path, smollm2_dir):
     assert told["is_approximate"]
 
 
+@pytest.mark.slow  # loads Transformers
+def test_a_conversation_that_a_template_cannot_render_is_still_shown(tmp_path, smollm2_dir):
+    write_chats(tmp_path / "door.jsonl", CHAT)  # SmolLM2's template drops tool calls
+    ask = Asked(tmp_path / "door.jsonl", tokenizer=str(smollm2_dir))
+    name = ask("/api/datasets/d0/trajectories")["trajectory_id"][0]
+    told = ask("/api/datasets/d0/conversation", trajectory_id=name)
+    assert len(told["lanes"][0]["turns"]) == 4
+    with pytest.raises(RolloutError, match="cannot be re-tokenized"):
+        ask("/api/datasets/d0/tokens", trajectory_id=name, step_index=0)
+
+
 def test_without_a_tokenizer_a_row_of_text_has_no_tokens(tmp_path):
     write_chats(tmp_path / "door.jsonl", CHAT)
     ask = Asked(tmp_path / "door.jsonl")
