@@ -11,6 +11,7 @@ import rollout_io
 from rollout_io import Choices
 from rollout_io.cli.main import run
 from tests.helpers.structural_logs import CONVERSATION
+from tests.helpers.view_helpers import Asked
 from tests.rollout_io.formats.test_opencode import save_storage
 from tests.rollout_io.formats.test_source_is_kept import (
     SYSTEM_IS_USER,
@@ -116,3 +117,13 @@ def test_a_home_with_a_session_without_an_answer_converts_without_it(home, smoll
     choices["chat_template"] = "chatml_tools_thinking"
     summary = rollout_io.convert(inputs, out, Choices(**choices)).summary
     assert (summary.num_trajectories, summary.num_rejected) == (len(LOGS), 1)
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_the_viewer_opens_each_home_unconverted(home, name):
+    ask = Asked(home / name)
+    lines = ask("/api/datasets/d0/trajectories", where="error IS NULL")
+    assert len(lines) == 1
+    told = ask("/api/datasets/d0/conversation", trajectory_id=lines["trajectory_id"][0])
+    texts = [p["text"] for lane in told["lanes"] for t in lane["turns"] for p in t["parts"]]
+    assert any(message["content"] in texts for message in CONVERSATION if message["content"])
