@@ -21,9 +21,9 @@ MODEL = Path(".cache/smollm2")
 STAGES = (
     (
         "Convert the harness's logs",
-        "One row per LLM call, with the exact ids the engine saw and sampled.",
+        "One row per LLM call, with the ids the engine saw and sampled, compared with the logged text.",
         f"rollouts convert examples/shop.calls.jsonl --format calls "
-        f"--rewards examples/shop.rewards.jsonl --out {STEPS}",
+        f"--rewards examples/shop.rewards.jsonl --tokenizer {MODEL} --out {STEPS}",
     ),
     (
         "Validate",
