@@ -104,7 +104,7 @@ def test_a_shard_that_was_written_before_a_crash_is_not_written_again(tmp_path):
 
 @pytest.mark.slow
 def test_long_sessions_are_written_few_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.record.recorder.SHARD_BYTES", 5000)
+    monkeypatch.setattr("pipelines.record.shards.SHARD_BYTES", 5000)
 
     async def main(url):
         async with recording(tmp_path / "ds", url, flush_s=60) as client:
