@@ -16,7 +16,7 @@ from trainer.engine.embedded import TransformersEngine
 
 GUIDES = ROOT / "docs" / "guides"
 VLLM = "http://127.0.0.1:8000"
-BEFORE = ("export PIP_", "python3 -m venv ", "pip ", "make ", "vllm ")
+BEFORE = ("python3 -m venv ", "pip ", "make ", "vllm ")
 """How the blocks begin that prepare a machine: those of the tests are prepared."""
 
 
