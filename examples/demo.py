@@ -34,7 +34,7 @@ STAGES = (
     (
         "Look at a trajectory",
         "The prompt of each step, its sampled tokens, and the tokens to train on.",
-        f"rollouts inspect {STEPS} --where \"return > 0 and num_turns = 2\" --limit 1",
+        f'rollouts inspect {STEPS} --where "return > 0 and num_turns = 2" --limit 1',
     ),
     (
         "Merge",

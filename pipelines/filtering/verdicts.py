@@ -181,7 +181,7 @@ def check_expression(frame: pl.LazyFrame, expression: pl.Expr, name: str) -> Non
     used = [column for column in expression.meta.root_names() if column != STEPS]
     check_columns(used, known, name, name.partition(": ")[2] or name)
     # Evaluating the expression on zero rows finds type errors without reading data.
-    types = types_in(expression, schema)
+    types = types_in(expression.meta.root_names(), schema)
     collect(pl.DataFrame(schema=schema).lazy().select(expression), name, types)
 
 

@@ -291,7 +291,7 @@ async def _json_body(request: Request) -> dict[str, object]:
     body = await read_body(request, MAX_BODY_BYTES)
     try:
         found = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError("json_line", where, f"invalid JSON: {error}") from None
     if not isinstance(found, dict):
         raise InputError("json_line", where, "the body is not a JSON object")

@@ -12,7 +12,7 @@ from pipelines.view.conversation import conversation
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
 from pipelines.view.sources import Run
-from pipelines.view.task_texts import task_text
+from pipelines.view.task_texts import first_steps, task_text
 from schemas.ragged import Ragged
 
 MAX_TASKS = 10_000
@@ -42,10 +42,13 @@ def group(
 
 
 def text(dataset: Dataset, instance_id: str) -> dict[str, str | None]:
-    """Return the complete text of a task: the first user message of its first row."""
-    first = dataset.index.bounds(int(dataset.index.group(instance_id)[0]))[0]
+    """Return the complete text of a task: the first user message of its first step."""
+    first, end = dataset.index.bounds(int(dataset.index.group(instance_id)[0]))
     if not dataset.has("messages"):
         return {"text": None}
+    names = [name for name in ("step_index", "segments") if dataset.has(name)]
+    steps = first_steps(dataset.reader.rows(first, end, names)).to_pylist()
+    first += steps.index(min(steps))
     messages = dataset.reader.rows(first, first + 1, ["messages"]).column("messages")[0].as_py()
     found = task_text(messages)
     return {"text": None if found is None else shortened(found)}

@@ -385,7 +385,7 @@ class LogDataset(Dataset):
                 "num_skipped": len(counts.skipped),
                 "skipped": [f"{n}: {why}" for n, why in counts.skipped.items()][:_SHOWN_NAMES],
                 "notes": _notes(shown.notes),
-                "error": None if error is None else str(error),
+                "error": None if error is None else _told(error),
                 "has_tokens": self.has_tokens,
                 "command": self.command,
             },
@@ -407,6 +407,10 @@ def _shown(path: str, state: _State, version: int) -> _Shown:
 def _notes(notes: Mapping[str, int]) -> list[str]:
     found = sorted(notes.items(), key=lambda each: (each[0].startswith(UNREAD), each[0]))
     return [f"{number:,} {what}" for what, number in found][:_SHOWN_NAMES]
+
+
+def _told(error: RolloutError) -> str:
+    return f"{error} Hint: {error.hint}" if error.hint else str(error)
 
 
 def _hinted(error: RolloutError) -> RolloutError:

@@ -7,6 +7,7 @@ sub-agents and forks of a session) as a conversion does.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,7 +217,9 @@ class _Indexing:
         """Yield the part of what was read, if there is a trajectory."""
         if read.table.num_rows and not self.names & read.runs.keys():
             self.names |= read.runs.keys()
-            places = {name: (read.format, run.places[0].path) for name, run in read.runs.items()}
+            places = {
+                name: (read.format, self._source(run.places[0])) for name, run in read.runs.items()
+            }
             written: dict[int, At] = {}
             for run in read.runs.values():
                 if id(run) not in written:
@@ -230,6 +233,11 @@ class _Indexing:
             }
             self.file.flush()
             yield self._part(read.table, places, runs, read.notes)
+
+    def _source(self, place: Place) -> Path:
+        """Return the file of a record; that of a decompressed one is named only in messages."""
+        is_listed = place.path.is_relative_to(self.listing.path)
+        return place.path if is_listed else Path(re.sub(r":\d+$", "", place.where))
 
     def _rejected(self, rejected: Sequence[Rejected]) -> Iterator[Part]:
         """Yield a part for each rejected record that has a row of its own."""

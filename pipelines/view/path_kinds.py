@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 from pipelines.view.row_tables import kind_of_table
 from pipelines.view.run_files import is_run
 from rollout_io.conversion.opened_logs import AUTO
-from rollout_io.dataset.storage import STAGING, Location
+from rollout_io.dataset.storage import SHARD_SUFFIX, STAGING, Location
 from rollout_io.formats.detect import load_formats, recognize
 
 PathKind = Literal["run", "table", "log", "dataset"]
@@ -36,21 +37,32 @@ def kind_of_path(path: str, log_format: str = AUTO) -> PathKind:
     if is_run(found):
         return "run"
     shards = Location.of(path).datasets() if found.is_dir() else [path]
-    if not shards:
+    if not any(map(os.path.isfile, shards)):
         is_staged = (found / STAGING).exists()
         return "dataset" if is_staged else "log"
-    names = _columns(shards[0])
-    if names is None:
-        is_parquet = shards[0].endswith(".parquet")
-        return "dataset" if is_parquet else "log"
-    if _ROLLOUTS not in names and any(recognize(each, load_formats().adapters) for each in shards):
+    if any(_ROLLOUTS in names for names in map(_columns, shards)):
+        return "dataset"
+    if any(recognize(each, load_formats().adapters) for each in shards):
         return "log"
-    return "dataset" if found.is_dir() or kind_of_table(path) is None else "table"
+    if found.is_dir():
+        return "log" if _has_others(found, {*shards}) else "dataset"
+    if not path.endswith(SHARD_SUFFIX):
+        return "log"
+    return "dataset" if kind_of_table(path) is None else "table"
 
 
-def _columns(path: str) -> list[str] | None:
-    """Return the columns of a Parquet file; None for any other file."""
+def _has_others(folder: Path, shards: set[str]) -> bool:
+    """True if a directory has visible files other than these."""
+    return any(
+        str(Path(place) / name) not in shards and not name.startswith(".")
+        for place, _, names in os.walk(folder)
+        for name in names
+    )
+
+
+def _columns(path: str) -> list[str]:
+    """Return the columns of a Parquet file; none for any other file."""
     try:
-        return list(pq.read_schema(path).names)
+        return list(pq.read_schema(path).names) if os.path.isfile(path) else []  # noqa: PTH113
     except (pa.ArrowException, OSError):
-        return None
+        return []

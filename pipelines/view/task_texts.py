@@ -1,10 +1,11 @@
-"""The text of a task: the first user message of its first row."""
+"""The text of a task: the first user message of its first step."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
+import polars as pl
 import pyarrow as pa
 
 from schemas.numpy_arrays import to_frame
@@ -50,11 +51,23 @@ def add_starts(table: pa.Table, starts: dict[str, str | None]) -> None:
         table: The next rows of a dataset, with `instance_id`; without `messages`, texts are None.
         starts: Starts by instance_id.
     """
-    ids = to_frame({"task": table.column("instance_id")}).with_row_index("row")
+    frame = to_frame({"instance_id": table.column("instance_id"), "step": first_steps(table)})
+    begun = frame.with_row_index("row").sort("step", maintain_order=True)
+    begun = begun.unique("instance_id", keep="first").sort("row")
     said = table.column("messages") if "messages" in table.column_names else None
-    for row, name in ids.unique("task", keep="first", maintain_order=True).rows():
+    for row, name, _ in begun.rows():
         if name not in starts:
             starts[name] = None if said is None else _start(task_text(said[row].as_py()))
+
+
+def first_steps(table: pa.Table) -> pa.ChunkedArray:
+    """Return the index of each row's first step: a merged row may stand after one that began later."""
+    steps = table.column("step_index")
+    if "segments" not in table.column_names:
+        return steps
+    frame = to_frame({"step": steps, "of": table.column("segments")})
+    first = pl.col("of").list.first().struct.field("step_index").fill_null(pl.col("step"))
+    return frame.select(first.alias("step")).to_arrow().column("step")
 
 
 def _start(text: str | None) -> str | None:

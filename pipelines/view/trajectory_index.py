@@ -255,7 +255,7 @@ class TrajectoryIndex:
             condition, windows = _by_numbers_in(condition)
             numbers = dict.fromkeys(["trajectory_id", *windows])
             key, frame = _KEY, frame.with_columns(self._numbers(name) for name in numbers)
-        types = types_in(pl.struct(sorted(used)), frame.collect_schema()) if used else ""
+        types = types_in(sorted(used), frame.collect_schema())
         values = row_values(frame, condition, {}, where, key).select("holds")
         found = collect(values, where, types, "streaming" if rows is None else "in-memory")
         kept = np.broadcast_to(found["holds"].to_numpy(), len(self.rows))  # a constant is one value

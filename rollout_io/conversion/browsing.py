@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ BATCH_BYTES = 8 << 20
 """Size of the log records of one table."""
 
 LINK = "outside_link"
+_CHANGED, _AGAIN = "the log changed since it was opened", "start the viewer again"
 
 
 class LogFile(NamedTuple):
@@ -56,7 +58,7 @@ class LogFile(NamedTuple):
     modified: float
 
 
-@dataclass(slots=True)
+@dataclass
 class Listing:
     """The files of a log or of a directory of logs.
 
@@ -91,6 +93,19 @@ class Listing:
         else:
             found._add(path)
         return found
+
+    def was_replaced(self, path: Path) -> bool:
+        """True if a listed file is shorter, or was written without growing, since it was listed."""
+        known = self._known.get(path)
+        if known is None or not path.is_file():
+            return False
+        found = path.stat()
+        is_same = (found.st_size, found.st_mtime) == (known.num_bytes, known.modified)
+        return found.st_size <= known.num_bytes and not is_same
+
+    @cached_property
+    def _known(self) -> dict[Path, LogFile]:
+        return {file.path: file for file in self.files}
 
     @property
     def num_bytes(self) -> int:
@@ -282,6 +297,8 @@ def reread(
         if not (listing.holds(place.path) or place.path.is_relative_to(spool)):
             got = "the file is now a link that leaves the directory"
             raise InputError(LINK, place.where, got)
+        if listing.was_replaced(place.path):
+            raise InputError("input_file", place.where, _CHANGED, "", _AGAIN)
     tables, rejected = [], list[Rejected]()
     with _reading(listing, blobs):
         for read in read_runs([run], settings):
@@ -293,8 +310,7 @@ def reread(
         if rejected:
             raise min(rejected, key=lambda each: each.error.rule == INCOMPLETE).error
         where = run.places[0].where if run.places else trajectory_id
-        got, hint = "the log changed since it was opened", "start the viewer again"
-        raise InputError("input_file", where, got, "", hint)
+        raise InputError("input_file", where, _CHANGED, "", _AGAIN)
     return pa.concat_tables(tables, promote_options="permissive")
 
 

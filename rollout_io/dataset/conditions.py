@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,10 +110,9 @@ def refused(error: BaseException, where: str, types: str = "") -> ConfigError:
     return ConfigError("condition", where, got, "", _HINT)
 
 
-def types_in(condition: pl.Expr, schema: Mapping[str, pl.DataType]) -> str:
-    """List the columns of a condition with their types, for messages: "reward: Float64"."""
-    names = dict.fromkeys(condition.meta.root_names())
-    return ", ".join(f"{name}: {schema[name]}" for name in names if name in schema)
+def types_in(names: Iterable[str], schema: Mapping[str, pl.DataType]) -> str:
+    """List columns with their types, for messages: "reward: Float64"."""
+    return ", ".join(f"{n}: {schema[n]}" for n in dict.fromkeys(names) if n in schema)
 
 
 def check_columns(used: Sequence[str], known: Sequence[str], where: str, text: str) -> None:

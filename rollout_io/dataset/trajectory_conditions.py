@@ -156,7 +156,7 @@ def row_values(
     try:  # zero rows show type errors without reading data
         _evaluated(empty, condition, folded, key).collect()
     except POLARS_ERRORS as error:
-        raise refused(error, where, types_in(pl.struct(names), schema)) from None
+        raise refused(error, where, types_in(names, schema)) from None
     return _evaluated(frame, condition, folded, key)
 
 
@@ -215,7 +215,7 @@ def evaluate(
     try:
         return found.collect(engine="streaming")
     except POLARS_ERRORS as error:
-        types = types_in(pl.struct(condition.names), frame.collect_schema())
+        types = types_in(condition.names, frame.collect_schema())
         raise refused(error, where, types) from None
 
 

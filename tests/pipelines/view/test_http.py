@@ -123,6 +123,8 @@ def test_only_labels_are_posted(client):
     assert client.get("/api/datasets/d0/labels").status_code == 405
     wrong = client.post("/api/datasets/d0/labels", content=b"column=x")
     assert wrong.status_code == 400
+    deep = {"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}
+    assert client.post("/api/datasets/d0/labels", **deep).status_code == 400
     wrong = client.post("/api/datasets/d0/labels", json=["x"])
     assert wrong.status_code == 400
 

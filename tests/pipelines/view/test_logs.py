@@ -1,5 +1,6 @@
 """Logs in the viewer, without a conversion: what is shown is what a conversion would write."""
 
+import gzip
 import json
 import os
 
@@ -284,6 +285,57 @@ def test_paths_are_told_apart(shop, folder, tmp_path):
     assert kind_of_path(str(tmp_path / "none")) == "dataset"
     with pytest.raises(RolloutError, match="neither a dataset"):
         kind_of_path(str(tmp_path / "other.parquet"))
+
+
+@pytest.mark.parametrize("content", [b"PAR1 but cut", None])
+def test_a_table_beside_logs_leaves_them_logs(folder, content):
+    if content is None:
+        pl.DataFrame({"a": [1]}).write_parquet(folder / "results.parquet")
+    else:
+        (folder / "results.parquet").write_bytes(content)
+    assert kind_of_path(str(folder)) == "log"
+    ask = Asked(folder)
+    assert "good.jsonl" in ask("/api/datasets/d0/trajectories")["file"].to_list()
+    told = [*log_of(ask)["skipped"], *ask("/api/datasets/d0/trajectories")["error"].to_list()]
+    assert any("results.parquet" in str(each) for each in told)
+
+
+def test_a_pipe_with_the_name_of_a_table_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "x.parquet")
+    assert kind_of_path(str(tmp_path)) == kind_of_path(str(tmp_path / "x.parquet")) == "log"
+    with pytest.raises(RolloutError, match="no files"):
+        Sources.open([str(tmp_path)])
+
+
+def test_a_log_written_anew_says_so_when_a_conversation_is_opened(tmp_path):
+    path = tmp_path / "door.jsonl"
+    write_chats(path, CHAT, task="door")
+    ask = Asked(path)
+    (name,) = ask("/api/datasets/d0/trajectories")["trajectory_id"]
+    path.write_text(path.read_text().replace("door", "roof"))
+    os.utime(path, (1, 1))
+    with pytest.raises(RolloutError, match="changed since it was opened"):
+        ask("/api/datasets/d0/conversation", trajectory_id=name)
+
+
+def test_a_log_that_grew_still_opens(tmp_path):
+    path = tmp_path / "door.jsonl"
+    write_chats(path, CHAT, task="door")
+    ask = Asked(path)
+    (name,) = ask("/api/datasets/d0/trajectories")["trajectory_id"]
+    with path.open("a") as file:
+        file.write(path.read_text())
+    assert ask("/api/datasets/d0/conversation", trajectory_id=name)["lanes"]
+
+
+def test_a_compressed_log_is_named_as_it_lies_there(tmp_path):
+    (tmp_path / "a").mkdir()
+    write_chats(tmp_path / "door.jsonl", CHAT, task="door")
+    packed = gzip.compress((tmp_path / "door.jsonl").read_bytes())
+    (tmp_path / "door.jsonl").unlink()
+    (tmp_path / "a" / "door.jsonl.gz").write_bytes(packed)
+    lines = Asked(tmp_path)("/api/datasets/d0/trajectories")
+    assert lines["file"].to_list() == ["a/door.jsonl.gz"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pipelines.view.task_texts import MAX_START, add_starts, task_text
 from rollout_io import RolloutWriter, scan
+from rollout_io.cli.main import run
 from tests.helpers.view_helpers import Asked
 
 ROOT = "/api/datasets/d0"
@@ -45,7 +46,8 @@ def test_the_first_user_message_with_text_is_the_task(said, text):
 @given(messages | values)
 def test_any_json_has_a_text_or_none_and_its_start_is_one_short_line(said):
     text = task_text(json.dumps(said))
-    table, starts = pa.table({"instance_id": ["t"], "messages": [json.dumps(said)]}), {}
+    said_row = {"instance_id": ["t"], "step_index": [0], "messages": [json.dumps(said)]}
+    table, starts = pa.table(said_row), {}
     add_starts(table, starts)
     start = starts["t"]
     assert (text is None) == (start is None)
@@ -100,3 +102,18 @@ def test_a_dataset_without_messages_has_no_texts(shop, tmp_path):
     ask = Asked(path)
     assert "task_text" not in ask(f"{ROOT}/trajectories").columns
     assert ask(f"{ROOT}/task", instance_id="shop-1") == {"text": None}
+
+
+def test_merging_changes_no_text_of_a_task(shop, tmp_path):
+    assert run(["merge", str(shop), "--out", str(tmp_path / "merged")]) == 0
+    texts = [
+        dict(
+            Asked(path)(f"{ROOT}/trajectories", limit=100).select("instance_id", "task_text").rows()
+        )
+        for path in (shop, tmp_path / "merged")
+    ]
+    assert texts[0] == texts[1]
+    asked = [
+        Asked(path)(f"{ROOT}/task", instance_id="shop-9") for path in (shop, tmp_path / "merged")
+    ]
+    assert asked[0] == asked[1]

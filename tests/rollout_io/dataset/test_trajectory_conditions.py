@@ -134,6 +134,8 @@ def test_any_of_a_list_still_compares_with_its_elements():
         ("any(reward)", "reward: Float64"),
         ("any(rewrd > 0)", "no column 'rewrd' (character 5"),
         ("last(reward)", "expected `Boolean`"),
+        ("1", "expected `Boolean`"),
+        ("null", "expected `Boolean`"),
         ("any(max(reward) > 0)", "an aggregate over the entire dataset"),
         ("any(reward IN (SELECT 1))", "SELECT"),
         ("any(lpad(agent, 2000000000, 'x') = 'x')", "lpad"),
