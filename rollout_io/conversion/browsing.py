@@ -180,8 +180,8 @@ def open_listed(
     refuse = tell or (lambda _name, _error: None)
     # Links to directories are never followed; ignoring one would ignore all that its target holds.
     ignored = [str(path) for path in listing.refused if not (path.is_symlink() and path.is_dir())]
-    for path, error in listing.refused.items():
-        refuse(str(path), error)
+    for error in listing.refused.values():
+        refuse(error.where, error)  # unlike a path, always UTF-8
     named = [str(listing.path)]
     opened = open_log(named, format_name, spool, ignored, skips=True, tell=refuse)
     for log in opened.logs:

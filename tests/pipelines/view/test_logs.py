@@ -328,6 +328,15 @@ def test_a_log_that_grew_still_opens(tmp_path):
     assert ask("/api/datasets/d0/conversation", trajectory_id=name)["lanes"]
 
 
+def test_a_name_that_is_not_utf_8_is_told(tmp_path):
+    write_chats(tmp_path / "door.jsonl", CHAT, task="door")
+    (tmp_path / os.fsdecode(b"b\xff.jsonl")).write_bytes((tmp_path / "door.jsonl").read_bytes())
+    errors = Asked(tmp_path)("/api/datasets/d0/trajectories").select("file", "error").rows()
+    assert [name for name, error in errors if error and "not valid UTF-8" in error] == [
+        r"b\xff.jsonl"
+    ]
+
+
 def test_a_compressed_log_is_named_as_it_lies_there(tmp_path):
     (tmp_path / "a").mkdir()
     write_chats(tmp_path / "door.jsonl", CHAT, task="door")
