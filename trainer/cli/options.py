@@ -52,6 +52,17 @@ def config_to_resume(run: str, given: Mapping[str, str | None]) -> Path:
     return file
 
 
+def resume_command(verb: str, run: str, num_processes: int) -> str:
+    """Return the shell command that resumes a run on the same number of processes.
+
+    Example:
+        >>> resume_command("train", "my run", 2)
+        "rollouts train --resume 'my run' --num-processes 2"
+    """
+    processes = f" --num-processes {num_processes}" if num_processes > 1 else ""
+    return f"rollouts {verb} --resume {shlex.quote(run)}{processes}"
+
+
 def require(ctx: click.Context, **given: object) -> None:
     """Reject a command without an argument or option that only --resume makes superfluous.
 

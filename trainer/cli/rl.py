@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ from trainer.cli.options import (
     algorithm_option,
     config_to_resume,
     require,
+    resume_command,
     resume_option,
     suggest_next_steps,
 )
@@ -84,7 +84,7 @@ def rl(
         config = str(config_to_resume(resume, {"CONFIG.toml": config, "--out": out}))
         options["run.out"] = resume
     settings = load_rl_config(config, overrides, options)
-    again = f"continue with `rollouts rl --resume {shlex.quote(settings.run.out)}`"
+    again = f"continue with `{resume_command('rl', settings.run.out, num_processes)}`"
     how = f"finished work is kept; {again}"
     waits_for = "the current update, or running calls"
     if (status := in_processes(num_processes, again)) is not None:

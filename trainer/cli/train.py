@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +18,7 @@ from trainer.cli.options import (
     algorithm_option,
     config_to_resume,
     require,
+    resume_command,
     resume_option,
     suggest_next_steps,
 )
@@ -120,7 +120,7 @@ def train(
     find_shards(settings.data.dataset)  # before torch is imported, which takes seconds
     if resume is None:
         check_model_directory(settings.model.path)
-    again = f"continue with `rollouts train --resume {shlex.quote(settings.run.out)}`"
+    again = f"continue with `{resume_command('train', settings.run.out, num_processes)}`"
     if (status := in_processes(num_processes, again)) is not None:
         return status
     with requires_extra("train", "rollouts train"):
@@ -130,7 +130,7 @@ def train(
         with shown_log():
             planned = report.dry_run(settings, resume=resume is not None)
     else:
-        stops = going_on(lambda: how_to_resume(settings.run.out), "the current update")
+        stops = going_on(lambda: how_to_resume(settings.run.out, again), "the current update")
         with shown_log(), stops if is_main() else nullcontext():
             result = loop.train(settings, resume=resume is not None)
     if not is_main():
@@ -238,13 +238,13 @@ def _is_run(path: str) -> bool:
     return False
 
 
-def how_to_resume(out: str) -> str:
-    """Return instructions for resuming a stopped run."""
+def how_to_resume(out: str, again: str) -> str:
+    """Return what a stopped run has saved, and how to continue it (`again`)."""
     if not (Path(out) / "config.json").exists():
         return "nothing was written: run the same command again"
     has_any = any(Path(out).glob("checkpoints/global_step_*"))
     saved = f"saved in {out}/checkpoints" if has_any else "no checkpoint yet"
-    return f"{saved}; continue with `rollouts train --resume {shlex.quote(out)}`"
+    return f"{saved}; {again}"
 
 
 def _show(settings: Sections, *, as_json: bool) -> int:

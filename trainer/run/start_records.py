@@ -19,7 +19,9 @@ from accelerate import Accelerator
 
 import rollout_io
 from rollout_io.dataset.atomic_files import replace_text
+from schemas.errors import count
 from trainer.config.train_config import TrainConfig
+from trainer.run.messages import say
 
 FILE = "starts.jsonl"
 MACHINE = ("device", "num_processes", "torch", "transformers")
@@ -50,9 +52,15 @@ def record_start(
 ) -> None:
     """Add a line to `starts.jsonl` for a run that starts or resumes after `global_step` updates.
 
-    Existing lines with the same or a larger `global_step` are removed.
+    Existing lines with the same or a larger `global_step` are removed. A note is logged if the
+    number of processes differs from the last start's.
     """
-    kept = [line for line in starts_of(out) if line["global_step"] < global_step]
+    starts, num = starts_of(out), accelerator.num_processes
+    before = starts[-1].get("num_processes") if starts else None
+    if isinstance(before, int) and before != num:
+        found, used = count(num, "process", "es"), count(before, "process", "es")
+        say(f"note: training in {found}; the run used {used} so far (--num-processes)")
+    kept = [line for line in starts if line["global_step"] < global_step]
     settings = {key: getattr(config.batch, key) for key in CHANGING}
     kept.append({"global_step": global_step} | this_machine(accelerator) | settings)
     replace_text(out / FILE, "".join(f"{json.dumps(line)}\n" for line in kept))

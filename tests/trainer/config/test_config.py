@@ -11,6 +11,7 @@ import trainer
 from schemas.errors import RolloutError
 from tests.helpers.configs import SECTIONS, from_saved, train_config
 from tests.helpers.trainer_helpers import group_rows, write_dataset
+from trainer.cli.options import resume_command
 from trainer.cli.train import how_to_resume
 from trainer.config.train_config import TrainConfig, load_config, save_config
 from trainer.run.messages import say_learning_rate
@@ -303,13 +304,16 @@ def test_a_missing_dataset_or_model_is_refused_before_torch_is_imported(tmp_path
 
 
 def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
-    assert how_to_resume(str(tmp_path / "run")).endswith("run the same command again")
+    out = str(tmp_path / "run")
+    again = f"continue with `{resume_command('train', out, 2)}`"
+    assert again == f"continue with `rollouts train --resume {out} --num-processes 2`"
+    assert resume_command("rl", "my run", 1) == "rollouts rl --resume 'my run'"
+    assert how_to_resume(out, again).endswith("run the same command again")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").touch()
-    again = f"continue with `rollouts train --resume {tmp_path}/run`"
-    assert how_to_resume(str(tmp_path / "run")) == f"no checkpoint yet; {again}"
+    assert how_to_resume(out, again) == f"no checkpoint yet; {again}"
     (tmp_path / "run" / "checkpoints" / "global_step_1").mkdir(parents=True)
-    assert how_to_resume(str(tmp_path / "run")) == f"saved in {tmp_path}/run/checkpoints; {again}"
+    assert how_to_resume(out, again) == f"saved in {tmp_path}/run/checkpoints; {again}"
 
 
 def test_missing_torch_names_the_extra() -> None:

@@ -379,6 +379,17 @@ def test_resuming_needs_only_the_run_and_may_change_what_may_change(
     assert config["run"]["out"] == str(moved)
 
 
+def test_another_number_of_processes_is_noted(out: Path, capfd: Any) -> None:
+    starts = json.loads((out / "starts.jsonl").read_text())
+    (out / "starts.jsonl").write_text(json.dumps(starts | {"num_processes": 2}) + "\n")
+    assert main(["train", "--resume", str(out)]) == 0
+    said = "note: training in 1 process; the run used 2 processes so far (--num-processes)\n"
+    assert capfd.readouterr().err.count(said) == 1
+    (out / "checkpoints" / "latest").write_text("global_step_2\n")
+    assert main(["train", "--resume", str(out)]) == 0
+    assert "so far" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_a_checkpoint_after_the_current_update(
     number: signal.Signals, paths: dict[str, str], whole: Path, tmp_path: Path, monkeypatch: Any

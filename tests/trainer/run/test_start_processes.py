@@ -128,7 +128,7 @@ def test_a_loop_whose_process_or_starter_is_killed_leaves_nothing_behind(
         assert process.returncode == 1
         assert said.count("Error: ") == 1
         assert f"Error: rank {killed} (of 2 processes): the process was killed by SIGKILL" in said
-        assert f"rollouts rl --resume {out}" in said
+        assert f"rollouts rl --resume {out} --num-processes 2" in said
         assert "Traceback" not in said
 
 
@@ -165,7 +165,7 @@ def test_ctrl_c_saves_training_in_two_processes_without_a_traceback(tmp_path: Pa
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 130
-    assert f"continue with `rollouts train --resume {out}`" in said
+    assert f"continue with `rollouts train --resume {out} --num-processes 2`" in said
     assert "Traceback" not in said
     assert "Error" not in said
     num_made = len(lines_of(out))
