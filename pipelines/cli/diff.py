@@ -76,7 +76,7 @@ def diff(
         emit_json(found.as_json() | {"a": a, "b": b, "greedy": partings.to_dicts()})
         return
     emit("\n".join(_screen(a, b, found, partings)))
-    next_command(f"rollouts view {a} {b}" if a != b else f"rollouts view {a}")
+    next_command("rollouts", "view", *dict.fromkeys((a, b)))
 
 
 def _attempts(

@@ -189,7 +189,7 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
             + count(part["num_trajectories"], "trajectory")
         )
     if out is not None and not dry_run:
-        next_command(f"rollouts stats {out}")
+        next_command("rollouts", "stats", out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,7 +93,7 @@ def _say(counts: Counts, out: str, *, as_json: bool) -> None:
         emit_json(asdict(counts))
     note(f"rows    {counts.num_rows_before:>9,} -> {counts.num_rows_after:,}")
     note(f"tokens  {counts.num_tokens_before:>9,} -> {counts.num_tokens_after:,}")
-    next_command(f"rollouts stats {out}")
+    next_command("rollouts", "stats", out)
 
 
 def _rewritten(

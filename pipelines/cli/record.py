@@ -177,7 +177,7 @@ def record(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serving)
     status.close()
-    next_command(f"rollouts validate {settings.out}")
+    next_command("rollouts", "validate", settings.out)
 
 
 def _check(settings: RecordSettings) -> None:

@@ -93,7 +93,8 @@ def rescore(
         f"mean return {_text(before)} -> {_text(after)}: {compared['num_higher']:,} higher, "
         f"{compared['num_equal']:,} equal, {compared['num_lower']:,} lower"
     )
-    next_command(f"rollouts filter {dataset} --reward {name} --out {dataset.rstrip('/')}-{name}")
+    filtered = f"{dataset.rstrip('/')}-{name}"
+    next_command("rollouts", "filter", dataset, "--reward", name, "--out", filtered)
 
 
 def _compared(frame: pl.LazyFrame, outcome: Outcome, dataset: str, name: str) -> dict[str, Any]:

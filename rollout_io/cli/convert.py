@@ -314,7 +314,7 @@ def _report(
     if done.summary.num_rejected:
         rejected = count(done.summary.num_rejected, "record")
         warn(f"{rejected} rejected: see {rejected_path(out)}")
-    next_command(f"rollouts validate {out}")
+    next_command("rollouts", "validate", out)
 
 
 def _joined_texts(done: Conversion) -> Iterator[str]:

@@ -59,7 +59,7 @@ def _list(known: Formats, *, as_json: bool) -> None:
     for name, adapter in known.adapters.items():
         emit(f"{name:<{width}}  {adapter.summary}")
     note_failures(known)
-    next_command("rollouts convert INPUT... --out DS")
+    next_command("rollouts", "convert", "INPUT...", "--out", "DS")
 
 
 def _identify(inputs: tuple[str, ...], known: Formats, *, as_json: bool) -> bool:
@@ -201,4 +201,4 @@ def templates(name: str | None, *, as_json: bool) -> None:
         width = max(map(len, TEMPLATES))
         for one, summary in TEMPLATES.items():
             emit(f"{one:<{width}}  {summary}")
-        next_command("rollouts templates NAME")
+        next_command("rollouts", "templates", "NAME")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -111,9 +112,9 @@ def shown_log() -> Iterator[None]:
         yield
 
 
-def next_command(command: str) -> None:
-    """Suggest the next command on stderr."""
-    note(f"next: {command}")
+def next_command(*words: str) -> None:
+    """Suggest the next command on stderr, quoted for the shell."""
+    note(f"next: {shlex.join(words)}")
 
 
 @contextmanager

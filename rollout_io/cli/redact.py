@@ -95,7 +95,7 @@ def redact(
         emit_json(asdict(report))
     else:
         show_report(report)
-    next_command(f"rollouts validate {out}")
+    next_command("rollouts", "validate", out)
 
 
 def show_report(report: Report) -> None:

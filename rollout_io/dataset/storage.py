@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import shlex
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ _LISTED_S = 2  # opening a dataset lists its directory several times
 _ROOT_MARK = "/./"  # as in rsync: separates the dataset's directory from the path inside it
 _PARTITION = re.compile(r"[^._=][^=]*=.*")
 PARTITION_HINT = "name the directories COLUMN=VALUE, with the same columns everywhere"
+RUN_ROLLOUTS = "rollouts"  # directory in a run of `rollouts rl`: one dataset per iteration
+_RUN_FILES = ("config.json", "metrics.jsonl")
 STAGING = ".converting"  # directory of an unfinished conversion; readers skip hidden names
 
 
@@ -174,8 +177,18 @@ def find_shards(path: PathLike) -> list[Location]:
             hint = "run the interrupted command again to resume"
         is_there = location.fs.exists(location.path)
         got = "the directory contains no .parquet files" if is_there else "the path does not exist"
+        if all(location.fs.exists(location.join(name).path) for name in _RUN_FILES):
+            got, hint = "this is a training run, not a dataset", _datasets_of_run(path, location)
         raise InputError("dataset_exists", os.fspath(path), got, "", hint)
     return [Location(location.fs, p) for p in paths]
+
+
+def _datasets_of_run(path: PathLike, run: Location) -> str:
+    """Return a hint that names the datasets of a training run."""
+    if run.fs.isdir(run.join(RUN_ROLLOUTS).path):
+        pattern = posixpath.join(os.fspath(path), RUN_ROLLOUTS, "*")
+        return f"pass its rollouts: {shlex.quote(pattern)}"
+    return "pass the dataset it was trained on (data.dataset in its config.json)"
 
 
 def _refuse_unpartitioned(root: Location) -> None:

@@ -91,7 +91,7 @@ def blame(
         note(f"{count(len(found.shares), 'row')} -> {out}")
     emit_json(summary(found, top)) if as_json else emit_styled(screen(found, top))
     if command := replay_without(found):
-        next_command(command)
+        next_command(*command)
     return 0
 
 

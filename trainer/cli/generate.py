@@ -63,9 +63,9 @@ def generate(*, config: str, out: str | None, overrides: tuple[str, ...], as_jso
     emit_json(dataclasses.asdict(result)) if as_json else emit(_report(result))
     if result.first_error:
         warn(f"first error: {result.first_error}")
-        next_command(f'rollouts inspect {result.out} --where "error is not null"')
+        next_command("rollouts", "inspect", result.out, "--where", "error is not null")
     else:
-        next_command(f"rollouts validate {result.out}")
+        next_command("rollouts", "validate", result.out)
     if result.num_held and not result.num_trajectories:
         note("note: the dataset is complete; to retry failed trajectories, choose a new --out")
     return int(result.num_failed == result.num_trajectories > 0)

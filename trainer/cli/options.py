@@ -92,10 +92,10 @@ def suggest_next_steps(out: str, checkpoint: str) -> None:
 
     For a command whose packages are missing, print how to install them first.
     """
-    run = shlex.quote(out)
     for verb, packages in _PACKAGES.items():
         if all(importlib.util.find_spec(name) for name in packages):
-            next_command(f"rollouts {verb} {run}")
+            next_command("rollouts", verb, out)
         else:
-            note(f'next: pip install "rollout-io[{verb}]", then rollouts {verb} {run}')
+            then = shlex.join(["rollouts", verb, out])
+            note(f'next: pip install "rollout-io[{verb}]", then {then}')
     note(f"next: transformers.AutoModelForCausalLM.from_pretrained({checkpoint!r})")

@@ -28,6 +28,7 @@ from rollout_io.configuration import (
     with_options,
 )
 from rollout_io.configuration_keys import Keys, all_unknown_keys
+from rollout_io.dataset.storage import RUN_ROLLOUTS
 from schemas.errors import ConfigError, RolloutError
 from trainer.config.functions import own_parameters
 from trainer.config.sections import check_section
@@ -42,7 +43,7 @@ from trainer.rl.task_order import TaskOrder
 
 Table = TypeVar("Table")
 MOST_ITERATIONS = 100_000
-ROLLOUTS, DROPPED, UNFINISHED = "rollouts", "dropped", "unfinished"
+ROLLOUTS, DROPPED, UNFINISHED = RUN_ROLLOUTS, "dropped", "unfinished"
 EVALUATIONS = "evaluations"
 
 

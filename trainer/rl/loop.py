@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import shlex
 import signal
 import threading
 import time
@@ -407,6 +408,7 @@ def _hints_at_resuming(config: RlConfig) -> Iterator[None]:
     except RolloutError as error:
         if error.rule not in ENDS_THE_RUN:
             raise
-        kept = f"continue with --resume {config.run.out}: finished groups are kept in {ROLLOUTS}/"
+        again = f"--resume {shlex.quote(config.run.out)}"
+        kept = f"continue with {again}: finished groups are kept in {ROLLOUTS}/"
         hint = f"{error.hint}; then {kept}" if error.hint else kept
         raise error.at(error.where, hint) from error

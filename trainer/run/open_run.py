@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -301,5 +302,6 @@ def refuse_existing_run(out: Path) -> None:
     for name in ("config.json", "metrics.jsonl", "checkpoints"):
         if (out / name).exists():
             got = f"the directory already contains a run ({name})"
-            hint = f"continue it with --resume {out}, choose a different --out, or remove the run"
+            again = f"--resume {shlex.quote(str(out))}"
+            hint = f"continue it with {again}, choose a different --out, or remove the run"
             raise InputError("existing_run", str(out), got, hint=hint)

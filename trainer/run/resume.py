@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -177,7 +178,7 @@ def stops_when_full(out: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         if not _is_full(error):
             raise
-        hint = f"free some disk space, then continue with --resume {out}"
+        hint = f"free some disk space, then continue with --resume {shlex.quote(str(out))}"
         if latest := latest_checkpoint(out):
             hint += f" from {latest}"
         raise InputError("disk_full", str(out), f"cannot write: {error}", hint=hint) from error

@@ -179,7 +179,7 @@ def test_a_run_whose_trajectories_fail_says_why_and_the_next_that_they_are_not_t
     assert run(arguments) == 1
     said = capsys.readouterr().err
     assert "first error: env_raised: trajectory '0_" in said
-    assert '--where "error is not null"' in said
+    assert "--where 'error is not null'" in said
     assert run(arguments) == 0
     assert (
         "the dataset is complete; to retry failed trajectories, choose a new --out"

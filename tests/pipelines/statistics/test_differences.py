@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 
 import numpy as np
 import polars as pl
@@ -230,9 +231,11 @@ def test_the_screen_names_what_got_worse_for_certain(tmp_path, capsys):
     b = write(
         "b", one_step(*[0.0] * 8), one_step(1.0, 0.0, instance="b"), one_step(1.0, instance="c")
     )
-    assert run(["diff", a, b]) == 0
-    printed = capsys.readouterr().out
+    assert run(["diff", a, f"{b}*"]) == 0
+    printed, said = capsys.readouterr()
     assert "2 tasks in both, 1 only in B" in printed
+    assert shlex.split(said.splitlines()[-1]) == ["next:", "rollouts", "view", a, f"{b}*"]
+    assert f"'{b}*'" in said
     assert "tasks, for B: 0 win, 1 tie, 1 loss" in printed
     assert "worse for certain: 1 of 1\n  a: 1 -> 0 in 8 and 8 attempts" in printed
     assert run(["diff", a, b, "--json"]) == 0

@@ -68,6 +68,8 @@ COMMANDS = [
     ("stats nowhere", 1, "dataset_exists", ["nowhere: the path does not exist", "convert"]),
     ("stats empty", 1, "dataset_exists", ["empty: the directory contains no .parquet files"]),
     ("inspect texts", 1, "dataset_exists", ["texts: the directory contains no .parquet files"]),
+    ("inspect loop", 1, "dataset_exists", ["this is a training run", "'loop/rollouts/*'"]),
+    ("diff 'a run' DS", 1, "dataset_exists", ["a run: this is a training run", "config.json"]),
     ("validate notes.md", 1, "readable_file", ["notes.md", "not Parquet"]),
     ("export nowhere --format skyrl -o new", 1, "dataset_exists", ["nowhere", "check the path"]),
     ("filter DS --mix nowhere -o new", 1, "dataset_exists", ["nowhere", "check the path"]),
@@ -160,8 +162,11 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrong")
     rewards = str(EXAMPLES / "shop.rewards.jsonl")
     assert run(["convert", LOG, "--rewards", rewards, "-o", str(folder / "DS"), "-q"]) == 0
-    for name in ("empty", "texts", "MODEL", "run"):
+    for name in ("empty", "texts", "MODEL", "run", "a run", "loop", "loop/rollouts"):
         (folder / name).mkdir()
+    for name in ("a run", "loop"):
+        (folder / name / "config.json").write_text("{}")
+        (folder / name / "metrics.jsonl").touch()
     (folder / "texts" / "a.txt").write_text("hello")
     (folder / "MODEL" / "config.json").write_text("{}")
     (folder / "run" / "metrics.jsonl").write_text(

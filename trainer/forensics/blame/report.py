@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from typing import Any
@@ -67,8 +66,8 @@ def _dominant(found: Blame) -> dict[str, Any] | None:
     return first
 
 
-def replay_without(found: Blame) -> str | None:
-    """Return the command that replays the update without the row or trajectory that stands out.
+def replay_without(found: Blame) -> list[str] | None:
+    """Return the words of the command that replays the update without the row or trajectory that stands out.
 
     None if none stands out, or if the update has no other row.
     """
@@ -80,7 +79,7 @@ def replay_without(found: Blame) -> str | None:
     options = [("--without", name) for name in names]
     options += [("--set", f"{key}={path}") for key, path in found.places.items()]
     command = ["rollouts", "replay", found.run, "--update", str(found.update)]
-    return shlex.join([*command, *(part for option in options for part in _option(*option))])
+    return [*command, *(part for option in options for part in _option(*option))]
 
 
 def _option(name: str, value: str) -> list[str]:
