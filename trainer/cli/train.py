@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,11 +37,18 @@ PLOT_EXAMPLE = """\
 rollouts plot runs/a runs/b --metric return_mean --out curves.png
   rollouts plot shop/ --out shop.png"""
 
+_NOWHERE = f"{os.devnull}/run"
+"""Directory of a run that writes nothing: no run can be there."""
+
 
 @click.command(epilog=example(EXAMPLE))
 @click.argument("dataset", metavar="DS", type=click.Path(), required=False)
 @click.option("--model", metavar="DIR", help="Hugging Face model directory.")
-@click.option("--out", metavar="RUN", help="Directory for the run; must not contain a run.")
+@click.option(
+    "--out",
+    metavar="RUN",
+    help="Directory for the run; must not contain a run. Not needed with --dry-run.",
+)
 @click.option("--config", metavar="F.toml", type=click.Path(), help="Configuration file.")
 @click.option("--lr", type=float, metavar="X", help="Peak learning rate (optimizer.learning_rate).")
 @click.option(
@@ -102,6 +110,8 @@ def train(
 
     sys.path.append(str(Path.cwd()))  # for user functions; last, so that it shadows no module
     if resume is None and not show_config:
+        if dry_run and out is None:
+            out = _NOWHERE
         require(click.get_current_context(), dataset=dataset, model=model, out=out)
     elif resume is not None:
         given = {"DS": dataset, "--model": model, "--out": out, "--config": config}
@@ -121,6 +131,8 @@ def train(
     if resume is None:
         check_model_directory(settings.model.path)
     again = f"continue with `{resume_command('train', settings.run.out, num_processes)}`"
+    if dry_run:
+        again = "run the same command again"
     if (status := in_processes(num_processes, again)) is not None:
         return status
     with requires_extra("train", "rollouts train"):

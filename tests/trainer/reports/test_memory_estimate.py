@@ -1,11 +1,13 @@
 """What a run says that it will hold, and that its settings reach what they are about."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout_io.cli.main import run as main
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
 from trainer.reports.dry_run import dry_run
@@ -81,6 +83,18 @@ def test_settings_reach_the_optimizers_and_the_models(
     for optimizer in (run.learner.optimizer, run.critic.optimizer):
         assert numbers.items() <= optimizer.param_groups[0].items()
     assert run.learner.policy.logprob_chunk_tokens == 7
+
+
+def test_a_dry_run_needs_no_directory_to_write_to(
+    paths: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["train", paths["dataset"], "--model", paths["model"]]
+    assert main([*command, "--dry-run", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["num_trajectories"] == 2
+    assert not list(tmp_path.iterdir())
+    assert main(command) == 2
+    assert "missing option --out" in capfd.readouterr().err
 
 
 def test_a_dry_run_says_where_memory_is_short(paths: dict[str, str], tmp_path: Path) -> None:
