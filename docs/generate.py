@@ -298,8 +298,8 @@ tokens, and a warning names the likely cause.
 ## The plan: `--dry-run`
 
 `rollouts train ... --dry-run` loads the models, performs all checks, prints the plan (`--json` for machine-readable output)
-and writes nothing; `--out` is optional. For one epoch and each layout, it prints the number of sequences, the number of tokens to forward, the
-length of the longest row, the number of micro-batches per update, and the fraction of tokens that are forwarded again
+and writes nothing; `--out` is optional. For one epoch and each layout, it prints the number of sequences, the
+number of tokens to forward, the length of the longest row, the number of micro-batches per update, and the fraction of tokens that are forwarded again
 because trees are cut. Two kinds of tokens are not forwarded: all tokens of masked trajectories and, in each row, the last
 trained token and the tokens after it. A dry run loads the models as training does, reads the dataset once per layout, and
 forwards 192 tokens to measure activations; a note reports how long each part took.

@@ -117,12 +117,14 @@ class Passes:
         self._part = Part()
         self._running: str | None = None
         self._is_first = True
+        self._began_s = self._counted_s = clock()
         self._lock = threading.RLock()  # `tick` runs in a thread
 
     def begin_batch(self, updates: Sequence[PlannedUpdate]) -> None:
         """Start a batch with its remaining updates."""
         with self._lock:
             self._updates = list(updates)
+            self._began_s = self._clock()
         self._num_of_batch = len(updates)
         self._batch_tokens = {}
         for update in updates:
@@ -161,6 +163,7 @@ class Passes:
             if self._updates:
                 self._updates.pop(0)
             self._num_made += made
+            self._began_s = self._clock()
         self._is_first = False
         self._part.close()
         self._part = Part()
@@ -175,7 +178,8 @@ class Passes:
                 say(f"update {self._number}: {self._line(name)}")
 
     def _begin_pass(self, name: str) -> None:
-        self._running = name
+        with self._lock:
+            self._running, self._counted_s = name, self._clock()
         if self._bar is None or not self._bar.is_shown:
             return
         update, label = self._updates[0], self._label(name)
@@ -187,7 +191,7 @@ class Passes:
     def _count(self, name: str, num_tokens: float, seconds: float) -> None:
         update = self._updates[0]
         with self._lock:
-            before = update.num_done
+            before, self._counted_s = update.num_done, self._clock()
             update.done[name] = update.done.get(name, 0.0) + num_tokens
             speed = self._speeds.setdefault(name, Speed())
             speed.num_tokens += num_tokens
@@ -203,15 +207,23 @@ class Passes:
         return f"{name}, {epoch}" if epoch and name == TRAINING else name
 
     def _line(self, name: str) -> str:
-        """Format the state of the current update."""
+        """Format the state of the current update.
+
+        The time since the last finished micro-batch is subtracted from the estimate, which is
+        omitted once it has passed.
+        """
+        now_s = self._clock()
         update, speed = self._updates[0], self._speeds.get(name)
         parts = [self._label(name), f"{update.num_done:,} of {update.num_tokens:,} tokens"]
         if speed:
             parts.append(speed.text)
-        if self._speeds:
+        parts.append(f"{duration(now_s - self._began_s)} elapsed")
+        waited_s = now_s - self._counted_s
+        left_s = self._seconds(update.left()) - waited_s
+        if self._speeds and left_s > 0:
             run_left_s = self._run_left_s()
-            run = "" if run_left_s is None else f" ({duration(run_left_s)} of the run)"
-            parts.append(f"{duration(self._seconds(update.left()))} left{run}")
+            run = "" if run_left_s is None else f" ({duration(run_left_s - waited_s)} of the run)"
+            parts.append(f"{duration(left_s)} left{run}")
         return ", ".join(parts)
 
     @property

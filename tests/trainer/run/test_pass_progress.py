@@ -80,15 +80,15 @@ def test_a_log_has_a_line_every_30_s_and_one_at_the_end_of_a_pass_of_the_first_u
     # this batch take as long as it does: 150 s at first, 180 s once training is measured.
     assert capsys.readouterr().err.splitlines() == [
         "update 1 of 4: old log-probabilities, 6,000 of 15,000 tokens, 200 tokens/s,"
-        " 1 min 15 s left (4 min 30 s of the run)",
+        " 30 s elapsed, 1 min 15 s left (4 min 30 s of the run)",
         "update 1 of 4: old log-probabilities: 6,000 tokens in 30 s (200 tokens/s)",
         "update 1 of 4: reference log-probabilities, 12,000 of 15,000 tokens, 200 tokens/s,"
-        " 45 s left (4 min 0 s of the run)",
+        " 1 min 0 s elapsed, 45 s left (4 min 0 s of the run)",
         "update 1 of 4: reference log-probabilities: 6,000 tokens in 30 s (200 tokens/s)",
         "update 1 of 4: training, epoch 1 of 2, 14,000 of 15,000 tokens, 50 tokens/s,"
-        " 20 s left (4 min 20 s of the run)",
+        " 1 min 40 s elapsed, 20 s left (4 min 20 s of the run)",
         "update 2 of 4: training, 1,000 of 3,000 tokens, 50 tokens/s,"
-        " 40 s left (3 min 40 s of the run)",
+        " 20 s elapsed, 40 s left (3 min 40 s of the run)",
     ]
     train_batch(passes, clock)
     later = capsys.readouterr().err
@@ -112,8 +112,31 @@ def test_a_micro_batch_that_takes_long_has_lines_too(
                 clock.now += 31.0
                 lines.append(wait_for_line(capsys))
     assert lines == [
-        "update 1 of 1: old log-probabilities, 0 of 1,000 tokens\n",
-        "update 1 of 1: training, 500 of 1,000 tokens, 1 min 33 s left (1 min 33 s of the run)\n",
+        "update 1 of 1: old log-probabilities, 0 of 1,000 tokens, 31 s elapsed\n",
+        "update 1 of 1: training, 500 of 1,000 tokens, 1 min 2 s elapsed,"
+        " 1 min 2 s left (1 min 2 s of the run)\n",
+    ]
+
+
+def test_lines_of_one_micro_batch_differ_and_their_estimate_shrinks_until_it_has_passed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    passes = Passes(Bar(1, "updates"), num_planned=1, clock=clock)
+    passes.begin_batch([PlannedUpdate({TRAINING: 2000})])
+    for number, _ in passes(TRAINING, [(i, forest(1000)) for i in range(2)]):
+        for _ in range(3 * number):
+            clock.now += 30.0
+            passes.tick()
+        clock.now += 50.0
+    assert capsys.readouterr().err.splitlines()[:4] == [
+        f"update 1 of 1: training, 1,000 of 2,000 tokens, 20 tokens/s, {text}"
+        for text in (
+            "50 s elapsed, 50 s left (50 s of the run)",
+            "1 min 20 s elapsed, 20 s left (20 s of the run)",
+            "1 min 50 s elapsed",
+            "2 min 20 s elapsed",
+        )
     ]
 
 
@@ -141,7 +164,7 @@ def test_the_tokens_of_other_processes_count_at_the_rate_of_this_one(
     passes = Passes(Bar(1, "updates"), num_planned=1, clock=clock)
     passes.begin_batch([PlannedUpdate({TRAINING: 9000})])
     forward(passes, clock, TRAINING, [1500, 1500], 50.0)
-    assert "4,500 of 9,000 tokens, 150 tokens/s, 30 s left" in capsys.readouterr().err
+    assert "4,500 of 9,000 tokens, 150 tokens/s, 30 s elapsed, 30 s left" in capsys.readouterr().err
 
 
 def test_a_terminal_shows_the_pass_its_tokens_and_the_time_left(
