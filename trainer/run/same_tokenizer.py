@@ -27,7 +27,8 @@ def check_tokenizers(
     different chat template does not change the dataset's token ids.
 
     Returns warnings and notes, which state what was compared. `notes_match=False` omits the note
-    about matching tokenizers; use it for datasets that the policy itself sampled.
+    about matching tokenizers, and only notes a different chat template; use it for datasets that
+    the policy itself sampled with the configured template.
 
     Raises:
         InputError: A model has a different tokenizer, unless `allow_other_tokenizer` is set.
@@ -56,12 +57,15 @@ def check_tokenizers(
             said.append(Remark(f"note: {path} has the dataset's tokenizer (fingerprints match)"))
         recorded = metadata.chat_template_fingerprint
         if path == config.model.path and recorded not in {None, tokenizer.template_fingerprint}:
-            said.append(_other_template(path, recorded))
+            said.append(_other_template(path, recorded, is_chosen=not notes_match))
     return said
 
 
-def _other_template(path: str, fingerprint: str | None) -> Remark:
-    """Warn that the model's chat template differs from the dataset's, with a hint for serving."""
+def _other_template(path: str, fingerprint: str | None, *, is_chosen: bool) -> Remark:
+    """Warn that the model's chat template differs from the dataset's, with a hint for serving.
+
+    Only a note if the run's own configuration chose the other template (`is_chosen`).
+    """
     name = next(
         (n for n in TEMPLATES if template_fingerprint(find_template(n)) == fingerprint), None
     )
@@ -72,7 +76,7 @@ def _other_template(path: str, fingerprint: str | None) -> Remark:
         f"\nHint: vllm serve CHECKPOINT --chat-template {file}, or"
         f" cp {file} CHECKPOINT/chat_template.jinja"
     )
-    return Remark(text, WARNING)
+    return Remark(f"note: {text}") if is_chosen else Remark(text, WARNING)
 
 
 def _names(model: str, metadata: DatasetMetadata) -> Remark:

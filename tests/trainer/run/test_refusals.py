@@ -1,6 +1,7 @@
 """What the command refuses before it trains or writes anything, with `--dry-run` and without."""
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -444,7 +445,10 @@ def test_another_template_is_named_and_the_warning_says_how_to_serve_with_it(
     metadata = rollout_io.read_metadata(dataset)
     metadata = metadata.replace(chat_template_fingerprint=template_fingerprint(text))
     config = train_config(dataset=dataset, model=str(model), out="run")
-    said = check_tokenizers(config, metadata)[-1].text
+    (*_, (said, level)) = check_tokenizers(config, metadata)
+    assert level == logging.WARNING
+    (chosen,) = check_tokenizers(config, metadata, notes_match=False)
+    assert chosen == (f"note: {said}", logging.INFO)
     assert (f"({name})" in said) == (name is not None)
     file = f'"$(rollouts templates {name})"' if name else "TEMPLATE"
     assert f"Hint: vllm serve CHECKPOINT --chat-template {file}, or cp {file} CHECKPOINT/" in said
