@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pipelines.statistics.differences import Differences
 
 _SHOWN = 5
-_PERCENT = ("pass rate", "failed", "repeated 4-grams", "tool errors", "stopped: ")
+_PASSED = "pass rate"
+_PERCENT = (_PASSED, "failed", "repeated 4-grams", "tool errors", "stopped: ")
 
 
 @click.command(
@@ -61,6 +62,8 @@ def diff(
     then over tasks; the interval of its change contains the true change in 95 % of such
     comparisons. docs/guides/diff.md explains every line.
     """
+    import polars as pl
+
     from pipelines.statistics.differences import differences
     from pipelines.statistics.parting import greedy_partings
 
@@ -75,7 +78,9 @@ def diff(
     if as_json:
         emit_json(found.as_json() | {"a": a, "b": b, "greedy": partings.to_dicts()})
         return
-    emit("\n".join(_screen(a, b, found, partings)))
+    returns = pl.concat([lines_a["return"], lines_b["return"]]).drop_nulls()
+    passed = _PASSED if returns.is_in([0.0, 1.0]).all() else "share with return > 0"
+    emit("\n".join(_screen(a, b, found, partings, passed)))
     next_command("rollouts", "view", *dict.fromkeys((a, b)))
 
 
@@ -98,7 +103,8 @@ def _attempts(
     )
 
 
-def _screen(a: str, b: str, found: Differences, partings: pl.DataFrame) -> list[str]:
+def _screen(a: str, b: str, found: Differences, partings: pl.DataFrame, passed: str) -> list[str]:
+    """Format the comparison; `passed` is the label of the share of attempts with a return > 0."""
     tasks = found.tasks
     only = [
         f"{num:,} only in {x}"
@@ -111,7 +117,7 @@ def _screen(a: str, b: str, found: Differences, partings: pl.DataFrame) -> list[
     for name, before, after, change, low, high, _ in found.numbers.rows():
         table.append(
             [
-                printable(name),
+                passed if name == _PASSED else printable(name),
                 _text(name, before),
                 _text(name, after),
                 _text(name, change, "+"),
@@ -158,5 +164,8 @@ def _text(name: str, value: float | None, sign: str = "") -> str:
     if value is None:
         return "-"
     if name.startswith(_PERCENT):
-        return f"{100 * value:{sign}.1f} %"
+        text = f"{100 * value:{sign}.1f}"
+        if value and not float(text):  # a bound that is not 0 must not look like 0
+            text = f"{100 * value:{sign}.1g}"
+        return f"{text} %"
     return f"{value:{sign},.4g}"

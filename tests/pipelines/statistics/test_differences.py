@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from pipelines import merge
+from pipelines.cli.diff import suspected
 from pipelines.statistics import resampling
 from pipelines.statistics.attempts import attempts
 from pipelines.statistics.differences import differences
@@ -244,6 +245,26 @@ def test_the_screen_names_what_got_worse_for_certain(tmp_path, capsys):
     other = write("other", one_step(1.0, instance="z"))
     assert run(["diff", a, other]) == 1
     assert "[same_tasks]" in capsys.readouterr().err
+
+
+def test_the_share_of_positive_returns_is_a_pass_rate_only_if_returns_are_0_or_1(tmp_path, capsys):
+    def label(*rewards):
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        with RolloutWriter(path) as writer:
+            writer.write(table(*one_step(*rewards)))
+        assert run(["diff", str(path), str(path)]) == 0
+        return next(x for x in capsys.readouterr().out.splitlines() if "100.0 %" in x)
+
+    assert label(1.0, 1.0).startswith("pass rate ")
+    assert label(0.05, 1.0).startswith("share with return > 0 ")
+
+
+def test_a_bound_that_is_not_0_does_not_look_like_0():
+    one = {"witness": "tool errors", "num_tasks": 9, "change": 0.009, "tasks": ["a"]}
+    (line,) = suspected([one | {"low": 0.00034, "high": 0.018}])
+    assert "changed by +0.9 % (+0.03 % .. +1.8 %)" in line
+    (line,) = suspected([one | {"change": -0.009, "low": -0.018, "high": -0.00006}])
+    assert "changed by -0.9 % (-1.8 % .. -0.006 %)" in line
 
 
 @pytest.mark.parametrize("num", [200, 300])
