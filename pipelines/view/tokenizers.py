@@ -15,6 +15,7 @@ from rollout_io.retokenize.local import (
     find_tokenizer,
     has_fingerprint,
     has_tokenizer,
+    not_found,
     remembered_tokenizer,
 )
 from rollout_io.retokenize.token_bytes import load_token_bytes
@@ -67,7 +68,7 @@ def _found(name: str | None, fingerprint: str | None, model: str | None) -> Foun
 def _of_model(model: str, fingerprint: str | None, reason: str) -> Found:
     directory = find_tokenizer(model)
     if directory is None or not Path(directory).is_dir():
-        return Found(None, f"{reason}, and the run's model {model} is not on this machine")
+        return Found(None, f"{reason}, and the run's model {model} {not_found(model)}")
     if not has_tokenizer(Path(directory)):
         return Found(None, f"{reason}, and the run's model {model} has no tokenizer")
     if fingerprint is not None and not has_fingerprint(directory, fingerprint):
@@ -84,7 +85,7 @@ def _missing(name: str | None, fingerprint: str | None) -> str:
     if name is None:
         return "the dataset names no tokenizer"
     if find_tokenizer(name) is None:
-        return f"the tokenizer {name} is not on this machine"
+        return f"the tokenizer {name} {not_found(name)}"
     if fingerprint is None:
         return f"the dataset has no fingerprint of its tokenizer {name}"
     return f"the tokenizer {name} has changed"

@@ -21,7 +21,7 @@ from rollout_io.redaction.literals import Literals, forms, views
 from rollout_io.redaction.scanner import Rules, scan
 from rollout_io.redaction.tables import REDACTED, Redactor
 from rollout_io.redaction.values import has_text, texts_in
-from rollout_io.retokenize.local import is_other_tokenizer, remembered_tokenizer
+from rollout_io.retokenize.local import is_other_tokenizer, not_found, remembered_tokenizer
 from rollout_io.retokenize.token_bytes import TokenBytes, load_token_bytes
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import InputError
@@ -235,7 +235,9 @@ def tokenizer_of(dataset: str, metadata: DatasetMetadata, given: str | None) -> 
     if given is None:
         given = remembered_tokenizer(metadata)
         if given is None:
-            got = f"its tokenizer ({metadata.tokenizer or 'name unknown'}) is not on this machine"
+            name = metadata.tokenizer
+            where = not_found(name) if name else "is not on this machine"
+            got = f"its tokenizer ({name or 'name unknown'}) {where}"
             hint = "pass --tokenizer DIR: secrets in token ids are found in their decoded text"
             raise InputError("tokenizer", dataset, got, "", hint)
     elif is_other_tokenizer(given, metadata):

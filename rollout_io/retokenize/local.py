@@ -41,6 +41,20 @@ def find_tokenizer(name: str | None) -> str | None:
     return str(Path(file).parent) if isinstance(file, str) else None
 
 
+def not_found(name: str) -> str:
+    """Return a clause that says where a tokenizer or model was not found.
+
+    Example:
+        >>> not_found("/models/qwen"), not_found("models/qwen")
+        ('is not on this machine',
+         'is not on this machine (looked in the current directory and the Hugging Face cache)')
+    """
+    absent = "is not on this machine"
+    if Path(name).is_absolute():
+        return absent
+    return f"{absent} (looked in the current directory and the Hugging Face cache)"
+
+
 def remembered_tokenizer(metadata: DatasetMetadata) -> str | None:
     """Return the local directory of a dataset's tokenizer, or None if it is missing or changed."""
     directory = find_tokenizer(metadata.tokenizer) if metadata.tokenizer_fingerprint else None

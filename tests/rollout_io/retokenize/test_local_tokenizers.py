@@ -10,11 +10,13 @@ import pytest
 
 import rollout_io
 from pipelines.view.sources import Sources
+from pipelines.view.tokenizers import Tokenizers
 from rollout_io import Choices, convert
 from rollout_io.cli.main import run
 from rollout_io.conversion import driver
 from rollout_io.retokenize.local import find_tokenizer, tokenizer_directory
 from schemas.errors import RolloutError
+from schemas.metadata import DatasetMetadata
 from tests.helpers.conversion_helpers import SHOP, refusal, write
 
 pytestmark = pytest.mark.slow
@@ -76,6 +78,15 @@ def test_a_name_that_is_not_here_is_an_error_with_the_command_that_fetches_it(te
     assert error.hint.startswith("download it: hf download acme/other ")
     assert find_tokenizer("no such/name at all/x") is None
     assert find_tokenizer(None) is None
+
+
+def test_a_missing_relative_path_is_reported_with_the_places_that_were_searched():
+    metadata = DatasetMetadata(tokenizer="models/qwen", tokenizer_fingerprint="f")
+    searched = "(looked in the current directory and the Hugging Face cache)"
+    missing = "the tokenizer models/qwen is not on this machine"
+    assert Tokenizers().find(metadata, None).reason == f"{missing} {searched}"
+    absolute = metadata.replace(tokenizer="/models/qwen")
+    assert Tokenizers().find(absolute, None).reason.endswith("/qwen is not on this machine")
 
 
 def test_inspect_decodes_with_the_tokenizer_of_the_dataset(hub, tmp_path, capsys):
