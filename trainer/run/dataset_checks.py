@@ -181,7 +181,8 @@ def _zero_advantages(plan: Plan, config: TrainConfig) -> InputError:
     hint += " --rewards) or sample more attempts (generate with a larger group_size)"
     if config.compares_groups and num_groups_of_one(plan) == num_groups:
         hint = f"every group has one trajectory, and {config.advantage.estimator} compares the trajectories of a group:"
-        hint += " pass --algorithm reinforce++ or gae, which need no groups"
+        hint += " if these are attempts at the same tasks, convert them again with --group-by (`rollouts stats DS`"
+        hint += " counts the groups); otherwise pass --algorithm reinforce++ or gae, which need no groups"
     best = plan.trajectories.filter("trains").select(pl.col("return").max()).item()
     if best is not None and best > 0:
         hint += f"; or choose the rows (`rollouts filter DS --where 'return > 0' --out GOOD`) and imitate them ({IMITATE})"

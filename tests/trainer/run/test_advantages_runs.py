@@ -299,7 +299,11 @@ def test_groups_of_one_alone_are_refused(model: str, tmp_path: Path) -> None:
         RolloutError, match=r"every advantage is 0, .*\(1 group\)\. \[zero_advantages\]"
     ) as caught:
         run(dataset, model, tmp_path / "run")
-    for way in ("--algorithm reinforce++ or gae", "loss.policy_loss_type=cross_entropy"):
+    for way in (
+        "convert them again with --group-by",
+        "reinforce++ or gae",
+        "loss.policy_loss_type=cross_entropy",
+    ):
         assert way in (caught.value.hint or "")
 
 
