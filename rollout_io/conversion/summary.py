@@ -25,6 +25,7 @@ from rollout_io.dataset.footer import Place
 from rollout_io.dataset.reader import footers, scan
 from rollout_io.dataset.storage import Location
 from rollout_io.formats.base import Rejected, Run
+from rollout_io.formats.parsing.naming import is_like_label
 from rollout_io.formats.parsing.notes import UNREAD, added, unread_in
 from schemas.errors import InputError, RolloutError
 from schemas.errors import count as _num
@@ -184,9 +185,13 @@ class Summary:
         """Return a warning about content that is not read; None if there is none."""
         if not self.unread:
             return None
+        hint = "".join(
+            f". {name} looks like a task label: move it to the top level of the line as `task_id`"
+            for name in [*filter(_is_label, self.unread)][:1]
+        )
         return (
             f"content that is neither read nor left out on purpose: {named_counts(self.unread)}. "
-            "The model may have seen it. --strict rejects such runs"
+            f"The model may have seen it. --strict rejects such runs{hint}"
         )
 
     def text(self, out: str) -> str:
@@ -199,6 +204,11 @@ class Summary:
             f"{mean}",
         ]
         lines += self._reasons()
+        if 1 < self.num_trajectories == len(self.instances) and self.reward_mean is not None:
+            lines.append(
+                "every group has one attempt, so there are no returns to compare within a group: if "
+                "some are attempts at the same task, pass --group-by LABEL, or name the task in the log"
+            )
         if self.num_duplicates:
             lines.append(
                 f"{_num(self.num_duplicates, 'rejected record')} with the same content as another"
@@ -282,6 +292,11 @@ class Summary:
             more = _num(len(self.reasons) - _NUM_REASONS, "further reason")
             lines.append(f"  {more}: see `--json`")
         return lines
+
+
+def _is_label(unread: str) -> bool:
+    """True for the name of a key of messages that looks like a label of the task."""
+    return unread.startswith("messages") and is_like_label(unread.rpartition(".")[2])
 
 
 def named_counts(counts: Mapping[str, int]) -> str:

@@ -44,7 +44,9 @@ from rollout_io.formats.parsing.naming import (
     is_name,
     label,
     natural_key,
+    note_unread_labels,
     split_session,
+    unread_labels,
 )
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.sampling import ModelNames
@@ -93,6 +95,7 @@ _RANK = attrgetter("call.time", "call.final")
 _SHAPE_DECODER = msgspec.json.Decoder(_Shape)
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
 _DECODER = msgspec.json.Decoder(_Call)
+_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
@@ -165,7 +168,10 @@ def read_session(run: Run, options: Options) -> Trajectory:
                 step.policy_version = call.policy_version
         choices[-1].reward = call.reward
         steps += choices
-    return Trajectory(steps=steps, reward=steps[-1].reward, user_values=_labels(entries[0]))
+    labels = _labels(entries[0])
+    found = unread_labels(_FIELDS_DECODER.decode(entries[0].content))
+    note_unread_labels(labels | found, run.instance_id, "name the sessions TASK/REPETITION")
+    return Trajectory(steps=steps, reward=steps[-1].reward, user_values=labels)
 
 
 def _labels(entry: _Entry) -> dict[str, str]:

@@ -49,7 +49,14 @@ from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.naming import TASK_LABELS, groups_told, is_name, task_labels
+from rollout_io.formats.parsing.naming import (
+    TASK_LABELS,
+    groups_told,
+    is_name,
+    note_unread_labels,
+    task_labels,
+    unread_labels,
+)
 from rollout_io.formats.parsing.records import (
     decode_record,
     find_records,
@@ -136,7 +143,8 @@ def _run(place: Place, record: Any) -> Run:
             "prompt": prompt_key(step.prompt if isinstance(step, Completion) else step.messages)
         }
     instance = named[next(iter(named))]
-    return Run(instance_id=instance, repetition_id=None, places=[place], labels=named)
+    labels = named | unread_labels(fields)
+    return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
 
 def _is_name(name: str, value: Any) -> bool:
@@ -164,6 +172,7 @@ def read_chat(run: Run, _: Options) -> Trajectory:
         f"metrics.{name}": value for name, value in _numbers(fields.get("metrics")).items()
     }
     reward = metrics.get("reward", metrics.get("score"))
+    note_unread_labels(run.labels, run.instance_id)
     labels = task_labels(run.labels)
     return Trajectory(steps=[step], reward=reward, metrics=metrics, user_values=labels)
 

@@ -42,8 +42,10 @@ from rollout_io.formats.parsing.naming import (
     groups_told,
     is_name,
     label,
+    note_unread_labels,
     numbers,
     task_labels,
+    unread_labels,
 )
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import INT32_MAX
@@ -136,11 +138,13 @@ def find_conversations(inputs: Sequence[Input], progress: Progress) -> Iterator[
 
 def _find(record: Record) -> Run:
     place = record.place
-    names, labels = _Names(), dict[str, str]()
+    names, labels, unread = _Names(), dict[str, str](), dict[str, str]()
     if not _is_bare(record.content):
         names = decode_line(_NAMES_DECODER, record.content, place.where)
         found = {name: label(getattr(names, name), place.where) for name in _NAMES}
         labels = {name: value for name, value in found.items() if value and _is_label(name, value)}
+        fields = decode_line(_FIELDS_DECODER, record.content, place.where)
+        unread = unread_labels(fields)
     instance = next((labels[name] for name in _NAMES if name in labels), None)
     if instance is None:
         line = _decode(record.content, place.where)
@@ -149,7 +153,7 @@ def _find(record: Record) -> Run:
         instance_id=instance,
         repetition_id=names.repetition_id,
         places=[place],
-        labels=labels or {"prompt": instance},
+        labels=(labels or {"prompt": instance}) | unread,
     )
 
 
@@ -214,6 +218,7 @@ def read_conversation(run: Run, _: Options, contents: Contents = CONTENTS) -> Tr
     if all(message["role"] != "assistant" for message in messages):
         raise InputError("no_calls", place.where, "the conversation has no assistant message")
     step = Conversation(source=place.where, messages=messages, tools=openai_tools(line.tools))
+    note_unread_labels(run.labels, run.instance_id)
     reward = line.score if line.reward is None else line.reward
     return Trajectory(
         steps=[step],

@@ -9,10 +9,12 @@ import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.notes import note_run
 from schemas.errors import InputError
 
 _NUMBER = re.compile(r"([0-9]+)")
@@ -100,12 +102,88 @@ def numbers(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
 TASK_LABELS = ("task_id", "task", "problem_id", "question_id", "instance")
 """Keys that name the task of a run in logs that users write, beside `instance_id` and `id`."""
 
+_REGROUP = "move it to the top level as `task_id`, or pass --group-by {}"
+_READ = frozenset({"instance_id", *TASK_LABELS})
+_NO_TASK = frozenset({"id", "prompt"})
 _MOST_LABEL = 200
 
 
 def task_labels(labels: Mapping[str, str]) -> dict[str, str]:
     """Return the labels in `TASK_LABELS`, which become columns."""
     return {name: labels[name] for name in TASK_LABELS if name in labels}
+
+
+_PLACES = ("metadata", "extra", "extra_info", "info")
+_LIKE = frozenset(
+    [
+        "task",
+        "taskid",
+        "taskname",
+        "problemid",
+        "questionid",
+        "instance",
+        "instanceid",
+        "exampleid",
+        "promptid",
+    ]
+)
+
+
+def unread_labels(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return values that look like a label of the task, but are not where one is read.
+
+    Such a value has another key at the top level, or is in `metadata`, `extra`, `extra_info` or
+    `info`. `--group-by` accepts these names.
+
+    Args:
+        fields: A record; values may be JSON (`msgspec.Raw`).
+
+    Example:
+        >>> unread_labels({"taskId": 7, "task_id": "a", "metadata": {"task_id": "b"}})
+        {'taskId': '7', 'metadata.task_id': 'b'}
+    """
+    found = {name: fields[name] for name in fields if name not in _READ and is_like_label(name)}
+    for place in _PLACES:
+        inner = _decoded(fields.get(place))
+        for key, value in inner.items() if isinstance(inner, Mapping) else ():
+            if is_like_label(key):
+                found[f"{place}.{key}"] = value
+    values = {name: _decoded(value) for name, value in found.items()}
+    return {
+        name: str(value)
+        for name, value in values.items()
+        if isinstance(value, str | int) and not isinstance(value, bool) and is_name(str(value))
+    }
+
+
+def is_like_label(key: object) -> bool:
+    """True if a key is similar to a label of the task, such as `taskId` or `example_id`."""
+    is_short = isinstance(key, str) and len(key) <= 20
+    return is_short and str(key).replace("_", "").replace("-", "").lower() in _LIKE
+
+
+def note_unread_labels(labels: Mapping[str, str], instance_id: str, hint: str = _REGROUP) -> None:
+    """Note that a run has labels from `unread_labels` and no label that names its group.
+
+    Args:
+        labels: The labels of the run.
+        instance_id: Its group; a label that it was chosen by (`--group-by`) is not noted.
+        hint: What to do about a label, with `{}` for its name.
+    """
+    groups = {instance_id, *instance_id.split("/")}
+    unread = {name: value for name, value in labels.items() if name not in _NO_TASK}
+    if _READ & labels.keys() or groups & {*unread.values()}:
+        return
+    for name in unread:
+        note_run(f"runs with `{name}`, which looks like a task label ({hint.format(name)})")
+
+
+def _decoded(value: Any) -> Any:
+    """Decode JSON; None if it is damaged."""
+    try:
+        return msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def is_name(text: str) -> bool:

@@ -135,6 +135,71 @@ def test_a_label_in_calls_is_kept_as_a_column(tmp_path, smollm2_dir, capsys):
     assert frame.rows() == [("s", "7"), ("s", "7")]
 
 
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"taskId": 7}, "taskId"),
+        ({"example-id": "7"}, "example-id"),
+        ({"metadata": {"task_id": "7"}}, "metadata.task_id"),
+        ({"extra_info": {"promptId": "7"}}, "extra_info.promptId"),
+    ],
+)
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_a_label_elsewhere_is_told_and_can_be_the_group(
+    key, more, name, tmp_path, smollm2_dir, capsys
+):
+    records = [{key: asked(text), "id": text, **more} for text in ("1+5?", "2+5?")]
+    assert converted(tmp_path, smollm2_dir, *records) == 0
+    told = f"runs with `{name}`, which looks like a task label (move it to the top level as"
+    said = " ".join(capsys.readouterr().err.split())
+    assert told in said
+    assert f"pass --group-by {name}): 2" in said
+    (tmp_path / "ds").rename(tmp_path / "before")
+    assert converted(tmp_path, smollm2_dir, *records, options=("--group-by", name)) == 0
+    assert "looks like a task label" not in capsys.readouterr().err
+    names = rollout_io.scan(tmp_path / "ds").select("trajectory_id").collect().to_series()
+    assert sorted(names) == ["7_0", "7_1"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"task_id": "a", "metadata": {"task_id": 7}},
+        {"metadata": {"topic": 7, "task_id": True, "problem_id": [7], "taskId": "two\nlines"}},
+        {"metadata": 7, "tasks": "7", "id": "a"},
+    ],
+)
+def test_other_values_and_grouped_runs_are_not_told(more, tmp_path, smollm2_dir, capsys):
+    assert converted(tmp_path, smollm2_dir, {"messages": asked("1+5?")} | more) == 0
+    assert "looks like a task label" not in capsys.readouterr().err
+
+
+def test_a_label_in_a_message_is_told(tmp_path, smollm2_dir, capsys):
+    messages = [message | {"task_id": "shop"} for message in asked("1+5?")]
+    assert converted(tmp_path, smollm2_dir, {"messages": messages}) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "].task_id looks like a task label: move it to the top level" in said
+
+
+def test_a_label_elsewhere_in_calls_is_told(tmp_path, smollm2_dir, capsys):
+    records = [
+        call_line(f"{name}/0", asked("1+5?")[:1], metadata={"task_id": task})
+        for name, task in (("a", "7"), ("b", "b"))
+    ]
+    assert converted(tmp_path, smollm2_dir, *records) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "(name the sessions TASK/REPETITION): 1" in said
+
+
+@pytest.mark.parametrize(("names", "is_told"), [("ab", True), ("aa", False), ("a", False)])
+def test_rewarded_groups_of_one_alone_are_told(names, is_told, tmp_path, smollm2_dir, capsys):
+    records = [
+        {"messages": asked(f"{i}?"), "task_id": name, "reward": 1} for i, name in enumerate(names)
+    ]
+    assert converted(tmp_path, smollm2_dir, *records) == 0
+    assert ("every group has one attempt" in capsys.readouterr().err) == is_told
+
+
 @pytest.mark.parametrize("kind", ["messages", "calls"])
 def test_a_group_with_different_first_prompts_is_told(kind, tmp_path, smollm2_dir, capsys):
     texts = {"a/0": "1+5?", "a/1": "1+5?", "b/0": "two", "b/1": "three", "c/0": "4"}
