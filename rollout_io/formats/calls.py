@@ -36,7 +36,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request
-from rollout_io.formats.parsing.completions import read_choices
+from rollout_io.formats.parsing.completions import ASK, read_choices
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import lines_of, named_in, read_record, without_copies
 from rollout_io.formats.parsing.naming import (
@@ -54,6 +54,10 @@ from rollout_io.formats.parsing.tokens import num_ids
 from schemas.errors import InputError, InvariantError, RolloutError
 
 Key = tuple[str, int]
+_NEEDS_IDS = (
+    f"{ASK}; text alone is read from another format: write the messages as a line of"
+    " `openai_messages` and pass --tokenizer DIR"
+)
 _SESSION_FIRST = re.compile(rb'\s*\{\s*"session"\s*:\s*"([^"\\\x00-\x1f]+)"')
 
 
@@ -159,9 +163,12 @@ def read_session(run: Run, options: Options) -> Trajectory:
     for entry in entries:
         call, where = entry.call, entry.place.where
         mode = options.logprobs_mode
-        choices = read_choices(
-            call.response, call.request, where, failed=run.failed, logprobs_mode=mode
-        )
+        try:
+            choices = read_choices(
+                call.response, call.request, where, failed=run.failed, logprobs_mode=mode
+            )
+        except InputError as error:
+            raise error.at(error.where, _NEEDS_IDS if error.hint == ASK else None) from None
         for step in choices:
             step.agent = call.agent
             if step.policy_versions is None:

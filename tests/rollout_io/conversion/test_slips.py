@@ -191,6 +191,15 @@ def test_a_label_elsewhere_in_calls_is_told(tmp_path, smollm2_dir, capsys):
     assert "(name the sessions TASK/REPETITION): 1" in said
 
 
+def test_calls_of_text_alone_are_sent_to_the_format_of_text(tmp_path, smollm2_dir, capsys):
+    record = call_line("a/0", asked("1+5?")[:1])
+    record["response"] = {"choices": [{"index": 0, "message": ANSWER}]}
+    assert converted(tmp_path, smollm2_dir, record) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no prompt token ids. [no_token_ids]" in said
+    assert "write the messages as a line of `openai_messages` and pass --tokenizer DIR" in said
+
+
 @pytest.mark.parametrize(("names", "is_told"), [("ab", True), ("aa", False), ("a", False)])
 def test_rewarded_groups_of_one_alone_are_told(names, is_told, tmp_path, smollm2_dir, capsys):
     records = [
