@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import rollout_io
 from rollout_io.cli.main import run
 from schemas import RULES
 from tests.conftest import ROOT
@@ -59,10 +60,30 @@ def test_the_readme_counts_the_invariants_right():
     assert f"{len(RULES)} [named invariants]" in README
 
 
+def examples_of_formats(folder):
+    """Write the example lines of the page of formats as `NAME.jsonl`, and return its text."""
+    page = (ROOT / "docs" / "formats.md").read_text()
+    blocks = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    for name, block in zip(("attempts", "calls", "rewards"), blocks, strict=True):
+        (folder / f"{name}.jsonl").write_text(" ".join(block.split()))
+    return page
+
+
+def test_the_first_example_of_the_formats_converts_with_its_command(
+    tmp_path, smollm2_dir, monkeypatch, capsys
+):
+    page = examples_of_formats(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"```sh\nrollouts (convert attempts.*?)\n```", page)
+    assert run(command.replace(" DIR", f" {smollm2_dir}").split()) == 0
+    row = rollout_io.scan(tmp_path / "DS").collect().row(0, named=True)
+    assert (row["instance_id"], row["reward"], len(row["segments"])) == ("shop-1", 1.0, 2)
+    assert '"name":"price"' in row["messages"]
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_the_example_lines_of_the_calls_format_convert(tmp_path):
-    blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "formats.md").read_text(), re.DOTALL)
-    for name, block in zip(("calls", "rewards"), blocks, strict=True):
-        (tmp_path / f"{name}.jsonl").write_text(" ".join(block.split()))
+    examples_of_formats(tmp_path)
     arguments = ["--rewards", str(tmp_path / "rewards.jsonl"), "--out", str(tmp_path / "ds")]
     assert run(["convert", str(tmp_path / "calls.jsonl"), *arguments]) == 0
 
