@@ -92,10 +92,13 @@ def stats(
         return
     from pipelines.cli.diff import suspected
     from pipelines.cli.stats_screen import screen
+    from rollout_io.dataset.first_prompts import mixed_text
 
     emit_styled(screen(_overview(dataset, outcome, shape, chosen)))
     for line in suspected(_suspicions(dataset, outcome)):
         emit(line)
+    if mixed := mixed_text(dataset):
+        note(mixed)
     note("pass --all or --json for every number and metric")
 
 

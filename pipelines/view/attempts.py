@@ -13,6 +13,7 @@ from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
 from pipelines.view.sources import Run
 from pipelines.view.task_texts import first_steps, task_text
+from rollout_io.dataset.first_prompts import digest_of
 from schemas.ragged import Ragged
 
 MAX_TASKS = 10_000
@@ -38,7 +39,27 @@ def group(
             | {name: line[name] for name in more}
             | {"parts_at": parts_at}
         )
-    return {"attempts": attempts, "task_text": lines[0]["task_text"]}
+    texts = [line["task_text"] for line in lines]
+    is_mixed = has_mixed_prompts(dataset, numbers, texts)
+    return {"attempts": attempts, "task_text": texts[0], "has_mixed_prompts": is_mixed}
+
+
+def has_mixed_prompts(
+    dataset: Dataset, numbers: Sequence[int], texts: Sequence[str | None]
+) -> bool:
+    """True if the attempts at a task begin with different prompts; attempts without one are ignored.
+
+    Args:
+        dataset: The dataset, or a log, in which the first user messages are compared.
+        numbers: Numbers of the attempts in its index.
+        texts: Their `task_text`.
+    """
+    if dataset.is_log:
+        return len({*texts} - {None}) > 1
+    starts = [dataset.index.bounds(number)[0] for number in numbers]
+    rows = (dataset.reader.rows(start, start + 1, ["prompt_token_ids"]) for start in starts)
+    found = {digest_of(Ragged.from_arrow(row.column(0)).row(0)) for row in rows}
+    return len(found - {None}) > 1
 
 
 def text(dataset: Dataset, instance_id: str) -> dict[str, str | None]:

@@ -281,8 +281,8 @@ def _note_formats(format_name: str) -> None:
 def _report(
     done: Conversion, out: str, elapsed_s: float, num_bytes: int, tokenizer: str | None
 ) -> None:
-    from rollout_io.conversion.first_prompts import mixed_text
     from rollout_io.conversion.staging import rejected_path
+    from rollout_io.dataset.first_prompts import mixed_text
     from rollout_io.formats.detect import find_adapter
     from rollout_io.formats.parsing.sampling import MODELS
 
@@ -309,7 +309,7 @@ def _report(
     if unread := done.summary.unread_text():
         warn(unread)
     is_own = any(find_adapter(name).is_own for name in done.summary.formats)
-    if is_own and (mixed := mixed_text(out, len(done.summary.instances))):
+    if is_own and (mixed := mixed_text(out)):
         warn(mixed)
     if done.summary.num_rejected:
         rejected = count(done.summary.num_rejected, "record")

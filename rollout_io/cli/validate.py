@@ -36,6 +36,7 @@ def validate(
     import polars as pl
 
     from rollout_io.dataset.checking import check
+    from rollout_io.dataset.first_prompts import mixed_text
     from rollout_io.dataset.reader import shard_sizes
 
     chosen = workers_of(workers, engine, dataset)
@@ -51,6 +52,8 @@ def validate(
             found = breaches.filter(pl.col("rule") == rule["rule"])
             emit(_text(rule, found, dataset, sizes))
         note(_verdict(dataset, breaches))
+        if breaches.is_empty() and (mixed := mixed_text(dataset)):
+            note(mixed)
     ctx.exit(1 if has_errors else 0)
 
 

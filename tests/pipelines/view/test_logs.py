@@ -202,9 +202,20 @@ def test_attempts_at_a_task_diverge_at_a_character(tmp_path):
     write_chats(tmp_path / "a.jsonl", CHAT, other, task="door")
     ask = Asked(tmp_path / "a.jsonl")
     (task,) = ask("/api/datasets/d0/tasks")["tasks"]
-    first, second = ask("/api/datasets/d0/group", instance_id=task["instance_id"])["attempts"]
+    found = ask("/api/datasets/d0/group", instance_id=task["instance_id"])
+    first, second = found["attempts"]
     assert first["parts_at"] is None
+    assert not found["has_mixed_prompts"]
     assert second["parts_at"]["said"] == [["It is ", "open."], ["It is ", "shut."]]
+
+
+def test_attempts_in_a_log_that_start_from_different_questions_are_noted(tmp_path):
+    other = [{"role": "user", "content": "Is it late?"}, *CHAT[-1:]]
+    write_chats(tmp_path / "a.jsonl", CHAT, other, task="door")
+    ask = Asked(tmp_path / "a.jsonl")
+    (task,) = ask("/api/datasets/d0/tasks")["tasks"]
+    found = ask("/api/datasets/d0/group", instance_id=task["instance_id"])
+    assert found["has_mixed_prompts"]
 
 
 def test_two_logs_are_compared_by_task(tmp_path):

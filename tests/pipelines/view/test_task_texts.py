@@ -95,6 +95,21 @@ def test_a_long_task_is_told_in_full_on_request(shop, tmp_path):
     assert ask(f"{ROOT}/task", instance_id="shop-1") == {"text": long.strip()}
 
 
+@pytest.mark.parametrize(("last", "is_mixed"), [([1, 2], False), ([1, 3], True), ([], False)])
+def test_a_group_whose_attempts_start_from_different_prompts_is_noted(
+    last, is_mixed, shop, tmp_path
+):
+    rows = scan(shop).filter(step_index=0, instance_id="shop-1").head(3).collect()
+    prompts = pl.Series("prompt_token_ids", [[1, 2], [1, 2], last], pl.List(pl.Int32))
+    failed = pl.Series("error", [None, None, None if last else "lost"], pl.String)
+    reward = pl.Series("reward", [0.0, 0.0, 0.0 if last else None])
+    rows = rows.with_columns(prompts, failed, reward, is_last_step=True)
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(rows)
+    found = Asked(tmp_path / "ds")(f"{ROOT}/group", instance_id="shop-1")
+    assert found["has_mixed_prompts"] == is_mixed
+
+
 def test_a_dataset_without_messages_has_no_texts(shop, tmp_path):
     path = tmp_path / "ds"
     with RolloutWriter(path) as writer:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import rollout_io
 from rollout_io.cli.main import run
-from rollout_io.conversion.first_prompts import mixed_groups
 from rollout_io.conversion.slips import ORPHANS, ROLES, check_slips
+from rollout_io.dataset.first_prompts import mixed_groups
 from rollout_io.formats.base import Conversation, Step, Trajectory
 from rollout_io.formats.parsing.notes import noted
 from schemas.errors import RolloutError
@@ -219,7 +219,11 @@ def test_a_group_with_different_first_prompts_is_told(kind, tmp_path, smollm2_di
     assert converted(tmp_path, smollm2_dir, *records) == 0
     said = " ".join(capsys.readouterr().err.split())
     assert "1 of 3 groups has attempts with different first prompts, such as 'b'" in said
-    assert mixed_groups(tmp_path / "ds") == ["b"]
+    assert mixed_groups(tmp_path / "ds") == (["b"], 3)
+    for command in ("stats", "validate"):
+        assert run([command, str(tmp_path / "ds")]) == 0
+        again = " ".join(capsys.readouterr().err.split())
+        assert "1 of 3 groups has attempts with different first prompts, such as 'b'" in again
 
 
 def test_groups_with_one_first_prompt_are_not_told(tmp_path, smollm2_dir, capsys):

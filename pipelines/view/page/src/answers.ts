@@ -299,7 +299,7 @@ export interface Joined {
   update?: string | undefined;
 }
 
-export function group(dataset: string, instance: string, joined: Joined): Promise<{ attempts: Attempt[]; task_text: string | null }> {
+export function group(dataset: string, instance: string, joined: Joined): Promise<{ attempts: Attempt[]; task_text: string | null; has_mixed_prompts: boolean }> {
   return json(datasetPath(dataset, "group"), { instance_id: instance, ...joined });
 }
 

@@ -52,6 +52,7 @@ export function GroupView(): JSX.Element {
         Attempts at <Text value={task} />
       </h1>
       <TaskText key={`${dataset.id} ${task}`} task={task} start={answer.value?.task_text ?? null} />
+      {answer.value?.has_mixed_prompts && <p class="note">The attempts start from different prompts: they may be attempts at different tasks.</p>}
       <RecordedIn dataset={dataset} of={{ instance_id: task }} what="this task" />
       <Awaited answer={answer}>{(found) => <Attempts attempts={found.attempts} />}</Awaited>
     </section>
