@@ -8,6 +8,7 @@ from schemas.lazy import exports
 if TYPE_CHECKING:
     from pipelines.drift_diagnosis.table import drift
     from pipelines.filtering.filters import (
+        best_of_group,
         duplicates,
         dynamic_sampling,
         failed,
@@ -54,6 +55,7 @@ __all__ = [
     "GymGenerator",
     "apply_filters",
     "apply_masks",
+    "best_of_group",
     "dataset_metrics",
     "dataset_savings",
     "dataset_statistics",

@@ -199,6 +199,17 @@ def fold_trajectories(
     )
 
 
+def is_best(num: int = 1) -> pl.Expr:
+    """True for the `num` highest returns of each `instance_id` (ties: the first); false if unknown.
+
+    Example:
+        Returns [0, 1, 1, null] of one group: [False, True, False, False].
+    """
+    known = pl.when(pl.col("return").is_finite()).then("return")
+    rank = known.rank("ordinal", descending=True).over("instance_id")
+    return (rank <= num).fill_null(value=False)
+
+
 def are_equal(returns: pl.Expr) -> pl.Expr:
     """True if two or more values are known, and they differ at most by rounding errors.
 

@@ -121,6 +121,12 @@ _SHOWN_OVERLAPS = 5
 @click.option("--drop-overlong", is_flag=True, help="Drop trajectories that were cut off.")
 @click.option("--drop-zero-variance", is_flag=True, help="Drop groups whose returns are all equal.")
 @click.option(
+    "--best",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Keep the N highest returns of each group; drops unknown returns too.",
+)
+@click.option(
     "--sample-groups",
     type=WHOLE,
     metavar="N",

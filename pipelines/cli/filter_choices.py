@@ -42,6 +42,7 @@ class Choices:
     overlap: str | None
     drop_overlong: bool
     drop_zero_variance: bool
+    best: int | None
     sample_groups: int | None
     seed: int
     mask_overlong: bool
@@ -118,6 +119,8 @@ def filters_of(choices: Choices, found: pl.DataFrame | None) -> list[Filter]:
         rules.append(filters.overlong())
     if choices.drop_zero_variance:
         rules.append(filters.zero_variance())
+    if choices.best is not None:
+        rules.append(filters.best_of_group(choices.best))
     if choices.sample_groups is not None and not choices.mix:
         rules.append(filters.sample_groups(choices.sample_groups, choices.seed))
     return list({rule.name: rule for rule in rules}.values())

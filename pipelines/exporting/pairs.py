@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from pipelines.rewards import are_equal
+from pipelines.rewards import are_equal, is_best
 from rollout_io.formats.exports import bar_of
 
 _FORK = ["instance_id", "context"]
@@ -114,9 +114,8 @@ def selected(returns: pl.DataFrame, select: str) -> pl.DataFrame:
     if bar is not None:
         reason = _unknown.when(_known < bar).then(pl.lit(f"with a return below {bar:g}"))
     elif select == "best":
-        is_first = (pl.int_range(pl.len()) == _known.arg_max()).over("instance_id")
         others = pl.lit("of attempts that are not the best of their group")
-        reason = _unknown.when(~is_first).then(others)
+        reason = _unknown.when(~is_best()).then(others)
     return returns.with_columns(reason=reason, label=pl.lit(value=True))
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import polars as pl
 
 from pipelines.filtering.verdicts import STEPS, Filter
-from pipelines.rewards import are_equal
+from pipelines.rewards import are_equal, is_best
 from rollout_io.dataset.returns import Fold
 from rollout_io.dataset.trajectory_conditions import TrajectoryCondition
 from schemas.errors import count
@@ -97,6 +97,18 @@ def dynamic_sampling(num_groups: int | None = None) -> list[Filter]:
     `apply_filters` raises if nothing is left.
     """
     return [zero_variance()] + ([] if num_groups is None else [first_groups(num_groups)])
+
+
+def best_of_group(num: int = 1) -> Filter:
+    """Keep the `num` trajectories of each group with the highest returns, even if these are low.
+
+    Unknown returns are dropped (`is_best`). `rollouts export --select best` keeps the same
+    trajectories as `best_of_group(1)`.
+
+    Example:
+        Returns [0, 1, 1] in group a and [0] in group b: keeps the second of a, and b's.
+    """
+    return Filter(name=f"best {num} of each group", drops=~is_best(num))
 
 
 def reward_range(minimum: float | None = None, maximum: float | None = None) -> Filter:

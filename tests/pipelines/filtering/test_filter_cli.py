@@ -111,6 +111,8 @@ def test_the_report_of_a_dry_run_is_data_and_otherwise_a_note(dataset, tmp_path,
         (["--dedup", "group"], ["a_0", "a_2", "b_0"]),
         (["--max-tokens", "2", "--min-steps", "1"], ["a_0", "a_1", "a_2", "b_0", "b_1"]),
         (["--drop-zero-variance"], ["a_0", "a_1", "a_2"]),
+        (["--best", "1"], ["a_0", "b_0"]),
+        (["--best", "2"], ["a_0", "a_1", "b_0", "b_1"]),
     ],
 )
 def test_each_option_keeps_what_it_says(dataset, tmp_path, arguments, left):
