@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,6 +99,9 @@ def continue_batch(
     ids, mask = (part.to(model.device) for part in _padded([r.prompt for r in requests]))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
+    # Transformers 5.24 renamed the argument, and warns about the earlier name.
+    is_renamed = "cache" in inspect.signature(model.forward).parameters
+    given = {"cache" if is_renamed else "past_key_values": cache}
     rows = list(requests)
     while True:
         with recorded(model) as experts:
@@ -105,9 +109,9 @@ def continue_batch(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **given,
             ).logits[:, -1]
         _keep_routes(rows, experts(), mask[:, -ids.shape[1] :].bool())
         settings, generators = [r.sampling for r in rows], [r.generator for r in rows]

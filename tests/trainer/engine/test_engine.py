@@ -1,12 +1,15 @@
 import asyncio
+import inspect
 import threading
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import DynamicCache, LlamaForCausalLM
 
 from pipelines.generation import Sampled, Sampling
 from rollout_io.retokenize.chat_template import KEEPS_ALL
@@ -15,7 +18,7 @@ from schemas.errors import RolloutError
 from tests.helpers.architectures import tiny_model
 from tests.helpers.chat_helpers import CONVERSATIONS, prompt_ids
 from tests.helpers.trainer_helpers import VOCAB, plain_logprobs, tiny_llama
-from trainer.engine.batching import continue_batch
+from trainer.engine.batching import Request, continue_batch
 from trainer.engine.embedded import TransformersEngine, assistant_message
 from trainer.engine.token_sampling import sample_tokens, sampled_distribution
 
@@ -384,3 +387,32 @@ def test_tool_calls_in_text_become_a_message():
 )
 def test_text_without_a_whole_tool_call_stays_text(text):
     assert assistant_message(text) == {"role": "assistant", "content": text}
+
+
+def test_the_cache_is_passed_by_the_name_that_the_model_declares() -> None:
+    installed = inspect.signature(LlamaForCausalLM.forward).parameters
+    name = "cache" if "cache" in installed else "past_key_values"
+
+    class Renamed(LlamaForCausalLM):
+        """As in Transformers 5.24, which warns about `past_key_values`."""
+
+        def forward(self, *, cache: DynamicCache, **given: Any) -> Any:
+            assert "past_key_values" not in given
+            return super().forward(**{name: cache}, **given)
+
+    class Earlier(LlamaForCausalLM):
+        """As in the versions before."""
+
+        def forward(self, *, past_key_values: DynamicCache, **given: Any) -> Any:
+            assert "cache" not in given
+            return super().forward(**{name: past_key_values}, **given)
+
+    responses = []
+    for kind in (Renamed, Earlier):
+        model = tiny_llama()
+        model.__class__ = kind
+        request = Request([1, 2], Sampling(), 3, torch.Generator().manual_seed(0), lambda: True)
+        continue_batch(model, [request], ends=(), decode=str, finished=lambda _: None)
+        responses.append(request.response)
+    assert responses[0] == responses[1]
+    assert len(responses[0]) == 3
