@@ -56,10 +56,18 @@ def has_mixed_prompts(
     """
     if dataset.is_log:
         return len({*texts} - {None}) > 1
-    starts = [dataset.index.bounds(number)[0] for number in numbers]
-    rows = (dataset.reader.rows(start, start + 1, ["prompt_token_ids"]) for start in starts)
-    found = {digest_of(Ragged.from_arrow(row.column(0)).row(0)) for row in rows}
-    return len(found - {None}) > 1
+    return len({_first_prompt(dataset, number) for number in numbers} - {None}) > 1
+
+
+def _first_prompt(dataset: Dataset, number: int) -> bytes | None:
+    """Return a digest of the prompt of a trajectory's step 0; None if it is empty or merged."""
+    begin, _ = dataset.index.bounds(number)
+    steps = dataset.trajectory(number, ["step_index"]).column(0).to_pylist()
+    if 0 not in steps:
+        return None
+    row = begin + steps.index(0)
+    prompt = dataset.reader.rows(row, row + 1, ["prompt_token_ids"]).column(0)
+    return digest_of(Ragged.from_arrow(prompt).row(0))
 
 
 def text(dataset: Dataset, instance_id: str) -> dict[str, str | None]:
