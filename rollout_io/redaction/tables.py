@@ -102,7 +102,7 @@ class Redactor:
             columns[ROUTING] = _same_routes(routes, marks[at])
         for field in table.schema:
             if field.name not in _HANDLED and has_text(field.type):
-                columns[field.name] = self.replacer.column(table.column(field.name))
+                columns[field.name] = self.replacer.column(table.column(field.name), field.name)
         columns["trajectory_id"] = _trajectory_ids(table, columns["instance_id"])
         return _with_columns(table, columns)
 

@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.redaction.literals import Literals
+from rollout_io.redaction.literals import Literals, readable
+from rollout_io.redaction.protocol import WORDS, Spans, is_protocol, outside
 from schemas.metadata import DatasetMetadata
 from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
@@ -54,24 +55,29 @@ class Replacer:
         made = self.column(given)
         return text if made.equals(given) else json.dumps(made[0].as_py()).encode()
 
-    def _text(self, text: bytes, spans: Sequence[tuple[int, int, int]]) -> bytes:
-        parts, at = list[bytes](), 0
-        for start, end, number in spans:
-            parts += (text[at:start], b"[REDACTED_%d]" % number)
-            at = end
-        made = b"".join((*parts, text[at:]))
-        if text[:1] not in {b"{", b"["} or _parsed(text) is None or _parsed(made) is not None:
+    def _text(self, text: bytes, spans: Spans) -> bytes:
+        is_json = text[:1] in {b"{", b"["} and _parsed(text) is not None
+        made = _replaced(text, outside(text, spans) if is_json else spans)
+        if not is_json or _parsed(made) is not None:
             return made
         # The secret contains syntax of JSON: replace it in each string instead.
         return json.dumps(self.value(_parsed(text)), ensure_ascii=False).encode()
 
     def value(self, value: Any) -> Any:
-        """Return a JSON value without secrets in its strings and keys."""
+        """Return a JSON value without secrets in its strings and keys.
+
+        Words of the protocol stay (`rollout_io.redaction.protocol`).
+        """
         if isinstance(value, str):
             made = self.texts([value.encode("utf-8", "surrogatepass")])[0]
             return made.decode("utf-8", "surrogatepass")
         if isinstance(value, dict):
-            return {self.value(key): self.value(inner) for key, inner in value.items()}
+            return {
+                key if key in WORDS else self.value(key): (
+                    inner if is_protocol(key, inner) else self.value(inner)
+                )
+                for key, inner in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.value(inner) for inner in value]
         return value
@@ -82,34 +88,42 @@ class Replacer:
             metadata,
             tokenizer=self.value(metadata.tokenizer),
             models=tuple(self.value(metadata.models)),
-            made_by=tuple(self.value(metadata.made_by)),
+            made_by=tuple(
+                {name: v if name == "verb" else self.value(v) for name, v in each.items()}
+                for each in metadata.made_by
+            ),
         )
 
-    def column(self, column: pa.Array | pa.ChunkedArray) -> pa.Array:
-        """Return a column without secrets: strings, bytes and lists of ids at any depth."""
+    def column(self, column: pa.Array | pa.ChunkedArray, name: str = "") -> pa.Array:
+        """Return a column without secrets: strings, bytes and lists of ids at any depth.
+
+        Args:
+            column: The column.
+            name: Its name; in `ENUMERATIONS`, the words of the protocol stay.
+        """
         array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
         kind = array.type
         if not has_text(kind):
             return array
         if isinstance(array, pa.ExtensionArray):
-            return pa.ExtensionArray.from_storage(kind, self.column(array.storage))
+            return pa.ExtensionArray.from_storage(kind, self.column(array.storage, name))
         if pa.types.is_dictionary(kind):
             # Values that no row has any more are not scanned, and not kept.
             used = pc.unique(array.indices.drop_null()).sort()
             at = pc.index_in(array.indices, used, skip_nulls=True).cast(kind.index_type)
-            made = self.column(array.dictionary.take(used))
+            made = self.column(array.dictionary.take(used), name)
             return pa.DictionaryArray.from_arrays(at, made, ordered=kind.ordered)
         if pa.types.is_struct(kind):
-            fields = [self.column(array.field(i)) for i in range(kind.num_fields)]
+            fields = [self.column(array.field(i), each.name) for i, each in enumerate(kind)]
             return pa.StructArray.from_arrays(fields, fields=list(kind), mask=array.is_null())
         if pa.types.is_map(kind):
             return self._map(array)
         if pa.types.is_nested(kind):
             return self._list(array)
         values = [None if v is None else _bytes(v) for v in array.to_pylist()]
-        texts = [value for value in values if value is not None]
-        made = iter(self.texts(texts))
-        out = [None if value is None else next(made) for value in values]
+        texts = {v for v in values if v is not None and not is_protocol(name, readable(v))}
+        made = dict(zip(texts, self.texts(list(texts)), strict=True))
+        out = [value if value is None else made.get(value, value) for value in values]
         return pa.array(out, pa.large_binary()).cast(kind)
 
     def _map(self, array: pa.Array) -> pa.Array:
@@ -141,6 +155,14 @@ class Replacer:
         return pc.if_else(
             to_arrow(made != given.values), to_arrow(made).cast(flat.type, safe=False), flat
         )
+
+
+def _replaced(text: bytes, spans: Spans) -> bytes:
+    parts, at = list[bytes](), 0
+    for start, end, number in spans:
+        parts += (text[at:start], b"[REDACTED_%d]" % number)
+        at = end
+    return b"".join((*parts, text[at:]))
 
 
 def has_text(kind: pa.DataType) -> bool:
