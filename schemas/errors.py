@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, NoReturn, Self
 
+from schemas.excerpts import cleaned
+
 _BRIEF = 72  # maximum length of a reason in a list of reasons
 _MOST_RULES = 4
 _FIELDS = ("rule", "where", "got", "expected", "hint")
@@ -177,7 +179,7 @@ def reasons_of(errors: Sequence[RolloutError]) -> str:
 
 def _brief(error: RolloutError) -> str:
     """Return the reason of an error, shortened and without its location."""
-    return shortened(" ".join(error.got.split()) or error.sentence, _BRIEF)
+    return shortened(" ".join(cleaned(error.got).split()) or error.sentence, _BRIEF)
 
 
 def shortened(text: str, num_chars: int) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from schemas.errors import EngineError, InputError
+from schemas.excerpts import cleaned
 
 if TYPE_CHECKING:
     from pipelines.record.upstreams import Answered
@@ -81,13 +82,13 @@ def check_head(response: Answered) -> None:
         message = f"The engine {got}; expected a status from 200 to 599"
         raise EngineError(ANSWER_STATUS, "engine", got, hint=hint, message=message)
     if 300 <= response.status < 400:
-        to = repr(response.headers.get("location", "")[:200])
+        to = repr(cleaned(response.headers.get("location", ""))[:200])
         hint = "set --upstream to the target of the redirect"
         got = f"redirects (status {response.status}) to {to}"
         raise EngineError(REDIRECT, "engine", got, hint=hint, message=f"The engine {got}")
-    encoding = response.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        got = f"compresses its responses ({encoding[:40]!r})"
+    encoding = response.headers.get("content-encoding", "identity").strip()
+    if encoding.lower() != "identity":
+        got = f"compresses its responses ({cleaned(encoding)[:40]!r})"
         hint = "turn off compression in the engine"
         raise EngineError(ANSWER_ENCODING, "engine", got, hint=hint, message=f"The engine {got}")
 

@@ -24,10 +24,11 @@ from pipelines.record.spoken import SpokenStream, engine_error, engine_message, 
 from pipelines.record.upstreams import Answered, Upstreams, passed_on, version_of
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS
 from schemas.errors import EngineError, RolloutError
+from schemas.excerpts import cleaned
 
 ABORTED, BROKEN_OFF = "abort", "error"
 _SSE = "text/event-stream"
-_REFUSAL_BYTES = 500
+_REFUSAL_BYTES, _REFUSAL_CHARS = 1 << 16, 500
 _BLANK_BYTES = 1 << 16  # blank lines to skip before a body is judged by its content type
 _EVENT_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
 
@@ -80,7 +81,8 @@ class Call:
             InputError: `journal`: the call could not be written, and `on_full` is `refuse`.
         """
         try:
-            await self._run()
+            with self.recorder.cleaning():
+                await self._run()
         except RolloutError as error:
             self.session.refusal = str(error)
             if error.rule in REFUSED_ANSWERS:
@@ -319,7 +321,9 @@ class Call:
     def _answered(self, status: int, content: bytes) -> None:
         """Keep what the engine answered if that is an error."""
         if status != 200:
-            text = engine_message(status, content)[:_REFUSAL_BYTES]
+            # Cut only once it is without secrets.
+            told = cleaned(content[:_REFUSAL_BYTES].decode(errors="replace")).encode()
+            text = engine_message(status, told)[:_REFUSAL_CHARS]
             self.session.refusal = f"status {status}: {' '.join(text.split())}"
 
     async def _record(self, asked: Asked, response: msgspec.Raw | None) -> None:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ from rollout_io.formats.parsing.bodies import Request
 from rollout_io.formats.parsing.completions import read_choices, whole_response
 from rollout_io.formats.parsing.tokens import strict_ids
 from schemas.errors import InputError, RolloutError, count
+from schemas.excerpts import cleaning
 from schemas.metadata import DatasetMetadata
 
 _LOG = logging.getLogger(__name__)
@@ -118,6 +119,10 @@ class Recorder:
             self._said.add(what)
             said = f"{what}: {text}"
             self._tell(said if self._redaction is None else self._redaction.text(said))
+
+    def cleaning(self) -> AbstractContextManager[None]:
+        """Replace secrets in the contents that errors quote in a block."""
+        return cleaning(None if self._redaction is None else self._redaction.text)
 
     def refused(self, error: RolloutError) -> None:
         """Count a rejected request, and report the first of its kind."""

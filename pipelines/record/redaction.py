@@ -42,6 +42,7 @@ from rollout_io.redaction.scanner import Rules
 from rollout_io.redaction.tables import Redactor
 from rollout_io.retokenize.token_bytes import TokenBytes, load_token_bytes
 from schemas.errors import ConfigError, InputError, RolloutError
+from schemas.excerpts import cleaning
 from schemas.metadata import DatasetMetadata, LogprobsMode
 from schemas.ragged import BoolArray
 
@@ -155,7 +156,8 @@ class Redaction:
 
     def _call(self, record: Mapping[str, Any]) -> dict[str, Any]:
         where = f"session {record['session']}"
-        answer, steps, error = _read(record, where, self._mode)
+        with cleaning(self.text):
+            answer, steps, error = _read(record, where, self._mode)
         whole = [np.concatenate([s.prompt_token_ids, s.response_ids]) for s in steps]
         for step, ids in zip(steps, whole, strict=True):
             self._refuse_other(step, ids, where)

@@ -41,6 +41,7 @@ from rollout_io.formats.parsing.naming import split_session
 from rollout_io.formats.parsing.sampling import ModelNames
 from schemas.columns import metrics_dict
 from schemas.errors import InputError, RolloutError
+from schemas.excerpts import cleaning
 from schemas.metadata import DatasetMetadata, LogprobsMode
 
 NO_CALLS = "no_calls: the session ended without a recorded call"
@@ -135,12 +136,13 @@ class Shards:
         Raises:
             InputError: `output_file`: writing failed; no part of the shard is then written.
         """
-        left, tables, rejected = self._tables([_with_calls(ended) for ended in sessions])
-        # Try each session unchanged, then as failed with its readable steps, then without steps.
-        for again in (_as_failed, _without_steps):
-            if left:
-                left, more, _ = self._tables([again(ended, rejected) for ended in left])
-                tables += more
+        with cleaning(None if self._redaction is None else self._redaction.text):
+            left, tables, rejected = self._tables([_with_calls(ended) for ended in sessions])
+            # Try each session unchanged, then as failed with its readable steps, then without.
+            for again in (_as_failed, _without_steps):
+                if left:
+                    left, more, _ = self._tables([again(ended, rejected) for ended in left])
+                    tables += more
         assert not left, left
         metadata = self._settings.metadata.replace(models=_models(sessions))
         said = _differing(sessions, tables)

@@ -26,10 +26,11 @@ from rollout_io.formats.parsing.media import restored
 from rollout_io.formats.parsing.messages import text_of
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import parse_ids, token_ids
-from rollout_io.formats.parsing.witnesses import holds, missing_word, shortened
+from rollout_io.formats.parsing.witnesses import holds, missing_word
 from rollout_io.retokenize.local import tokenizer_directory
 from rollout_io.retokenize.tokenizer import PICTURE
 from schemas.errors import ConfigError, InputError, InvariantError, RolloutError
+from schemas.excerpts import quoted
 from schemas.messages import RETOKENIZED, SAID, is_answer, marked, media_in
 from schemas.metadata import DatasetMetadata
 
@@ -435,8 +436,8 @@ def _ids(step: Step) -> list[int]:
 
 
 def _other(step: Step, directory: str, decoded: str, text: str) -> InputError:
-    got = f"{directory} decodes the response ids to {shortened(decoded)}"
-    got += f", but the logged text is {shortened(text)}"
+    got = f"{directory} decodes the response ids to {quoted(decoded)}"
+    got += f", but the logged text is {quoted(text)}"
     hint = (
         "pass the tokenizer of the model that sampled the ids, or check that ids and text belong "
     )

@@ -35,6 +35,7 @@ from rollout_io.formats.parsing.tokens import broken, num_ids, route_array, same
 from rollout_io.formats.parsing.weight_versions import versions_of_meta
 from rollout_io.formats.parsing.witnesses import check_tokens, words_of_calls
 from schemas.errors import InputError, count
+from schemas.excerpts import cleaned
 
 ASK = 'set "return_token_ids": true in the request (vLLM)'
 
@@ -284,7 +285,7 @@ def _refuse_error(response: Response, where: str) -> None:
         said = message if message[:1] == b'"' else bytes(response.detail)
     if said == b"null" and response.object != "error":
         return
-    got = f"the engine returned an error: {said.decode()[:200]}"
+    got = f"the engine returned an error: {cleaned(said.decode())[:200]}"
     raise InputError("no_response", where, got, hint=_FAILED)
 
 
@@ -346,7 +347,7 @@ def _check_piece(choice: Choice, place: str) -> None:
     if text == b"null":
         return
     if text[:1] != b"[":
-        got = f"token_ids {text.decode()[:40]}"
+        got = f"token_ids {cleaned(text.decode())[:40]}"
         raise InputError("record_type", place, got, "a list of integers", _AS_IT_CAME)
     if logprobs is None:
         return

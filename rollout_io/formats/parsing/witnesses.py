@@ -12,6 +12,7 @@ from rollout_io.formats.base import Ids
 from rollout_io.formats.parsing.bodies import Function, Logprobs, ToolCall
 from rollout_io.formats.parsing.tokens import parse_ids
 from schemas.errors import InputError, count
+from schemas.excerpts import fragment, quoted
 
 _NAMED = "token_id:"
 _REPLACEMENT = "\ufffd"
@@ -61,10 +62,12 @@ def check_tokens(
         return None
     for text in texts:
         if text not in whole and not holds(whole, text):
-            got = f"the logprobs belong to the text {shortened(whole)}, not to {shortened(text)}"
+            got = f"the logprobs belong to the text {quoted(whole)}, not to {quoted(text)}"
             raise InputError("logprob_tokens", where, got, hint=_HINT)
     if (word := missing_word(whole, called)) is not None:
-        got = f"the tokens {shortened(whole)} do not contain {word!r}, a word of the tool calls"
+        got = (
+            f"the tokens {quoted(whole)} do not contain {fragment(word)}, a word of the tool calls"
+        )
         raise InputError("logprob_tokens", where, got, hint=_LOST)
     return whole
 
@@ -166,8 +169,3 @@ def holds(whole: str, part: str) -> bool:
         )
         for letter in part
     )
-
-
-def shortened(text: str) -> str:
-    """Shorten text for an error message."""
-    return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}")
