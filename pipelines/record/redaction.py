@@ -166,8 +166,15 @@ class Redaction:
         ids_asked = {n: bytes(fields.pop(n)) for n in ("prompt",) if _is_list(fields.get(n))}
         about = {n: v for n, v in record.items() if n not in {"session", "request", "response"}}
         given = [msgspec.json.encode(each) for each in (fields, _said(answer), about, error)]
-        for ids in whole:
-            self._findings.scan(self._vocabulary.join(ids), self.rules)
+        joined = [self._vocabulary.join(ids) for ids in whole]
+        for text in joined:
+            self._findings.scan(text, self.rules)
+        prompts = [
+            ids[: len(step.prompt_token_ids)].astype(np.int32)
+            for step, ids in zip(steps, whole, strict=True)
+        ]
+        cuts = [int(self._vocabulary.lengths(ids).sum()) for ids in prompts]
+        self._findings.add_halves(joined, cuts)
         request, said, rest, reason, *asked = self._clean([*given, *ids_asked.values()])
         redactor = self.redactor
         marks = [_marked(redactor, *each) for each in zip(steps, whole, strict=True)]

@@ -184,6 +184,31 @@ class Literals:
                         break
         return [list(_joined(each)) for each in found]
 
+    def halves(self, texts: Sequence[bytes], cuts: Sequence[int]) -> Iterator[bytes]:
+        """Yield the parts of secrets that begin before a cut and end after it.
+
+        Where an answer continues a prompt, the texts of both have only a part of a secret.
+
+        Args:
+            texts: N prompts, each with its answer.
+            cuts: [N] number of bytes of each prompt.
+
+        Example:
+            >>> list(Literals((b"abcdefghijklmnop",)).halves([b"is abcdefghijklmnop"], [12]))
+            [b'abcdefghi']
+        """
+        if not self.secrets:
+            return
+        near = 2 * self.longest  # escapes take more bytes
+        begins = [max(0, cut - near) for cut in cuts]
+        rows = list(zip(texts, begins, cuts, strict=True))
+        found = self.spans([text[begin : cut + near] for text, begin, cut in rows])
+        for (text, begin, cut), spans in zip(rows, found, strict=True):
+            for start, end, _ in spans:
+                if begin + start < cut < begin + end:
+                    parts = text[begin + start : cut], text[cut : begin + end]
+                    yield from (part for part in parts if len(part) >= SHORTEST)
+
 
 def _joined(found: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
     ordered = sorted(set(found), key=lambda each: (each[0], -each[1], each[2]))

@@ -99,6 +99,13 @@ class Findings:
                     before = text
         for kinds in found:
             self.num_rows.update(kinds)
+        prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
+        cuts = [int(vocabulary.lengths(prompts.row(i)).sum()) for i in range(table.num_rows)]
+        self.add_halves(tokens, cuts)
+
+    def add_halves(self, texts: Sequence[bytes], cuts: Sequence[int]) -> None:
+        """Look for both parts of secrets that begin in a prompt and end in its answer."""
+        self.literals |= dict.fromkeys(Literals(tuple(self.literals)).halves(texts, cuts))
 
 
 def _is_scanned(field: pa.Field) -> bool:

@@ -222,6 +222,26 @@ def test_a_prompt_of_token_ids_is_redacted_in_the_request_too(tmp_path, is_list)
 
 
 @pytest.mark.usefixtures("no_rules")
+@pytest.mark.parametrize("num", [4, 8, 12])
+def test_both_parts_of_a_secret_that_an_answer_completes_are_replaced_in_texts(tmp_path, num):
+    out, prompt, text = tmp_path / "ds", f"It is {ASKED[:num]}", f"{ASKED[num:]} ok"
+    choice = {"index": 0, "text": text, "prompt_token_ids": ids_of(prompt)}
+    choice |= {"token_ids": ids_of(text), "logprobs": {"token_logprobs": [-0.5] * len(text)}}
+
+    async def main():
+        async with recorder_of(out) as recorder:
+            await call(recorder, "a/0", {"prompt": prompt}, {"choices": [choice]})
+            await call(recorder, "a/0", *chat(f"part {ASKED[:num]} again", "yes"))
+            await recorder.end("a/0", {"reward": 1.0})
+
+    asyncio.run(main())
+    written = on_disk(out, SPOKEN)
+    parts = ASKED[:num], ASKED[num:]
+    assert [part in written for part in parts] == [len(part) < 8 for part in parts]
+    assert rows(out, "redacted")[0]["redacted"] == [True] * (16 - num) + [False] * 3
+
+
+@pytest.mark.usefixtures("no_rules")
 def test_pictures_are_recorded_as_they_are(tmp_path):
     url = f"data:image/png;base64,{'KEY0' * 4}{ASKED[4:]}AAA="
 

@@ -263,6 +263,20 @@ def test_patterns_are_removed_from_texts_ids_of_rows_and_metadata(dataset, smoll
 
 
 @pytest.mark.usefixtures("no_rules")
+def test_both_parts_of_a_secret_that_an_answer_completes_are_found():
+    vocabulary = vocabulary_of([b"to ", b"CC-12345678", b"901234567 ok", b"."])
+    ids = {"prompt_token_ids": [[0, 1], [0, 3]], "response_ids": [[2], [3]]}
+    columns = {name: pa.array(values, pa.list_(pa.int32())) for name, values in ids.items()}
+    texts = ["901234567 ok", "CC-12345678, 12345678 and 01234567"]
+    table = pa.table(STEPS | columns | {"loss_mask": [[True], [True]], "response_text": texts})
+    findings = Findings()
+    findings.scan_table(table, Rules.of({"card": r"CC-\d{17}"}), vocabulary)
+    made = Redactor(Literals(tuple(findings.literals)), vocabulary).table(table)
+    gone = "[REDACTED_2] ok", "[REDACTED_1], 12345678 and 01234567"
+    assert tuple(made["response_text"].to_pylist()) == gone
+
+
+@pytest.mark.usefixtures("no_rules")
 @pytest.mark.model
 def test_redacting_again_changes_nothing(dataset, smollm2_dir, tmp_path):
     rules, first, second = Rules.of(PATTERNS), tmp_path / "a", tmp_path / "b"
