@@ -138,6 +138,10 @@ class Recorder:
             lambda: (self.journal.recover(), self._shards.trajectory_ids())
         )
         self.sessions = Sessions(written)
+        names = "\n".join(found)
+        clean = str if self._redaction is None else self._redaction.text
+        if await asyncio.to_thread(clean, names) != names:
+            self.warn("session_name", "some from before contain a secret: run `rollouts redact`")
         self._last_time_s = self.journal.last_time_s
         for name, left in found.items():
             if not self.sessions.is_written(name):
@@ -163,7 +167,8 @@ class Recorder:
         return self.sessions.called(name, folder)
 
     def _check_name(self, name: str) -> None:
-        if self._redaction is not None and self.sessions.find(name) is None:
+        is_new = self.sessions.find(name) is None and not self.sessions.is_written(name)
+        if self._redaction is not None and is_new:
             self._redaction.refuse_name(name)
 
     def open(self, instance_id: str, repetition_id: int | None) -> Session:

@@ -56,6 +56,7 @@ _REQUEST = msgspec.json.Decoder(Request)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TEXT = msgspec.json.Decoder(str)
 _CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_NAMES = ("session", "sessions")
 _SAID = ("reasoning", "reasoning_content", "content", "tool_calls")
 
 
@@ -213,7 +214,20 @@ class Redaction:
             record["request"] = _FIELDS.decode(record["request"])
             record["session"] = _TEXT.decode(record["session"])
             return msgspec.json.encode(self._call(record)) + b"\n"
+        with suppress(msgspec.MsgspecError):
+            return self._unnamed(line) + b"\n"
         return self._clean([line])[0]
+
+    def _unnamed(self, line: bytes) -> bytes:
+        """Replace the secrets in a JSON object, but not in the names of sessions."""
+        fields = dict(_FIELDS.decode(line))
+        names = {name: fields.pop(name) for name in _NAMES if name in fields}
+        with suppress(msgspec.MsgspecError, KeyError):  # a rejected call
+            record = self._unnamed(_TEXT.decode(fields["record"]).encode())
+            names["record"] = msgspec.Raw(msgspec.json.encode(record.decode()))
+            del fields["record"]
+        rest = self._clean([msgspec.json.encode(fields)])[0]
+        return msgspec.json.encode(names | _FIELDS.decode(rest))
 
     def _clean(self, texts: Sequence[bytes]) -> list[bytes]:
         """Scan texts and replace all known secrets; data of pictures and sounds is not read."""
@@ -345,10 +359,22 @@ def without_known(
     metadata: DatasetMetadata,
     footer: Mapping[bytes, bytes],
 ) -> tuple[list[pa.Table], DatasetMetadata, dict[bytes, bytes]]:
-    """Replace known secrets in what a shard consists of."""
-    values = known.replacer.texts(list(footer.values()))
-    made = [known.table(table) for table in tables]
-    return made, known.replacer.metadata(metadata), dict(zip(footer, values, strict=True))
+    """Replace known secrets in what a shard consists of, but not in the names of sessions."""
+    pairs = {}
+    for key, value in footer.items():
+        fields = _FIELDS.decode(value)
+        texts = known.replacer.texts([bytes(each) for each in fields.values()])
+        said = dict(zip(fields, map(msgspec.Raw, texts), strict=True))
+        pairs[key] = msgspec.json.encode(said)
+    made = [_with_names(known.table(table), table) for table in tables]
+    return made, known.replacer.metadata(metadata), pairs
+
+
+def _with_names(made: pa.Table, given: pa.Table) -> pa.Table:
+    for name in ("instance_id", "trajectory_id"):
+        index = made.column_names.index(name)
+        made = made.set_column(index, made.schema.field(index), given.column(name))
+    return made
 
 
 def rewrite_shard(known: Redactor, shard: Path, folder: Path) -> None:
