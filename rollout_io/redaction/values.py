@@ -19,6 +19,8 @@ from schemas.numpy_arrays import to_arrow, to_numpy
 from schemas.ragged import IntArray, Ragged, list_lengths, offsets_of
 
 _LISTS = re.compile(rb"\s*\[[\[\]\d\s,]+\]\s*")
+_VALUE, _END = re.compile(rb'(\\+")\s*:\s*\Z'), re.compile(rb"\s*[,}]")
+_NUMBER, _NEAR = re.compile(rb"[-+.\deE]+"), 64
 ReplaceIds = Callable[[Ragged], Ragged]
 
 
@@ -160,9 +162,17 @@ class Replacer:
 def _replaced(text: bytes, spans: Spans) -> bytes:
     parts, at = list[bytes](), 0
     for start, end, number in spans:
-        parts += (text[at:start], b"[REDACTED_%d]" % number)
+        quote = _quote(text, start, end)
+        parts += (text[at:start], quote, b"[REDACTED_%d]" % number, quote)
         at = end
     return b"".join((*parts, text[at:]))
+
+
+def _quote(text: bytes, start: int, end: int) -> bytes:
+    """Return the quote that a replaced number needs in JSON that is escaped in a text, or none."""
+    name = _VALUE.search(text[max(0, start - _NEAR) : start])
+    is_number = name and _NUMBER.fullmatch(text[start:end]) and _END.match(text, end)
+    return name[1] if name and is_number else b""
 
 
 def has_text(kind: pa.DataType) -> bool:

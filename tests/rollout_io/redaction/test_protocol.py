@@ -62,6 +62,17 @@ def test_columns_of_few_words_keep_them_and_lose_other_secrets():
     assert [each["answer"] for each in made[1]] == gone
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_arguments_remain_json_if_a_number_is_a_secret(depth):
+    arguments = '{"pin": 31415926535897, "of":31415926535897}'
+    for _ in range(depth):
+        arguments = json.dumps({"arguments": arguments})
+    (made,) = redactor_of(b"31415926535897").replacer.texts([arguments.encode()])
+    for _ in range(depth):
+        made = json.loads(made)["arguments"]
+    assert json.loads(made) == {"pin": "[REDACTED_0]", "of": "[REDACTED_0]"}
+
+
 def test_a_word_of_the_protocol_is_not_inside_of_escaped_json():
     text = json.dumps({"x": json.dumps(dict.fromkeys(sorted(WORDS), 1))}).encode()
     secrets = tuple(f'{word}\\"'.encode() for word in sorted(WORDS) if len(word) > 7)
