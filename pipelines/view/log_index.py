@@ -200,9 +200,11 @@ class _Indexing:
         num_rejected = num_records = 0
         unusable: list[Rejected] = []
         for number, read in enumerate(read_opened(opened, self.listing, spool, progress)):
-            rejected = [*([] if number else refused), *read.rejected]
+            taken = self._taken(read)
+            rejected = [*([] if number else refused), *read.rejected, *taken]
+            shown = [] if taken else read.runs.values()
             num_rejected += len(rejected)
-            num_records += len(rejected) + sum(len(run.places) for run in read.runs.values())
+            num_records += len(rejected) + sum(len(run.places) for run in shown)
             unusable += rejected[: MAX_REJECTED - len(unusable)]
             counts = Counts(num_records=num_records, num_rejected=num_rejected, skipped=skipped)
             send(counts if number else Whole(counts))
@@ -212,6 +214,15 @@ class _Indexing:
             raise InputError("no_calls", str(self.listing.path), "the log contains no calls")
         for part in self._rejected(unusable):
             send(part)
+
+    def _taken(self, read: Read) -> list[Rejected]:
+        """Reject all runs of a table if one of its trajectories is also in an earlier table."""
+        taken = sorted(self.names & read.runs.keys())
+        places = [place for run in read.runs.values() for place in run.places] if taken else []
+        got = f"trajectory {taken[0]!r} is also in another log" if taken else ""
+        return [
+            Rejected(place, InputError("unique_trajectory", place.where, got)) for place in places
+        ]
 
     def _parts(self, read: Read) -> Iterator[Part]:
         """Yield the part of what was read, if there is a trajectory."""

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.logs import session, write_sessions
+from pipelines.view import log_index
 from pipelines.view.log_index import Job, Part, Whole, index_logs
 from pipelines.view.path_kinds import kind_of_path
 from pipelines.view.sources import Sources
@@ -346,6 +347,22 @@ def test_a_name_that_is_not_utf_8_is_told(tmp_path):
     assert [name for name, error in errors if error and "not valid UTF-8" in error] == [
         r"b\xff.jsonl"
     ]
+
+
+def test_a_trajectory_that_two_tables_hold_is_rejected_by_name(tmp_path, monkeypatch):
+    write_chats(tmp_path / "door.jsonl", CHAT, task="door")
+    read = log_index.read_opened
+
+    def twice(*arguments):
+        first, *reads = read(*arguments)
+        return iter([first, *reads, *reads])
+
+    monkeypatch.setattr(log_index, "read_opened", twice)
+    ask = Asked(tmp_path)
+    errors = ask("/api/datasets/d0/trajectories")["error"].to_list()
+    assert [bool(error) for error in errors] == [False, True]
+    assert "[unique_trajectory]" in errors[1]
+    assert (log_of(ask)["num_records"], log_of(ask)["num_rejected"]) == (2, 1)
 
 
 def test_a_compressed_log_is_named_as_it_lies_there(tmp_path):
