@@ -31,7 +31,7 @@ from rollout_io.conversion.browsing import (
 )
 from rollout_io.formats.base import Place, Rejected
 from rollout_io.formats.detect import RULE, explanation, load_formats
-from schemas.errors import InputError, RolloutError
+from schemas.errors import InputError, InvariantError, RolloutError
 
 MAX_REJECTED = 1000
 """Maximum number of rejected records that have a row of their own; all are counted."""
@@ -221,7 +221,8 @@ class _Indexing:
         places = [place for run in read.runs.values() for place in run.places] if taken else []
         got = f"trajectory {taken[0]!r} is also in another log" if taken else ""
         return [
-            Rejected(place, InputError("unique_trajectory", place.where, got)) for place in places
+            Rejected(place, InvariantError("unique_trajectory", place.where, got))
+            for place in places
         ]
 
     def _parts(self, read: Read) -> Iterator[Part]:
