@@ -29,9 +29,10 @@ from rollout_io.conversion.browsing import (
     read_opened,
     rejected_rows,
 )
+from rollout_io.conversion.chunk import repeated
 from rollout_io.formats.base import Place, Rejected
 from rollout_io.formats.detect import RULE, explanation, load_formats
-from schemas.errors import InputError, InvariantError, RolloutError
+from schemas.errors import InputError, RolloutError
 
 MAX_REJECTED = 1000
 """Maximum number of rejected records that have a row of their own; all are counted."""
@@ -150,7 +151,7 @@ class _Indexing:
     listing: Listing
     format: str
     file: BinaryIO
-    names: set[str] = field(default_factory=set)
+    names: dict[str, str] = field(default_factory=dict)
 
     def preview(self, spool: Path, num_bytes: int) -> Iterator[Part]:
         """Yield the newest files, up to a size; files that cannot be read alone are left out."""
@@ -217,18 +218,17 @@ class _Indexing:
 
     def _taken(self, read: Read) -> list[Rejected]:
         """Reject all runs of a table if one of its trajectories is also in an earlier table."""
-        taken = sorted(self.names & read.runs.keys())
+        taken = sorted(self.names.keys() & read.runs.keys())
         places = [place for run in read.runs.values() for place in run.places] if taken else []
-        got = f"trajectory {taken[0]!r} is also in another log" if taken else ""
         return [
-            Rejected(place, InvariantError("unique_trajectory", place.where, got))
+            Rejected(place, repeated(taken[0], self.names[taken[0]], place.where))
             for place in places
         ]
 
     def _parts(self, read: Read) -> Iterator[Part]:
         """Yield the part of what was read, if there is a trajectory."""
-        if read.table.num_rows and not self.names & read.runs.keys():
-            self.names |= read.runs.keys()
+        if read.table.num_rows and not self.names.keys() & read.runs.keys():
+            self.names |= {name: run.places[0].where for name, run in read.runs.items()}
             places = {
                 name: (read.format, self._source(run.places[0])) for name, run in read.runs.items()
             }
@@ -256,7 +256,7 @@ class _Indexing:
         for place, table in rejected_rows(rejected, self.listing):
             name = table.column("trajectory_id")[0].as_py()
             if name not in self.names:
-                self.names.add(name)
+                self.names[name] = place.where
                 at = At("", self.file.tell())
                 with pa.ipc.new_stream(self.file, table.schema) as stream:
                     stream.write_table(table)
