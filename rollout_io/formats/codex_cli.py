@@ -1,113 +1,84 @@
-"""The `codex_cli` format: rollout files of Codex CLI (rollout-*.jsonl), one session per file.
+"""The `codex_cli` format: sessions of Codex CLI (`rollout-*.jsonl`), one JSON object per line.
 
     {"timestamp": "...", "type": "session_meta", "payload": {"id": "...", ...}}
     {"timestamp": "...", "type": "response_item", "payload": {"type": "message", ...}}
 
-A file is a run, with the files of its sub-agents (`parent_thread_id`); its `response_item` lines are the conversation, and `compacted` begins a new
-context (`codex_cli_thread`). `token_usage_record` lines end a model call. `event_msg` lines repeat the
-conversation for display; only rollbacks are read from them. A fork (`forked_from_id`) begins with the
-lines of another session. The log has no reward and no token ids; encrypted reasoning is not readable.
-Of the tool definitions, it has only those that a client added (`dynamic_tools`, `additional_tools`).
+`response_item` lines are the conversation: consecutive items of the model (reasoning, text, tool calls)
+are one answer, which ends with its call (`token_usage_record`). `compacted` begins a new context; its
+summary was written in a call of its own, whose prompt is not logged: that answer is left out, and
+counted. `event_msg` lines repeat the conversation for display; only rollbacks are read from them. A
+sub-agent names its parent (`parent_thread_id`). A fork (`forked_from_id`) begins with copies of another
+session's lines, or refers to them (`history_base`), and so does a thread that was taken back. The log
+has no reward and no token ids; encrypted reasoning is not readable. Of the tool definitions, it has only
+those that a client added (`dynamic_tools`, `additional_tools`).
 
-A `developer` message becomes a `system` message before the first
-answer, and a `user` message after it, as chat templates require.
-
-If an item cannot be read (its type is unknown, or it is encrypted, such as the summary of a
-compaction), the answers that depend on it are left out and noted: all that follow it in its
-context, and the answer that it belongs to.
+A `developer` message becomes a `system` message before the first answer, and a `user` message after
+it, as chat templates require. If an item cannot be read (its type is unknown, or it is encrypted, such
+as the summary of a compaction), the answers that depend on it are left out and noted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from rollout_io.formats.base import (
-    About,
-    Adapter,
-    Conversation,
-    Found,
-    Input,
-    Options,
-    Place,
-    Progress,
-    Rejected,
-    Run,
-    Trajectory,
+from rollout_io.formats.contexts import LOST, SUMMARIES, Contexts, Said
+from rollout_io.formats.dialects.responses import (
+    Item,
+    add_piece,
+    chat_role,
+    read_item,
+    results_in,
+    tools,
 )
-from rollout_io.formats.codex_cli_thread import Thread
-from rollout_io.formats.contents import Contents, account
-from rollout_io.formats.detect import has_record
-from rollout_io.formats.dialects.responses import ITEMS, Item, tools
-from rollout_io.formats.parsing.content import NO_JSON, Message, canonical_json
-from rollout_io.formats.parsing.forks import COPIED, copied_answers, digest, run_of
-from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
-from rollout_io.formats.parsing.lines import incomplete, lines_of, read_record
+from rollout_io.formats.engines.sessions import Base, Line, Names, Sessions
+from rollout_io.formats.parsing.content import bad_message, canonical_json
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.sessions import SUMMARIES
-from schemas.errors import InputError, RolloutError
+from schemas.errors import InputError
 
-_Kind = Literal[
-    "session_meta",
-    "turn_context",
-    "response_item",
-    "event_msg",
-    "compacted",
-    "world_state",
-    "token_usage_record",
-]
-_GROUPS = "inferred: each session is a separate instance"
-LOST = "answers after items that are encrypted or of an unknown type: left out"
+__all__ = ["LOST", "SUMMARIES"]
 EDITED = "sessions with the model's own instructions, of which Codex may have sent only a part: it "
 EDITED += "leaves out sections about tools that are off, which the log does not tell"
-_ROLLED_BACK = "thread_rolled_back"
+UNENDED = "answers without the end of their call, which broke off or which Codex wrote itself: part of "
+UNENDED += "the prompt"
+_KEPT_BYTES = 80_000
+"""Codex keeps 20,000 tokens, which it estimates at four bytes each."""
 
-
-CONTENTS = Contents(
-    kind="type",
-    reads={
-        "*": "timestamp",
-        "session_meta": "payload.id payload.session_id payload.forked_from_id payload.cwd "
-        "payload.parent_thread_id payload.agent_nickname payload.agent_role "
-        "payload.originator payload.cli_version payload.base_instructions.text payload.dynamic_tools",
-        "turn_context": "payload.model",
-        "compacted": "payload.message payload.compaction_response_id",
-        "token_usage_record": "payload.response_id",
-    },
-    leaves={
-        "facts about the session": "session_meta/payload.timestamp session_meta/payload.source "
-        "session_meta/payload.model_provider session_meta/payload.git "
-        "session_meta/payload.instructions session_meta/payload.memory_mode "
-        "session_meta/payload.base_instructions.provenance session_meta/payload.history_mode "
-        "session_meta/payload.runtime_workspace_roots session_meta/payload.thread_source "
-        "session_meta/payload.context_window session_meta/payload.agent_path "
-        "session_meta/payload.multi_agent_version session_meta/payload.account_scoped",
-        "settings, which the harness sends as messages": "turn_context/payload world_state",
-        "facts about items and calls": "response_item/metadata token_usage_record/payload",
-        "for resuming": "compacted/payload.replacement_history_metadata "
-        "compacted/payload.resume_metadata compacted/payload.retained_context "
-        "compacted/payload.latest_token_usage_record compacted/payload.first_window_id "
-        "compacted/payload.window_id compacted/payload.previous_window_id",
-        "repeats the conversation for display; only rollbacks are read": "event_msg",
-    },
-    inner={"response_item/payload": ITEMS, "compacted/payload.replacement_history": ITEMS},
+_LEAVES = {
+    "facts about the session": "*/timestamp */ordinal session_meta/payload.timestamp "
+    "session_meta/payload.source session_meta/payload.model_provider session_meta/payload.git "
+    "session_meta/payload.instructions session_meta/payload.memory_mode "
+    "session_meta/payload.history_mode session_meta/payload.runtime_workspace_roots "
+    "session_meta/payload.thread_source session_meta/payload.context_window "
+    "session_meta/payload.agent_path session_meta/payload.base_instructions.provenance "
+    "session_meta/payload.session_id session_meta/payload.multi_agent_version "
+    "session_meta/payload.account_scoped session_meta/payload.history_base.end_byte_offset",
+    "settings, which the harness sends as messages": "turn_context/payload world_state",
+    "facts about items and calls": "response_item/metadata token_usage_record/payload",
+    "for resuming": "compacted/payload.replacement_history_metadata compacted/payload.resume_metadata "
+    "compacted/payload.retained_context compacted/payload.latest_token_usage_record "
+    "compacted/payload.first_window_id compacted/payload.window_id compacted/payload.previous_window_id",
+    "repeats the conversation for display; only rollbacks are read": "event_msg/payload",
+}
+_CONTEXT = re.compile(
+    r"\s*(?:<(environment_context|user_instructions|skill|user_shell_command|turn_aborted|plugins"
+    r"|recommended_plugins|subagent_notification|goal_context|hook_prompt|external_\w+"
+    r"|codex_internal_context)\b.*</\1>\s*|# AGENTS\.md instructions.*)",
+    re.DOTALL | re.IGNORECASE,
 )
+"""Messages of the user that Codex writes: no turns (`is_contextual_user_fragment` in codex-rs/core)."""
 
-
-class _Head(msgspec.Struct, gc=False):
-    type: str
-    payload: msgspec.Raw = NO_JSON
-
-
-class _Shape(msgspec.Struct, gc=False):
-    type: _Kind
-    payload: dict[str, msgspec.Raw]
-    timestamp: str
+_SETTINGS = re.compile(
+    r"\s*<(?:permissions instructions|model_switch|collaboration_mode|realtime_conversation"
+    r"|skills_instructions|plugins_instructions|apps_instructions|personality_spec|token_budget"
+    r"|multi_agent_role|multi_agent_mode|persistent_mode|managed_developer_instructions)>",
+    re.IGNORECASE,
+)
+"""Developer messages that a rollback takes back with the turn behind them."""
 
 
 class _Provenance(msgspec.Struct, gc=False):
@@ -119,276 +90,257 @@ class _Instructions(msgspec.Struct, gc=False):
     provenance: _Provenance | None = None
 
 
-class _Meta(msgspec.Struct, gc=False):
+class _HistoryBase(msgspec.Struct, gc=False):
+    thread_id: str
+    end_ordinal_exclusive: int
+
+
+class Meta(msgspec.Struct, gc=False):
+    """The start of a file."""
+
     id: str | None = None
-    forked_from: str | None = msgspec.field(name="forked_from_id", default=None)
-    parent: str | None = msgspec.field(name="parent_thread_id", default=None)
-    nickname: str | None = msgspec.field(name="agent_nickname", default=None)
+    forked_from_id: str | None = None
+    forked_from_ordinal_exclusive: int | None = None
+    history_base: _HistoryBase | None = None
+    parent_thread_id: str | None = None
+    agent_nickname: str | None = None
     agent_role: str | None = None
     cwd: str | None = None
     originator: str | None = None
     cli_version: str | None = None
     base_instructions: _Instructions | str | None = None
-    tools: Any = msgspec.field(name="dynamic_tools", default=None)
+    dynamic_tools: Any = None
 
 
-class _Turn(msgspec.Struct, gc=False):
+class Turn(msgspec.Struct, gc=False):
+    """Settings of the turns that follow."""
+
     model: str | None = None
 
 
-class _Usage(msgspec.Struct, gc=False):
-    response: str | None = msgspec.field(name="response_id", default=None)
+class Usage(msgspec.Struct, gc=False):
+    """The end of a call."""
+
+    response_id: str | None = None
 
 
-class _Compacted(msgspec.Struct, gc=False):
-    response: str | None = msgspec.field(name="compaction_response_id", default=None)
+class Compacted(msgspec.Struct, gc=False):
+    """A new history."""
+
+    compaction_response_id: str | None = None
     message: str | None = None
     replacement_history: list[Item] | None = None
 
 
-class _Event(msgspec.Struct, gc=False):
+class Event(msgspec.Struct, gc=False):
+    """An event; only rollbacks are read."""
+
     type: str | None = None
     num_turns: int | None = None
 
 
-_SHAPE_DECODER = msgspec.json.Decoder(_Shape)
-_HEAD_DECODER = msgspec.json.Decoder(_Head)
-_META_DECODER = msgspec.json.Decoder(_Meta)
-_ITEM_DECODER = msgspec.json.Decoder(Item)
-_USAGE_DECODER = msgspec.json.Decoder(_Usage)
-_TURN_DECODER = msgspec.json.Decoder(_Turn)
-_COMPACTED_DECODER = msgspec.json.Decoder(_Compacted)
-_EVENT_DECODER = msgspec.json.Decoder(_Event)
-_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-@dataclass(slots=True)
-class _Session:
-    """A file.
+class _Thread:
+    """Tells the contexts what the items of a file say.
 
     Attributes:
-        forked_from: Session whose lines the file begins with; None if it is not a fork.
-        parent: Session that started this one as a sub-agent; None if it is none.
-        items: Digest of each item of the conversation, by the index of its place.
+        log: The contexts.
+        reply: Answer that further items extend; None if the next item begins one.
+        call: Answers since the end of the last call, which are those of the call that ends next.
+        last_call: Name of the last call that ended, and its answers.
+        unended: Answers behind which their call did not end.
+        has_ends: True if the file tells where calls end, as versions since 0.171 do.
+        turns: Messages at which a rollback may cut, by whether they begin a turn.
+        summary: The last compaction's summary.
     """
 
-    places: list[Place] = field(default_factory=list)
-    labels: dict[str, str] = field(default_factory=dict)
-    forked_from: str | None = None
-    parent: str | None = None
-    items: dict[int, bytes] = field(default_factory=dict)
+    def __init__(self, log: Contexts) -> None:
+        self.log = log
+        self.reply: Said | None = None
+        self.call: list[Said] = []
+        self.last_call: tuple[str | None, list[Said]] = (None, [])
+        self.unended: list[Said] = []
+        self.has_ends = False
+        self.turns: dict[Said, bool] = {}
+        self.summary: Said | None = None
 
-    def add(self, place: Place, head: _Head) -> None:
-        """Add a line."""
-        if head.type in {"response_item", "compacted"}:
-            self.items[len(self.places)] = _digest_of(head.payload)
-        elif head.type == "session_meta" and not self.labels:
-            meta = decode_line(_META_DECODER, bytes(head.payload), place.where)
-            self.labels, self.forked_from = _labels(meta), meta.forked_from
-            self.parent = meta.parent
-        self.places.append(place)
-
-    def answers(self, family: str) -> dict[int, list[bytes]]:
-        """Return a digest of each item and of all items before it, by index."""
-        found, before = dict[int, list[bytes]](), family
-        for i, item in self.items.items():
-            before = digest(before, item.hex()).hex()
-            found[i] = [bytes.fromhex(before)]
-        return found
-
-
-def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per session, with the files of its sub-agents; a damaged file is rejected.
-
-    The items with which a fork and its origin begin are copies if all items before them are.
-    """
-    yield About("groups", _GROUPS)
-    sessions: dict[str, _Session] = {}
-    for given in inputs:
-        session = _Session()
-        yield from _find_session(given, progress, session)
-        if session.places:
-            sessions[given.name] = session
-    origins = {s.labels.get("session"): s.forked_from for s in sessions.values()}
-    families = {n: _family(s.labels.get("session", n), origins) for n, s in sessions.items()}
-    forked = {families[name] for name, session in sessions.items() if session.forked_from}
-    answers = {
-        name: session.answers(families[name]) if families[name] in forked else {}
-        for name, session in sessions.items()
-    }
-    copies = copied_answers(dict(sorted(answers.items(), key=lambda each: len(each[1]))))
-    names = {session.labels.get("session", name): name for name, session in sessions.items()}
-    roots = {name: _root_of(name, sessions, names) for name in sessions}
-    for name, session in sessions.items():
-        if roots[name] != name:
-            continue
-        places, own, copied = list[Place](), dict[int, list[bytes]](), dict[int, str]()
-        for each in (name, *(n for n, root in roots.items() if root == name != n)):
-            start = len(places)
-            places += sessions[each].places
-            own |= {start + i: digests for i, digests in answers[each].items()}
-            copied |= {
-                start + i: sessions[keeper].labels.get("session", keeper)
-                for i, keeper in copies[each].items()
-            }
-        instance = session.labels.get("session", name)
-        yield from run_of(instance, places, session.labels, own, copied)
-
-
-def _root_of(name: str, sessions: Mapping[str, _Session], names: Mapping[str, str]) -> str:
-    """Return the session that a sub-agent belongs to: the first of a chain, or itself."""
-    root, seen = name, {name}
-    while (parent := names.get(sessions[root].parent or "")) is not None:
-        if parent in seen:
-            return name
-        seen.add(parent)
-        root = parent
-    return root
-
-
-def _digest_of(payload: msgspec.Raw) -> bytes:
-    """Return a digest of an item without its id, which a fork may change."""
-    try:
-        fields = _FIELDS_DECODER.decode(payload)
-    except msgspec.MsgspecError:
-        return digest(repr(bytes(payload)))  # the reader reports the damage
-    texts = (f"{name} {canonical_json(bytes(value))}" for name, value in fields.items())
-    return digest(*sorted(text for text in texts if not text.startswith("id ")))
-
-
-def _family(session: str, origins: Mapping[str | None, str | None]) -> str:
-    """Return the first session of a chain of forks."""
-    seen: set[str] = set()
-    while session not in seen and (origin := origins.get(session)) is not None:
-        seen.add(session)
-        session = origin
-    return min(seen, default=session) if session in seen else session
-
-
-def _find_session(given: Input, progress: Progress, session: _Session) -> Iterator[Rejected]:
-    damage: RolloutError | None = None
-    for place, content in lines_of([given], progress):
+    def add(self, item: Item, where: str, key: str, *, given: bool = False) -> None:
+        """Add an item."""
+        log = self.log
         try:
-            refuse_not_utf8(content, place.where)
-            head = decode_line(_HEAD_DECODER, content, place.where)
-            session.add(place, head)
-        except RolloutError as error:
-            damage = damage or error
-            yield Rejected(place, error)
-    if damage is not None:
-        yield from incomplete(session.places, damage)
-        session.places = []
+            piece = read_item(item, where)
+        except InputError as error:
+            self.reply = None if item.is_of_environment else self.reply
+            log.lose(error, where, in_answer=self.reply is not None)
+            return
+        if piece is None:
+            return
+        if piece["role"] != "assistant":
+            self._break_off()
+            role = chat_role(piece["role"], is_answered=any(n.is_answer for n in log.path()))
+            node = log.say([piece | {"role": role}], where, key, given=given)
+            if piece["role"] in {"user", "developer"}:
+                text = str(piece["content"])
+                is_user = piece["role"] == "user"
+                is_context = (_CONTEXT.fullmatch if is_user else _SETTINGS.match)(text) is not None
+                if is_user or is_context:
+                    self.turns[node] = not is_context
+            return
+        if self.reply is not None and "reasoning_content" in piece and _is_thought(self.reply):
+            self._break_off()  # one call thinks once: the stream before it broke off
+        is_open = self.reply is not None
+        if self.reply is None:
+            self.reply = log.say([], where, key, given=given)
+            self.call.append(self.reply)
+        add_piece(self.reply.messages, piece, is_open=is_open)
+        self.reply.where = where
+        if results := results_in(item, where):
+            self.reply = None
+            log.say(results, where, f"{key} results")
+
+    def _break_off(self) -> None:
+        """End the answer; it was not the end of a call."""
+        self.unended += self.call
+        self.reply, self.call = None, []
+
+    def end(self, name: str | None) -> None:
+        """End the call, of which the open answer and those directly before it are the answers."""
+        self.last_call = (name, self.call)
+        self.reply, self.call, self.has_ends = None, [], True
+
+    def compact(self, line: Compacted, where: str) -> None:
+        """Begin a context with the new history; without one, Codex keeps the user's messages."""
+        log, (name, answers) = self.log, self.last_call
+        if name is not None and name == line.compaction_response_id and answers:
+            log.rewind(answers[0].before)  # the call wrote the summary
+            for answer in answers:
+                answer.is_given = True
+            note(SUMMARIES)
+        self._break_off()
+        path = [node for node in log.path() if node is not self.summary]
+        system = [node for node in path[:1] if node.messages[0]["role"] == "system"]
+        log.replace(system)
+        for i, item in enumerate(line.replacement_history or ()):
+            self.add(item, where, f"{where} {i}", given=True)
+        self.reply, self.call, self.summary = None, [], None
+        if not line.replacement_history and line.message:
+            kept = [n for n in path[len(system) :] if n.messages[0]["role"] in {"system", "user"}]
+            if sum(len(str(node.messages[0]["content"]).encode()) for node in kept) > _KEPT_BYTES:
+                got = "a compaction that kept an unknown part of the user's messages"
+                log.lose(bad_message(where, got))
+            for node in kept:
+                self.turns[log.say(node.messages, node.where, node.key)] = self.turns.get(node, False)
+            self.summary = log.say([{"role": "user", "content": line.message}], where)
+            self.turns[self.summary] = True
+
+    def roll_back(self, num_turns: int) -> None:
+        """Take back turns, and the settings directly before the first of them."""
+        self._break_off()
+        path = self.log.path()
+        turns = [i for i, node in enumerate(path) if self.turns.get(node)]
+        if num_turns <= 0 or not turns:
+            return
+        cut = turns[-min(num_turns, len(turns))]
+        while cut > turns[0] and self.turns.get(path[cut - 1]) is False:
+            cut -= 1
+        self.log.rewind(path[cut - 1] if cut else None)
+
+    def finish(self) -> None:
+        """Make the answers without an end part of the prompt, in a file that tells the ends."""
+        self._break_off()
+        if self.has_ends:
+            for answer in self.unended:
+                note(UNENDED, answer.trains)
+                answer.is_given = True
 
 
-def _labels(meta: _Meta) -> dict[str, str]:
-    found = {
-        "session": meta.id,
-        "cwd": meta.cwd,
-        "originator": meta.originator,
-        "version": meta.cli_version,
-    }
-    return {name: value for name, value in found.items() if value}
+def _is_thought(reply: Said) -> bool:
+    """True if an answer has nothing but reasoning so far."""
+    last = reply.messages[-1]
+    return "reasoning_content" in last and not last["content"] and "tool_calls" not in last
 
 
-def read_session(run: Run, _: Options) -> Trajectory:
-    """Read the contexts of a session and its sub-agents as text.
-
-    Each `source` is the location of the last item.
-
-    Raises:
-        InputError: `record_type`: a line is damaged; `message`: every answer depends on an item that
-            is encrypted or of an unknown type; `no_calls`: there is no model response.
-    """
-    texts, steps = dict[str, str](), list[Conversation]()
-    unread: InputError | None = None
-    files = groupby(enumerate(run.places), key=lambda each: each[1].path)
-    for number, (_, group) in enumerate(files):
-        found, values, agent, lost = _read_file([*group], run.copied)
-        for step in found:
-            step.agent = agent if number else None
-        unread = unread or lost
-        texts = texts or values
-        steps += found
-    if not steps and unread is not None:
-        raise unread
-    if not steps:
-        raise InputError("no_calls", run.places[0].where, "the session has no model response")
-    return Trajectory(steps=steps, user_values=texts)
+def read(lines: Iterator[Line], log: Contexts) -> None:
+    """Read the items of a session."""
+    thread = _Thread(log)
+    for where, _, record in lines:
+        match record:
+            case Item():
+                thread.add(record, f"{where}, payload", where)
+            case Usage():
+                thread.end(record.response_id)
+            case Compacted():
+                thread.compact(record, f"{where}, payload")
+            case Meta():
+                _begin(record, where, log)
+            case Turn():
+                log.model = record.model or log.model
+            case Event(type="thread_rolled_back"):
+                thread.roll_back(record.num_turns or 0)
+    thread.finish()
 
 
-def _read_file(
-    places: Sequence[tuple[int, Place]], copied: Collection[int]
-) -> tuple[list[Conversation], dict[str, str], str | None, InputError | None]:
-    """Return the contexts of a file, its model, its agent, and why an answer cannot be read."""
-    thread, texts, agent = Thread(), dict[str, str](), None
-    last_copy = max((i for i, _ in places if i in copied), default=-1)
-    num_copied, num_summaries = 0, 0
-    defined: list[Message] | None = None
-    edited = False
-    for i, place in places:
-        content = read_record(place)
-        refuse_not_utf8(content, place.where)
-        line = decode_line(_HEAD_DECODER, content, place.where)
-        account(CONTENTS, content)
-        payload, where = bytes(line.payload), f"{place.where}, payload"
-        if line.type == "response_item":
-            thread.add(decode_line(_ITEM_DECODER, payload, where), where)
-        elif line.type == "token_usage_record":
-            thread.end_call(decode_line(_USAGE_DECODER, payload, where).response)
-        elif line.type == "compacted":
-            compacted = decode_line(_COMPACTED_DECODER, payload, where)
-            num_summaries += thread.drop_call(compacted.response)
-            thread.compact(compacted.message, compacted.replacement_history, where)
-        elif line.type == "session_meta":
-            meta = decode_line(_META_DECODER, payload, where)
-            thread.instruct(_instructions(meta))
-            edited |= _are_edited(meta)
-            agent = meta.nickname or meta.agent_role or meta.id or agent
-            defined = tools(meta.tools) or defined
-        elif line.type == "turn_context":
-            model = decode_line(_TURN_DECODER, payload, where).model
-            texts |= {"model": model} if model else {}
-        elif line.type == "event_msg":
-            event = decode_line(_EVENT_DECODER, payload, where)
-            if event.type == _ROLLED_BACK:
-                thread.roll_back(event.num_turns or 0)
-        if i == last_copy:
-            num_copied = thread.give()
-    steps = [
-        Conversation(source=c.where, messages=c.known, tools=defined, num_given=c.num_given)
-        for c in thread.answered()
-    ]
-    note(SUMMARIES, num_summaries)
-    note(EDITED, int(edited))
-    note(LOST, thread.num_lost)
-    note(COPIED, num_copied)
-    return steps, texts, agent, thread.unread
+def _begin(meta: Meta, where: str, log: Contexts) -> None:
+    text = meta.base_instructions
+    if isinstance(text, _Instructions):
+        note(EDITED, text.provenance is not None and text.provenance.type == "model")
+        text = text.text
+    if text and log.tip is None:
+        log.say([{"role": "system", "content": text}], where)
+    log.tools = tools(meta.dynamic_tools) or log.tools
 
 
-def _are_edited(meta: _Meta) -> bool:
-    found = meta.base_instructions
-    kind = found.provenance if isinstance(found, _Instructions) else None
-    return kind is not None and kind.type == "model"
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def _instructions(meta: _Meta) -> str | None:
-    found = meta.base_instructions
-    return found.text if isinstance(found, _Instructions) else found
+def identity(kind: str, payload: bytes) -> str | None:
+    """Return an item without its id, which a fork may change."""
+    if kind not in {"response_item", "compacted"}:
+        return None
+    try:
+        fields = _FIELDS.decode(payload)
+    except msgspec.MsgspecError:
+        return repr(payload)  # the reader reports the damage
+    texts = (f"{name} {canonical_json(bytes(value))}" for name, value in fields.items())
+    return "\0".join(sorted(text for text in texts if not text.startswith("id ")))
 
 
-def recognizes(path: Path) -> bool:
-    """True if a file has lines of a Codex rollout."""
-    return has_record(path, _SHAPE_DECODER)
+def names(path: Path, first: Sequence[Any]) -> Names:
+    """Return the names in the first line."""
+    meta = next((each for each in first if isinstance(each, Meta)), Meta())
+    base = meta.history_base
+    ordinal = meta.forked_from_ordinal_exclusive
+    if base is None and meta.forked_from_id is not None and ordinal is not None:
+        base = _HistoryBase(meta.forked_from_id, ordinal)
+    return Names(
+        meta.id or str(path),
+        meta.parent_thread_id,
+        meta.agent_nickname or meta.agent_role or meta.id,
+        meta.forked_from_id,
+        None if base is None else Base(base.thread_id, base.end_ordinal_exclusive),
+        {"cwd": meta.cwd, "originator": meta.originator, "version": meta.cli_version},
+    )
 
 
-ADAPTER = Adapter(
-    summary="sessions of Codex CLI (rollout-*.jsonl); text only",
-    recognizes=recognizes,
-    find=find_sessions,
-    read=read_session,
-    is_text=True,
-    noun="session",
-    is_agent=True,
-    line=_Shape,
-    contents=CONTENTS,
-)
+_RECORDS = {
+    "session_meta": Meta,
+    "turn_context": Turn,
+    "response_item": Item,
+    "event_msg": Event,
+    "compacted": Compacted,
+    "token_usage_record": Usage,
+}
+ADAPTER = Sessions(
+    kind="type",
+    payload="payload",
+    records=_RECORDS,
+    leaves=_LEAVES,
+    names=names,
+    read=read,
+    is_record=lambda record: (
+        record.get("type") in {*_RECORDS, "world_state"}
+        and isinstance(record.get("payload"), dict)
+        and isinstance(record.get("timestamp"), str)
+    ),
+    identity=identity,
+    is_prefix=True,
+).adapter("sessions of Codex CLI (rollout-*.jsonl); text only")

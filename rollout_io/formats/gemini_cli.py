@@ -8,73 +8,45 @@
 
     {"sessionId": "...", "projectHash": "...", "messages": [...]}
 
-An answer in a history of `$set` that no line has before, without a model, is the program's own: it is
-part of the prompt. A line with the id of an earlier message replaces it; `$set` replaces the whole history (a compaction,
-a resumed session), and `$rewindTo` takes back a message and all after it. What the model wrote before
-such a change stays a context of its own. Calls of tools contain their results, which newer versions
-repeat in the next message. Thoughts are Gemini's summaries of its reasoning (a subject and a
-description). Messages of other types (info, warning, error) are only for display.
+A line with the id of an earlier message replaces it; `$set` shows the whole history (a compaction, a
+resumed session), and `$rewindTo` takes back a message and all after it. An answer in a history that no
+line has before, without a model, is the program's own. Calls of tools contain their results, which
+newer versions repeat in the next message. Thoughts are Gemini's summaries of its reasoning (a subject
+and a description). Messages of other types (info, warning, error) are only for display.
 
-A session is a run; sub-agents (`chats/SESSION/ID.jsonl`) belong to the run of their session. The log
+A session is a run, in one file or more; sub-agents (`chats/SESSION/ID.jsonl`) belong to the run of their session. The log
 has no reward, no token ids, no system prompt and no tool definitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contents import SELF, Contents
+from rollout_io.formats.contexts import SUMMARIES, Contexts, Item
 from rollout_io.formats.dialects import gemini
 from rollout_io.formats.dialects.gemini import Part, Parts, joined_content, parts_in, result_content
-from rollout_io.formats.parsing.content import NO_JSON, Message, joined, json_text, tool_call
-from rollout_io.formats.parsing.jsonl import decode_document, decode_line
-from rollout_io.formats.parsing.lines import Record
+from rollout_io.formats.engines.sessions import Line, Names, Sessions
+from rollout_io.formats.grammar import ITSELF, inner
+from rollout_io.formats.parsing.content import NO_JSON, joined, json_text, tool_call
+from rollout_io.formats.parsing.content import Message as Chat
 from rollout_io.formats.parsing.media import part_of_data
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.sessions import (
-    SUMMARIES,
-    Contexts,
-    Item,
-    Names,
-    Session,
-    Sessions,
-    texts,
-)
-from schemas.messages import is_answer
 
-_SPOKEN = frozenset({"user", "gemini", "model"})
-_SHOWN = "*/displayContent */tokens */timestamp"
-CONTENTS = Contents(
-    kind="type",
-    default="session",
-    reads={
-        "session": "sessionId projectHash kind $rewindTo",
-        "user": "id",
-        "gemini": "id model thoughts.subject thoughts.description toolCalls.id toolCalls.name "
-        "toolCalls.args toolCalls.result",
-        "model": "id",
-    },
-    leaves={
-        "shown to the user, not sent": f"info warning error {_SHOWN} gemini/toolCalls "
-        "session/summary session/$set.summary",
-        "facts about the session": "session/startTime session/lastUpdated session/directories "
-        "session/meta session/$set.lastUpdated session/$set.directories session/$set.sessionId "
-        "session/$set.memoryScratchpad session/$set.hasUserOrAssistantMessage",
-        "facts about a thought": "gemini/thoughts.timestamp",
-    },
-    inner={
-        "user/content": gemini.PARTS,
-        "gemini/content": gemini.PARTS,
-        "model/content": gemini.PARTS,
-        "model/parts": gemini.PARTS,
-        "session/messages": SELF,
-        "session/$set.messages": SELF,
-    },
-)
+WRITTEN = "answers that the program wrote, in the history after a compaction: part of the prompt"
+THOUGHTS = "thoughts that are not sent again, before later answers of their context"
+_LEAVES = {
+    "shown to the user, not sent": "info warning error */displayContent */tokens */timestamp "
+    "gemini/toolCalls session/summary session/$set.summary",
+    "facts about the session": "session/startTime session/lastUpdated session/directories "
+    "session/meta session/$set.lastUpdated session/$set.directories session/$set.sessionId "
+    "session/$set.memoryScratchpad session/$set.hasUserOrAssistantMessage",
+    "facts about a thought": "gemini/thoughts.timestamp",
+}
+_Content = Annotated[Parts, inner(gemini.PARTS)]
 
 
 class _Thought(msgspec.Struct, gc=False):
@@ -89,124 +61,107 @@ class _ToolCall(msgspec.Struct, gc=False):
     result: Parts = None
 
 
-class _Message(msgspec.Struct, gc=False):
+class Message(msgspec.Struct, gc=False):
+    """A message; one of another type than those of the grammar is for display."""
+
     type: str
     id: str | None = None
-    content: Parts = None
-    parts: Parts = None
+    content: _Content = None
+
+
+class Answer(Message, gc=False):
+    """A message of the model."""
+
+    parts: _Content = None
     thoughts: list[_Thought] | None = None
     tool_calls: list[_ToolCall] | None = msgspec.field(name="toolCalls", default=None)
     model: str | None = None
 
 
 class _Set(msgspec.Struct, gc=False):
-    messages: list[_Message] | None = None
+    messages: Annotated[list[Answer] | None, ITSELF] = None
 
 
-class _Line(msgspec.Struct, gc=False):
-    id: str | None = None
-    type: str | None = None
-    messages: list[_Message] | None = None
+class State(msgspec.Struct, gc=False):
+    """The head of a session, a history, or a rewind."""
+
+    session: str | None = msgspec.field(name="sessionId", default=None)
+    project: str | None = msgspec.field(name="projectHash", default=None)
+    kind: str | None = None
+    messages: Annotated[list[Answer] | None, ITSELF] = None
     set: _Set | None = msgspec.field(name="$set", default=None)
     rewind: str | None = msgspec.field(name="$rewindTo", default=None)
 
 
-WRITTEN = "answers that the program wrote, in the history after a compaction: part of the prompt"
-THOUGHTS = "thoughts that are not sent again, before later answers of their context"
-_LINE = msgspec.json.Decoder(_Line)
-_MESSAGE = msgspec.json.Decoder(_Message)
-_State = dict[str, tuple[_Message, str]]
-"""Messages by id, in order, each with its location."""
+def read(lines: Iterator[Line], log: Contexts) -> None:
+    """Read the messages of a file."""
+    logged = set[str]()
+    log.unsent_thoughts = THOUGHTS
+    for where, _, record in lines:
+        if isinstance(record, Message):
+            _add(record, where, log, logged)
+        elif isinstance(record, State) and record.rewind is not None:
+            back = log.find(record.rewind)
+            log.rewind(back and back.before)
+        elif isinstance(record, State):
+            history = record.messages if record.set is None else record.set.messages
+            if history is not None:
+                name = "messages" if record.set is None else "$set.messages"
+                _show(history, f"{where}, {name}", log, None if record.set is None else logged)
 
 
-def read_session(records: Sequence[Record]) -> Session:
-    """Read the contexts of a session; a context ends where messages are replaced or taken back."""
-    contexts, state, models = Contexts(), _State(), list[str | None]()
-    logged, written = set[str](), set[str]()
-    for place, content in records:
-        where = place.where
-        decode = decode_line if place.part is None else decode_document
-        line = decode(_LINE, content, where)
-        history = line.messages if line.set is None else line.set.messages
-        if line.rewind is not None:
-            contexts.add(_items(state, written))
-            ids = list(state)
-            end = ids.index(line.rewind) if line.rewind in state else 0
-            state = dict(list(state.items())[:end])
-        elif history is not None:
-            path = f"{where}, {'messages' if line.set is None else '$set.messages'}"
-            new = _state(history, path)
-            if not _extends(new, state):
-                contexts.add(_items(state, written))
-            state = new
-            if line.set is not None:
-                own = {key for key, (m, _) in new.items() if m.type != "user" and m.model is None}
-                note(WRITTEN, len(own - logged - written))
-                note(SUMMARIES, bool(own - logged - written))
-                written |= own - logged
-        elif line.type is not None:
-            message = decode_line(_MESSAGE, content, where)
-            state[message.id or where] = (message, where)
-            logged.add(message.id or where)
-            models.append(message.model)
-    contexts.add(_items(state, written))
-    for step in contexts.found:
-        thought = [
-            "reasoning_content" in m for m in step.messages[step.num_given :] if is_answer(m)
-        ]
-        note(THOUGHTS, sum(thought[:-1]))
-    models += [message.model for message, _ in state.values()]
-    return Session(contexts, values=texts(models))
+def _add(message: Message, where: str, log: Contexts, logged: set[str]) -> None:
+    key = message.id or where
+    logged.add(key)
+    messages = [*_messages(message, where)]
+    earlier = log.find(key)
+    if isinstance(message, Answer):
+        log.model = message.model or log.model
+    if earlier is not None and earlier in log.path():
+        earlier.messages = messages
+        return
+    log.say(messages, where, key)
+    answered = _results(message)
+    for node in log.path() if answered else ():  # the message repeats them
+        if node is not log.tip:
+            node.messages = [m for m in node.messages if m.get("tool_call_id") not in answered]
 
 
-def _state(history: Sequence[_Message], where: str) -> _State:
-    found = _State()
+def _show(history: Sequence[Answer], where: str, log: Contexts, logged: set[str] | None) -> None:
+    """Go to the end of a history; `logged` are the messages with a line of their own."""
+    answered = {name for message in history for name in _results(message)}
+    items, keys = list[Item](), set[str]()
     for i, message in enumerate(history):
-        place = f"{where}[{i}]"
-        found[message.id if message.id and message.id not in found else place] = (message, place)
-    return found
+        log.model = message.model or log.model
+        key = message.id if message.id and message.id not in keys else f"{where}[{i}]"
+        keys.add(key)
+        said = [*_messages(message, f"{where}[{i}]")]
+        if message.type != "user":
+            said = [m for m in said if m.get("tool_call_id") not in answered]
+        is_new = logged is not None and key not in logged and log.find(key) is None
+        is_own = is_new and message.type != "user" and message.model is None
+        items.append(Item(key, said, f"{where}[{i}]", given=WRITTEN if is_own else False))
+    note(SUMMARIES, any(item.given for item in items))
+    log.show(items)
 
 
-def _extends(new: _State, old: _State) -> bool:
-    """True if a history begins with the messages so far."""
-    if not {*old} <= {*new}:
-        return False
-    kept = {key: value for key, value in new.items() if key in old}
-    return _chat(_items(kept, ())) == _chat(_items(old, ()))
+def _results(message: Message) -> set[str | None]:
+    """Return the names of the calls whose results a message of the user has."""
+    parts = parts_in(message.content) if message.type == "user" else ()
+    return {p.function_response.id for p in parts if p.function_response is not None}
 
 
-def _chat(items: Sequence[Item]) -> list[Message]:
-    return [message for item in items for message in item.messages]
-
-
-def _items(state: _State, written: Collection[str]) -> list[Item]:
-    answered = {
-        part.function_response.id
-        for message, _ in state.values()
-        if message.type == "user"
-        for part in parts_in(message.content)
-        if part.function_response is not None
-    }
-    items: list[Item] = []
-    for key, (message, where) in state.items():
-        if message.type not in _SPOKEN:
-            continue
-        made = (
-            [*_answer(message, answered, where)]
-            if message.type != "user"
-            else gemini.messages_of("user", message.content, where)
-        )
-        items.append(Item(key, made, where, is_given=key in written))
-    return items
-
-
-def _answer(logged: _Message, answered: set[str | None], where: str) -> Iterator[Message]:
+def _messages(logged: Message, where: str) -> Iterator[Chat]:
+    if logged.type == "user":
+        yield from gemini.messages_of("user", logged.content, where)
+    if not isinstance(logged, Answer) or logged.type not in {"gemini", "model"}:
+        return
     content = logged.content if logged.parts is None else logged.parts
-    made = gemini.messages_of("assistant", content, where)
+    said = gemini.messages_of("assistant", content, where)
     thoughts = [joined(t.subject or "", t.description or "") for t in logged.thoughts or ()]
-    if any(thoughts) and all("reasoning_content" not in message for message in made):
-        made[0]["reasoning_content"] = "\n".join(thoughts)
-    called = {c.get("id") for message in made for c in message.get("tool_calls", ())}
+    if any(thoughts) and all("reasoning_content" not in message for message in said):
+        said[0]["reasoning_content"] = "\n".join(thoughts)
+    called = {c.get("id") for message in said for c in message.get("tool_calls", ())}
     calls = [(call.id or f"call_{i}", call) for i, call in enumerate(logged.tool_calls or ())]
     more = [
         tool_call(name, call.name, json_text(call.args, where))
@@ -214,20 +169,15 @@ def _answer(logged: _Message, answered: set[str | None], where: str) -> Iterator
         if name not in called
     ]
     if more:
-        made[-1]["tool_calls"] = [*made[-1].get("tool_calls", ()), *more]
-    yield from made
+        said[-1]["tool_calls"] = [*said[-1].get("tool_calls", ()), *more]
+    yield from said
     for name, call in calls:
-        if call.result is not None and name not in answered:
-            text = _text(call.result, where)
+        if call.result is not None:
+            text = joined_content(_part_content(part, where) for part in parts_in(call.result))
             yield {"role": "tool", "tool_call_id": name, "content": text}
 
 
-def _text(parts: Parts, where: str) -> str | list[Message]:
-    """Return the text of all parts, or a list of parts if one is neither text nor a tool result."""
-    return joined_content(_part_content(part, where) for part in parts_in(parts))
-
-
-def _part_content(part: Part, where: str) -> str | list[Message]:
+def _part_content(part: Part, where: str) -> str | list[Chat]:
     if part.function_response is not None:
         return result_content(part.function_response, where)
     data = part.inline_data or part.file_data
@@ -236,13 +186,12 @@ def _part_content(part: Part, where: str) -> str | list[Message]:
     return part.text
 
 
-def _names(path: Path, records: Sequence[Mapping[str, Any]]) -> Names:
-    head = next((r for r in records if isinstance(r.get("sessionId"), str)), {})
-    session = head.get("sessionId") or str(path)
-    project = head.get("projectHash")
-    labels = {"project": project} if isinstance(project, str) and project else {}
-    parent = path.parent.name if head.get("kind") == "subagent" else None
-    return Names(session, parent, path.stem, labels)
+def names(path: Path, first: Sequence[Any]) -> Names:
+    """Return the names in the head of a file; a sub-agent's is in the folder of its session."""
+    head = next((each for each in first if isinstance(each, State) and each.session), State())
+    parent = path.parent.name if head.kind == "subagent" else None
+    session = head.session or str(path)
+    return Names(session, parent, path.stem, labels={"project": head.project})
 
 
 def _is_session(record: Mapping[str, Any]) -> bool:
@@ -256,10 +205,11 @@ def _is_session(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS,
-    names=_names,
-    read=read_session,
+    kind="type",
+    default="session",
+    records={"session": State, "user": Message, "gemini": Answer, "model": Answer},
+    leaves=_LEAVES,
+    names=names,
+    read=read,
     is_record=_is_session,
-    marks=(b'"sessionId"',),
-    has_documents=True,
 ).adapter("sessions of Gemini CLI (JSON Lines, or one JSON document each); text only")

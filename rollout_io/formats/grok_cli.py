@@ -13,47 +13,25 @@ tool definitions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from rollout_io.formats.contents import Contents
-from rollout_io.formats.parsing.content import (
-    NO_JSON,
-    Message,
-    Part,
-    json_text,
-    known,
-    shown,
-    tool_call,
-)
-from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record
-from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions, texts
+from rollout_io.formats.contexts import Contexts
+from rollout_io.formats.engines.sessions import Line, Names, Sessions
+from rollout_io.formats.grammar import inner
+from rollout_io.formats.parsing.content import NO_JSON, Part, json_text, known, shown, tool_call
 
 _PARTS = Contents(kind="type", default="text", reads={"text": "text", "image": "url"})
-CONTENTS = Contents(
-    kind="type",
-    reads={
-        "system": "",
-        "user": "",
-        "reasoning": "summary",
-        "assistant": "tool_calls model_id",
-        "tool_result": "tool_call_id",
-        "backend_tool_call": "kind.tool_type kind.action",
-    },
-    leaves={
-        "facts about a record": "*/id */status */model_fingerprint */reasoning_effort "
-        "*/prompt_index */synthetic_reason */prior_turn_interrupt */timestamp "
-        "backend_tool_call/kind",
-        "encrypted, for the API": "reasoning/encrypted_content",
-    },
-    inner=dict.fromkeys(
-        ("system/content", "user/content", "assistant/content", "tool_result/content"), _PARTS
-    ),
-)
+_SUMMARY = Contents(kind="type", default="summary_text", reads={"summary_text": "text"})
+_LEAVES = {
+    "facts about a record": "*/id */status */model_fingerprint */reasoning_effort "
+    "*/prompt_index */synthetic_reason */prior_turn_interrupt */timestamp backend_tool_call/kind",
+    "encrypted, for the API": "reasoning/encrypted_content",
+}
 
 
 class _Part(msgspec.Struct, gc=False):
@@ -74,65 +52,78 @@ class _Kind(msgspec.Struct, gc=False):
     id: str | None = None
 
 
-class _Line(msgspec.Struct, gc=False):
-    type: str
-    content: str | list[_Part] | None = None
-    summary: list[_Part] | None = None
-    tool_calls: list[_Call] | None = None
+class Message(msgspec.Struct, gc=False):
+    """A message of the user, the system or a tool."""
+
+    content: Annotated[str | list[_Part] | None, inner(_PARTS)] = None
     tool_call_id: str | None = None
-    kind: _Kind | None = None
+
+
+class Answer(Message, gc=False):
+    """A message of the model."""
+
+    tool_calls: list[_Call] | None = None
     model_id: str | None = None
 
 
-_LINE = msgspec.json.Decoder(_Line)
+class Reasoning(msgspec.Struct, gc=False):
+    """Reasoning, which precedes its answer."""
+
+    summary: Annotated[list[_Part] | None, inner(_SUMMARY)] = None
+
+
+class BackendCall(msgspec.Struct, gc=False):
+    """A call of a tool that the API runs."""
+
+    kind: _Kind | None = None
+
+
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool_result": "tool"}
 
 
-def read_session(records: Sequence[Record]) -> Session:
+def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a session, which are one context."""
-    contexts, items, models = Contexts(), list[Item](), list[str | None]()
     thoughts: list[str] = []
-    for place, content in records:
-        line = decode_line(_LINE, content, place.where)
-        models.append(line.model_id)
-        if line.type == "reasoning":
-            thoughts += [part.text for part in line.summary or () if part.text]
-        made = _message(line, place.where)
-        if made is None:
+    for where, kind, record in lines:
+        fields: dict[str, Any]
+        if isinstance(record, Reasoning):
+            thoughts += [part.text for part in record.summary or () if part.text]
             continue
-        if made["role"] == "assistant" and thoughts:
-            made["reasoning_content"], thoughts = "\n".join(thoughts), []
-        items.append(Item(place.where, [made], place.where))
-    contexts.add(items)
-    return Session(contexts, values=texts(models))
+        if isinstance(record, BackendCall) and record.kind is not None:
+            kind_of = record.kind
+            calls = [tool_call(kind_of.id, kind_of.tool_type, json_text(kind_of.action, where))]
+            fields = {"role": "assistant", "content": "", "tool_calls": calls}
+        elif isinstance(record, Message):
+            fields = {"role": _ROLES[kind], "content": _content(record)}
+            fields["tool_call_id"] = record.tool_call_id
+        else:
+            continue
+        if isinstance(record, Answer):
+            calls = [
+                tool_call(call.id, call.name, json_text(call.arguments, where))
+                for call in record.tool_calls or ()
+            ]
+            fields["tool_calls"] = calls or None
+            log.model = record.model_id or log.model
+        if thoughts and fields["role"] == "assistant":
+            fields["reasoning_content"], thoughts = "\n".join(thoughts), []
+        log.say([known(fields)], where)
 
 
-def _message(line: _Line, where: str) -> Message | None:
-    calls = [tool_call(c.id, c.name, json_text(c.arguments, where)) for c in line.tool_calls or ()]
-    if line.type == "backend_tool_call" and line.kind is not None:
-        kind = line.kind
-        calls = [tool_call(kind.id, kind.tool_type, json_text(kind.action, where))]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
-    role = _ROLES.get(line.type)
-    if role is None:
-        return None
-    listed = [_Part(text=line.content)] if isinstance(line.content, str) else line.content or []
-    made = {
-        "role": role,
-        "content": shown([part for each in listed if (part := _part(each)) is not None]),
-        "tool_calls": calls or None,
-        "tool_call_id": line.tool_call_id,
-    }
-    return known(made)
+def _content(message: Message) -> Any:
+    content = message.content
+    parts = [_Part(text=content)] if isinstance(content, str) else content or []
+    return shown(
+        [
+            Part(type="image", source={"url": part.url}) if part.url else Part(text=part.text)
+            for part in parts
+            if part.url or part.text
+        ]
+    )
 
 
-def _part(part: _Part) -> Part | None:
-    if part.url is not None:
-        return Part(type="image", source={"url": part.url})
-    return Part(text=part.text) if part.text else None
-
-
-def _names(path: Path, _: Sequence[Mapping[str, Any]]) -> Names:
+def names(path: Path, _: Sequence[Any]) -> Names:
+    """Return the name of a session's directory."""
     is_named = path.name == "chat_history.jsonl" and path.parent.name
     return Names(path.parent.name if is_named else str(path))
 
@@ -145,5 +136,17 @@ def _is_line(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS, names=_names, read=read_session, is_record=_is_line, marks=(b'"type"',)
+    kind="type",
+    records={
+        "system": Message,
+        "user": Message,
+        "assistant": Answer,
+        "tool_result": Message,
+        "reasoning": Reasoning,
+        "backend_tool_call": BackendCall,
+    },
+    leaves=_LEAVES,
+    names=names,
+    read=read,
+    is_record=_is_line,
 ).adapter("sessions of Grok's CLI (chat_history.jsonl); text only")

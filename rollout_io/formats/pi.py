@@ -4,8 +4,8 @@
     {"type": "message", "id": "a1", "parentId": null, "message": {"role": "user", "content": [...]}}
     {"type": "compaction", "id": "b2", "parentId": "a1", "summary": "...", "firstKeptEntryId": "a1"}
 
-Records form a tree; its branches become contexts, the live one last (`parsing.trees`). A compaction
-begins a context with the summary and the messages that were kept. A summary of another branch and a
+Records form a tree. A compaction begins a context with the summary and the messages that were kept.
+A call without a result, of an interrupted turn, is sent with an empty one. A summary of another branch and a
 message of an extension are messages of the user. Sessions of version 1 have no ids: each record
 follows the line before.
 
@@ -16,132 +16,153 @@ prompt and no tool definitions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import pi
+from rollout_io.formats.dialects.pi import PiMessage
+from rollout_io.formats.engines.sessions import Line, Names, Sessions
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.sessions import (
-    SUMMARIES,
-    Contexts,
-    Item,
-    Names,
-    Session,
-    Sessions,
-    texts,
-)
-from rollout_io.formats.parsing.trees import Node, add_branches
 
-CONTENTS = Contents(
-    kind="type",
-    reads={
-        "*": "id parentId",
-        "session": "cwd",
-        "compaction": "summary firstKeptEntryId firstKeptEntryIndex",
-        "branch_summary": "summary",
-        "custom_message": "",
-        "model_change": "modelId",
-    },
-    leaves={
-        "facts about the session": "session/version session/timestamp session/parentSession "
-        "session/provider session/modelId session/thinkingLevel",
-        "facts about a record": "*/timestamp",
-        "settings of the harness": "thinking_level_change model_change/provider leaf",
-        "state of extensions and of the screen": "custom label session_info",
-        "details for display": "compaction/details compaction/fromHook compaction/tokensBefore "
-        "branch_summary/details branch_summary/fromHook branch_summary/fromId "
-        "custom_message/customType custom_message/display custom_message/details",
-    },
-    inner={"message/message": pi.MESSAGE, "custom_message/content": pi.BLOCKS},
-)
+OTHER_MODEL = "thoughts of another model than the one that reads them: some versions send them as "
+OTHER_MODEL += "text, others leave them out"
+_NO_RESULT = "No result provided"
+_LEAVES = {
+    "facts about the session": "session/version session/timestamp session/parentSession "
+    "session/provider session/modelId session/thinkingLevel",
+    "facts about a record": "*/timestamp",
+    "settings of the harness": "thinking_level_change model_change/provider leaf",
+    "state of extensions and of the screen": "custom label session_info",
+    "details for display": "compaction/details compaction/fromHook compaction/tokensBefore "
+    "compaction/firstKeptEntryIndex branch_summary/details branch_summary/fromHook "
+    "branch_summary/fromId custom_message/customType custom_message/display custom_message/details",
+}
 
 
-class _Line(msgspec.Struct, gc=False, rename="camel"):
-    type: str
+class Record(msgspec.Struct, gc=False, rename="camel"):
+    """A record of the tree; the model does not see those without a struct of their own."""
+
     id: str | None = None
     parent_id: str | None = None
-    message: msgspec.Raw = NO_JSON
-    content: msgspec.Raw = NO_JSON
+
+
+class Head(Record, gc=False):
+    """The start of a file."""
+
+    cwd: str | None = None
+
+
+class Spoken(Record, gc=False):
+    """A message."""
+
+    message: Annotated[msgspec.Raw, inner(pi.MESSAGE)] = NO_JSON
+
+
+class Custom(Record, gc=False):
+    """A message of an extension."""
+
+    content: Annotated[msgspec.Raw, inner(pi.BLOCKS)] = NO_JSON
+
+
+class BranchSummary(Record, gc=False):
+    """What another branch did."""
+
+    summary: str | None = None
+
+
+class Compaction(Record, gc=False, rename="camel"):
+    """A compaction."""
+
     summary: str | None = None
     first_kept_entry_id: str | None = None
+
+
+class ModelChange(Record, gc=False, rename="camel"):
+    """Another model."""
+
     model_id: str | None = None
 
 
-_LINE = msgspec.json.Decoder(_Line)
-_MESSAGE = msgspec.json.Decoder(pi.PiMessage)
+_MESSAGE = msgspec.json.Decoder(PiMessage)
+_SPOKEN = msgspec.json.Decoder(Spoken)
 
 
-def answer(content: bytes) -> str | None:
+def identity(kind: str, fields: bytes) -> str | None:
     """Return the id, time and message of an answer, which a fork copies."""
     try:
-        line = _LINE.decode(content)
-        given = _MESSAGE.decode(line.message) if line.type == "message" else None
+        line = _SPOKEN.decode(fields) if kind == "message" else None
+        message = _MESSAGE.decode(line.message) if line is not None else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None  # the reader reports the damage
-    is_answer = given is not None and given.role == "assistant" and given.failure is None
-    return f"{line.id} {bytes(line.message)!r}" if is_answer else None
+    if line is None or message is None or message.role != "assistant" or message.failure:
+        return None
+    return f"{line.id} {bytes(line.message)!r}"
 
 
-def read_session(records: Sequence[Record], copied: Collection[str] = ()) -> Session:
-    """Read the branches of a session, and each of its compactions, as contexts."""
-    nodes: dict[str, Node] = {}
-    models: list[str | None] = []
-    error, before = None, None
-    for place, content in records:
-        where = place.where
-        line = decode_line(_LINE, content, where)
-        made, aliases = list[Message](), list[str]()
-        if line.type in {"message", "custom_message"}:
-            given = _message(line, where)
-            made, aliases = pi.messages_of(given, where), given.calls
-            models.append(given.model)
-            error = given.failure if given.role == "assistant" else error
-        elif line.type == "branch_summary" and line.summary:
-            made = [pi.summary_of(line.summary, is_branch=True)]
-        models.append(line.model_id)
-        key = line.id if line.id and line.id not in nodes else where
-        parent = line.parent_id if line.id else before
-        node = Node(parent, Item(key, made, where), None, aliases)
-        if line.type == "compaction":
+def read(lines: Iterator[Line], log: Contexts) -> None:
+    """Read the tree of a session."""
+    log.of_other_model = _of_other_model
+    for where, _, record in lines:
+        if not isinstance(record, Record):
+            continue
+        if record.id:
+            log.follow(record.parent_id)
+        key = record.id if record.id and log.find(record.id) is None else where
+        if isinstance(record, Spoken | Custom):
+            _add(_message(record, where), log, where, key)
+            continue
+        if isinstance(record, Compaction):
             note(SUMMARIES)
-            node = node._replace(compacts=_compaction(line, where))
-        nodes[key] = node
-        before = key
-    contexts = Contexts(copied=copied)
-    add_branches(list(nodes.values()), contexts)
-    return Session(contexts, error, texts(models))
+            _compact(record, log, where)
+        elif isinstance(record, ModelChange):
+            log.model = record.model_id or log.model
+        is_summary = isinstance(record, BranchSummary) and record.summary
+        summary = [pi.summary_of(record.summary, is_branch=True)] if is_summary else []
+        log.say(summary, where, key)
 
 
-def _message(line: _Line, where: str) -> pi.PiMessage:
-    if line.type == "message":
-        return decode_line(_MESSAGE, bytes(line.message), f"{where}, message")
-    fields = b'{"role":"custom","content":%s}' % bytes(line.content)
+def _add(message: PiMessage, log: Contexts, where: str, key: str) -> None:
+    log.model = message.model or log.model
+    if message.role == "assistant":
+        log.error = message.failure
+    if message.role != "toolResult":
+        log.close_calls(_NO_RESULT, where)
+    said = pi.messages_of(message, where)
+    log.say(said, where, key, aliases=message.calls)
+
+
+def _of_other_model(messages: Sequence[Message]) -> Sequence[Message]:
+    note(OTHER_MODEL, sum("reasoning_content" in message for message in messages))
+    return messages
+
+
+def _message(record: Spoken | Custom, where: str) -> PiMessage:
+    if isinstance(record, Spoken):
+        return decode_line(_MESSAGE, bytes(record.message), f"{where}, message")
+    fields = b'{"role":"custom","content":%s}' % bytes(record.content)
     return decode_line(_MESSAGE, fields, f"{where}, content")
 
 
-def _compaction(line: _Line, where: str) -> Any:
-    def compacted(path: Sequence[Node]) -> list[Item]:
-        keys = [node.item.key for node in path]
-        first = line.first_kept_entry_id
-        kept = path[keys.index(first) :] if first in keys else []
-        summary = pi.summary_of(line.summary or "", is_branch=False)
-        return [Item(f"{where}, summary", [summary], where), *(node.item for node in kept)]
-
-    return compacted
+def _compact(record: Compaction, log: Contexts, where: str) -> None:
+    path = log.path()
+    first = log.find(record.first_kept_entry_id)
+    kept = path[path.index(first) :] if first in path else []
+    log.replace()
+    log.say([pi.summary_of(record.summary or "", is_branch=False)], where, f"{where}, summary")
+    log.keep(kept)
 
 
-def _names(path: Path, records: Sequence[Mapping[str, Any]]) -> Names:
-    head = next((r for r in records if r.get("type") == "session"), {})
-    session, cwd = head.get("id"), head.get("cwd")
-    labels = {"cwd": cwd} if isinstance(cwd, str) and cwd else {}
-    return Names(session if isinstance(session, str) and session else str(path), labels=labels)
+def names(path: Path, first: Sequence[Any]) -> Names:
+    """Return the names in the head of a file."""
+    head = next((each for each in first if isinstance(each, Head)), Head())
+    return Names(head.id or str(path), labels={"cwd": head.cwd})
 
 
 def _is_session(record: Mapping[str, Any]) -> bool:
@@ -150,10 +171,21 @@ def _is_session(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS,
-    names=_names,
-    read=read_session,
+    kind="type",
+    records={
+        "session": Head,
+        "message": Spoken,
+        "custom_message": Custom,
+        "branch_summary": BranchSummary,
+        "compaction": Compaction,
+        "model_change": ModelChange,
+        **dict.fromkeys(
+            ("thinking_level_change", "custom", "label", "session_info", "leaf"), Record
+        ),
+    },
+    leaves=_LEAVES,
+    names=names,
+    read=read,
     is_record=_is_session,
-    marks=(b'"session"',),
-    answer=answer,
+    identity=identity,
 ).adapter("sessions of Pi and OpenClaw: JSONL, a tree of records; text only")

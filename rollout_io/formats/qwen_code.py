@@ -8,153 +8,172 @@
     {"uuid": "4", "parentUuid": "3", "type": "system", "subtype": "chat_compression",
      "systemPayload": {"compressedHistory": [...]}}
 
-Messages are contents of Gemini's API. Records form a tree, whose branches become contexts
-(`parsing.trees`); records with one uuid are parts of one message. A compression begins a context with
+Messages are contents of Gemini's API. Records form a tree; records with one uuid are parts of one
+message. A compression begins a context with
 the history that replaces the messages, and so does the history that a forked sub-agent starts with.
 
 A session is a run; a branch in a file of its own begins with records of another session, whose answers
-are trained on in one of them. The files of its sub-agents (`isSidechain`) belong to it. The log has no reward, no
-token ids, no system prompt and no tool definitions.
+are trained on in one of them. The files of its sub-agents (`isSidechain`) belong to it. The log has no
+reward, no token ids, no system prompt, no tool definitions, and not the reminder about skills and the
+environment that the program sends before the first message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import gemini
 from rollout_io.formats.dialects.gemini import Part, parts_in
+from rollout_io.formats.engines.sessions import Line, Names, Sessions
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record
-from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions, texts
-from rollout_io.formats.parsing.trees import Node, add_branches
+from rollout_io.formats.parsing.notes import note_run
 
-_ROLES = {"user": "user", "tool_result": "user", "assistant": "assistant"}
-CONTENTS = Contents(
-    kind="type",
-    subkind="subtype",
-    reads={
-        "*": "uuid parentUuid sessionId",
-        "assistant": "model",
-        "system:chat_compression": "",
-        "system:agent_bootstrap": "systemPayload.systemInstruction systemPayload.tools",
-    },
-    leaves={
-        "facts about a record, the process and its settings": "*/timestamp */cwd */version "
-        "*/gitBranch */agentId */agentName */agentColor */isSidechain */agentRunId "
-        "*/provenance */goalContext */backgroundTurn */promptId */daemonPromptId */forkedFrom "
-        "*/externalInputKind assistant/usageMetadata assistant/contextWindowSize",
-        "repeats what is in the message, for display": "user/systemPayload "
-        "tool_result/toolCallResult tool_result/systemPayload assistant/systemPayload",
-        "facts about a compression": "system:chat_compression/systemPayload.info "
-        "system:chat_compression/systemPayload.notes "
-        "system:chat_compression/systemPayload.promptIds "
-        "system:chat_compression/systemPayload.completedToolCallIds "
-        "system:agent_bootstrap/systemPayload.kind",
-        "state of the harness, shown to the user or read when a session is resumed": "system",
-    },
-    inner={
-        "user/message": gemini.CONTENT,
-        "tool_result/message": gemini.CONTENT,
-        "assistant/message": gemini.CONTENT,
-        "system:chat_compression/systemPayload.compressedHistory": gemini.CONTENT,
-        "system:agent_bootstrap/systemPayload.history": gemini.CONTENT,
-    },
-)
+REMINDER = "runs without the reminder (skills, environment, folder) that Qwen Code sends before the first "
+REMINDER += "message: it is not in the log"
+_LEAVES = {
+    "facts about a record, the process and its settings": "*/timestamp */version "
+    "*/gitBranch */agentColor */agentRunId */provenance */goalContext */backgroundTurn */promptId "
+    "*/daemonPromptId */forkedFrom */externalInputKind assistant/usageMetadata "
+    "assistant/contextWindowSize",
+    "repeats what is in the message, for display": "user/systemPayload "
+    "tool_result/toolCallResult tool_result/systemPayload assistant/systemPayload",
+    "facts about a compression": "system:chat_compression/systemPayload.info "
+    "system:chat_compression/systemPayload.notes system:chat_compression/systemPayload.promptIds "
+    "system:chat_compression/systemPayload.completedToolCallIds "
+    "system:agent_bootstrap/systemPayload.kind",
+    "state of the harness, shown to the user or read when a session is resumed": "system",
+}
+_Contents = Annotated[list[msgspec.Raw] | None, inner(gemini.CONTENT)]
+
+
+class Record(msgspec.Struct, gc=False, rename="camel"):
+    """A record of the tree; the model does not see those of other types than these."""
+
+    uuid: str | None = None
+    parent_uuid: str | None = None
+    session_id: str | None = None
+    cwd: str | None = None
+    is_sidechain: bool | None = None
+    agent_id: str | None = None
+    agent_name: str | None = None
 
 
 class _Message(msgspec.Struct, gc=False):
+    contents = gemini.CONTENT
+
     parts: gemini.Parts = None
 
 
-class _Payload(msgspec.Struct, gc=False, rename="camel"):
-    compressed_history: list[msgspec.Raw] | None = None
-    history: list[msgspec.Raw] | None = None
-    system_instruction: msgspec.Raw = NO_JSON
+class Spoken(Record, gc=False, rename="camel"):
+    """A message, or a part of one."""
 
-
-class _Line(msgspec.Struct, gc=False, rename="camel"):
-    type: str
-    uuid: str | None = None
-    parent_uuid: str | None = None
-    subtype: str | None = None
-    model: str | None = None
     message: _Message | None = None
-    system_payload: msgspec.Raw = NO_JSON
 
 
-class _Answer(msgspec.Struct, gc=False):
-    type: str
+class Answer(Spoken, gc=False, rename="camel"):
+    """A message of the model."""
+
+    model: str | None = None
+
+
+class _Compression(msgspec.Struct, gc=False, rename="camel"):
+    compressed_history: _Contents = None
+
+
+class _Bootstrap(msgspec.Struct, gc=False, rename="camel"):
+    history: _Contents = None
+    system_instruction: msgspec.Raw = NO_JSON
+    tools: Any = None
+
+
+class Compression(Record, gc=False, rename="camel"):
+    """A history that replaces all messages before it."""
+
+    system_payload: _Compression | None = None
+
+
+class Bootstrap(Record, gc=False, rename="camel"):
+    """The history with which a sub-agent starts."""
+
+    system_payload: _Bootstrap | None = None
+
+
+class _Copy(msgspec.Struct, gc=False):
     uuid: str
     message: msgspec.Raw
 
 
-_ANSWER = msgspec.json.Decoder(_Answer)
-_LINE = msgspec.json.Decoder(_Line)
+_COPY = msgspec.json.Decoder(_Copy)
 _ANY = msgspec.json.Decoder()
-_PAYLOAD = msgspec.json.Decoder(_Payload)
-_HISTORIES = frozenset({"chat_compression", "agent_bootstrap"})
+_ROLES = {"user": "user", "tool_result": "user", "assistant": "assistant"}
 
 
-def answer(content: bytes) -> str | None:
+def identity(kind: str, fields: bytes) -> str | None:
     """Return the id and the message of an answer, which a branch in another file copies."""
     try:
-        line = _ANSWER.decode(content)
+        line = _COPY.decode(fields) if kind == "assistant" else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None  # the reader reports the damage
-    return f"{line.uuid} {bytes(line.message)!r}" if line.type == "assistant" else None
+    return None if line is None else f"{line.uuid} {bytes(line.message)!r}"
 
 
-def read_session(records: Sequence[Record], copied: Collection[str] = ()) -> Session:
-    """Read the branches of a session, and each of its compressions, as contexts."""
-    contexts, models = Contexts(copied=copied), list[str | None]()
+def read(lines: Iterator[Line], log: Contexts) -> None:
+    """Read the tree of a session."""
     parts: dict[str, list[Part | str]] = {}
-    nodes: dict[str, Node] = {}
-    for place, content in records:
-        where = place.where
-        line = decode_line(_LINE, content, where)
-        key = line.uuid or where
-        role = _ROLES.get(line.type)
-        parts[key] = [*parts.get(key, []), *parts_in(line.message.parts if line.message else None)]
-        made = gemini.messages_of(role, parts[key], where) if role and parts[key] else []
-        parent = nodes[key].parent if key in nodes else line.parent_uuid
-        node = Node(parent, Item(key, made, where))
-        if line.type == "system" and line.subtype in _HISTORIES:
-            node = node._replace(compacts=_history(line, where, contexts))
-        nodes[key] = node
-        models.append(line.model)
-    add_branches(list(nodes.values()), contexts)
-    return Session(contexts, values=texts(models))
+    note_run(REMINDER)
+    for where, kind, record in lines:
+        if not isinstance(record, Record):
+            continue
+        key = record.uuid or where
+        begun = log.find(key) if key in parts else None
+        if begun is None and record.uuid:
+            log.follow(record.parent_uuid)
+        if isinstance(record, Compression | Bootstrap):
+            _replace(record, log, where)
+            log.say([], where, key)
+        elif isinstance(record, Spoken):
+            content = parts_in(record.message.parts if record.message else None)
+            parts[key] = [*parts.get(key, []), *content]
+            said = gemini.messages_of(_ROLES[kind], parts[key], where) if parts[key] else []
+            if isinstance(record, Answer):
+                log.model = record.model or log.model
+            node = begun or log.say(said, where, key)
+            node.messages, node.where = said, where
+        else:
+            log.say([], where, key)
 
 
-def _history(line: _Line, where: str, contexts: Contexts) -> Callable[[Sequence[Node]], list[Item]]:
-    """Return the history that replaces all messages before it."""
-    payload = decode_line(_PAYLOAD, bytes(line.system_payload), f"{where}, systemPayload")
-    if bytes(payload.system_instruction) != b"null":
-        contexts.system = _instruction(payload.system_instruction, where)
-    found = payload.compressed_history or payload.history or []
-    messages = gemini.messages(found, f"{where}, systemPayload")
-    items = [Item(f"{where}, history", messages, where, is_given=True)]
-    return lambda _: list(items)
+def _replace(record: Compression | Bootstrap, log: Contexts, where: str) -> None:
+    """Begin a context with a history."""
+    payload, place = record.system_payload, f"{where}, systemPayload"
+    history: Sequence[msgspec.Raw] = ()
+    if isinstance(payload, _Compression):
+        history = payload.compressed_history or ()
+    elif payload is not None:
+        history = payload.history or ()
+        if bytes(payload.system_instruction) != b"null":
+            instruction = decode_line(_ANY, bytes(payload.system_instruction), where)
+            log.system = gemini.system_prompt(instruction, where)
+        log.tools = gemini.tools(payload.tools) or log.tools
+    log.replace()
+    log.say(gemini.messages(history, place), where, f"{where}, history", given=True)
 
 
-def _instruction(raw: msgspec.Raw, where: str) -> str:
-    given = decode_line(_ANY, bytes(raw), where)
-    return gemini.system_prompt(given, where)
-
-
-def _names(path: Path, records: Sequence[Mapping[str, Any]]) -> Names:
-    head = next((r for r in records if isinstance(r.get("sessionId"), str)), {})
-    session = head.get("sessionId") or str(path)
-    cwd, agent = head.get("cwd"), head.get("agentName") or head.get("agentId")
-    labels = {"cwd": cwd} if isinstance(cwd, str) and cwd else {}
-    if head.get("isSidechain") is True:
-        return Names(f"{session}/{path.stem}", session, str(agent or path.stem), labels)
+def names(path: Path, first: Sequence[Any]) -> Names:
+    """Return the names in the first record of a file."""
+    head = next((r for r in first if isinstance(r, Record) and r.session_id), Record())
+    session = head.session_id or str(path)
+    labels = {"cwd": head.cwd}
+    if head.is_sidechain:
+        agent = head.agent_name or head.agent_id or path.stem
+        return Names(f"{session}/{path.stem}", session, agent, labels=labels)
     return Names(session, labels=labels)
 
 
@@ -168,10 +187,19 @@ def _is_session(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS,
-    names=_names,
-    read=read_session,
+    kind="type",
+    subkind="subtype",
+    records={
+        "user": Spoken,
+        "tool_result": Spoken,
+        "assistant": Answer,
+        "system:chat_compression": Compression,
+        "system:agent_bootstrap": Bootstrap,
+        "system": Record,
+    },
+    leaves=_LEAVES,
+    names=names,
+    read=read,
     is_record=_is_session,
-    marks=(b'"parentUuid"',),
-    answer=answer,
+    identity=identity,
 ).adapter("sessions of Qwen Code: JSONL, a tree of records; text only")

@@ -14,7 +14,7 @@ them, are messages of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -126,6 +126,8 @@ _CONTROLS = frozenset({"ghost_snapshot", "configuration_update", "compaction_tri
 
 class Item(msgspec.Struct, gc=False):
     """An item of any type."""
+
+    contents: ClassVar[Contents] = ITEMS
 
     type: str = "message"
     role: str | None = None

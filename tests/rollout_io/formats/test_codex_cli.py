@@ -375,7 +375,7 @@ def test_the_same_session_twice_is_refused_once(tmp_path):
     files = [write_lines(tmp_path / n, META, message("user", "Hi."), answer("Ho.")) for n in "ab"]
     plan = planned(ADAPTER, *files)
     assert [run.instance_id for run in plan.runs] == ["s"]
-    assert {r.error.rule for r in plan.rejected} == {"unique_trajectory"}
+    assert {r.error.rule for r in plan.rejected} == {"duplicate_record"}
 
 
 def test_the_real_session_is_read(harness_logs):

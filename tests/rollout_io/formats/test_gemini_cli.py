@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from rollout_io.formats.base import Options
 from rollout_io.formats.gemini_cli import ADAPTER, THOUGHTS, WRITTEN
 from rollout_io.formats.parsing.sessions import SUMMARIES
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
@@ -156,12 +157,15 @@ def test_a_session_in_which_the_model_wrote_nothing_has_no_calls(tmp_path):
     assert error.rule == "no_calls"
 
 
-def test_a_session_is_its_own_instance_and_is_converted_once(tmp_path):
-    files = [save(tmp_path / n, session(gemini(n))) for n in "ab"]
+def test_the_files_of_a_session_are_one_run_and_a_copy_of_one_is_refused(tmp_path):
+    files = [save(tmp_path / n, session(gemini(n) | {"id": n})) for n in "ab"]
+    files.append(save(tmp_path / "c", session(gemini("b") | {"id": "b"})))
     plan = planned(ADAPTER, *files)
-    assert [run.instance_id for run in plan.runs] == ["s"]
+    assert [(run.instance_id, len(run.places)) for run in plan.runs] == [("s", 2)]
     assert plan.runs[0].labels == {"session": "s", "project": "p"}
-    assert [r.error.rule for r in plan.rejected] == ["unique_trajectory"]
+    steps = ADAPTER.read(plan.runs[0], Options()).steps
+    assert [step.messages[-1]["content"] for step in steps] == ["a", "b"]
+    assert [r.error.rule for r in plan.rejected] == ["duplicate_record"]
     assert plan.about["groups"].startswith("inferred: each session")
 
 

@@ -1,0 +1,370 @@
+"""The contexts of an agent: what its model saw, and what it wrote, as a tree of messages.
+
+Every reader of a log tells one `Contexts` what happened, in the order of the log: it says messages,
+goes back, replaces the history, shows a whole one, or loses what cannot be read. Each message is a node
+behind the one that it follows, and `tip` is the end of the context that continues now:
+
+    say A, say B, go back to A, say C        A - B
+                                               \\ C  <- tip
+
+A path from a root to the last answer of a branch is one conversation. So a rewind, a fork, a branch of
+a tree and a compaction (a new root with copies of what it kept) are the same thing, and these rules
+hold for all of them:
+
+- An answer is trained on once: on the first path that has it. On later paths it is part of the prompt,
+  and so are answers that are given: copies of another session's, a kept history, texts of the program.
+- A given answer behind a trained one ends a conversation, and so does another system prompt or other
+  tools: a conversation has one prompt, and then what the model wrote itself.
+- Behind a node that cannot be read nothing is used, because the model saw something that is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from rollout_io.formats.base import Conversation, Logged
+from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.forks import COPIED
+from rollout_io.formats.parsing.notes import note
+from schemas.errors import InputError
+from schemas.messages import is_answer
+
+LOST = "answers after items that are encrypted or of an unknown type: left out"
+ORPHANS = "records whose parent is not in the file: read as if they followed the line before"
+SUMMARIES = "summaries that the model wrote for a compaction, without their prompt: left out"
+
+
+class Head(NamedTuple):
+    """What a request has beside its messages."""
+
+    system: str | None = None
+    tools: list[Message] | None = None
+    model: str | None = None
+
+
+class Item(NamedTuple):
+    """A message of a whole history (`Contexts.show`).
+
+    Attributes:
+        key: Name of the message in its session.
+        mark: What tells a changed message from the one of the same key; None: the messages.
+        given: See `Contexts.say`.
+    """
+
+    key: str
+    messages: list[Message]
+    where: str
+    mark: Any = None
+    given: bool | str = False
+
+
+@dataclass(slots=True, eq=False)
+class Said:
+    """What one record adds to a context.
+
+    Attributes:
+        key: Name of the record in its session.
+        messages: Its messages; a reader may extend them while the record's answer is streamed.
+        where: Location of the record.
+        before: What it follows; None at the root.
+        head: System prompt, tools and model when it was said.
+        is_given: True if its answers are part of the prompt.
+        is_copied: True if another session has the record too.
+        error: Why it, and all that follows it, cannot be read.
+        mark: See `Item`.
+        facts: Fields of the `Conversation` that ends with this answer, such as its `stop_reason`.
+    """
+
+    key: str
+    messages: list[Message]
+    where: str
+    before: Said | None = None
+    head: Head = Head()
+    is_given: bool = False
+    is_copied: bool = False
+    error: InputError | None = None
+    mark: Any = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_answer(self) -> bool:
+        """True if a message of it is the model's."""
+        return any(map(is_answer, self.messages))
+
+    @property
+    def trains(self) -> bool:
+        """True if the model wrote it here."""
+        return not self.is_given and self.is_answer
+
+
+@dataclass(slots=True)
+class Contexts:
+    """The contexts of an agent, and of the agents that it started.
+
+    Attributes:
+        name: Name of a sub-agent; None for the main agent.
+        system: System prompt of the messages that follow.
+        tools: Tool definitions of the messages that follow.
+        model: Model of the session.
+        values: Other strings about the run, which become user columns.
+        error: Why the run failed, by the harness's own word.
+        exact: Calls with the engine's tokens, which take the place of the contexts.
+        unsent_thoughts: Note about thoughts of answers before the last one of a conversation, for a
+            program that does not send them again; None if it does.
+        of_other_model: Returns what is sent of answers that another model wrote; None if it is the same.
+        is_copied: True while records are read that another session has too.
+        tip: End of the current context; None if it is empty.
+    """
+
+    name: str | None = None
+    system: str | None = None
+    tools: list[Message] | None = None
+    model: str | None = None
+    values: dict[str, str] = field(default_factory=dict)
+    error: str | None = None
+    exact: list[Logged] = field(default_factory=list)
+    unsent_thoughts: str | None = None
+    of_other_model: Callable[[Sequence[Message]], Sequence[Message]] | None = None
+    is_copied: bool = False
+    tip: Said | None = None
+    agents: dict[str, Contexts] = field(default_factory=dict)
+    _nodes: list[Said] = field(default_factory=list)
+    _names: dict[str, Said] = field(default_factory=dict)
+    _behind: dict[Said | None, list[Said]] = field(default_factory=dict)
+
+    def agent(self, key: str, name: str | None = None) -> Contexts:
+        """Return the contexts of a sub-agent, which begin empty.
+
+        Args:
+            key: Name of the sub-agent in this log.
+            name: Name that people know it by; None: the key.
+        """
+        if key not in self.agents:
+            self.agents[key] = Contexts(name=name or key, is_copied=self.is_copied)
+        return self.agents[key]
+
+    def say(
+        self,
+        messages: Sequence[Message],
+        where: str,
+        key: str = "",
+        *,
+        given: bool | str = False,
+        aliases: Iterable[str] = (),
+        facts: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Said:
+        """Add what a record says behind the tip.
+
+        Args:
+            messages: Its messages; none for a record that others refer to but the model does not see.
+            where: Location of the record.
+            key: Name of the record; "": its location. An answer whose key was said before is given.
+            given: True if its answers are part of the prompt. A text says why, and is noted with the
+                number of these answers.
+            aliases: Other names by which records refer to this one.
+            facts: See `Said`.
+        """
+        key = key or where
+        before = self._names.get(key)
+        node = self._add(Said(key, list(messages), where))
+        node.facts = facts
+        node.is_copied = self.is_copied
+        node.is_given = bool(given) or self.is_copied or (before is not None and before.is_answer)
+        if isinstance(given, str):
+            note(given, sum(map(is_answer, node.messages)))
+        self._names |= dict.fromkeys((*aliases, key), node)
+        return node
+
+    def _add(self, node: Said) -> Said:
+        node.before = self.tip
+        node.head = Head(self.system, self.tools, self.model)
+        self._nodes.append(node)
+        self._behind.setdefault(self.tip, []).append(node)
+        self.tip = node
+        return node
+
+    def keep(self, nodes: Iterable[Said]) -> list[Said]:
+        """Say again what an earlier context had, and return it; its answers are part of the prompt."""
+        copies = []
+        for node in nodes:
+            copy = self._add(Said(node.key, node.messages, node.where, is_given=True))
+            copy.head = copy.head._replace(model=node.head.model)
+            copies.append(copy)
+        return copies
+
+    def find(self, key: str | None) -> Said | None:
+        """Return what the latest record of a name said; None if there is none."""
+        return None if key is None else self._names.get(key)
+
+    def path(self, tip: Said | None = None) -> list[Said]:
+        """Return the current context, or the one that ends with `tip`, in order."""
+        nodes = []
+        node = tip or self.tip
+        while node is not None:
+            nodes.append(node)
+            node = node.before
+        return nodes[::-1]
+
+    def follow(self, parent: str | None) -> None:
+        """Continue behind the record with this name, for logs that are trees; None begins a root.
+
+        If the log does not have it, the next record follows the one before it, which is noted.
+        """
+        node = self.find(parent)
+        if parent is None or node is not None:
+            self.tip = node
+        else:
+            note(ORPHANS)
+
+    def rewind(self, to: Said | None) -> None:
+        """Take back everything behind a node; None takes back all. Its answers stay a branch."""
+        self.tip = to
+
+    def replace(self, kept: Iterable[Said] = ()) -> None:
+        """Begin a new context, with nodes that the old one had."""
+        self.tip = None
+        self.keep(kept)
+
+    def show(self, history: Iterable[Item]) -> None:
+        """Go to the end of a whole history, from its first message on; what is new in it is said."""
+        self.tip = None
+        for item in history:
+            mark = item.messages if item.mark is None else item.mark
+            same = (
+                node
+                for node in reversed(self._behind.get(self.tip, ()))
+                if node.key == item.key
+                and (node.messages if node.mark is None else node.mark) == mark
+            )
+            node = next(same, None)
+            if node is None:
+                node = self.say(item.messages, item.where, item.key, given=item.given)
+                node.mark = item.mark
+            self.tip = node
+
+    def close_calls(self, text: str, where: str) -> None:
+        """Say a result for each call of the last answer that has none, as the program sends it."""
+        answered = set[str | None]()
+        node = self.tip
+        while node is not None and not node.is_answer:
+            answered |= {message.get("tool_call_id") for message in node.messages}
+            node = node.before
+        for message in node.messages if node is not None else ():
+            answered.add(message.get("tool_call_id"))
+        calls = [c for m in node.messages for c in m.get("tool_calls", ())] if node else []
+        for call in calls:
+            if call.get("id") not in answered:
+                result = {"role": "tool", "content": text, "tool_call_id": call.get("id")}
+                self.say([result], where, f"{where} {call.get('id')}")
+
+    def lose(self, error: InputError, where: str = "", *, in_answer: bool = False) -> None:
+        """Use nothing that follows: it depends on something that cannot be read.
+
+        Args:
+            error: Why it cannot be read.
+            where: Location.
+            in_answer: True if it is a part of the answer at the tip, which is lost too.
+        """
+        node = self.tip if in_answer and self.tip is not None else self.say((), where or error.where)
+        node.error = node.error or error
+
+    @property
+    def unread(self) -> InputError | None:
+        """Why the first of all lost answers cannot be used; None if nothing is lost."""
+        return next((node.error for node in self._all() if node.error is not None), None)
+
+    def _all(self) -> Iterator[Said]:
+        yield from self._nodes
+        for agent in self.agents.values():
+            yield from agent._all()
+
+    def steps(self, trained: set[Said] | None = None) -> list[Logged]:
+        """Return all conversations: the main agent's in the order of their ends, then sub-agents'.
+
+        What cannot be used, and answers of another session, are noted.
+
+        Args:
+            trained: Answers that are trained on already, such as those that a sub-agent inherits; the
+                answers of these contexts are added.
+        """
+        trained = set() if trained is None else trained
+        steps: list[Logged] = [*self.exact] or [*self._conversations(trained)]
+        for step in steps if self.name is not None else ():
+            step.agent = self.name
+        for agent in self.agents.values():
+            steps += agent.steps(trained)
+        return steps
+
+    def _conversations(self, trained: set[Said]) -> Iterator[Conversation]:
+        lost = set[Said]()
+        for node in self._nodes:  # a node comes after those before it
+            if node.error is not None or node.before in lost:
+                lost.add(node)
+        note(LOST, sum(node.trains for node in lost))
+        note(COPIED, sum(node.is_copied and node.is_answer for node in self._nodes))
+        for end in self._ends(lost):
+            yield from self._along(end, trained)
+
+    def _ends(self, lost: set[Said]) -> list[Said]:
+        """Return the last node of each branch with an answer, with what follows the answer there."""
+        inner, ends = set[Said | None](), list[Said]()
+        for node in reversed(self._nodes):
+            if node in lost:
+                continue
+            if node.trains and node not in inner:
+                ends.append(node)
+            if node.trains or node in inner:
+                inner.add(node.before)
+        for i, end in enumerate(ends):
+            behind: Said | None = end
+            while behind is not None:
+                ends[i] = behind
+                below = [node for node in self._behind.get(behind, ()) if node not in lost]
+                behind = below[-1] if below else None
+        return ends[::-1]
+
+    def _along(self, end: Said, trained: set[Said]) -> Iterator[Conversation]:
+        """Yield the conversations of a path; answers in `trained` are given, the others are added."""
+        nodes, num_given = list[Said](), 0
+        last: Said | None = None  # the last answer that the open conversation trains
+        for node in self.path(end):
+            is_new = node.trains and node not in trained
+            if node.is_answer and last is not None and (not is_new or self._differ(node, last)):
+                yield self._conversation(nodes, num_given, last)
+                num_given, last = len(nodes), None
+            nodes.append(node)
+            if is_new:
+                last = node
+                trained.add(node)
+            elif node.is_answer:
+                num_given = len(nodes)
+        if last is not None:
+            yield self._conversation(nodes, num_given, last)
+
+    def _differ(self, one: Said, other: Said) -> bool:
+        """True if two answers had different system prompts or tools, or see each other differently."""
+        is_same_model = self.of_other_model is None or one.head.model == other.head.model
+        return one.head[:2] != other.head[:2] or not is_same_model
+
+    def _conversation(self, nodes: Sequence[Said], num_given: int, last: Said) -> Conversation:
+        head = last.head
+        given: list[Message] = [{"role": "system", "content": head.system}] if head.system else []
+        given += [m for node in nodes[:num_given] for m in self._sent(node, head)]
+        rest = [m for node in nodes[num_given:] for m in self._sent(node, node.head)]
+        step = Conversation(source=last.where, messages=[*given, *rest], tools=head.tools)
+        step.num_given = len(given) if num_given else 0
+        for name, value in last.facts.items():
+            setattr(step, name, value)
+        if self.unsent_thoughts is not None:
+            answers = [message for message in rest if is_answer(message)]
+            note(self.unsent_thoughts, sum("reasoning_content" in m for m in answers[:-1]))
+        return step
+
+    def _sent(self, node: Said, head: Head) -> Sequence[Message]:
+        """Return the messages of a node as a model is sent them: none for an answer that says nothing."""
+        said = [m for m in node.messages if m["role"] != "assistant" or is_answer(m)]
+        is_of_other = node.is_answer and node.head.model != head.model
+        return self.of_other_model(said) if is_of_other and self.of_other_model else said

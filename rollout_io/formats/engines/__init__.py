@@ -1,0 +1,1 @@
+"""Engines, which find and read the runs of logs that a grammar describes."""

@@ -1,0 +1,370 @@
+"""Sessions of agent programs: files of records, of which each becomes a run with its sub-agents.
+
+A format declares its records (`Grammar`), how a file is called (`names`), and one function that tells
+what each record says to the contexts of its agent (`read`). The rest is the same for all of them:
+
+- Files of one session are one run; so are the files of the sub-agents that it started. If a record of
+  one is damaged, none of the run is used.
+- A fork begins with copies of records of another session, or only refers to them. Answers that several
+  sessions have are trained on in one; in the others they are part of the prompt.
+- A file that continues another one from a record on (`Names.base`) begins where that record ends.
+
+    file a:  1 2 3 4      file b, with base (a, 2):  5 6      contexts:  1 - 2 - 3 - 4
+                                                                             \\ 5 - 6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollout_io.dataset.opening import read_input
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.contents import account
+from rollout_io.formats.contexts import Contexts, Said
+from rollout_io.formats.grammar import Grammar
+from rollout_io.formats.parsing.forks import copied_answers, digest, run_of
+from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
+from rollout_io.formats.parsing.lines import (
+    DUPLICATE,
+    Record,
+    incomplete,
+    lines_of,
+    read_record,
+)
+from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.start import Start
+from schemas.errors import InputError, RolloutError
+
+GROUPS = "inferred: each session is a separate instance"
+_DOCUMENT, _OF_MANY = "document", "event"
+"""Parts of the places of records that are a whole file, and one of a directory's files."""
+_NUM_FIRST = 8
+_MAX_BASES = 100
+
+
+class Base(NamedTuple):
+    """Where a file begins that only refers to what precedes it.
+
+    Attributes:
+        session: Session that it continues.
+        num_records: Number of that session's records that precede those of the file.
+    """
+
+    session: str
+    num_records: int
+
+
+class Names(NamedTuple):
+    """Names of a file.
+
+    Attributes:
+        session: Session of the file.
+        parent: Session that started this one as a sub-agent; None if it is no sub-agent.
+        agent: Name of the sub-agent.
+        origin: Session with copies of whose records it begins.
+        base: What it continues; None if it begins on its own.
+        labels: Other labels of the run; those without a value are left out.
+    """
+
+    session: str
+    parent: str | None = None
+    agent: str | None = None
+    origin: str | None = None
+    base: Base | None = None
+    labels: Mapping[str, str | None] = {}
+
+
+class Line(NamedTuple):
+    """A record with its struct, for the reader of a format."""
+
+    where: str
+    kind: str
+    record: Any
+
+
+@dataclass(slots=True)
+class _File:
+    """The records of a file; `answers` has a digest of each that another session may have too."""
+
+    names: Names
+    places: list[Place] = field(default_factory=list)
+    answers: dict[int, list[bytes]] = field(default_factory=dict)
+    damage: RolloutError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sessions(Grammar):
+    """A format of sessions.
+
+    Attributes:
+        names: Returns the names of a file from its path and its first records.
+        read: Tells the contexts of an agent what its records say.
+        is_record: True if a decoded record is of this format, for detection.
+        files: Pattern of the files with one record each, if a session may be a directory of them.
+        identity: Returns what identifies a record that other sessions may have copies of; None for any
+            other. Its arguments are the type of the record and the JSON of its fields.
+        is_prefix: True if a record is a copy only if all before it are, as in forks that begin with the
+            records of their origin.
+    """
+
+    names: Callable[[Path, Sequence[Any]], Names]
+    read: Callable[[Iterator[Line], Contexts], None]
+    is_record: Callable[[Mapping[str, Any]], bool]
+    files: str = ""
+    identity: Callable[[str, bytes], str | None] | None = None
+    is_prefix: bool = False
+
+    def adapter(self, summary: str, noun: str = "session") -> Adapter:
+        """Return the adapter of the format."""
+        return Adapter(
+            summary=summary,
+            recognizes=self.recognizes,
+            find=self.find,
+            read=self.read_run,
+            is_text=True,
+            noun=noun,
+            is_agent=True,
+            contents=self.contents,
+        )
+
+    def recognizes(self, path: Path) -> bool:
+        """True if a file has a record of this format among its first, or a directory has files of them."""
+        start = Start(path)
+        first = start if start.is_file else next(map(Start, start.below(self.files)), None)
+        return first is not None and any(map(self.is_record, first.records))
+
+    def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+        """Yield one run per session, with the files of its sub-agents."""
+        yield About("groups", GROUPS)
+        sessions: dict[str, list[_File]] = {}
+        for given in inputs:
+            records = self._records(given, progress)
+            first = [*islice(records, _NUM_FIRST)]
+            file = _File(self.names(Path(given.name), self._typed(first)))
+            yield from self._find_file(chain(first, records), file)
+            others = sessions.setdefault(file.names.session, [])
+            copy = next((other for other in others if _is_copy(file, other)), None)
+            if copy is not None:
+                yield from _repeated(file, copy)
+            elif file.places:
+                others.append(file)
+        yield from self._runs({name: files for name, files in sessions.items() if files})
+
+    def _records(self, given: Input, progress: Progress) -> Iterator[Record]:
+        start = Start(given.path)
+        if start.is_file and not start.is_document:
+            yield from (Record(place, content) for place, content in lines_of([given], progress))
+            return
+        below = sorted(start.below(self.files), key=lambda path: natural_key(str(path)))
+        for path in [given.path] if start.is_file else below:
+            name = given.name
+            name += "" if start.is_file else f"/{path.relative_to(given.path)}"
+            content = read_input(path)
+            progress(len(content))
+            part = _DOCUMENT if start.is_file else _OF_MANY
+            if content.strip() or part == _OF_MANY:
+                yield Record(Place(path, name, 0, len(content), part), content)
+
+    def _typed(self, records: Iterable[Record]) -> list[Any]:
+        """Return the records that can be read; the others are rejected where all are."""
+        typed = []
+        for place, content in records:
+            with suppress(RolloutError):
+                typed.append(self.typed(content, place.where, _decoder(place))[1])
+        return typed
+
+    def _find_file(self, records: Iterable[Record], file: _File) -> Iterator[Rejected]:
+        for place, content in records:
+            try:
+                refuse_not_utf8(content, place.where)
+                kind, fields = self.split(content, place.where, _decoder(place))
+                name = self.identity(kind, fields) if self.identity is not None else None
+                if name is not None:
+                    file.answers[len(file.places)] = [digest(name)]
+                file.places.append(place)
+            except RolloutError as error:
+                file.damage = file.damage or error
+                yield Rejected(place, error)
+
+    def _runs(self, sessions: Mapping[str, list[_File]]) -> Iterator[Found]:
+        parents = {name: files[0].names.parent for name, files in sessions.items()}
+        parents = {name: parent for name, parent in parents.items() if parent in sessions}
+        members: dict[str, list[str]] = {}
+        for name in sessions:
+            root = _last(name, parents)
+            members.setdefault(root, [] if root == name else [root]).append(name)
+        copies = self._copies(sessions)
+        for root, names in members.items():
+            names = [*dict.fromkeys(names)]
+            files = [(file, name, i) for name in names for i, file in enumerate(sessions[name])]
+            damage = next((f.damage for f, _, _ in files if f.damage is not None), None)
+            if damage is not None:
+                yield from incomplete([place for f, _, _ in files for place in f.places], damage)
+                continue
+            places, answers = list[Place](), dict[int, list[bytes]]()
+            copied, referred = dict[int, str](), set[int]()
+            for file, name, i in files:
+                base = file.names.base
+                if base is not None and base.session not in names:
+                    before = _logical(base, sessions)
+                    referred |= {len(places) + at for at in range(len(before))}
+                    places += before
+                start = len(places)
+                answers |= {start + at: digests for at, digests in file.answers.items()}
+                copied |= {start + at: keeper for at, keeper in copies[name, i].items()}
+                places += file.places
+            labels = {"session": root, **sessions[root][0].names.labels}
+            labels = {name: value for name, value in labels.items() if value}
+            for found in run_of(root, places, labels, answers, copied):
+                if isinstance(found, Run):
+                    found.copied |= referred
+                yield found
+
+    def _copies(
+        self, sessions: Mapping[str, list[_File]]
+    ) -> dict[tuple[str, int], dict[int, str]]:
+        """Return the copied answers of each file, each with the session that keeps it."""
+        files = {(name, i): f for name, files in sessions.items() for i, f in enumerate(files)}
+        origins = {name: own[0].names.origin for name, own in sessions.items()}
+        forked = {_last(name, origins) for name, origin in origins.items() if origin is not None}
+        answers = dict[tuple[str, int], dict[int, list[bytes]]]()
+        for key, file in files.items():
+            answers[key] = file.answers
+            if not self.is_prefix:
+                continue
+            family = _last(key[0], origins)
+            before = digest(family, str(file.names.base)) if family in forked else None
+            answers[key] = {}
+            for at, digests in file.answers.items() if before is not None else ():
+                before = digest(before.hex(), *(each.hex() for each in digests))
+                answers[key][at] = [before]
+        order = sorted(files, key=lambda key: (files[key].names.origin is not None, len(answers[key])))
+        copies = copied_answers({key: answers[key] for key in order})
+        return {key: {at: keeper[0] for at, keeper in own.items()} for key, own in copies.items()}
+
+    def read_run(self, run: Run, _: Options) -> Trajectory:
+        """Read the contexts of a session and its sub-agents.
+
+        Raises:
+            InputError: `record_type`: a field has the wrong type; `no_calls`: there is no answer; or
+                why every answer depends on something that cannot be read.
+        """
+        main = Contexts()
+        tips: dict[str, list[Said | None]] = {}
+        for _key, group in groupby(enumerate(run.places), lambda each: self._file_of(each[1])):
+            places = [*group]
+            records = [Record(place, read_record(place)) for _, place in places]
+            name = _name_of(places[0][1]) if records else ""
+            names = self.names(Path(name), self._typed(records[:_NUM_FIRST]))
+            is_main = names.session == run.instance_id
+            log = main if is_main else main.agent(names.session, names.agent)
+            ends = self._begin(log, names, tips)
+            self.read(self._lines(records, [i in run.copied for i, _ in places], log, ends), log)
+        steps = main.steps()
+        if not steps and main.error is None:
+            got = "the session has no model response"
+            raise main.unread or InputError("no_calls", run.places[0].where, got)
+        values = {"model": main.model} if main.model else {}
+        return Trajectory(steps=steps, error=main.error, user_values=values | main.values)
+
+    def _file_of(self, place: Place) -> Path:
+        """Return the file of a record, or the directory of a session of many files."""
+        depth = len(Path(self.files).parts) if place.part == _OF_MANY else 0
+        return place.path.parents[depth - 1] if depth else place.path
+
+    def _begin(
+        self, log: Contexts, names: Names, tips: dict[str, list[Said | None]]
+    ) -> list[Said | None]:
+        """Go to where a file begins: at a root, or behind the records that it continues.
+
+        Returns:
+            The tips behind each record of the session so far.
+        """
+        base = names.base
+        ends = [] if base is None else tips.get(base.session, [])[: base.num_records]
+        log.rewind(ends[-1] if ends else None)
+        if base is not None and len(ends) < base.num_records:
+            log.lose(_without_base(names, base))
+        tips[names.session] = ends
+        return ends
+
+    def _lines(
+        self, records: Sequence[Record], copied: Sequence[bool], log: Contexts, ends: list[Said | None]
+    ) -> Iterator[Line]:
+        for (place, content), is_copied in zip(records, copied, strict=True):
+            refuse_not_utf8(content, place.where)
+            account(self.contents, content)
+            log.is_copied = is_copied
+            yield Line(place.where, *self.typed(content, place.where, _decoder(place)))
+            ends.append(log.tip)
+
+
+def _decoder(place: Place) -> Callable[..., Any]:
+    return decode_line if place.part is None else decode_document
+
+
+def _name_of(place: Place) -> str:
+    """Return the name of the file of a record."""
+    start, _, number = place.where.rpartition(":")
+    return start if start and number.isdigit() else place.where
+
+
+def _last(start: str, after: Mapping[str, str | None]) -> str:
+    """Return the end of a chain of names; the start if it is a circle."""
+    seen, name = {start}, start
+    while (following := after.get(name)) not in {None, name}:
+        if following in seen:
+            return start
+        seen.add(following)
+        name = following
+    return name
+
+
+def _logical(base: Base, sessions: Mapping[str, list[_File]], depth: int = 0) -> list[Place]:
+    """Return the first records of a session, with those that its files only refer to."""
+    records: list[Place] = []
+    for file in sessions.get(base.session, ()):
+        before = file.names.base
+        if before is not None and before.session != base.session and depth < _MAX_BASES:
+            records = _logical(before, sessions, depth + 1)
+        records = records[: before.num_records if before is not None else 0] + file.places
+    return records[: base.num_records]
+
+
+def _is_copy(file: _File, other: _File) -> bool:
+    """True if two files have the same records."""
+    sizes = [[place.num_bytes for place in each.places] for each in (file, other)]
+    return sizes[0] == sizes[1] and all(
+        read_record(one) == read_record(two)
+        for one, two in zip(file.places, other.places, strict=True)
+    )
+
+
+def _repeated(file: _File, other: _File) -> Iterator[Rejected]:
+    hint = "delete the copy of the file"
+    for place, first in zip(file.places, other.places, strict=True):
+        got = f"the record is a copy of {first.where}"
+        yield Rejected(place, InputError(DUPLICATE, place.where, got, hint=hint))
+
+
+def _without_base(names: Names, base: Base) -> InputError:
+    got = f"the session continues session {base.session!r}"
+    expected = f"the first {base.num_records} records of that session"
+    hint = "convert both sessions together: their prompts begin with these records"
+    return InputError("message", names.session, got, expected, hint)

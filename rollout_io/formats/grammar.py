@@ -1,0 +1,155 @@
+"""The grammar of a format: which records its logs consist of, and what of them is read.
+
+Each type of record has a struct, whose fields are what is read. What is left out is listed with the
+reason. Everything else that a record holds is counted (`contents`), so a struct must not have a field
+that its reader does not use.
+
+    class Message(msgspec.Struct):
+        role: str
+        content: Annotated[msgspec.Raw, inner(anthropic.BLOCKS)] = NO_JSON
+
+    Grammar(kind="type", records={"message": Message}, leaves={"facts": "*/time"}, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from rollout_io.formats.contents import SELF, Contents
+
+_INNER = "contents"
+
+
+def inner(contents: Contents) -> msgspec.Meta:
+    """Return the annotation of a field whose value has contents of its own."""
+    return msgspec.Meta(extra={_INNER: contents})
+
+
+ITSELF = msgspec.Meta(extra={_INNER: SELF})
+"""Annotates a field whose values are records of the same grammar, such as a whole history."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """The records of a format.
+
+    Attributes:
+        kind: Key with the type of a record; "": all records have one type.
+        subkind: Key that divides a type: `system` with a `subtype` is the type `system:subtype`, if
+            that is listed.
+        default: Name of the type of a record without the key `kind`.
+        payload: Key below which the fields of the structs are; "": at the top level.
+        records: Struct of each type that is read; None if nothing but its type is.
+        leaves: What is left out, by the reason (`contents.Contents`).
+    """
+
+    kind: str = ""
+    subkind: str = ""
+    default: str = ""
+    payload: str = ""
+    records: Mapping[str, type[msgspec.Struct] | None]
+    leaves: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def contents(self) -> Contents:
+        """What is read and what is left out, as lists of keys."""
+        reads, below = dict[str, str](), dict[str, Contents | str]()
+        for kind, struct in self.records.items():
+            listed = [*_fields(struct, self.payload)] if struct is not None else []
+            prefix = f"{kind}/" if self.kind else ""
+            reads[kind] = " ".join(path for path, contents in listed if contents is None)
+            below |= {f"{prefix}{path}": found for path, found in listed if found is not None}
+        return Contents(
+            kind=self.kind,
+            subkind=self.subkind,
+            default=self.default,
+            reads=reads,
+            leaves=self.leaves,
+            inner=below,
+        )
+
+    @cached_property
+    def _head(self) -> msgspec.json.Decoder[Any]:
+        names = {"kind": self.kind, "subkind": self.subkind}
+        fields: list[Any] = [
+            (name, Any, msgspec.field(name=key or name, default=None))
+            for name, key in names.items()
+        ]
+        payload = msgspec.field(name=self.payload or "payload", default=msgspec.Raw(b"{}"))
+        fields.append(("payload", msgspec.Raw, payload))
+        return msgspec.json.Decoder(msgspec.defstruct("Head", fields, gc=False))
+
+    @cached_property
+    def _decoders(self) -> dict[str, msgspec.json.Decoder[Any] | None]:
+        return {
+            kind: None if struct is None else msgspec.json.Decoder(struct)
+            for kind, struct in self.records.items()
+        }
+
+    def split(self, content: bytes, where: str, decode: Callable[..., Any]) -> tuple[str, bytes]:
+        """Return the type of a record, and the JSON of the fields of its struct.
+
+        Raises:
+            InputError: Any error of `decode`, which is `decode_line` or `decode_document`.
+        """
+        head = decode(self._head, content, where)
+        kind = head.kind if self.kind and isinstance(head.kind, str) else self.default
+        divided = f"{kind}:{head.subkind}" if self.subkind else kind
+        kind = divided if divided in self.records else kind
+        return kind, bytes(head.payload) if self.payload else content
+
+    def typed(self, content: bytes, where: str, decode: Callable[..., Any]) -> tuple[str, Any]:
+        """Return the type of a record, and the record as its struct; None if it has none.
+
+        Raises:
+            InputError: `record_type`: a field is missing or has the wrong type.
+        """
+        kind, fields = self.split(content, where, decode)
+        decoder = self._decoders.get(kind)
+        if decoder is None:
+            return kind, None
+        return kind, decode(decoder, fields, f"{where}, {self.payload}" if self.payload else where)
+
+
+def _fields(struct: type[msgspec.Struct], payload: str) -> Iterator[tuple[str, Contents | str | None]]:
+    """Yield the paths of all fields of a struct, each with the contents of what is at its end."""
+    whole = getattr(struct, _INNER, None)
+    if isinstance(whole, Contents):
+        yield payload, whole
+        return
+    found = inspect.type_info(struct)
+    assert isinstance(found, inspect.StructType)
+    for each in found.fields:
+        path = f"{payload}.{each.encode_name}" if payload else each.encode_name
+        yield from _below(each.type, path)
+
+
+def _below(kind: inspect.Type, path: str) -> Iterator[tuple[str, Contents | str | None]]:
+    if isinstance(kind, inspect.Metadata):
+        contents = (kind.extra or {}).get(_INNER)
+        yield from [(path, contents)] if contents is not None else _below(kind.type, path)
+    elif isinstance(kind, inspect.StructType):
+        yield from _fields(kind.cls, path)
+    elif isinstance(kind, inspect.ListType | inspect.VarTupleType):
+        yield from _below(kind.item_type, path)
+    elif isinstance(kind, inspect.UnionType):
+        options = [each for each in kind.types if not isinstance(each, inspect.NoneType)]
+        inner_types = [each for each in options if _is_structured(each)]
+        for each in inner_types or options[:1]:
+            yield from _below(each, path)
+    else:
+        yield path, None
+
+
+def _is_structured(kind: inspect.Type) -> bool:
+    """True if a type has fields of its own, itself or in a list."""
+    if isinstance(kind, inspect.ListType | inspect.VarTupleType):
+        return _is_structured(kind.item_type)
+    is_inner = isinstance(kind, inspect.Metadata) and _INNER in (kind.extra or {})
+    return is_inner or isinstance(kind, inspect.StructType)

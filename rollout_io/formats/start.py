@@ -1,0 +1,120 @@
+"""The start of an input: read once, and shown to every format that may recognize it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollout_io.dataset.opening import open_input, read_input
+from rollout_io.formats.parsing.jsonl import decoded, first_lines
+from rollout_io.formats.parsing.sqlite import columns_of
+from schemas.errors import RolloutError
+
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+_MAX_DOCUMENT_BYTES = 1 << 26
+"""Largest document that detection decodes completely."""
+
+_NO_JSON = object()
+
+
+class Start:
+    """What is at the start of a file or directory; each part is read when a format asks for it.
+
+    Nothing here raises an error: the reader of a format reports what is damaged.
+
+    Attributes:
+        path: Any existing file or directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def is_file(self) -> bool:
+        """True for a file."""
+        return self.path.is_file()
+
+    @cached_property
+    def lines(self) -> list[bytes]:
+        """The non-blank lines among the first 8."""
+        return [*first_lines(self.path)]
+
+    @cached_property
+    def _line_values(self) -> list[Any]:
+        return [_value(line) for line in self.lines]
+
+    @cached_property
+    def is_document(self) -> bool:
+        """True if the file is one JSON document over several lines, or no JSON at all.
+
+        A list with a record a line has lines that are JSON too, so a file whose first line is none
+        is a document if all of it is one.
+        """
+        values = self._line_values
+        if not values or values[0] is not _NO_JSON:
+            return not values
+        return all(value is _NO_JSON for value in values) or self._whole is not _NO_JSON
+
+    @cached_property
+    def _whole(self) -> Any:
+        try:
+            if not self.is_file or self.path.stat().st_size > _MAX_DOCUMENT_BYTES:
+                return _NO_JSON
+            return _value(read_input(self.path))
+        except (OSError, RolloutError):
+            return _NO_JSON
+
+    @cached_property
+    def values(self) -> list[Any]:
+        """The lists and objects among the first 8 lines, or the document if the file is one."""
+        values = [self._whole] if self.is_document else self._line_values
+        return [value for value in values if value is not _NO_JSON]
+
+    @property
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The objects among `values`."""
+        return (value for value in self.values if isinstance(value, dict))
+
+    @cached_property
+    def document(self) -> Any:
+        """The only value of a file that is one JSON document, on one line or more; else None."""
+        return self.values[0] if self.is_document and self.values or self._is_one_line else None
+
+    @cached_property
+    def _is_one_line(self) -> bool:
+        return len(self.lines) == 1 == len(self.values)
+
+    @cached_property
+    def tables(self) -> dict[str, set[str]]:
+        """Columns of each table of a SQLite database; empty for any other file."""
+        return columns_of(self.path) if self.is_file else {}
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first 64 KiB of a file."""
+        try:
+            if not self.is_file:
+                return b""
+            with open_input(self.path) as file:
+                return file.read(1 << 16)
+        except (OSError, RolloutError):
+            return b""
+
+    def below(self, pattern: str) -> list[Path]:
+        """Return the files of a directory that match a pattern; empty for a file."""
+        if self.is_file or not pattern:
+            return []
+        return sorted(self.path.glob(pattern))
+
+
+def _value(content: bytes) -> Any:
+    if not content.lstrip().startswith((b"{", b"[")):
+        return _NO_JSON
+    try:
+        return decoded(_ANY, content)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return _NO_JSON
