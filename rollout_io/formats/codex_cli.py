@@ -43,7 +43,9 @@ from schemas.errors import InputError
 __all__ = ["LOST", "SUMMARIES"]
 EDITED = "sessions with the model's own instructions, of which Codex may have sent only a part: it "
 EDITED += "leaves out sections about tools that are off, which the log does not tell"
-UNENDED = "answers without the end of their call, which broke off or which Codex wrote itself: part of "
+UNENDED = (
+    "answers without the end of their call, which broke off or which Codex wrote itself: part of "
+)
 UNENDED += "the prompt"
 _KEPT_BYTES = 80_000
 """Codex keeps 20,000 tokens, which it estimates at four bytes each."""
@@ -228,7 +230,9 @@ class _Thread:
                 got = "a compaction that kept an unknown part of the user's messages"
                 log.lose(bad_message(where, got))
             for node in kept:
-                self.turns[log.say(node.messages, node.where, node.key)] = self.turns.get(node, False)
+                self.turns[log.say(node.messages, node.where, node.key)] = self.turns.get(
+                    node, False
+                )
             self.summary = log.say([{"role": "user", "content": line.message}], where)
             self.turns[self.summary] = True
 

@@ -1,11 +1,11 @@
-"""The contexts of an agent: what its model saw, and what it wrote, as a tree of messages.
+r"""The contexts of an agent: what its model saw, and what it wrote, as a tree of messages.
 
 Every reader of a log tells one `Contexts` what happened, in the order of the log: it says messages,
 goes back, replaces the history, shows a whole one, or loses what cannot be read. Each message is a node
 behind the one that it follows, and `tip` is the end of the context that continues now:
 
     say A, say B, go back to A, say C        A - B
-                                               \\ C  <- tip
+                                               \ C  <- tip
 
 A path from a root to the last answer of a branch is one conversation. So a rewind, a fork, a branch of
 a tree and a compaction (a new root with copies of what it kept) are the same thing, and these rules
@@ -82,7 +82,7 @@ class Said:
     messages: list[Message]
     where: str
     before: Said | None = None
-    head: Head = Head()
+    head: Head = field(default_factory=Head)
     is_given: bool = False
     is_copied: bool = False
     error: InputError | None = None
@@ -111,6 +111,9 @@ class Contexts:
         model: Model of the session.
         values: Other strings about the run, which become user columns.
         error: Why the run failed, by the harness's own word.
+        reward: Outcome of the run; None if unknown.
+        order: Place of the agent's conversations among those of all agents; None: in the order of the
+            log, the main agent's first.
         exact: Calls with the engine's tokens, which take the place of the contexts.
         unsent_thoughts: Note about thoughts of answers before the last one of a conversation, for a
             program that does not send them again; None if it does.
@@ -125,6 +128,8 @@ class Contexts:
     model: str | None = None
     values: dict[str, str] = field(default_factory=dict)
     error: str | None = None
+    reward: float | None = None
+    order: int | None = None
     exact: list[Logged] = field(default_factory=list)
     unsent_thoughts: str | None = None
     of_other_model: Callable[[Sequence[Message]], Sequence[Message]] | None = None
@@ -268,7 +273,9 @@ class Contexts:
             where: Location.
             in_answer: True if it is a part of the answer at the tip, which is lost too.
         """
-        node = self.tip if in_answer and self.tip is not None else self.say((), where or error.where)
+        node = (
+            self.tip if in_answer and self.tip is not None else self.say((), where or error.where)
+        )
         node.error = node.error or error
 
     @property
@@ -294,9 +301,11 @@ class Contexts:
         steps: list[Logged] = [*self.exact] or [*self._conversations(trained)]
         for step in steps if self.name is not None else ():
             step.agent = self.name
-        for agent in self.agents.values():
-            steps += agent.steps(trained)
-        return steps
+        parts = [(self.order, steps)]
+        parts += [(agent.order, agent.steps(trained)) for agent in self.agents.values()]
+        if all(order is not None for order, _ in parts):
+            parts.sort(key=lambda part: part[0] or 0)
+        return [step for _, part in parts for step in part]
 
     def _conversations(self, trained: set[Said]) -> Iterator[Conversation]:
         lost = set[Said]()

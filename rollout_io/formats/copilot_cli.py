@@ -165,9 +165,12 @@ class _Session:
         log = self.log.agent(key)
         if kind == "subagent.started":
             log.name = data.agent_name or log.name
-        elif log.tip is None and kind not in {"user.message", "system.message"}:
-            if key in self.prompts:
-                log.say([{"role": "user", "content": self.prompts[key]}], where, key)
+        elif (
+            log.tip is None
+            and kind not in {"user.message", "system.message"}
+            and key in self.prompts
+        ):
+            log.say([{"role": "user", "content": self.prompts[key]}], where, key)
         return log
 
     def add(self, kind: str, event: Any, where: str) -> None:

@@ -1,32 +1,27 @@
-"""The `cursor` format: transcripts of Cursor's agent, and the events that its CLI prints.
+"""The `cursor` format: transcripts of Cursor's agent.
 
     {"role": "user", "message": {"content": [{"type": "text", "text": "..."}]}}
     {"role": "assistant", "message": {"content": [{"type": "tool_use", "name": "Shell", "input": {...}}]}}
 
-    {"type": "system", "subtype": "init", "session_id": "...", "model": "...", "permissionMode": "..."}
-    {"type": "assistant", "message": {"role": "assistant", "content": [...]}, "session_id": "..."}
-    {"type": "tool_call", "subtype": "completed", "call_id": "c", "session_id": "...",
-     "tool_call": {"readToolCall": {"args": {...}, "result": {...}}}}
-
 A file is a run; files in `subagents/` beside it are its sub-agents. Transcripts may lack the results of
-tools, and the ids of calls, which then follow from the order. A printed run failed if its result says
-so. The log has no reward, no token ids, no system prompt and no tool definitions.
+tools, and the ids of calls, which then follow from the order. The log has no reward, no token ids, no
+system prompt and no tool definitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from rollout_io.formats.contents import Contents
+from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.dialects import anthropic
-from rollout_io.formats.parsing.content import NO_JSON, Message, Part, extend, json_text, tool_call
-from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record
-from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions, texts
+from rollout_io.formats.engines.sessions import Line, Names, Sessions
+from rollout_io.formats.grammar import inner
+from rollout_io.formats.parsing.content import Part
 
 _BLOCKS = Contents(
     kind="type",
@@ -40,81 +35,38 @@ _BLOCKS = Contents(
     },
     leaves={"facts about a block": "*/metadata thinking/signature"},
 )
-CONTENTS = Contents(
-    kind="type",
-    subkind="subtype",
-    default="transcript",
-    reads={
-        "transcript": "role message.role",
-        "user": "message.role session_id",
-        "assistant": "message.role session_id model",
-        "system": "session_id model cwd",
-        "tool_call": "call_id tool_call session_id",
-        "result": "is_error session_id",
-    },
-    leaves={
-        "facts about a record": "*/metadata */model */conversation */annotations */timestamp_ms "
-        "*/model_call_id",
-        "settings of the harness": "system/apiKeySource system/permissionMode "
-        "cursor_session_meta cursor_available_tools",
-        "repeats the last answer": "result/result result/subtype",
-        "facts about the run": "result/usage result/request_id turn_ended",
-    },
-    inner=dict.fromkeys(
-        ("transcript/message.content", "user/message.content", "assistant/message.content"),
-        _BLOCKS,
-    ),
-)
+_LEAVES = {
+    "facts about a record": "*/metadata */conversation */annotations */timestamp_ms */model_call_id",
+    "settings of the harness": "cursor_session_meta cursor_available_tools",
+    "facts about the run": "turn_ended",
+}
 _CALLS = frozenset({"tool_use", "tool-use", "tool_call", "tool-call"})
 _RESULTS = frozenset({"tool_result", "tool-result"})
 
 
 class _Message(msgspec.Struct, gc=False):
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: Annotated[str | list[Part] | None, inner(_BLOCKS)] = None
 
 
-class _Line(msgspec.Struct, gc=False):
-    type: str | None = None
-    subtype: str | None = None
+class Record(msgspec.Struct, gc=False):
+    """A message."""
+
     role: str | None = None
     message: _Message | None = None
     model: str | None = None
-    call_id: str | None = None
-    tool_call: dict[str, Any] | None = None
-    is_error: bool | None = None
-    result: str | None = None
 
 
-class _Tool(msgspec.Struct, gc=False):
-    args: msgspec.Raw = NO_JSON
-    result: msgspec.Raw = NO_JSON
-
-
-_LINE = msgspec.json.Decoder(_Line)
-_SUFFIX = "ToolCall"
-
-
-def read_session(records: Sequence[Record]) -> Session:
+def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a file, which are one context."""
-    contexts, messages = Contexts(), list[Message]()
-    models, error, end = list[str | None](), None, ""
     waiting: list[str] = []
-    for place, content in records:
-        where = place.where
-        line = decode_line(_LINE, content, where)
-        models.append(line.model)
-        if line.type == "result" and line.is_error:
-            error = line.result or "error"
-        elif line.type == "tool_call" and line.subtype == "completed" and line.tool_call:
-            _add_tool(line, messages, where)
-        elif line.message is not None and line.type in {None, "user", "assistant"}:
-            role = line.role or line.message.role or line.type or "user"
-            parts = _parts(line.message.content, where, waiting)
-            messages += anthropic.messages_of(role, parts, where)
-            end = where
-    contexts.add([Item("transcript", messages, end)])
-    return Session(contexts, error, texts(models))
+    for where, kind, record in lines:
+        if record is None or record.message is None:
+            continue
+        log.model = record.model or log.model
+        role = record.role or record.message.role or (kind if kind != "transcript" else "user")
+        parts = _parts(record.message.content, where, waiting)
+        log.say(anthropic.messages_of(role, parts, where), where)
 
 
 def _parts(content: str | list[Part] | None, where: str, waiting: list[str]) -> list[Part]:
@@ -140,43 +92,26 @@ def _parts(content: str | list[Part] | None, where: str, waiting: list[str]) -> 
     return found
 
 
-def _add_tool(line: _Line, messages: list[Message], where: str) -> None:
-    """Add a call to the last answer, and its result."""
-    name, value = next(iter((line.tool_call or {}).items()))
-    raw = msgspec.json.encode(value)
-    tool = decode_line(msgspec.json.Decoder(_Tool), raw, f"{where}, tool_call")
-    call = tool_call(line.call_id, name.removesuffix(_SUFFIX), json_text(tool.args, where))
-    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    if last is None:
-        last = {"role": "assistant", "content": ""}
-        messages.append(last)
-    extend(last, {"role": "assistant", "content": "", "tool_calls": [call]})
-    made = {"role": "tool", "content": json_text(tool.result, where)}
-    messages.append(made | ({"tool_call_id": line.call_id} if line.call_id else {}))
-
-
-def _names(path: Path, records: Sequence[Mapping[str, Any]]) -> Names:
-    named = next((r["session_id"] for r in records if isinstance(r.get("session_id"), str)), None)
+def names(path: Path, _: Sequence[Any]) -> Names:
+    """Return the names that are in a file's path."""
     if path.parent.name == "subagents":
         return Names(f"{path.parent.parent.name}/{path.stem}", path.parent.parent.name, path.stem)
-    return Names(named or (path.stem if path.stem == path.parent.name else str(path)))
+    return Names(path.stem if path.stem == path.parent.name else str(path))
 
 
 def _is_record(record: Mapping[str, Any]) -> bool:
     message = record.get("message")
-    if record.get("type") == "tool_call" and "call_id" in record:
-        return isinstance(record.get("tool_call"), Mapping)
-    if record.get("type") == "system":
-        return "permissionMode" in record and "apiKeySource" in record and "uuid" not in record
     if "type" in record or not isinstance(message, Mapping):
         return False
     return record.get("role") in {"user", "assistant"} and isinstance(message.get("content"), list)
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS,
-    names=_names,
-    read=read_session,
+    kind="type",
+    default="transcript",
+    records=dict.fromkeys(("transcript", "user", "assistant"), Record),
+    leaves=_LEAVES,
+    names=names,
+    read=read,
     is_record=_is_record,
-    marks=(b'"message"', b'"call_id"', b'"permissionMode"'),
-).adapter("transcripts of Cursor's agent, and the events of its CLI: JSONL; text only")
+).adapter("transcripts of Cursor's agent: JSONL; text only")

@@ -9,44 +9,29 @@
 
 A session is a run; sessions with a parent are its sub-agents. A compaction begins a context: its
 summary and the answer that Goose writes after it are hidden from the user (`userVisible` is false).
-The log has no reward, no token ids, no system prompt and no tool definitions.
+A fork is a session with copies of another one's messages. The log has no reward, no token ids, no system prompt and no tool definitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import (
-    About,
-    Adapter,
-    Found,
-    Input,
-    Options,
-    Place,
-    Progress,
-    Rejected,
-    Run,
-    Trajectory,
-)
-from rollout_io.formats.contents import SELF, Contents, account
+from rollout_io.formats.contents import SELF, Contents
+from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import anthropic
+from rollout_io.formats.engines.rows import Rows
+from rollout_io.formats.engines.sessions import Line, Names
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Part, known
-from rollout_io.formats.parsing.jsonl import contained, decode_document
+from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.sessions import GROUPS, SUMMARIES, Contexts, Item
-from rollout_io.formats.parsing.sqlite import (
-    Head,
-    columns_in,
-    columns_of,
-    heads_in,
-    opened,
-    runs_of,
-)
-from schemas.errors import InputError, RolloutError
+from rollout_io.formats.parsing.sqlite import columns_in, opened
 
 _PARTS = Contents(
     kind="type",
@@ -69,13 +54,6 @@ _PARTS = Contents(
     },
     inner={"toolResponse/toolResult.value": SELF, "result/content": SELF},
 )
-CONTENTS = Contents(
-    reads={"": "id role metadata.userVisible metadata.agentVisible"},
-    leaves={"facts about a message": "created metadata"},
-    inner={"content": _PARTS},
-)
-"""A message, as one object."""
-
 WRITTEN = "answers that the program wrote after a compaction: part of the prompt"
 FAILED = "calls that Goose could not read, of which the log has only the error: left out"
 REPLACED = "summaries of single calls, which take their place in later prompts: left out"
@@ -105,9 +83,11 @@ class _Metadata(msgspec.Struct, gc=False, rename="camel"):
     agent_visible: bool = True
 
 
-class _Message(msgspec.Struct, gc=False):
+class Message(msgspec.Struct, gc=False):
+    """A row of `messages`."""
+
     role: str
-    content: list[_Part]
+    content: Annotated[list[_Part], inner(_PARTS)]
     metadata: _Metadata | None = None
 
     @property
@@ -121,85 +101,102 @@ class _Call(msgspec.Struct, gc=False):
     arguments: msgspec.Raw = NO_JSON
 
 
-_MESSAGE = msgspec.json.Decoder(_Message)
 _CALL = msgspec.json.Decoder(_Call)
 _PART_LIST = msgspec.json.Decoder(list[_Part])
 
 
-def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per session without a parent, with its sub-agents."""
-    yield About("groups", GROUPS)
-    heads: dict[str, list[Head]] = {}
-    for given in inputs:
-        progress(given.path.stat().st_size)
-        try:
-            with contained(given.name):
-                for head in heads_in(given, "sessions", "parent_session_id", "working_dir"):
-                    heads.setdefault(head.id, [head])
-        except RolloutError as error:
-            yield Rejected(Place(given.path, given.name, None, 1), error)
-    yield from runs_of(heads)
+class _Database:
+    """An open database."""
 
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self.database = database
+        self.has = {name: columns_in(database, name) for name in _TABLES}
 
-def read_session(run: Run, _: Options) -> Trajectory:
-    """Read the contexts of a session and its sub-agents.
+    def sessions(self) -> list[str]:
+        """Return the ids of all sessions."""
+        return [
+            str(name) for (name,) in self.database.execute("SELECT id FROM sessions ORDER BY id")
+        ]
 
-    Raises:
-        InputError: `record_type`, `json_document`: a message is damaged; `no_calls`: there is no
-            answer; `sqlite_file`: the database is damaged.
-    """
-    steps = []
-    for number, place in enumerate(run.places):
-        contexts = Contexts()
-        _add_contexts(list(_messages(place)), contexts)
-        for step in contexts.found:
-            step.agent = str(place.part) if number else None
-        steps += contexts.found
-    if not steps:
-        raise InputError("no_calls", run.places[0].where, "the session has no model response")
-    return Trajectory(steps=steps)
+    def names(self, session: str) -> Names:
+        """Return the names of a session; older versions lack some columns."""
+        columns = [
+            name if name in self.has["sessions"] else "NULL"
+            for name in ("parent_session_id", "working_dir")
+        ]
+        query = f"SELECT {', '.join(columns)} FROM sessions WHERE CAST(id AS TEXT) = ?"
+        row = self.database.execute(query, (session,)).fetchone()
+        parent, folder = (value if isinstance(value, str) else None for value in row)
+        return Names(session, parent or None, session, labels={"directory": folder})
 
-
-def _messages(place: Place) -> Iterator[tuple[_Message, str]]:
-    with opened(place.path, place.where) as database:
-        has = columns_in(database, "messages")
+    def records(self, session: str) -> Iterator[tuple[str, bytes]]:
+        """Yield the messages of a session."""
+        has = self.has["messages"]
         metadata = "metadata_json" if "metadata_json" in has else "NULL"
+        created = "created_timestamp" if "created_timestamp" in has else "NULL"
         order = "created_timestamp, id" if has >= {"created_timestamp", "id"} else "rowid"
-        query = f"SELECT role, content_json, {metadata} FROM messages WHERE session_id = ?"
-        rows = database.execute(f"{query} ORDER BY {order}", (str(place.part),)).fetchall()
-    for number, (role, content, facts) in enumerate(rows):
-        where = f"{place.where}, message {number}"
-        fields = b'{"role":%s,"content":%s,"metadata":%s}' % (
-            msgspec.json.encode(role if isinstance(role, str) else None),
-            _text(content),
-            _text(facts) or b"null",
-        )
-        account(CONTENTS, fields)
-        yield decode_document(_MESSAGE, fields, where), where
+        query = f"SELECT role, content_json, {metadata}, {created} FROM messages"
+        query += f" WHERE CAST(session_id AS TEXT) = ? ORDER BY {order}"
+        rows = self.database.execute(query, (session,)).fetchall()
+        for number, (role, content, facts, time) in enumerate(rows):
+            yield (
+                f"message {number}",
+                b'{"role":%s,"content":%s,"metadata":%s,"created":%s}'
+                % (
+                    msgspec.json.encode(role if isinstance(role, str) else None),
+                    _text(content),
+                    _text(facts) or b"null",
+                    msgspec.json.encode(time),
+                ),
+            )
+
+
+@contextmanager
+def _open(path: Path, where: str) -> Iterator[_Database]:
+    with opened(path, where) as database:
+        yield _Database(database)
 
 
 def _text(value: Any) -> bytes:
     return value if isinstance(value, bytes) else b"" if value is None else str(value).encode()
 
 
-def _add_contexts(messages: Sequence[tuple[_Message, str]], contexts: Contexts) -> None:
-    items: list[Item] = []
-    for number, (message, where) in enumerate(messages):
-        after = messages[number + 1][0] if number + 1 < len(messages) else None
-        is_summary = message.is_hidden and message.role == "user"
-        if is_summary and after is not None and after.is_hidden and after.role == "assistant":
-            contexts.add(items)
-            items = []
-            note(SUMMARIES)
-        elif is_summary and message.metadata is not None and message.metadata.agent_visible:
-            note(REPLACED)
-            continue
-        is_written = message.is_hidden and message.role == "assistant"
-        note(WRITTEN, is_written)
-        parts = [made for part in message.content if (made := _part(part, where)) is not None]
-        said = anthropic.messages_of(message.role, parts, where) if parts else []
-        items.append(Item(where, said, where, is_given=is_written))
-    contexts.add(items)
+def identity(_: str, message: bytes) -> str | None:
+    """Return an answer with its time, which a fork copies; answers without a time are no copies."""
+    is_dated = b'"role":"assistant"' in message and not message.endswith(b'"created":null}')
+    return repr(message) if is_dated else None
+
+
+def read(lines: Iterator[Line], log: Contexts) -> None:
+    """Read the messages of a session."""
+    hidden: tuple[Message, str] | None = None  # of the user; what follows tells what it is
+    for where, _, message in lines:
+        if hidden is not None:
+            is_compaction = message.is_hidden and message.role == "assistant"
+            _say_hidden(*hidden, log, is_compaction=is_compaction)
+        hidden = (message, where) if message.is_hidden and message.role == "user" else None
+        if hidden is None:
+            _say(message, where, log)
+    if hidden is not None:
+        _say_hidden(*hidden, log, is_compaction=False)
+
+
+def _say_hidden(message: Message, where: str, log: Contexts, *, is_compaction: bool) -> None:
+    """Add the summary of a compaction; leave out that of a single call."""
+    if is_compaction:
+        note(SUMMARIES)
+        log.replace()
+    elif message.metadata is not None and message.metadata.agent_visible:
+        note(REPLACED)
+        return
+    _say(message, where, log)
+
+
+def _say(message: Message, where: str, log: Contexts) -> None:
+    parts = [sent for part in message.content if (sent := _part(part, where)) is not None]
+    said = anthropic.messages_of(message.role, parts, where) if parts else []
+    is_written = message.is_hidden and message.role == "assistant"
+    log.say(said, where, given=WRITTEN if is_written else False)
 
 
 def _part(part: _Part, where: str) -> Part | None:
@@ -237,19 +234,11 @@ def _is_sent(part: _Part) -> bool:
     return part.type in {"text", "thinking"} or part.type not in _PARTS.types
 
 
-def recognizes(path: Path) -> bool:
-    """True for a database with Goose's tables."""
-    found = columns_of(path) if path.is_file() else {}
-    return all(found.get(name, set()) >= columns for name, columns in _TABLES.items())
-
-
-ADAPTER = Adapter(
-    summary="sessions of Goose: its database (sessions.db); text only",
-    recognizes=recognizes,
-    find=find_sessions,
-    read=read_session,
-    is_text=True,
-    noun="session",
-    is_agent=True,
-    contents=CONTENTS,
-)
+ADAPTER = Rows(
+    records={"": Message},
+    leaves={"facts about a message": "created metadata"},
+    read=read,
+    identity=identity,
+    is_store=lambda start: all(start.tables.get(n, set()) >= has for n, has in _TABLES.items()),
+    open=_open,
+).adapter("sessions of Goose: its database (sessions.db); text only")

@@ -117,7 +117,9 @@ class Grammar:
         return kind, decode(decoder, fields, f"{where}, {self.payload}" if self.payload else where)
 
 
-def _fields(struct: type[msgspec.Struct], payload: str) -> Iterator[tuple[str, Contents | str | None]]:
+def _fields(
+    struct: type[msgspec.Struct], payload: str
+) -> Iterator[tuple[str, Contents | str | None]]:
     """Yield the paths of all fields of a struct, each with the contents of what is at its end."""
     whole = getattr(struct, _INNER, None)
     if isinstance(whole, Contents):

@@ -13,94 +13,71 @@ log has no reward, no token ids, no system prompt and no tool definitions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.contexts import Contexts, Item
 from rollout_io.formats.dialects import pi
+from rollout_io.formats.engines.sessions import Line, Names, Sessions
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.forks import digest
-from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions, texts
 
 _SUB = ":subagent:"
 TOOLS_ONLY = "sub-agents of which the log has tool calls but no messages: left out"
-CONTENTS = Contents(
-    kind="type",
-    reads={
-        "*": "sessionKey agentId",
-        "agent.end": "success error",
-    },
-    leaves={
-        "facts about an event": "*/ts */seq */durationMs */timestamp",
-        "repeats the messages of `agent.end`": "agent.start/prompt agent.start/promptLength "
-        "agent.start/messages tool.start tool.end agent.end/markdown",
-        "messages of channels, before and after the agent": "message.in message.out "
-        "message.sending",
-        "facts about calls": "llm.usage",
-    },
-    inner={"agent.end/messages": pi.MESSAGE},
-)
+_LEAVES = {
+    "facts about an event": "*/agentId */ts */seq */durationMs */timestamp",
+    "repeats the messages of `agent.end`": "agent.start/prompt agent.start/promptLength "
+    "agent.start/messages tool.start tool.end agent.end/markdown",
+    "messages of channels, before and after the agent": "message.in message.out message.sending",
+    "facts about calls": "llm.usage",
+}
 
 
-class _Line(msgspec.Struct, gc=False, rename="camel"):
-    type: str
+class Event(msgspec.Struct, gc=False, rename="camel"):
+    """An event of an agent."""
+
     session_key: str | None = None
-    messages: list[msgspec.Raw] | None = None
+
+
+class End(Event, gc=False):
+    """The end of an agent's turn, with all messages that the agent has."""
+
+    messages: Annotated[list[pi.PiMessage] | None, inner(pi.MESSAGE)] = None
     success: bool | None = None
     error: str | None = None
 
 
-_LINE = msgspec.json.Decoder(_Line)
-_MESSAGE = msgspec.json.Decoder(pi.PiMessage)
-
-
-def read_session(records: Sequence[Record]) -> Session:
+def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the contexts of all agents of a file."""
-    agents: dict[str, Contexts] = {}
-    tools, models, error = set[str](), list[str | None](), None
-    for place, content in records:
-        line = decode_line(_LINE, content, place.where)
-        key = line.session_key or ""
-        if line.type == "tool.start":
-            tools.add(key)
-        if line.type != "agent.end" or not line.messages:
+    callers, ended = set[str](), set[str]()
+    for where, kind, event in lines:
+        key = (event.session_key if isinstance(event, Event) else None) or ""
+        if kind == "tool.start" and _SUB in key:
+            callers.add(key)
+        if not isinstance(event, End) or not event.messages:
             continue
-        contexts = agents.setdefault(key, Contexts())
-        contexts.add(_items(line.messages, place.where, models))
-        if _SUB not in key:
-            error = (line.error or "failed") if line.success is False else None
-    note(TOOLS_ONLY, len({key for key in tools - agents.keys() if _SUB in key}))
-    found = Contexts()
-    for key, contexts in sorted(agents.items(), key=lambda each: _SUB in each[0]):
-        for step in contexts.found:
-            step.agent = key if _SUB in key else None
-        found.found += contexts.found
-    return Session(found, error, texts(models))
+        ended.add(key)
+        agent = log.agent(key) if _SUB in key else log
+        agent.show(_items(event.messages, where))
+        log.model = next((m.model for m in reversed(event.messages) if m.model), log.model)
+        if agent is log:
+            log.error = (event.error or "failed") if event.success is False else None
+    note(TOOLS_ONLY, len(callers - ended))
 
 
-def _items(raws: Sequence[msgspec.Raw], where: str, models: list[str | None]) -> list[Item]:
-    """Convert messages; equal ones have equal keys, whatever the ids of their calls."""
-    seen = Counter[str]()
-    items: list[Item] = []
-    for i, raw in enumerate(raws):
+def _items(messages: Sequence[pi.PiMessage], where: str) -> Iterator[Item]:
+    """Yield messages; equal ones have equal keys, whatever the ids of their calls."""
+    num_before = Counter[str]()
+    for i, message in enumerate(messages):
         place = f"{where}, messages[{i}]"
-        given = decode_line(_MESSAGE, bytes(raw), place)
-        made = pi.messages_of(given, place)
-        models.append(given.model)
-        said = [{**m, "tool_calls": [c["function"] for c in m.get("tool_calls", ())]} for m in made]
-        key = digest(*(str({**m, "tool_call_id": None}) for m in said)).hex()
-        seen[key] += 1
-        items.append(Item(f"{key} {seen[key]}", made, place))
-    return items
-
-
-def _names(path: Path, _: Sequence[Mapping[str, Any]]) -> Names:
-    return Names(str(path))
+        said = pi.messages_of(message, place)
+        bare = [{**m, "tool_calls": [c["function"] for c in m.get("tool_calls", ())]} for m in said]
+        key = digest(*(str({**m, "tool_call_id": None}) for m in bare)).hex()
+        num_before[key] += 1
+        yield Item(f"{key} {num_before[key]}", said, place, mark="")
 
 
 def _is_telemetry(record: Mapping[str, Any]) -> bool:
@@ -110,9 +87,10 @@ def _is_telemetry(record: Mapping[str, Any]) -> bool:
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS,
-    names=_names,
-    read=read_session,
+    kind="type",
+    records={"agent.start": Event, "agent.end": End, "tool.start": Event},
+    leaves=_LEAVES,
+    names=lambda path, _: Names(str(path)),
+    read=read,
     is_record=_is_telemetry,
-    marks=(b'"sessionKey"',),
 ).adapter("telemetry of OpenClaw with messages: JSONL; text only", noun="run")

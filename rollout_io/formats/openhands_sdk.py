@@ -17,17 +17,18 @@ tokenized again. The log has no reward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from rollout_io.formats.base import Step
 from rollout_io.formats.contents import Contents
+from rollout_io.formats.contexts import Contexts, Item
+from rollout_io.formats.engines.sessions import Line, Names, Sessions
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import (
-    NO_JSON,
     Message,
     Part,
     all_text,
@@ -37,9 +38,6 @@ from rollout_io.formats.parsing.content import (
     shown,
     tool_call,
 )
-from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record
-from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions
 from rollout_io.formats.parsing.tokens import INT32_MAX
 
 _TEXTS = Contents(
@@ -48,48 +46,21 @@ _TEXTS = Contents(
     reads={"text": "text", "image": "image_urls"},
     leaves={"for the API's cache": "*/cache_prompt", "details for the API": "*/enable_truncation"},
 )
-_REASONING = "reasoning_content thinking_blocks responses_reasoning_item"
-_CALL = "tool_call_id tool_name"
 _RUN = (
     "ConversationStateUpdateEvent PauseEvent InterruptEvent CondensationRequest "
     "LLMCompletionLogEvent StreamingDeltaEvent HookExecutionEvent"
 )
-CONTENTS = Contents(
-    kind="kind",
-    reads={
-        "*": "id source",
-        "SystemPromptEvent": "system_prompt dynamic_context tools",
-        "MessageEvent": "llm_message.role llm_message.tool_calls llm_message.tool_call_id "
-        "llm_message.name llm_response_id "
-        + " ".join(f"llm_message.{name}" for name in _REASONING.split()),
-        "ActionEvent": f"tool_call {_CALL} llm_response_id {_REASONING}",
-        "ObservationEvent": f"{_CALL} observation.output observation.text observation.is_error "
-        "observation.metadata observation.kind",
-        "UserRejectObservation": f"{_CALL} rejection_reason",
-        "AgentErrorEvent": f"{_CALL} error",
-        "Condensation": "forgotten_event_ids summary summary_offset",
-        "CondensationSummaryEvent": "summary",
-        "ConversationErrorEvent": "code detail",
-        "TokenEvent": "prompt_token_ids response_token_ids",
-    },
-    leaves={
-        "facts about an event": "*/timestamp */sender */activated_skills */activated_microagents "
-        "*/critic_result */llm_response_id */action_id MessageEvent/llm_message "
-        "AgentErrorEvent/classification UserRejectObservation/rejection_source",
-        "repeats the call, as the tool parsed it": "ActionEvent/action ActionEvent/security_risk "
-        "ActionEvent/summary",
-        "details of a result that are not sent": "ObservationEvent/observation",
-        "encrypted, for the API": "ActionEvent/reasoning_details",
-        "state of the conversation": _RUN,
-    },
-    inner={
-        "MessageEvent/llm_message.content": _TEXTS,
-        "MessageEvent/extended_content": _TEXTS,
-        "ActionEvent/thought": _TEXTS,
-        "ObservationEvent/observation.content": _TEXTS,
-        "ObservationEvent/extended_content": _TEXTS,
-    },
-)
+_LEAVES = {
+    "facts about an event": "*/source */timestamp */sender */activated_skills */activated_microagents "
+    "*/critic_result */llm_response_id */action_id */tool_name MessageEvent/llm_message "
+    "AgentErrorEvent/classification UserRejectObservation/rejection_source",
+    "repeats the call, as the tool parsed it": "ActionEvent/action ActionEvent/security_risk "
+    "ActionEvent/summary ActionEvent/tool_call.origin",
+    "details of a result that are not sent": "ObservationEvent/observation "
+    "ObservationEvent/observation.metadata",
+    "encrypted, for the API": "ActionEvent/reasoning_details",
+    "state of the conversation": _RUN,
+}
 _ERROR = "[An error occurred during execution.]"
 
 
@@ -102,7 +73,7 @@ class _Text(msgspec.Struct, gc=False):
     image_urls: list[str] | None = None
 
 
-_Texts = str | list[_Text] | None
+_Texts = Annotated[str | list[_Text] | None, inner(_TEXTS)]
 
 
 class _Call(msgspec.Struct, gc=False):
@@ -142,14 +113,31 @@ class _Observation(msgspec.Struct, gc=False):
     metadata: _Terminal | None = None
 
 
-class _Event(msgspec.Struct, gc=False):
-    kind: str
+class Event(msgspec.Struct, gc=False):
+    """An event."""
+
     id: str | None = None
+
+
+class SystemPrompt(Event, gc=False):
+    """The system prompt and the tools."""
+
     system_prompt: _Text | None = None
     dynamic_context: _Text | None = None
     tools: list[dict[str, Any]] | None = None
+
+
+class Spoken(Event, gc=False):
+    """A message."""
+
     llm_message: _Message | None = None
-    extended_content: list[_Text] | None = None
+    extended_content: _Texts = None
+    llm_response_id: str | None = None
+
+
+class Action(Event, gc=False):
+    """A call of a tool; the calls of one response are one answer."""
+
     thought: _Texts = None
     tool_call: _Call | None = None
     tool_call_id: str | None = None
@@ -157,51 +145,108 @@ class _Event(msgspec.Struct, gc=False):
     reasoning_content: str | None = None
     thinking_blocks: list[Part] | None = None
     responses_reasoning_item: _Reasoning | None = None
-    observation: msgspec.Raw = NO_JSON
+
+
+class Result(Event, gc=False):
+    """The result of a call."""
+
+    tool_call_id: str | None = None
+    observation: _Observation | None = None
+    extended_content: _Texts = None
+
+
+class Rejection(Event, gc=False):
+    """A call that the user rejected."""
+
+    tool_call_id: str | None = None
     rejection_reason: str | None = None
+
+
+class AgentError(Event, gc=False):
+    """A call that failed."""
+
+    tool_call_id: str | None = None
     error: str | None = None
-    detail: str | None = None
-    code: str | None = None
+
+
+class Condensation(Event, gc=False):
+    """A compaction: events that the model no longer sees, and what stands in their place."""
+
     forgotten_event_ids: list[str] | None = None
     summary: str | None = None
     summary_offset: int | None = None
+
+
+class Summary(Event, gc=False):
+    """A summary, as an event of its own."""
+
+    summary: str | None = None
+
+
+class Failure(Event, gc=False):
+    """Why the run failed."""
+
+    code: str | None = None
+    detail: str | None = None
+
+
+class Tokens(Event, gc=False):
+    """The engine's tokens of a call."""
+
     prompt_token_ids: list[_Id] | None = None
     response_token_ids: list[_Id] | None = None
 
 
-_EVENT = msgspec.json.Decoder(_Event)
-_OBSERVATION = msgspec.json.Decoder(_Observation | None)
+_RECORDS = {
+    "SystemPromptEvent": SystemPrompt,
+    "MessageEvent": Spoken,
+    "ActionEvent": Action,
+    "ObservationEvent": Result,
+    "UserRejectObservation": Rejection,
+    "AgentErrorEvent": AgentError,
+    "Condensation": Condensation,
+    "CondensationSummaryEvent": Summary,
+    "ConversationErrorEvent": Failure,
+    "TokenEvent": Tokens,
+}
 
 
-def read_session(records: Sequence[Record]) -> Session:
+class _View(NamedTuple):
+    """An event that the model sees."""
+
+    name: str
+    answer: str
+    message: Message
+    where: str
+
+
+def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the contexts of a conversation."""
-    contexts, view = Contexts(), list[tuple[str, str, Message, str]]()
-    error, exact = None, list[Step]()
-    for place, content in records:
-        where = place.where
-        event = decode_line(_EVENT, content, where)
-        key = event.id or where
-        if event.kind == "Condensation":
-            contexts.add(_items(view))
-            view = _condensed(event, key, view, where)
+    view: list[_View] = []
+    for where, _, event in lines:
+        if not isinstance(event, Event):
             continue
-        if event.kind == "SystemPromptEvent":
-            contexts.tools = _tools(event.tools) or contexts.tools
-        if event.kind == "ConversationErrorEvent":
-            error = event.detail or event.code or "error"
-        if event.kind == "TokenEvent" and event.response_token_ids:
-            exact.append(_step(event, view, where))
-        made = _message(event, where)
-        if made is not None:
-            error = None if made["role"] == "assistant" else error
-            view.append((key, event.llm_response_id or key, made, where))
-    contexts.add(_items(view))
-    return Session(contexts, error, exact=exact)
+        name = event.id or where
+        match event:
+            case SystemPrompt():
+                log.tools = _tools(event.tools) or log.tools
+            case Failure():
+                log.error = event.detail or event.code or "error"
+            case Tokens() if event.response_token_ids:
+                log.exact.append(_step(event, view, where))
+            case Condensation():
+                log.show(_items(view))
+                view = _condensed(event, name, view, where)
+        if (said := _said_by(event)) is not None:
+            log.error = None if said["role"] == "assistant" else log.error
+            response = event.llm_response_id if isinstance(event, Action | Spoken) else None
+            view.append(_View(name, response or name, said, where))
+    log.show(_items(view))
 
 
-def _step(event: _Event, view: Sequence[tuple[str, str, Message, str]], where: str) -> Step:
+def _step(event: Tokens, view: Sequence[_View], where: str) -> Step:
     """Return the call of a token event; the messages are those that were sent, without the answer."""
-    sent = [message for _, _, message, _ in view]
+    sent = [seen.message for seen in view]
     while sent and sent[-1]["role"] == "assistant":
         sent.pop()
     return Step(
@@ -212,62 +257,63 @@ def _step(event: _Event, view: Sequence[tuple[str, str, Message, str]], where: s
     )
 
 
-def _items(view: Sequence[tuple[str, str, Message, str]]) -> list[Item]:
-    """Return an item for each event; calls of one response are one answer."""
+def _items(view: Sequence[_View]) -> Iterator[Item]:
+    """Yield an item for each event; calls of one response are one answer."""
     items: list[Item] = []
     replies: dict[str, Message] = {}
-    for _, response, message, where in view:
-        is_call = message["role"] == "assistant" and "tool_calls" in message
-        if is_call and response in replies:
-            extend(replies[response], message)
+    for seen in view:
+        is_call = seen.message["role"] == "assistant" and "tool_calls" in seen.message
+        if is_call and seen.answer in replies:
+            extend(replies[seen.answer], seen.message)
             continue
-        made = dict(message)
+        message = dict(seen.message)
         if is_call:
-            replies[response] = made
-        items.append(Item(response, [made], where))
-    return items
+            replies[seen.answer] = message
+        items.append(Item(seen.answer, [message], seen.where))
+    yield from items
 
 
-def _condensed(
-    event: _Event, key: str, view: Sequence[tuple[str, str, Message, str]], where: str
-) -> list[tuple[str, str, Message, str]]:
+def _condensed(event: Condensation, name: str, view: Sequence[_View], where: str) -> list[_View]:
     forgotten = set(event.forgotten_event_ids or ())
-    kept = [each for each in view if each[0] not in forgotten]
+    kept = [seen for seen in view if seen.name not in forgotten]
     if event.summary and event.summary_offset is not None:
-        message = {"role": "user", "content": event.summary}
-        kept.insert(max(event.summary_offset, 0), (f"{key} summary", key, message, where))
+        summary = {"role": "user", "content": event.summary}
+        kept.insert(max(event.summary_offset, 0), _View(f"{name} summary", name, summary, where))
     return kept
 
 
-def _message(event: _Event, where: str) -> Message | None:
-    if event.kind == "SystemPromptEvent":
-        prompt = [event.system_prompt, event.dynamic_context]
-        return {"role": "system", "content": _shown([text for text in prompt if text is not None])}
-    if event.kind == "MessageEvent" and event.llm_message is not None:
-        return _said(event.llm_message, event.extended_content or ())
-    if event.kind == "ActionEvent" and event.tool_call is not None:
-        message = _Message(
-            "assistant",
-            event.thought,
-            [event.tool_call],
-            reasoning_content=event.reasoning_content,
-            thinking_blocks=event.thinking_blocks,
-            responses_reasoning_item=event.responses_reasoning_item,
-        )
-        return _said(message, ())
+def _said_by(event: Event) -> Message | None:
     result: Any = None
-    if event.kind == "ObservationEvent":
-        found = decode_line(_OBSERVATION, bytes(event.observation), f"{where}, observation")
-        result = _shown([*_observed(found or _Observation()), *(event.extended_content or ())])
-    elif event.kind == "UserRejectObservation":
-        result = f"Action rejected: {event.rejection_reason or ''}"
-    elif event.kind == "AgentErrorEvent" and event.tool_call_id is not None:
-        result = event.error or ""
-    elif event.kind == "CondensationSummaryEvent":
-        return {"role": "user", "content": event.summary or ""}
-    if result is None:
-        return None
-    return known({"role": "tool", "content": result, "tool_call_id": event.tool_call_id})
+    match event:
+        case SystemPrompt():
+            prompt = [event.system_prompt, event.dynamic_context]
+            shown_ = _shown([text for text in prompt if text is not None])
+            return {"role": "system", "content": shown_}
+        case Spoken(llm_message=_Message() as message):
+            return _said(message, _listed(event.extended_content))
+        case Action(tool_call=_Call() as call):
+            message = _Message(
+                "assistant",
+                event.thought,
+                [call],
+                reasoning_content=event.reasoning_content,
+                thinking_blocks=event.thinking_blocks,
+                responses_reasoning_item=event.responses_reasoning_item,
+            )
+            return _said(message, ())
+        case Summary():
+            return {"role": "user", "content": event.summary or ""}
+        case Result():
+            observed = _observed(event.observation or _Observation())
+            result = _shown([*observed, *_listed(event.extended_content)])
+        case Rejection():
+            result = f"Action rejected: {event.rejection_reason or ''}"
+        case AgentError(tool_call_id=str()):
+            result = event.error or ""
+        case _:
+            return None
+    call_id = getattr(event, "tool_call_id", None)
+    return known({"role": "tool", "content": result, "tool_call_id": call_id})
 
 
 def _said(message: _Message, more: Sequence[_Text]) -> Message:
@@ -338,21 +384,18 @@ def _schema(tool: Mapping[str, Any]) -> Any:
     return next((schema for schema in schemas if isinstance(schema, Mapping)), None)
 
 
-def _names(path: Path, _: Sequence[Mapping[str, Any]]) -> Names:
-    return Names(str(path))
-
-
 def _is_event(record: Mapping[str, Any]) -> bool:
     kind = record.get("kind")
-    is_event = isinstance(kind, str) and kind in CONTENTS.types
+    is_event = kind in {*_RECORDS, *_RUN.split()}
     return is_event and {"id", "timestamp", "source"} <= record.keys()
 
 
 ADAPTER = Sessions(
-    contents=CONTENTS,
-    names=_names,
-    read=read_session,
+    kind="kind",
+    records=_RECORDS,
+    leaves=_LEAVES,
+    names=lambda path, _: Names(str(path)),
+    read=read,
     is_record=_is_event,
-    marks=(b'"kind"',),
     files="events/*.json",
 ).adapter("conversations of OpenHands' SDK (v1): events as JSONL, or a directory; text only")

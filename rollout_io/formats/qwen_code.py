@@ -35,7 +35,9 @@ from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.notes import note_run
 
-REMINDER = "runs without the reminder (skills, environment, folder) that Qwen Code sends before the first "
+REMINDER = (
+    "runs without the reminder (skills, environment, folder) that Qwen Code sends before the first "
+)
 REMINDER += "message: it is not in the log"
 _LEAVES = {
     "facts about a record, the process and its settings": "*/timestamp */version "

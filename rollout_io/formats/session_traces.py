@@ -21,22 +21,18 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pyarrow as pa
 
-from rollout_io.formats.base import Found, Input, Options, Progress, Run, Trajectory
-from rollout_io.formats.contents import Contents
+from rollout_io.formats.contexts import Contexts
+from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.exporting import Exported, Failed, PathLike, declared_tables, new_export
 from rollout_io.formats.parsing.completions import calls_in
 from rollout_io.formats.parsing.content import Message, known
-from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.messages import openai_tools, read_messages
-from rollout_io.formats.parsing.sessions import Contexts, Item, Names, Session, Sessions, texts
 from schemas.messages import RETOKENIZED, is_answer, marked, media_in
 
 HARNESS = "rollout-io"
@@ -51,66 +47,76 @@ _FIELDS = {
     "toolCalls": "tool_calls",
     "toolCallId": "tool_call_id",
 }
-_MESSAGE = "message.role message.content message.reasoningContent message.toolCalls.id "
-CONTENTS = Contents(
-    kind="type",
-    reads={
-        "session": "id harness instance_id repetition_id reward error tools parent agent "
-        "step_index",
-        "message": f"{_MESSAGE}message.toolCalls.function message.toolCallId message.model",
-    },
-    leaves={
-        "facts about a session": "session/name session/model",
-        "facts about a message": "message/message.timestamp message/message.toolCalls.type "
-        "message/timestamp",
-    },
-)
+_LEAVES = {
+    "facts about a session": "session/name session/model",
+    "facts about a message": "message/message.timestamp message/message.toolCalls.type "
+    "message/timestamp",
+}
 
 
-class _Head(msgspec.Struct, gc=False):
+class Head(msgspec.Struct, gc=False):
+    """The header of a file."""
+
+    id: str | None = None
+    harness: str | None = None
     instance_id: str | None = None
     repetition_id: int | None = None
     reward: float | None = None
     error: str | None = None
     tools: Any = None
+    parent: str | None = None
+    agent: str | None = None
     step_index: int | None = None
 
 
-class _Line(msgspec.Struct, gc=False):
-    type: str
-    message: dict[str, msgspec.Raw] | None = None
-    error: str | None = None
-    tools: Any = None
+class _Function(msgspec.Struct, gc=False):
+    id: str | None = None
+    function: Any = None
 
 
-_HEAD = msgspec.json.Decoder(_Head)
-_LINE = msgspec.json.Decoder(_Line)
-_TEXT = msgspec.json.Decoder(str | None)
+class _Message(msgspec.Struct, gc=False, rename="camel"):
+    role: Any = None
+    content: Any = None
+    reasoning_content: Any = None
+    tool_calls: list[_Function] | None = None
+    tool_call_id: Any = None
+    model: str | None = None
 
 
-def read_session(records: Sequence[Record]) -> Session:
+class Spoken(msgspec.Struct, gc=False):
+    """A message."""
+
+    message: _Message | None = None
+
+
+def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a session, which are one context."""
-    items, models, contexts, error = list[Item](), list[str | None](), Contexts(), None
-    for place, content in records:
-        line = decode_line(_LINE, content, place.where)
-        if line.type == "session":
-            error, contexts.tools = line.error, openai_tools(line.tools)
-        elif line.type == "message" and line.message is not None:
-            fields = {_FIELDS.get(name, name): value for name, value in line.message.items()}
-            models.append(decode_line(_TEXT, bytes(fields.pop("model", b"null")), place.where))
-            raw = msgspec.Raw(msgspec.json.encode(fields))
-            items.append(Item(place.where, read_messages([raw], place.where), place.where))
-    contexts.add(items)
-    return Session(contexts, error, texts(models))
+    facts: dict[str, Any] = {}
+    for where, _, record in lines:
+        if isinstance(record, Head):
+            log.error, log.tools = record.error, openai_tools(record.tools)
+            log.order = record.step_index
+            log.reward = record.reward
+            facts = {} if log.name is None else {"reward": record.reward}
+        elif isinstance(record, Spoken) and record.message is not None:
+            log.model = record.message.model or log.model
+            fields = msgspec.structs.asdict(record.message)
+            del fields["model"]
+            raw = msgspec.Raw(msgspec.json.encode(known(fields)))
+            log.say(read_messages([raw], where), where, facts=facts)
 
 
-def _names(path: Path, records: Sequence[Mapping[str, Any]]) -> Names:
-    head = next((r for r in records if r.get("type") == "session"), {})
-    session, parent, agent, harness = (head.get(n) for n in ("id", "parent", "agent", "harness"))
-    labels = {"harness": harness} if isinstance(harness, str) else {}
-    parent = parent if isinstance(parent, str) else None
-    agent = agent if isinstance(agent, str) else None
-    return Names(session if isinstance(session, str) else str(path), parent, agent, labels)
+def names(path: Path, first: Sequence[Any]) -> Names:
+    """Return the names in the header of a file; it may name the group and the attempt."""
+    head = next((each for each in first if isinstance(each, Head)), Head())
+    return Names(
+        head.id or str(path),
+        head.parent,
+        head.agent,
+        labels={"harness": head.harness},
+        instance=head.instance_id,
+        repetition=head.repetition_id,
+    )
 
 
 def _is_session(record: Mapping[str, Any]) -> bool:
@@ -118,63 +124,15 @@ def _is_session(record: Mapping[str, Any]) -> bool:
     return is_head and isinstance(record.get("id"), str)
 
 
-_SESSIONS = Sessions(
-    contents=CONTENTS,
-    names=_names,
-    read=read_session,
-    is_record=_is_session,
-    marks=(b'"harness"',),
-)
-
-
-def find_sessions(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per session without a parent; its header may name the group and the attempt."""
-    for found in _SESSIONS.find(inputs, progress):
-        if isinstance(found, Run):
-            head = _head_of(found)
-            found.instance_id = head.instance_id or found.instance_id
-            found.repetition_id = head.repetition_id if head.instance_id else found.repetition_id
-        yield found
-
-
-def _head_of(run: Run) -> _Head:
-    """Return the header of a session; an empty one if it is damaged, which `read` reports."""
-    try:
-        return _HEAD.decode(read_record(run.places[0]))
-    except (msgspec.MsgspecError, ValueError):
-        return _Head()
-
-
-def read_trace(run: Run, options: Options) -> Trajectory:
-    """Read the contexts of a session and its sub-agents, in the order of their `step_index`.
-
-    The reward of the run is in the header of its session; those of the others are of their contexts.
-
-    Raises:
-        InputError: `record_type`: a field has the wrong type; `no_calls`: there is no answer.
-    """
-    found, heads = _SESSIONS.read_run(run, options), dict[str, _Head]()
-    for _, file in groupby(run.places, lambda place: place.path):
-        places = [*file]
-        head = decode_line(_HEAD, read_record(places[0]), places[0].where)
-        heads |= {place.where: head for place in places}
-    main = heads[run.places[0].where]
-    contexts = [(heads[step.source], step) for step in found.steps]
-    for head, step in contexts:
-        step.reward = None if head is main else head.reward
-    order = [head.step_index for head, _ in contexts if head.step_index is not None]
-    if len(order) == len(contexts):
-        contexts = [contexts[i] for i in sorted(range(len(order)), key=order.__getitem__)]
-    steps = [step for _, step in contexts]
-    metrics = {} if main.reward is None else {"reward": main.reward}
-    reward = None if found.error else main.reward
-    return replace(found, steps=steps, reward=reward, metrics=metrics)
-
-
 ADAPTER = replace(
-    _SESSIONS.adapter("session traces, as the Hugging Face Hub shows them: JSONL; text only"),
-    find=find_sessions,
-    read=read_trace,
+    Sessions(
+        kind="type",
+        records={"session": Head, "message": Spoken},
+        leaves=_LEAVES,
+        names=names,
+        read=read,
+        is_record=_is_session,
+    ).adapter("session traces, as the Hugging Face Hub shows them: JSONL; text only"),
     is_agent=False,
 )
 

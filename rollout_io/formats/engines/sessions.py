@@ -1,4 +1,4 @@
-"""Sessions of agent programs: files of records, of which each becomes a run with its sub-agents.
+r"""Sessions of agent programs: files of records, of which each becomes a run with its sub-agents.
 
 A format declares its records (`Grammar`), how a file is called (`names`), and one function that tells
 what each record says to the contexts of its agent (`read`). The rest is the same for all of them:
@@ -10,7 +10,7 @@ what each record says to the contexts of its agent (`read`). The rest is the sam
 - A file that continues another one from a record on (`Names.base`) begins where that record ends.
 
     file a:  1 2 3 4      file b, with base (a, 2):  5 6      contexts:  1 - 2 - 3 - 4
-                                                                             \\ 5 - 6
+                                                                             \ 5 - 6
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Names(NamedTuple):
         origin: Session with copies of whose records it begins.
         base: What it continues; None if it begins on its own.
         labels: Other labels of the run; those without a value are left out.
+        instance: Task of the run; None: the session is one of its own.
+        repetition: Index of the attempt at this task; None: by the order of the log.
     """
 
     session: str
@@ -88,6 +90,8 @@ class Names(NamedTuple):
     origin: str | None = None
     base: Base | None = None
     labels: Mapping[str, str | None] = {}
+    instance: str | None = None
+    repetition: int | None = None
 
 
 class Line(NamedTuple):
@@ -113,7 +117,8 @@ class Sessions(Grammar):
     """A format of sessions.
 
     Attributes:
-        names: Returns the names of a file from its path and its first records.
+        names: Returns the names of a file from its path and its first records; by default, the path is
+            the session.
         read: Tells the contexts of an agent what its records say.
         is_record: True if a decoded record is of this format, for detection.
         files: Pattern of the files with one record each, if a session may be a directory of them.
@@ -123,9 +128,9 @@ class Sessions(Grammar):
             records of their origin.
     """
 
-    names: Callable[[Path, Sequence[Any]], Names]
+    names: Callable[[Path, Sequence[Any]], Names] = lambda path, _: Names(str(path))
     read: Callable[[Iterator[Line], Contexts], None]
-    is_record: Callable[[Mapping[str, Any]], bool]
+    is_record: Callable[[Mapping[str, Any]], bool] = lambda _: False
     files: str = ""
     identity: Callable[[str, bytes], str | None] | None = None
     is_prefix: bool = False
@@ -154,17 +159,30 @@ class Sessions(Grammar):
         yield About("groups", GROUPS)
         sessions: dict[str, list[_File]] = {}
         for given in inputs:
-            records = self._records(given, progress)
-            first = [*islice(records, _NUM_FIRST)]
-            file = _File(self.names(Path(given.name), self._typed(first)))
-            yield from self._find_file(chain(first, records), file)
-            others = sessions.setdefault(file.names.session, [])
-            copy = next((other for other in others if _is_copy(file, other)), None)
-            if copy is not None:
-                yield from _repeated(file, copy)
-            elif file.places:
-                others.append(file)
+            for names, records in self._sessions_in(given, progress):
+                file = _File(names)
+                yield from self._find_file(records, file)
+                others = sessions.setdefault(names.session, [])
+                copy = next((other for other in others if self._is_copy(file, other)), None)
+                if copy is not None:
+                    yield from _repeated(file, copy)
+                elif file.places:
+                    others.append(file)
         yield from self._runs({name: files for name, files in sessions.items() if files})
+
+    def _sessions_in(
+        self, given: Input, progress: Progress
+    ) -> Iterator[tuple[Names, Iterable[Record]]]:
+        """Yield the names and the records of each session of an input."""
+        records = self._records(given, progress)
+        first = [*islice(records, _NUM_FIRST)]
+        yield self.names(Path(given.name), self._typed(first)), chain(first, records)
+
+    def _read(self, places: Sequence[Place]) -> tuple[Names, list[Record]]:
+        """Return the names and the records of a session at these places, which are of one file."""
+        records = [Record(place, read_record(place)) for place in places]
+        name = self._name_of(places[0])
+        return self.names(Path(name), self._typed(records[:_NUM_FIRST])), records
 
     def _records(self, given: Input, progress: Progress) -> Iterator[Record]:
         start = Start(given.path)
@@ -188,6 +206,14 @@ class Sessions(Grammar):
             with suppress(RolloutError):
                 typed.append(self.typed(content, place.where, _decoder(place))[1])
         return typed
+
+    def _is_copy(self, file: _File, other: _File) -> bool:
+        """True if two files have the same records."""
+        sizes = [[place.num_bytes for place in each.places] for each in (file, other)]
+        if sizes[0] != sizes[1] or not file.places:
+            return False
+        contents = [[record.content for record in self._read(f.places)[1]] for f in (file, other)]
+        return contents[0] == contents[1]
 
     def _find_file(self, records: Iterable[Record], file: _File) -> Iterator[Rejected]:
         for place, content in records:
@@ -234,11 +260,12 @@ class Sessions(Grammar):
             for found in run_of(root, places, labels, answers, copied):
                 if isinstance(found, Run):
                     found.copied |= referred
+                    if (task := sessions[root][0].names.instance) is not None:
+                        repetition = sessions[root][0].names.repetition
+                        found.instance_id, found.repetition_id = task, repetition
                 yield found
 
-    def _copies(
-        self, sessions: Mapping[str, list[_File]]
-    ) -> dict[tuple[str, int], dict[int, str]]:
+    def _copies(self, sessions: Mapping[str, list[_File]]) -> dict[tuple[str, int], dict[int, str]]:
         """Return the copied answers of each file, each with the session that keeps it."""
         files = {(name, i): f for name, files in sessions.items() for i, f in enumerate(files)}
         origins = {name: own[0].names.origin for name, own in sessions.items()}
@@ -254,7 +281,9 @@ class Sessions(Grammar):
             for at, digests in file.answers.items() if before is not None else ():
                 before = digest(before.hex(), *(each.hex() for each in digests))
                 answers[key][at] = [before]
-        order = sorted(files, key=lambda key: (files[key].names.origin is not None, len(answers[key])))
+        order = sorted(
+            files, key=lambda key: (files[key].names.origin is not None, len(answers[key]))
+        )
         copies = copied_answers({key: answers[key] for key in order})
         return {key: {at: keeper[0] for at, keeper in own.items()} for key, own in copies.items()}
 
@@ -267,12 +296,10 @@ class Sessions(Grammar):
         """
         main = Contexts()
         tips: dict[str, list[Said | None]] = {}
-        for _key, group in groupby(enumerate(run.places), lambda each: self._file_of(each[1])):
+        for _file, group in groupby(enumerate(run.places), lambda each: self._file_of(each[1])):
             places = [*group]
-            records = [Record(place, read_record(place)) for _, place in places]
-            name = _name_of(places[0][1]) if records else ""
-            names = self.names(Path(name), self._typed(records[:_NUM_FIRST]))
-            is_main = names.session == run.instance_id
+            names, records = self._read([place for _, place in places])
+            is_main = names.session == run.labels["session"]
             log = main if is_main else main.agent(names.session, names.agent)
             ends = self._begin(log, names, tips)
             self.read(self._lines(records, [i in run.copied for i, _ in places], log, ends), log)
@@ -280,13 +307,24 @@ class Sessions(Grammar):
         if not steps and main.error is None:
             got = "the session has no model response"
             raise main.unread or InputError("no_calls", run.places[0].where, got)
-        values = {"model": main.model} if main.model else {}
-        return Trajectory(steps=steps, error=main.error, user_values=values | main.values)
+        return Trajectory(
+            steps=steps,
+            error=main.error,
+            reward=None if main.error is not None else main.reward,
+            metrics={} if main.reward is None else {"reward": main.reward},
+            user_values=main.values | ({"model": main.model} if main.model else {}),
+        )
 
-    def _file_of(self, place: Place) -> Path:
+    def _file_of(self, place: Place) -> Any:
         """Return the file of a record, or the directory of a session of many files."""
-        depth = len(Path(self.files).parts) if place.part == _OF_MANY else 0
-        return place.path.parents[depth - 1] if depth else place.path
+        return _above(place.path, self.files) if place.part == _OF_MANY else place.path
+
+    def _name_of(self, place: Place) -> str:
+        """Return the name of the file of a record, or of the directory."""
+        if place.part == _OF_MANY:
+            return str(_above(Path(place.where), self.files))
+        start, _, number = place.where.rpartition(":")
+        return start if start and number.isdigit() else place.where
 
     def _begin(
         self, log: Contexts, names: Names, tips: dict[str, list[Said | None]]
@@ -305,7 +343,11 @@ class Sessions(Grammar):
         return ends
 
     def _lines(
-        self, records: Sequence[Record], copied: Sequence[bool], log: Contexts, ends: list[Said | None]
+        self,
+        records: Sequence[Record],
+        copied: Sequence[bool],
+        log: Contexts,
+        ends: list[Said | None],
     ) -> Iterator[Line]:
         for (place, content), is_copied in zip(records, copied, strict=True):
             refuse_not_utf8(content, place.where)
@@ -319,10 +361,9 @@ def _decoder(place: Place) -> Callable[..., Any]:
     return decode_line if place.part is None else decode_document
 
 
-def _name_of(place: Place) -> str:
-    """Return the name of the file of a record."""
-    start, _, number = place.where.rpartition(":")
-    return start if start and number.isdigit() else place.where
+def _above(path: Path, pattern: str) -> Path:
+    """Return the directory in which a pattern finds a file."""
+    return path.parents[len(Path(pattern).parts) - 1]
 
 
 def _last(start: str, after: Mapping[str, str | None]) -> str:
@@ -345,15 +386,6 @@ def _logical(base: Base, sessions: Mapping[str, list[_File]], depth: int = 0) ->
             records = _logical(before, sessions, depth + 1)
         records = records[: before.num_records if before is not None else 0] + file.places
     return records[: base.num_records]
-
-
-def _is_copy(file: _File, other: _File) -> bool:
-    """True if two files have the same records."""
-    sizes = [[place.num_bytes for place in each.places] for each in (file, other)]
-    return sizes[0] == sizes[1] and all(
-        read_record(one) == read_record(two)
-        for one, two in zip(file.places, other.places, strict=True)
-    )
 
 
 def _repeated(file: _File, other: _File) -> Iterator[Rejected]:

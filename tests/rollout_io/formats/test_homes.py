@@ -110,7 +110,8 @@ def test_one_command_converts_all_homes_and_skips_what_is_no_log(home, smollm2_d
 
 def test_a_home_with_a_session_without_an_answer_converts_without_it(home, smollm2_dir):
     file = home / LOGS["pi"]
-    write(file.with_name("started.jsonl"), file.read_text().split("\n")[0] + "\n")
+    started = json.loads(file.read_text().split("\n")[0]) | {"id": "started"}
+    write(file.with_name("started.jsonl"), json.dumps(started) + "\n")
     shutil.rmtree(home / ".codex")
     out, choices = home / "ds", {"tokenizer": str(smollm2_dir), "on_error": "skip"}
     inputs = [str(home / name) for name in HOMES if name != ".codex"]

@@ -265,8 +265,7 @@ def test_repeated_messages_of_openclaw_are_answers_once_whatever_the_ids_of_call
     lines += [end("agent:main:main", user, call("a1"), more, again, success=False, error="Late.")]
     ((_, found),), _ = read_all(FORMATS["openclaw"], write_lines(tmp_path / "t.jsonl", *lines))
     assert [(s.agent, len(s.messages), s.num_given) for s in found.steps] == [
-        (None, 2, 0),
-        (None, 4, 2),
+        (None, 4, 0),
         (sub, 2, 0),
     ]
     assert found.error == "Late."
@@ -433,50 +432,6 @@ def test_sub_agents_of_copilot_have_the_prompt_of_their_call_and_a_compaction_it
         (None, ["In short.", "Four."], 0),
         ("explore", ["Look around.", "Seen."], 0),
     ]
-
-
-def test_the_printed_events_of_droid_are_one_conversation(tmp_path):
-    def line(kind, **fields):
-        return {"type": kind, "session_id": "s"} | fields
-
-    lines = [line("system", subtype="init", model="m"), line("message", role="user", text="Go.")]
-    lines += [line("message", role="assistant", text="Look.")]
-    lines += [line("tool_call", id="c", toolName="ls", parameters={"n": 1})]
-    lines += [
-        line("tool_result", id="c", value="a"),
-        line("message", role="assistant", text="Done."),
-    ]
-    lines += [line("completion", finalText="Done."), line("error", message="No credit.")]
-    path = write_lines(tmp_path / "a.jsonl", *lines)
-    assert recognize(path, FORMATS) == ["droid"]
-    ((run, found),), _ = read_all(FORMATS["droid"], path)
-    (step,) = found.steps
-    assert (run.instance_id, found.error, found.user_values) == ("s", "No credit.", {"model": "m"})
-    assert [m["content"] for m in step.messages] == ["Go.", "Look.", "a", "Done."]
-    assert step.messages[1]["tool_calls"][0]["function"] == {"name": "ls", "arguments": '{"n":1}'}
-
-
-def test_the_printed_events_of_cursor_are_one_conversation(tmp_path):
-    def line(kind, **fields):
-        return {"type": kind, "session_id": "s"} | fields
-
-    def spoke(role, text):
-        return line(role, message={"role": role, "content": [{"type": "text", "text": text}]})
-
-    used = {"readToolCall": {"args": {"path": "a"}, "result": {"success": {"content": "x"}}}}
-    init = {"subtype": "init", "apiKeySource": "env", "permissionMode": "default", "model": "m"}
-    lines = [line("system", **init), spoke("user", "Go."), spoke("assistant", "Look.")]
-    lines += [line("tool_call", subtype="started", call_id="c", tool_call={})]
-    lines += [line("tool_call", subtype="completed", call_id="c", tool_call=used)]
-    lines += [spoke("assistant", "Done."), line("result", subtype="success", result="Done.")]
-    path = write_lines(tmp_path / "a.jsonl", *lines)
-    assert recognize(path, FORMATS) == ["cursor"]
-    ((run, found),), _ = read_all(FORMATS["cursor"], path)
-    (step,) = found.steps
-    assert (run.instance_id, found.error, found.unread) == ("s", None, {})
-    *_, look, result, _ = step.messages
-    assert look["tool_calls"][0]["function"] == {"name": "read", "arguments": '{"path":"a"}'}
-    assert json.loads(result["content"]) == {"success": {"content": "x"}}
 
 
 def test_calls_and_results_of_cursor_without_ids_belong_together_in_order(tmp_path):
