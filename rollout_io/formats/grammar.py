@@ -24,6 +24,7 @@ from msgspec import inspect
 from rollout_io.formats.contents import SELF, Contents
 
 _INNER = "contents"
+_VALID = msgspec.json.Decoder(msgspec.Raw)
 
 
 def inner(contents: Contents) -> msgspec.Meta:
@@ -45,7 +46,8 @@ class Grammar:
             that is listed.
         default: Name of the type of a record without the key `kind`.
         payload: Key below which the fields of the structs are; "": at the top level.
-        records: Struct of each type that is read; None if nothing but its type is.
+        records: Struct of each type that is read; None if nothing but its type is. A record that is a
+            list has a list of structs.
         leaves: What is left out, by the reason (`contents.Contents`).
     """
 
@@ -53,7 +55,7 @@ class Grammar:
     subkind: str = ""
     default: str = ""
     payload: str = ""
-    records: Mapping[str, type[msgspec.Struct] | None]
+    records: Mapping[str, Any]
     leaves: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -61,7 +63,8 @@ class Grammar:
         """What is read and what is left out, as lists of keys."""
         reads, below = dict[str, str](), dict[str, Contents | str]()
         for kind, struct in self.records.items():
-            listed = [*_fields(struct, self.payload)] if struct is not None else []
+            kind_of = None if struct is None else inspect.type_info(struct)
+            listed = [] if kind_of is None else [*_below(kind_of, self.payload)]
             prefix = f"{kind}/" if self.kind else ""
             reads[kind] = " ".join(path for path, contents in listed if contents is None)
             below |= {f"{prefix}{path}": found for path, found in listed if found is not None}
@@ -98,6 +101,9 @@ class Grammar:
         Raises:
             InputError: Any error of `decode`, which is `decode_line` or `decode_document`.
         """
+        if not self.kind and not self.payload:
+            decode(_VALID, content, where)
+            return self.default, content
         head = decode(self._head, content, where)
         kind = head.kind if self.kind and isinstance(head.kind, str) else self.default
         divided = f"{kind}:{head.subkind}" if self.subkind else kind

@@ -16,34 +16,21 @@ in place of messages.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import (
-    Adapter,
-    Conversation,
-    Found,
-    Input,
-    Options,
-    Place,
-    Progress,
-    Rejected,
-    Run,
-    Trajectory,
-)
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.base import Conversation, Options, Place, Run, Trajectory
+from rollout_io.formats.contents import Contents
+from rollout_io.formats.engines.records import Records, beside
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Message, known, raw_of
-from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.messages import read_messages
 from rollout_io.formats.parsing.naming import numbers
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.records import decode_record, find_records, first_values
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from schemas.errors import InputError, RolloutError
+from schemas.errors import InputError
 
 POLICY = "runs whose system prompt is not logged: the domain's policy stands for it"
 NO_POLICY = "runs whose system prompt is not logged"
@@ -54,28 +41,21 @@ _MESSAGE = Contents(
         "facts about the call": "turn_idx timestamp cost usage raw_data generation_time_seconds"
     },
 )
-CONTENTS = Contents(
-    reads={"": "id task_id trial termination_reason reward_info ticks"},
-    leaves={
-        "facts about the run": "timestamp start_time end_time duration agent_cost user_cost seed "
-        "mode review auth_classification hallucination_retries_used speech_environment info"
-    },
-    inner={"messages": _MESSAGE},
-)
+_LEAVES = {
+    "facts about the run": "timestamp start_time end_time duration agent_cost user_cost seed "
+    "mode review auth_classification hallucination_retries_used speech_environment info"
+}
 
 
-def find_simulations(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per simulation, in the order of the documents."""
-    return find_records(inputs, progress, _find)
+class Simulation(msgspec.Struct, gc=False):
+    """A run."""
 
-
-class _Simulation(msgspec.Struct, gc=False):
     task_id: str | int
     id: str | None = None
     trial: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)] | None = None
     termination_reason: str | None = None
     reward_info: msgspec.Raw = NO_JSON
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]] | None, inner(_MESSAGE)] = None
     ticks: list[msgspec.Raw] | None = None
 
 
@@ -87,75 +67,40 @@ class _Info(msgspec.Struct, gc=False):
     environment_info: _Environment | None = None
 
 
-class _Results(msgspec.Struct, gc=False):
-    simulations: list[msgspec.Raw] | None = None
+class _Experiment(msgspec.Struct, gc=False):
     info: _Info | None = None
 
 
-_RESULTS = msgspec.json.Decoder(_Results)
-_SIMULATION = msgspec.json.Decoder(_Simulation)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
 
-def _find(record: Record) -> Iterator[Found]:
-    for i, (where, simulation) in enumerate(_simulations(record)):
-        place = msgspec.structs.replace(record.place, where=where, part=i)
-        try:
-            yield _run(simulation, place)
-        except RolloutError as error:
-            yield Rejected(place, error)
+def run_of(simulation: Simulation, place: Place) -> Run:
+    """Return the run of a simulation."""
+    task = str(simulation.task_id)
+    labels = {"task": task} | ({"id": simulation.id} if simulation.id else {})
+    return Run(instance_id=task, repetition_id=simulation.trial, places=[place], labels=labels)
 
 
-def _run(simulation: bytes, place: Place) -> Run:
-    fields = decode_line(_SIMULATION, simulation, place.where)
-    labels = {"task": str(fields.task_id)} | ({"id": fields.id} if fields.id else {})
-    return Run(
-        instance_id=str(fields.task_id),
-        repetition_id=fields.trial,
-        places=[place],
-        labels=labels,
-    )
-
-
-def _simulations(record: Record) -> list[tuple[str, bytes]]:
-    where = record.place.where
-    found = decode_record(record, _RESULTS).simulations
-    if found is None:
-        return [(where, record.content)]
-    return [(f"{where}, simulations[{i}]", bytes(each)) for i, each in enumerate(found)]
-
-
-def read_simulation(run: Run, _: Options) -> Trajectory:
+def read(simulation: Simulation, run: Run, _: Options) -> Trajectory:
     """Read the agent's conversation in a simulation; numbers of its evaluation become metrics.
 
     Raises:
-        InputError: `no_calls`: the agent gave no answer, or the simulation is of voice; `message`: a
-            message is invalid.
+        InputError: `no_calls`: the simulation is of voice; `message`: a message is invalid.
     """
-    (place,) = run.places
-    record = Record(place, read_record(place))
-    content = _simulations(record)[index_of(place)][1]
-    account(CONTENTS, content)
-    simulation = decode_line(_SIMULATION, content, place.where)
+    place = run.places[0]
     logged = simulation.messages or []
     if simulation.ticks and not logged:
         got = "the simulation is of voice: it has ticks in place of messages"
         raise InputError("no_calls", place.where, got, hint="convert simulations of text")
-    messages = list(_messages(logged, f"{place.where}, messages"))
-    info = decode_record(record, _RESULTS).info
+    messages = [*_messages(logged, f"{place.where}, messages")]
+    info = beside(place, _Experiment).info
     policy = info.environment_info.policy if info and info.environment_info else None
     note(POLICY if policy else NO_POLICY)
     system: list[Message] = [{"role": "system", "content": policy}] if policy else []
-    if all(message["role"] != "assistant" for message in messages):
-        raise InputError("no_calls", place.where, "the agent gave no answer")
     reason = simulation.termination_reason
     metrics = _metrics(simulation.reward_info, f"{place.where}, reward_info")
-    step = Conversation(
-        source=place.where,
-        messages=[*system, *messages],
-        num_given=len(system) + _num_greetings(messages, logged),
-        stop_reason=reason,
-    )
+    step = Conversation(source=place.where, messages=[*system, *messages], stop_reason=reason)
+    step.num_given = len(system) + _num_greetings(messages, logged)
     return Trajectory(
         steps=[step],
         reward=metrics.get("reward"),
@@ -196,9 +141,9 @@ def _call(call: Any) -> Any:
 
 def _num_greetings(messages: Sequence[Message], logged: list[Any]) -> int:
     """Return 1 if the run begins with an assistant message that no model wrote, otherwise 0."""
-    first = logged[0]
+    first = logged[0] if logged else {}
     is_said = bool(first.get("raw_data") or first.get("usage") or first.get("tool_calls"))
-    return int(messages[0]["role"] == "assistant" and not is_said and len(messages) > 1)
+    return int(len(messages) > 1 and messages[0]["role"] == "assistant" and not is_said)
 
 
 def _metrics(logged: msgspec.Raw, where: str) -> dict[str, float]:
@@ -211,17 +156,12 @@ def _metrics(logged: msgspec.Raw, where: str) -> dict[str, float]:
     return found | {f"reward_breakdown.{name}": value for name, value in named.items()}
 
 
-def recognizes(path: Path) -> bool:
-    """True if a file has simulations of tasks, or is a single one."""
-    return any(_is_results(value) for value in first_values(path))
-
-
 def _is_results(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return False
-    found = value.get("simulations")
-    if isinstance(found, list):
-        return any(isinstance(each, Mapping) and _is_simulation(each) for each in found)
+    simulations = value.get("simulations")
+    if isinstance(simulations, list):
+        return any(isinstance(each, Mapping) and _is_simulation(each) for each in simulations)
     return _is_simulation(value)
 
 
@@ -230,12 +170,14 @@ def _is_simulation(value: Mapping[str, Any]) -> bool:
     return is_named and ("messages" in value or "ticks" in value)
 
 
-ADAPTER = Adapter(
-    summary="results of tau2-bench: one JSON document per experiment or simulation; text only",
-    recognizes=recognizes,
-    find=find_simulations,
-    read=read_simulation,
-    is_text=True,
+ADAPTER = Records(
+    records={"": Simulation},
+    leaves=_LEAVES,
+    run=run_of,
+    read=read,
+    is_record=_is_results,
+    elements="simulations",
+).adapter(
+    "results of tau2-bench: one JSON document per experiment or simulation; text only",
     noun="simulation",
-    contents=CONTENTS,
 )

@@ -1,0 +1,212 @@
+"""Logs in which each record is a run: a line, a whole file, or an element of a list in a document.
+
+A format declares the struct of a run, how the run is called, and one function that reads it. Finding,
+detection, damage, copies and the account of unread keys are the same for all of them.
+
+    {"id": 1, ...}            {"simulations": [{...}, {...}], "info": {...}}
+    {"id": 2, ...}            a document with elements: "simulations"
+    lines, or a file each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollout_io.dataset.opening import Version, read_input
+from rollout_io.formats.base import (
+    About,
+    Adapter,
+    Conversation,
+    Found,
+    Input,
+    Options,
+    Place,
+    Progress,
+    Rejected,
+    Run,
+    Trajectory,
+)
+from rollout_io.formats.contents import account
+from rollout_io.formats.grammar import Grammar
+from rollout_io.formats.parsing.documents import parts_of
+from rollout_io.formats.parsing.jsonl import (
+    contained,
+    decode_document,
+    decode_line,
+    refuse_lfs_pointer,
+    refuse_not_utf8,
+    without_lone_surrogates,
+)
+from rollout_io.formats.parsing.lines import Record, lines_of, read_record, refuse_repeated
+from rollout_io.formats.start import Start
+from schemas.errors import InputError, RolloutError
+
+_WHOLE = "document"
+"""Part of the place of a record that is a whole file, whose damage is that of a document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records(Grammar):
+    """A format with a run in each record.
+
+    Attributes:
+        run: Returns the run of a record at a place, or raises an error that rejects it.
+        read: Reads a record: `read(record, run, options)`.
+        is_record: True if a decoded value is a record of this format, or a document of them.
+        elements: Key of the list with the runs, if a document has several; a document without it is
+            one run. "": a list is the list of its runs; None: each record is one run.
+        groups: How runs are grouped, for the history of the dataset; "" if they name their groups.
+        unless: Label of runs that name their group, so that `groups` does not apply to them.
+    """
+
+    run: Callable[[Any, Place], Run]
+    read: Callable[[Any, Run, Options], Trajectory]
+    is_record: Callable[[Any], bool]
+    elements: str | None = None
+    groups: str = ""
+    unless: str = ""
+
+    def adapter(self, summary: str, **fields: Any) -> Adapter:
+        """Return the adapter of the format; `fields` are those of `Adapter`."""
+        fields = {"is_text": True, "contents": self.contents} | fields
+        return Adapter(
+            summary=summary,
+            recognizes=self.recognizes,
+            find=self.find,
+            read=self.read_run,
+            **fields,
+        )
+
+    def recognizes(self, path: Path) -> bool:
+        """True if a file has a record of this format among its first lines, or is a document of it."""
+        return any(map(self.is_record, Start(path).values))
+
+    def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+        """Yield one run per record, in order; a record that cannot be used is rejected."""
+        is_grouped = bool(self.groups) and not self.unless
+        if is_grouped:
+            yield About("groups", self.groups)
+        for given in inputs:
+            for found in self._found_in(given, progress, {}):
+                is_grouped |= isinstance(found, Run) and self.unless not in found.labels
+                yield found
+        if is_grouped and self.groups and self.unless:
+            yield About("groups", self.groups)
+
+    def _found_in(
+        self, given: Input, progress: Progress, first: dict[bytes, str]
+    ) -> Iterator[Found]:
+        for record in _records(given, progress):
+            place, content = record
+            try:
+                refuse_lfs_pointer(content, place.where)
+                refuse_not_utf8(content, place.where)
+                if place.part == _WHOLE:
+                    refuse_repeated(content, place.where, first)
+                with contained(place.where):
+                    elements = [*self._elements(record)]
+            except RolloutError as error:
+                yield Rejected(place, error)
+                continue
+            for element in elements:
+                try:
+                    with contained(element.place.where):
+                        found = self.run(self._decoded(element), element.place)
+                    yield found
+                except RolloutError as error:
+                    yield Rejected(element.place, error)
+
+    def _elements(self, record: Record) -> Iterator[Record]:
+        """Yield the runs in a record; the record itself if it has no list of them."""
+        place, content = record
+        parts: list[msgspec.Raw] | None = None
+        if self.elements is not None and content.lstrip().startswith(b"["):
+            parts = _decode(place)(_LIST, content, place.where)
+        elif self.elements:
+            parts = _decode(place)(self._document, content, place.where).elements
+        if parts is None:
+            yield record
+            return
+        name = self.elements if content.lstrip().startswith(b"{") else ""
+        for part, raw in zip(parts_of(place, content, name or "", parts), parts, strict=True):
+            yield Record(part, bytes(raw))
+
+    @cached_property
+    def _document(self) -> msgspec.json.Decoder[Any]:
+        field = msgspec.field(name=self.elements, default=None)
+        fields: list[Any] = [("elements", list[msgspec.Raw] | None, field)]
+        return msgspec.json.Decoder(msgspec.defstruct("Document", fields, gc=False))
+
+    def _decoded(self, record: Record) -> Any:
+        return self.typed(record.content, record.place.where, _decode(record.place))[1]
+
+    def read_run(self, run: Run, options: Options) -> Trajectory:
+        """Read a record.
+
+        Raises:
+            InputError: `record_type`: a field has the wrong type; `no_calls`: there is no answer; or
+                any error of the format.
+        """
+        (place,) = run.places
+        content = read_record(place)
+        record = self._decoded(Record(place, content))
+        account(self.contents, content)
+        trajectory = self.read(record, run, options)
+        if trajectory.error is None and not _is_answered(trajectory):
+            raise InputError("no_calls", place.where, "the run has no model response")
+        return trajectory
+
+
+def _is_answered(trajectory: Trajectory) -> bool:
+    """True if a step is not text, or has an answer."""
+    return any(
+        not isinstance(step, Conversation)
+        or any(message["role"] == "assistant" for message in step.messages[step.num_given :])
+        for step in trajectory.steps
+    )
+
+
+def _records(given: Input, progress: Progress) -> Iterator[Record]:
+    if not Start(given.path).is_document:
+        yield from (Record(place, content) for place, content in lines_of([given], progress))
+        return
+    content = without_lone_surrogates(read_input(given.path))
+    progress(len(content))
+    yield Record(Place(given.path, given.name, 0, len(content), _WHOLE), content)
+
+
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def _decode(place: Place) -> Callable[..., Any]:
+    return decode_document if place.part == _WHOLE else decode_line
+
+
+@lru_cache(maxsize=2)
+def _beside(path: Path, _: Version, kind: type[Any]) -> Any:
+    return decode_document(msgspec.json.Decoder(kind), read_input(path), str(path))
+
+
+def beside(place: Place, kind: type[Any]) -> Any:
+    """Return what a document has beside its elements, as a struct; it is kept for the next element.
+
+    Lines of a file have nothing beside them: the struct has its defaults.
+
+    Raises:
+        InputError: `record_type`: a field has the wrong type.
+    """
+    if not Start(place.path).is_document:
+        return kind()
+    return _beside(place.path, Version.of(place.path), kind)
+
+
+def is_object_with(names: Iterable[str]) -> Callable[[Any], bool]:
+    """Return a test for `Records.is_record`: an object has all these keys."""
+    expected = frozenset(names)
+    return lambda value: isinstance(value, Mapping) and expected <= value.keys()
