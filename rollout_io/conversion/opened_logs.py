@@ -24,6 +24,7 @@ from rollout_io.formats.detect import (
     unknown_format,
 )
 from rollout_io.formats.parsing.lines import close_files
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError, count
 
 AUTO = "auto"
@@ -165,7 +166,7 @@ def _refuse_pickles(named: Sequence[Input], adapter: Adapter) -> None:
     """
     for given in named:
         error = given.path.is_file() and pickle_error(given.name, given.path)
-        if error and not adapter.recognizes(given.path):
+        if error and not adapter.recognizes(Start(given.path)):
             raise error
 
 

@@ -19,7 +19,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,10 +40,8 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import account
-from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
-from rollout_io.formats.parsing.documents import is_document
 from rollout_io.formats.parsing.jsonl import (
     decode_document,
     decode_line,
@@ -69,6 +66,7 @@ from rollout_io.formats.parsing.tokens import (
     same_ids,
     strict_ids,
 )
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, InvariantError, RolloutError
 
 _BLANK = b" \t\r\n,["
@@ -431,11 +429,11 @@ def _triplet(call: _Call, where: str) -> Step:
     )
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file contains Agent Lightning's events or rollout records."""
-    lines = has_record(path, _EVENT_SHAPE) or has_record(path, _ROLLOUT_SHAPE)
+    lines = start.has_record(_EVENT_SHAPE) or start.has_record(_ROLLOUT_SHAPE)
     lists = (_EVENTS_SHAPE, _ROLLOUTS_SHAPE)
-    return lines or any(is_document(path, shape, _MARKS) for shape in lists)
+    return lines or any(start.is_document_of(shape, _MARKS) for shape in lists)
 
 
 ADAPTER = Adapter(

@@ -23,6 +23,7 @@ from schemas.errors import ConfigError, InputError, RolloutError
 
 if TYPE_CHECKING:
     from rollout_io.formats.contents import Contents
+    from rollout_io.formats.start import Start
 
 
 class Input(NamedTuple):
@@ -312,7 +313,8 @@ class Adapter:
 
     Attributes:
         summary: One-line description of the format.
-        recognizes: Returns true if the content of a file or directory is in this format. Called
+        recognizes: Returns true if a file or directory, of which it is shown the start, is in this
+            format. Called
             with any existing file or directory (not a pipe); must be fast and must not raise.
         find: `find(inputs, progress)` yields every run, in the order of the dataset, every record
             that cannot be used, and facts about the entire log. Every record is part of exactly
@@ -337,7 +339,7 @@ class Adapter:
     """
 
     summary: str
-    recognizes: Callable[[Path], bool]
+    recognizes: Callable[[Start], bool]
     find: Callable[[Sequence[Input], Progress], Iterable[Found]]
     read: Callable[[Run, Options], Any]
     is_text: bool = False

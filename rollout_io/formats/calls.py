@@ -18,7 +18,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from pathlib import Path
 
 import msgspec
 
@@ -34,7 +33,6 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request
 from rollout_io.formats.parsing.completions import ASK, read_choices
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
@@ -51,6 +49,7 @@ from rollout_io.formats.parsing.naming import (
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.sampling import ModelNames
 from rollout_io.formats.parsing.tokens import num_ids
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, InvariantError, RolloutError
 
 Key = tuple[str, int]
@@ -233,9 +232,9 @@ def _prompt_size(call: _Call) -> int:
         return 0
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file has lines with a `session`, a `request` and a `response`."""
-    return has_record(path, _SHAPE_DECODER)
+    return start.has_record(_SHAPE_DECODER)
 
 
 ADAPTER = Adapter(

@@ -60,9 +60,8 @@ from rollout_io.formats.parsing.naming import (
 from rollout_io.formats.parsing.records import (
     decode_record,
     find_records,
-    first_values,
-    is_document,
 )
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _LISTS = ("messages", "conversations", "conversation")
@@ -291,13 +290,14 @@ def _damaged(where: str, error: Exception) -> InputError:
     return InputError("parquet_file", where, got, hint="copy the file again, or write it again")
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file has conversations, or prompts and completions, in one of the shapes."""
+    path = start.path
     try:
         if _is_table(path):
-            return path.is_file() and _has_columns(path)
-        is_whole = is_document(path)
-        return any(_is_chat(v, may_be_plain=is_whole) for v in first_values(path))
+            return start.is_file and _has_columns(path)
+        is_whole = start.is_document
+        return any(_is_chat(v, may_be_plain=is_whole) for v in start.values)
     except _ERRORS:
         return False
 

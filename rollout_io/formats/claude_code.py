@@ -40,9 +40,8 @@ from rollout_io.formats.claude_code_conversations import convert, refused
 from rollout_io.formats.claude_code_lines import SPOKEN, Compaction, Line, read_line
 from rollout_io.formats.claude_code_requests import Requests
 from rollout_io.formats.contents import account
-from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.content import NO_JSON, canonical_json
-from rollout_io.formats.parsing.documents import find_documents, is_document
+from rollout_io.formats.parsing.documents import find_documents
 from rollout_io.formats.parsing.forks import copied_answers, digest, run_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
 from rollout_io.formats.parsing.lines import (
@@ -52,6 +51,7 @@ from rollout_io.formats.parsing.lines import (
     read_record,
 )
 from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _EXPORT = "export"
@@ -269,7 +269,7 @@ def _parent_session(name: str) -> str | None:
 
 
 def _is_export(path: Path) -> bool:
-    return is_document(path, _EXPORT_SHAPE_DECODER, [b'"loglines"'])
+    return Start(path).is_document_of(_EXPORT_SHAPE_DECODER, [b'"loglines"'])
 
 
 def _find_export(place: Place, content: bytes) -> Iterator[Run]:
@@ -328,9 +328,9 @@ def _exported(place: Place, requests: Requests) -> Iterator[Line]:
         yield read_line(bytes(logged), f"{place.where}, loglines[{i}]")
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file has messages of a Claude Code session, or is an export of one."""
-    return has_record(path, _SHAPE_DECODER) or _is_export(path)
+    return start.has_record(_SHAPE_DECODER) or _is_export(start.path)
 
 
 ADAPTER = Adapter(

@@ -9,37 +9,29 @@
 
     {"version": 2, "messages": [{"role": "assistant", "content": [{"type": "tool-call", ...}], "ts": ...}]}
 
-Messages are Anthropic's; in Roo's documents of version 2, Vercel's AI SDK's. A task is a run. Roo keeps what it no longer sends: a summary (`isSummary`),
-or a mark of a truncation, begins a context without the messages that name it as their parent. Lists
-have no system prompt; no log has tool definitions, a reward or token ids.
+Messages are Anthropic's; in Roo's documents of version 2, Vercel's AI SDK's. A task is a run. Roo keeps
+what it no longer sends: a summary (`isSummary`), or a mark of a truncation, begins a context without the
+messages that name it as their parent. Lists have no system prompt; no log has tool definitions, a reward
+or token ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import (
-    About,
-    Adapter,
-    Found,
-    Input,
-    Options,
-    Progress,
-    Run,
-    Trajectory,
-)
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.base import Options, Place, Run, Trajectory
+from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import frameworks, responses
-from rollout_io.formats.parsing.lines import Record, read_record
+from rollout_io.formats.engines.records import Records
+from rollout_io.formats.engines.sessions import GROUPS
+from rollout_io.formats.grammar import inner
+from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, PARTS, read_messages
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.records import decode_record, find_records, first_values
-from rollout_io.formats.parsing.sessions import GROUPS, SUMMARIES, Contexts, Item, texts
-from schemas.errors import InputError
 
 _PARTS = PARTS.plus(
     reads={
@@ -61,11 +53,7 @@ _MESSAGE = MESSAGE.plus(
         "repeats the reasoning, for the API": "message/reasoning_details message/providerOptions",
     },
 )
-CONTENTS = Contents(
-    reads={"": "version sessionId system_prompt"},
-    leaves={"facts about a session": "updated_at agent taskType"},
-    inner={"messages": _MESSAGE},
-)
+_LEAVES = {"facts about a session": "updated_at agent taskType"}
 
 
 class _Marks(msgspec.Struct, gc=False, rename="camel"):
@@ -97,8 +85,10 @@ class _Marks(msgspec.Struct, gc=False, rename="camel"):
 _ROO_VERSION = 2
 
 
-class _Document(msgspec.Struct, gc=False):
-    messages: list[msgspec.Raw]
+class Document(msgspec.Struct, gc=False):
+    """A task."""
+
+    messages: Annotated[list[msgspec.Raw], inner(_MESSAGE)]
     system_prompt: str | None = None
     version: int | None = None
     session_id: str | None = msgspec.field(default=None, name="sessionId")
@@ -109,86 +99,61 @@ class _Document(msgspec.Struct, gc=False):
         return self.version == _ROO_VERSION and self.session_id is None
 
 
-_DOCUMENT = msgspec.json.Decoder(_Document | list[msgspec.Raw])
 _MARKS = msgspec.json.Decoder(_Marks)
+_ANY = msgspec.json.Decoder()
 
 
-def find_tasks(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per document, named by the session or by the directory of the task."""
-    yield About("groups", GROUPS)
-
-    def find(record: Record) -> Iterator[Found]:
-        value: Any = decode_record(record)
-        path = Path(record.place.where)
-        stated = value.get("sessionId") if isinstance(value, Mapping) else None
-        name = stated if isinstance(stated, str) and stated else path.parent.name or path.stem
-        places = [record.place]
-        yield Run(instance_id=name, repetition_id=0, places=places, labels={"session": name})
-
-    yield from find_records(inputs, progress, find)
+def run_of(document: Document, place: Place) -> Run:
+    """Return the run of a document, named by its session or by the directory of the task."""
+    path = Path(place.where)
+    name = document.session_id or path.parent.name or path.stem
+    return Run(instance_id=name, repetition_id=0, places=[place], labels={"session": name})
 
 
-def read_task(run: Run, _: Options) -> Trajectory:
-    """Read the contexts of a task.
-
-    Raises:
-        InputError: `record_type`, `message`: a message is damaged; `no_calls`: there is no answer.
-    """
-    place = run.places[0]
-    found = decode_record(Record(place, read_record(place)), _DOCUMENT)
-    document = _Document(found) if isinstance(found, list) else found
-    raw = msgspec.json.encode(document) if isinstance(found, list) else read_record(place)
-    account(CONTENTS, raw)
-    contexts = Contexts(system=document.system_prompt)
-    kept: list[tuple[_Marks, Item]] = []
-    models: list[Any] = []
+def read(document: Document, run: Run, _: Options) -> Trajectory:
+    """Read the contexts of a task."""
+    log = Contexts(system=document.system_prompt)
+    marks_of: dict[str, _Marks] = {}
     thought = ""
     for number, message in enumerate(document.messages):
-        where = f"{place.where}, messages[{number}]"
-        marks = decode_record(Record(place, bytes(message)), _MARKS)
-        if document.is_roo:
-            fields: Any = decode_record(Record(place, bytes(message)))
-            of_kind = responses if marks.is_reasoning else frameworks
-            made = of_kind.messages([fields], where)
+        where = f"{run.places[0].where}, messages[{number}]"
+        marks = decode_line(_MARKS, bytes(message), where)
+        if not document.is_roo:
+            said = read_messages([message], where)
+        elif not marks.is_reasoning:
+            said = frameworks.messages([decode_line(_ANY, bytes(message), where)], where)
         else:
-            made = read_messages([message], where)
-        if document.is_roo and marks.is_reasoning:
-            thought += "".join(each.get("reasoning_content", "") for each in made)
+            said = responses.messages([decode_line(_ANY, bytes(message), where)], where)
+            thought += "".join(each.get("reasoning_content", "") for each in said)
             continue
-        if thought and made and made[0]["role"] == "assistant":
-            made[0].setdefault("reasoning_content", thought)
+        if thought and said and said[0]["role"] == "assistant":
+            said[0].setdefault("reasoning_content", thought)
             thought = ""
-        item = Item(where, made, where, is_given=bool(marks.is_summary))
-        replaced = marks.replaces
-        if replaced is not None:
+        if (name := marks.replaces) is not None:
             note(SUMMARIES, bool(marks.is_summary))
-            contexts.add([each for _, each in kept])
-            parents = [(m.condense_parent, m.truncation_parent) for m, _ in kept]
-            kept = [
-                k for k, p in zip(kept, parents, strict=True) if not replaced or replaced not in p
-            ]
-        kept.append((marks, item))
-        models += [(marks.model_info or {}).get(name) for name in ("id", "modelId")]
+            of = [(node, marks_of[node.key]) for node in log.path()]
+            log.replace(
+                node
+                for node, other in of
+                if not name or name not in (other.condense_parent, other.truncation_parent)
+            )
+        marks_of[where] = marks
+        log.say(said, where, given=bool(marks.is_summary))
+        for key in ("id", "modelId"):
+            log.model = (marks.model_info or {}).get(key) or log.model
     note("reasoning without an answer, left out", bool(thought))
-    contexts.add([each for _, each in kept])
-    if not contexts.found:
-        raise InputError("no_calls", place.where, "the task has no model response")
-    return Trajectory(steps=contexts.found, user_values=texts(models))
+    return Trajectory(steps=log.steps(), user_values={"model": log.model} if log.model else {})
 
 
-def recognizes(path: Path) -> bool:
+def _is_task(value: Any) -> bool:
     """True for a document of a session or of Roo, or a list of messages with Cline's times."""
-    values = first_values(path) if path.is_file() else []
-    if len(values) != 1:
+    if isinstance(value, list):
+        return len(value) > 0 and all(map(_is_message, value))
+    if not isinstance(value, dict) or not isinstance(value.get("version"), int):
         return False
-    first = values[0]
-    if isinstance(first, list):
-        return len(first) > 0 and all(map(_is_message, first))
-    if not isinstance(first, dict) or not isinstance(first.get("version"), int):
-        return False
-    if isinstance(first.get("sessionId"), str):
-        return _has_messages(first, "role", "content")
-    return first["version"] == _ROO_VERSION and _has_messages(first, "ts")
+    if isinstance(value.get("sessionId"), str):
+        return _has_messages(value, "role", "content")
+    return value["version"] == _ROO_VERSION and _has_messages(value, "ts")
 
 
 def _has_messages(document: Mapping[str, Any], *names: str) -> bool:
@@ -202,13 +167,14 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and {"role", "content", "ts"} <= value.keys()
 
 
-ADAPTER = Adapter(
-    summary="tasks of Cline and Roo Code, one JSON document each; text only",
-    recognizes=recognizes,
-    find=find_tasks,
-    read=read_task,
-    is_text=True,
-    noun="task",
-    is_agent=True,
-    contents=CONTENTS,
+ADAPTER = Records(
+    records={"": Document},
+    leaves=_LEAVES,
+    bare="messages",
+    run=run_of,
+    read=read,
+    is_record=_is_task,
+    groups=GROUPS,
+).adapter(
+    "tasks of Cline and Roo Code, one JSON document each; text only", noun="task", is_agent=True
 )

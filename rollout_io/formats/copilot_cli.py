@@ -195,8 +195,8 @@ class _Session:
                 log.say([{"role": "user", "content": summary}], where, key)
             case _Rewind():
                 back = log.find(data.up_to_event_id)
-                if back in log.path():
-                    log.rewind(back and back.before)
+                if back is not None and back in log.path():
+                    log.rewind(back.before)
             case _Start():
                 log.model = data.selected_model or log.model
             case _Change():

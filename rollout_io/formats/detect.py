@@ -22,12 +22,11 @@ from rollout_io.formats.base import Adapter
 from rollout_io.formats.contents import Coverage
 from rollout_io.formats.damage import damage_in
 from rollout_io.formats.parsing.jsonl import (
-    decoded,
-    first_lines,
     read_document,
     refuse_lfs_pointer,
 )
 from rollout_io.formats.refused import REFUSED
+from rollout_io.formats.start import Start
 from rollout_io.plugins import Plugin, plugins
 from schemas.errors import ConfigError, InputError, RolloutError
 
@@ -35,8 +34,6 @@ GROUP = "rollout_io.formats"
 RULE = "known_format"
 HINT = "list the formats with `rollouts formats`; pass --format NAME to see why it does not match"
 
-_ANY_OBJECT = msgspec.json.Decoder(dict[str, Any])
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LFS_BYTES = 1024  # maximum size of a Git LFS pointer, according to the specification
 
 
@@ -144,32 +141,17 @@ class Match(NamedTuple):
 
 def matches(path: Path, formats: Mapping[str, Adapter]) -> list[Match]:
     """Return the formats that recognize an existing file or directory, and what they know of it."""
-    found = {name: adapter for name, adapter in formats.items() if adapter.recognizes(path)}
+    start = Start(path)
+    found = {name: adapter for name, adapter in formats.items() if adapter.recognizes(start)}
     special = {name: adapter for name, adapter in found.items() if not adapter.is_general}
     found = special or found
     declared = [a.contents for a in found.values() if a.contents is not None]
-    records = first_records(path) if declared else []
+    records = [*start.records] if declared else []
     known = {
         n: None if a.contents is None else a.contents.coverage(records) for n, a in found.items()
     }
     best = max((each.share for each in known.values() if each is not None), default=0.0)
     return [Match(name, c, c is None or c.share >= best) for name, c in known.items()]
-
-
-def first_records(path: Path) -> list[dict[str, Any]]:
-    """Return the first objects of a file: lines, or a document; empty if it has none."""
-    found = []
-    for line in first_lines(path):
-        try:
-            found.append(decoded(_ANY_OBJECT, line))
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            continue
-    if found or path.is_dir():
-        return found
-    try:
-        return [read_document(_ANY_OBJECT, path)[0]]
-    except (RolloutError, OSError):
-        return []
 
 
 Tell = Callable[[str, RolloutError | None], object]
@@ -256,7 +238,7 @@ def explanation(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputE
 
 def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputError | None:
     """Return the error for a file whose first line lacks one of the keys that identify a format."""
-    keys = _first_keys(path)
+    keys: dict[str, Any] = next(Start(path).records, {})
     found: list[tuple[int, str, str]] = []
     for format_name, adapter in formats.items():
         fields = msgspec.structs.fields(adapter.line) if adapter.line else ()
@@ -275,37 +257,11 @@ def _nearest(name: str, path: Path, formats: Mapping[str, Adapter]) -> InputErro
     return InputError(RULE, name, got, "", hint)
 
 
-def _first_keys(path: Path) -> dict[str, msgspec.Raw]:
-    """Return the keys and values of the first line that is a JSON object; empty if none is."""
-    for line in first_lines(path):
-        try:
-            return decoded(_OBJECT, line)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            continue
-    return {}
-
-
 def _ambiguous(name: str, found: Collection[str]) -> InputError:
     got = f"the content matches {len(found)} formats: " + ", ".join(found)
     first = next(iter(found))
     hint = f"choose one, such as --format {first}; `rollouts formats` describes them"
     return InputError(RULE, name, got, hint=hint)
-
-
-def has_record(path: Path, decoder: msgspec.json.Decoder[Any]) -> bool:
-    """True if a decoder accepts one of the first lines of a file; for `Adapter.recognizes`.
-
-    A damaged line must not hide the format of a log; the reader reports the damage.
-    """
-    return any(_decodes(line, decoder) for line in first_lines(path))
-
-
-def _decodes(line: bytes, decoder: msgspec.json.Decoder[Any]) -> bool:
-    try:
-        decoded(decoder, line)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
-    return True
 
 
 PICKLE_HINT = """\

@@ -15,6 +15,7 @@ import msgspec
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.atif import is_file
 from rollout_io.formats.parsing.jsonl import first_lines, read_document
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 Key = tuple[str, int]
@@ -186,7 +187,11 @@ def _children(path: Path) -> list[Path]:
         for child in below
         if any(is_file(child / name) for name in names)
         or any(child.glob("*/result.json"))
-        or (recognizes(child) if child.is_dir() else child.name not in names and _is_atif(child))
+        or (
+            recognizes(Start(child))
+            if child.is_dir()
+            else child.name not in names and _is_atif(child)
+        )
     ]
 
 
@@ -270,11 +275,12 @@ def _refuse_repeated(sources: Iterable[Source]) -> None:
         known[identity] = source
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True for a trial, job or ATIF trajectory, Harbor's text export, or a directory of such inputs.
 
     A trial that was stopped has a `config.json` but no result.
     """
+    path = start.path
     try:
         if path.is_dir():
             names = ("result.json", "agent/trajectory.json", "*/result.json", "*/*/result.json")

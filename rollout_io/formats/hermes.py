@@ -13,15 +13,14 @@ no token ids.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.contents import Contents
-from rollout_io.formats.detect import has_record
 from rollout_io.formats.openai_messages import find_conversations, read_conversation
 from rollout_io.formats.parsing.messages import MESSAGE
+from rollout_io.formats.start import Start
 
 _MESSAGE = MESSAGE.plus(
     leaves={
@@ -63,9 +62,9 @@ class _Shape(msgspec.Struct, gc=False):
 _DECODER = msgspec.json.Decoder(_Shape)
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file has sessions with Hermes's own fields beside the messages."""
-    return has_record(path, _DECODER)
+    return start.has_record(_DECODER)
 
 
 ADAPTER = Adapter(

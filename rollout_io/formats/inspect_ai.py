@@ -50,6 +50,7 @@ from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.model_calls import steps_of
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import INT32_MAX
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _START = re.compile(rb'\s*\{\s*"version"\s*:\s*\d+\s*,\s*"status"\s*:\s*"[a-z]+"\s*,\s*"')
@@ -200,20 +201,17 @@ def read_sample(run: Run, options: Options) -> Trajectory:
     return logged
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file is an Inspect log: a JSON document with Inspect's keys, or an archive."""
+    path = start.path
     try:
         if is_zip(path):
             names = members_of(path, str(path))
             is_inspect = _HEADERS[1] in names or any(name.startswith(_SAMPLES) for name in names)
             return is_inspect and any(name in names for name in _HEADERS)
-        if not path.is_file():
-            return False
-        with open_input(path) as file:
-            start = file.read(_START_BYTES)
     except (OSError, RolloutError):
         return False
-    return _START.match(start) is not None and b'"eval"' in start
+    return _START.match(start.head) is not None and b'"eval"' in start.head
 
 
 ADAPTER = Adapter(

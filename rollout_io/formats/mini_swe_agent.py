@@ -32,7 +32,6 @@ from rollout_io.formats.parsing.bodies import NO_JSON, Sampling
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.documents import (
     find_documents,
-    is_document,
     run_of_file,
     with_group_rule,
 )
@@ -41,6 +40,7 @@ from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.start import Start
 
 _SUFFIXES = (".traj.json", ".json", ".traj")
 _MARKS = (b'"messages"', b'"mini_version"', b'"trajectory_format"', b"<returncode>")
@@ -218,15 +218,16 @@ def _error(info: _Info) -> str | None:
     return f"{info.exit_status or 'exception'}: {said}"
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file is a trajectory of mini-swe-agent.
 
     A bare list of messages is recognized if every user message between the first and the last reply
     is command output in this agent's format (`<returncode>`).
     """
-    if is_document(path, _HEAD_DECODER, _MARKS):
+    path = start.path
+    if start.is_document_of(_HEAD_DECODER, _MARKS):
         return True
-    return is_document(path, _BARE_DECODER, _MARKS[-1:]) and _is_bare(path)
+    return start.is_document_of(_BARE_DECODER, _MARKS[-1:]) and _is_bare(path)
 
 
 def _is_bare(path: Path) -> bool:

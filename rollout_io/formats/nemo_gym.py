@@ -37,7 +37,6 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import Contents, account
-from rollout_io.formats.detect import has_record
 from rollout_io.formats.dialects.responses import ITEMS
 from rollout_io.formats.nemo_gym_text import Request, read_conversation
 from rollout_io.formats.parsing.bodies import NO_JSON
@@ -47,6 +46,7 @@ from rollout_io.formats.parsing.naming import natural_key, numbers
 from rollout_io.formats.parsing.responses import NO_TOKENS, Response, holds_tokens, read_steps
 from rollout_io.formats.parsing.sampling import ModelNames, sampling_extra
 from rollout_io.formats.parsing.tokens import INT32_MAX
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}
@@ -348,12 +348,13 @@ def _numbers(text: bytes) -> dict[str, float]:
         return {}
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file has lines with a task's `responses_create_params` and a Responses object."""
-    if has_record(path, _HEAD_DECODER):
+    path = start.path
+    if start.has_record(_HEAD_DECODER):
         return True
     try:
-        if not path.is_file() or not _is_document(path):
+        if not start.is_file or not _is_document(path):
             return False
         read_document(_HEAD_DECODER, path)
     except (OSError, RolloutError, ValueError, RecursionError):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -36,11 +35,11 @@ from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.documents import (
     decode_record,
     find_documents,
-    is_document,
     parts_of,
 )
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids
+from rollout_io.formats.start import Start
 from schemas.errors import InputError
 
 _GROUPS = "inferred: each run is a separate instance"
@@ -163,10 +162,10 @@ def _step(message: _Message, ids: Sequence[list[int]], where: str) -> Step:
     )
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file is a JSON document with message logs, or with two renderings of a prompt."""
-    is_runs = is_document(path, _RUNS_SHAPE_DECODER, _MARKS)
-    return is_runs or is_document(path, _PAIR_SHAPE_DECODER, _MARKS)
+    is_runs = start.is_document_of(_RUNS_SHAPE_DECODER, _MARKS)
+    return is_runs or start.is_document_of(_PAIR_SHAPE_DECODER, _MARKS)
 
 
 ADAPTER = Adapter(

@@ -16,7 +16,6 @@ Messages that are marked as not `active` (a user took them back) are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -34,7 +33,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_in, shown
-from rollout_io.formats.parsing.jsonl import decode_line, decoded, first_lines
+from rollout_io.formats.parsing.jsonl import decode_line, decoded
 from rollout_io.formats.parsing.lines import Record, find_lines, read_record
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, prompt_key, read_messages
 from rollout_io.formats.parsing.naming import (
@@ -49,6 +48,7 @@ from rollout_io.formats.parsing.naming import (
 )
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import INT32_MAX
+from rollout_io.formats.start import Start
 from schemas.errors import InputError
 
 GROUPS = "inferred: lines without an id that have the same messages before the first answer"
@@ -240,9 +240,9 @@ def _metrics(content: bytes, where: str) -> dict[str, float]:
     return found
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file has lines of messages with roles, and no lines or fields of another format."""
-    lines = [*first_lines(path)]
+    lines = start.lines
     return any(map(_is_line, lines)) and not any(map(_is_of_another, lines))
 
 

@@ -30,12 +30,10 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import Contents, account
-from rollout_io.formats.detect import has_record
 from rollout_io.formats.openhands_events import EVENT, is_reconstructed, read_calls
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.documents import (
     find_documents,
-    is_document,
     run_of_file,
     with_group_rule,
 )
@@ -43,6 +41,7 @@ from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.lines import Record, find_lines, read_record, refuse_repeated
 from rollout_io.formats.parsing.model_calls import steps_of
 from rollout_io.formats.parsing.naming import numbers
+from rollout_io.formats.start import Start
 from schemas.errors import InputError
 
 _SUFFIXES = (".events.json", ".json")
@@ -249,10 +248,10 @@ def _numbers(name: str, raw: msgspec.Raw, where: str, depth: int = 0) -> dict[st
     return numbers({name: raw}, where) if depth else {}
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file has lines of runs with a history of events, or is a list of events."""
-    is_lines = has_record(path, _ROW_HEAD_DECODER)
-    return is_lines or is_document(path, _EVENTS_HEAD_DECODER, _MARKS)
+    is_lines = start.has_record(_ROW_HEAD_DECODER)
+    return is_lines or start.is_document_of(_EVENTS_HEAD_DECODER, _MARKS)
 
 
 ADAPTER = Adapter(

@@ -37,7 +37,7 @@ from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.naming import natural_key
-from rollout_io.formats.parsing.records import first_values
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _GROUPS = "inferred: the calls in one directory are one run, and a separate instance"
@@ -111,9 +111,9 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file is the log of one call."""
-    return path.is_file() and any(map(_is_call, first_values(path)))
+    return start.is_file and any(map(_is_call, start.values))
 
 
 def _is_call(value: Any) -> bool:

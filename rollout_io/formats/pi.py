@@ -123,9 +123,8 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             _compact(record, log, where)
         elif isinstance(record, ModelChange):
             log.model = record.model_id or log.model
-        is_summary = isinstance(record, BranchSummary) and record.summary
-        summary = [pi.summary_of(record.summary, is_branch=True)] if is_summary else []
-        log.say(summary, where, key)
+        text = record.summary if isinstance(record, BranchSummary) else None
+        log.say([pi.summary_of(text, is_branch=True)] if text else [], where, key)
 
 
 def _add(message: PiMessage, log: Contexts, where: str, key: str) -> None:

@@ -38,12 +38,12 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import Contents, account
-from rollout_io.formats.detect import has_record
-from rollout_io.formats.parsing.documents import decode_record, is_document, logs_below, parts_of
+from rollout_io.formats.parsing.documents import decode_record, logs_below, parts_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, read_document
 from rollout_io.formats.parsing.lines import DUPLICATE, lines_of, read_record
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages
 from rollout_io.formats.parsing.naming import numbers
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, InvariantError, RolloutError
 
 RESULTS, PAGE, METADATA = "results.jsonl", "rollouts_raw.json", "metadata.json"
@@ -313,15 +313,18 @@ def _messages(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def _is_page(path: Path) -> bool:
-    return is_document(path, _PAGE_SHAPE_DECODER, _MARKS)
+    return Start(path).is_document_of(_PAGE_SHAPE_DECODER, _MARKS)
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file has rows of a hosted run, or a directory has such a file."""
+    path = start.path
     if path.is_dir():
         found = logs_below(path, (RESULTS, PAGE).__contains__, METADATA.__eq__)
-        return all(file.parent == path for file in found) and any(map(recognizes, found))
-    return has_record(path, _ROW_DECODER) or _is_page(path)
+        return all(file.parent == path for file in found) and any(
+            recognizes(Start(file)) for file in found
+        )
+    return start.has_record(_ROW_DECODER) or _is_page(path)
 
 
 ADAPTER = Adapter(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from rollout_io.formats.base import Adapter, Found, Input, Options, Progress, Rejected, Run
 from rollout_io.formats.parsing.lines import Record
-from rollout_io.formats.parsing.records import decode_record, find_records, first_values
+from rollout_io.formats.parsing.records import decode_record, find_records
+from rollout_io.formats.start import Start
 from schemas.errors import InputError
 
 
@@ -24,8 +24,8 @@ def _refused(summary: str, told: Callable[[Any], str | None], hint: str) -> Adap
         hint: Hint that names the log to convert instead.
     """
 
-    def recognizes(path: Path) -> bool:
-        return any(told(each) is not None for v in first_values(path) for each in _parts(v))
+    def recognizes(start: Start) -> bool:
+        return any(told(each) is not None for v in start.values for each in _parts(v))
 
     def find_in(record: Record) -> Iterator[Rejected]:
         parts = _parts(decode_record(record))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,7 +36,6 @@ from rollout_io.formats.contents import account
 from rollout_io.formats.parsing.bodies import NO_JSON, Int32
 from rollout_io.formats.parsing.documents import (
     find_documents,
-    is_document,
     logs_of,
     with_group_rule,
 )
@@ -47,6 +45,7 @@ from rollout_io.formats.parsing.messages import MESSAGE, read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, contexts_of
 from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.tokens import logprob_array, same_ids, strict_ids
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, count
 
 _GROUPS = "inferred: episodes whose id does not begin with their task are grouped by task"
@@ -373,11 +372,12 @@ def _texts(episode: _Episode, where: str) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file is an episode, or a directory contains episodes and no other records."""
+    path = start.path
     try:
         logs = _logs_of(Input("", path))
-        return bool(logs) and is_document(logs[0].path, _SHAPE, _MARKS)
+        return bool(logs) and Start(logs[0].path).is_document_of(_SHAPE, _MARKS)
     except OSError:
         return False
 

@@ -19,7 +19,6 @@ import json
 import mmap
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -56,6 +55,7 @@ from rollout_io.formats.skyrl_generator_output import (
     support_arrays,
 )
 from rollout_io.formats.skyrl_output_columns import METRICS_KEY
+from rollout_io.formats.start import Start
 from schemas.errors import ConfigError, RolloutError, count
 
 METRICS = "rollout_metrics"
@@ -70,13 +70,14 @@ class _Metrics(msgspec.Struct, gc=False):
 _METRICS_DECODER = msgspec.json.Decoder(_Metrics)
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file begins like a GeneratorOutput and contains its required fields.
 
     The file is searched but not parsed, so this is fast even for gigabytes.
     """
+    path = start.path
     try:
-        if not path.is_file():
+        if not start.is_file:
             return False
         with open_input(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             first = _FIRST_KEY.match(text)

@@ -34,13 +34,13 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import Contents, account
-from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.documents import decode_record, logs_below
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import Record, find_lines, read_record
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import FilesApart
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 AGGREGATED = "aggregated_results.jsonl"
@@ -176,15 +176,16 @@ def _is_pickle(path: Path) -> bool:
     return head.startswith(b"\x80") and _BATCH in head
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True for a file of evaluation lines, a pickled batch, or a directory of evaluations."""
+    path = start.path
     try:
         if path.is_dir():
             evals = _evals(Input("", path))
-            return bool(evals) and all(has_record(e.path, _DECODER) for e in evals)
+            return bool(evals) and all(Start(e.path).has_record(_DECODER) for e in evals)
     except OSError:
         return False
-    return _is_pickle(path) or has_record(path, _DECODER)
+    return _is_pickle(path) or start.has_record(_DECODER)
 
 
 ADAPTER = Adapter(

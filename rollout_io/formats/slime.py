@@ -43,6 +43,7 @@ from rollout_io.formats.parsing.lines import incomplete
 from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
 from rollout_io.formats.parsing.weight_versions import names_of, oldest, versions_of_calls
 from rollout_io.formats.slime_metadata import read_back
+from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers_traces import runs
 from schemas.errors import InputError, RolloutError, count
 from schemas.extras import requires_extra
@@ -87,20 +88,21 @@ class _Sample(_Named, kw_only=True, gc=False):
     session_id: str | None = None
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file is a torch.save archive whose pickle contains the fields of slime's samples."""
+    path = start.path
     try:
-        if not path.is_file() or not zipfile.is_zipfile(path):
+        if not start.is_file or not zipfile.is_zipfile(path):
             return False
         with zipfile.ZipFile(path) as archive:
             name = next((n for n in archive.namelist() if n.rpartition("/")[2] == _PICKLE), None)
             if name is None:
                 return False
             with archive.open(name) as file:
-                start = file.read(1 << 20)
+                head = file.read(1 << 20)
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError):
         return False
-    return all(field in start for field in (*_FIELDS, *_SAMPLE_FIELDS))
+    return all(field in head for field in (*_FIELDS, *_SAMPLE_FIELDS))
 
 
 def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:

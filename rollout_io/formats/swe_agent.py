@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 
@@ -33,7 +32,6 @@ from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.documents import (
     find_documents,
-    is_document,
     run_of_file,
     with_group_rule,
 )
@@ -41,6 +39,7 @@ from rollout_io.formats.parsing.jsonl import decode_document, decode_line
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import MESSAGE, read_message, read_messages
 from rollout_io.formats.parsing.model_calls import Call, steps_of
+from rollout_io.formats.start import Start
 from schemas.errors import InputError
 
 _SUFFIXES = (".traj", ".json")
@@ -245,9 +244,9 @@ def _history(logged: _TrajectoryFile, where: str) -> Iterator[tuple[str, _Marks,
         yield here, marks, read_message(raw, here)
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file is a document with a history whose messages name their agent."""
-    return is_document(path, _HEAD_DECODER, _MARKS)
+    return start.is_document_of(_HEAD_DECODER, _MARKS)
 
 
 ADAPTER = Adapter(

@@ -65,7 +65,8 @@ from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.records import decode_record, find_records, first_values
+from rollout_io.formats.parsing.records import decode_record, find_records
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _GROUPS = "inferred: each trace is a separate instance"
@@ -280,11 +281,12 @@ def _agent(span: Span, spans: Mapping[str, Span]) -> str | None:
     return None
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file has spans in one of the forms."""
+    path = start.path
     if _is_protobuf(path):
-        return path.is_file()
-    return any(form_of(value) is not None and _has_spans(value) for value in first_values(path))
+        return start.is_file
+    return any(form_of(value) is not None and _has_spans(value) for value in start.values)
 
 
 def _has_spans(record: Any) -> bool:

@@ -65,6 +65,7 @@ from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.messages import MESSAGE, prompt_key, read_messages
 from rollout_io.formats.picture_bytes import PictureBytes
+from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _REQUIRED = frozenset({"step", "prompt", "completion"})
@@ -193,10 +194,11 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file is Parquet with TRL's columns."""
+    path = start.path
     try:
-        if not path.is_file():
+        if not start.is_file:
             return False
         with open_input(path) as file:
             if file.read(len(_MAGIC)) != _MAGIC:

@@ -13,7 +13,6 @@ is `group.id`, or else its task. The annotations of its traces are records of it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,7 +33,6 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.detect import has_record
 from rollout_io.formats.parsing.bodies import NO_JSON, Int32
 from rollout_io.formats.parsing.documents import logs_of
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
@@ -48,6 +46,7 @@ from rollout_io.formats.prime_rl_annotations import (
     Update,
     read_updates,
 )
+from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers_rows import METADATA, metadata_beside, read_row
 from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, metrics_of
 from schemas.errors import InputError, RolloutError, count
@@ -407,13 +406,14 @@ def _texts(episode: _Episode, main: Trace) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True for a file of episodes, rows or annotations, or a directory of such files without other records."""
+    path = start.path
     try:
         logs = _logs_of(Input("", path))
     except OSError:
         return False
-    return bool(logs) and any(has_record(logs[0].path, shape) for shape in _RECORDS)
+    return bool(logs) and any(Start(logs[0].path).has_record(shape) for shape in _RECORDS)
 
 
 def _logs_of(given: Input) -> list[Input]:

@@ -26,7 +26,6 @@ converted to tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -45,7 +44,6 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import Contents, account
-from rollout_io.formats.detect import has_record
 from rollout_io.formats.exporting import (
     Exported,
     Failed,
@@ -65,6 +63,7 @@ from rollout_io.formats.parsing.lines import Record, find_lines, read_record
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import FilesApart, label, numbers
 from rollout_io.formats.picture_bytes import PictureBytes
+from rollout_io.formats.start import Start
 from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 
 _GROUPS = "inferred: lines of one file and step with the same input"
@@ -138,9 +137,9 @@ def read_sample(run: Run, _: Options) -> Trajectory:
     )
 
 
-def recognizes(path: Path) -> bool:
+def recognizes(start: Start) -> bool:
     """True if a file has lines with `input`, `output`, `score` and `step`."""
-    return has_record(path, _DECODER)
+    return start.has_record(_DECODER)
 
 
 ADAPTER = Adapter(

@@ -17,6 +17,7 @@ from rollout_io.conversion.plan import Plan, plan
 from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
 from rollout_io.formats.parsing.lines import close_files
 from rollout_io.formats.parsing.notes import UNREAD, noted, unread_in
+from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 
 
@@ -26,7 +27,7 @@ def convert_with(
     """What became of a conversion, and its rows."""
     out, spool, chosen = tmp_path / "ds", tmp_path / "spool", Choices(**choices)
     inputs, _ = open_inputs(
-        [str(p) for p in paths], spool, lambda p: ["tried"] * adapter.recognizes(p)
+        [str(p) for p in paths], spool, lambda p: ["tried"] * adapter.recognizes(Start(p))
     )
     opened = Opened([Log("tried", adapter, inputs)])
     with patch("rollout_io.conversion.driver.open_log", lambda *_, **__: opened):

@@ -4,13 +4,14 @@ import tempfile
 from pathlib import Path
 
 from rollout_io.conversion.rejections import lines
+from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned
 
 
 def check_converts(adapter, path, num_records=None):
     """A damaged log gives rows, or named errors: records read = written + rejected."""
-    assert adapter.recognizes(path) in {True, False}
+    assert adapter.recognizes(Start(path)) in {True, False}
     made = planned(adapter, path)
     places = [place for run in made.runs for place in run.places]
     places += [rejected.place for rejected in made.rejected]

@@ -4,6 +4,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from rollout_io.formats.base import Conversation, Options
+from rollout_io.formats.start import Start
 from rollout_io.retokenize.messages import normalize
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import planned
@@ -36,7 +37,7 @@ def check_lines(adapter, path):
 
 def check_records(adapter, path, num_records):
     """Each record is in one run or rejection; what is read can be rendered, or is refused."""
-    assert adapter.recognizes(path) in {True, False}
+    assert adapter.recognizes(Start(path)) in {True, False}
     plan = planned(adapter, path)
     places = [place for run in plan.runs for place in run.places]
     places += [rejected.place for rejected in plan.rejected]

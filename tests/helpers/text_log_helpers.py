@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.base import Input, Options, Rejected, Run, Trajectory
 from rollout_io.formats.parsing.lines import close_files
+from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 
 JUNK = st.sampled_from(
@@ -87,7 +88,7 @@ def _change(draw, value, kind):
 
 def check_survives(adapter, path, num_records=1):
     """A damaged log gives rows or named errors; every record is accounted for."""
-    adapter.recognizes(path)
+    adapter.recognizes(Start(path))
     runs, rejected, _ = found_in(adapter, path)
     assert len(runs) + len(rejected) == num_records
     for item in rejected:

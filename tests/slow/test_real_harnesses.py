@@ -9,10 +9,10 @@ from rollout_io.conversion.text import Retokenizer, with_tokens
 from rollout_io.formats.claude_code import ADAPTER as CLAUDE_CODE
 from rollout_io.formats.codex_cli import ADAPTER as CODEX
 from rollout_io.formats.codex_cli import EDITED
+from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.gemini_cli import ADAPTER as GEMINI_CLI
 from rollout_io.formats.gemini_cli import THOUGHTS, WRITTEN
 from rollout_io.formats.opencode import ADAPTER as OPENCODE
-from rollout_io.formats.parsing.sessions import SUMMARIES
 from rollout_io.formats.pi import ADAPTER as PI
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all

@@ -61,6 +61,7 @@ class Records(Grammar):
         is_record: True if a decoded value is a record of this format, or a document of them.
         elements: Key of the list with the runs, if a document has several; a document without it is
             one run. "": a list is the list of its runs; None: each record is one run.
+        bare: Key for a record that is a list: it is read as an object with the list there.
         groups: How runs are grouped, for the history of the dataset; "" if they name their groups.
         unless: Label of runs that name their group, so that `groups` does not apply to them.
     """
@@ -69,23 +70,28 @@ class Records(Grammar):
     read: Callable[[Any, Run, Options], Trajectory]
     is_record: Callable[[Any], bool]
     elements: str | None = None
+    bare: str = ""
     groups: str = ""
     unless: str = ""
 
-    def adapter(self, summary: str, **fields: Any) -> Adapter:
-        """Return the adapter of the format; `fields` are those of `Adapter`."""
-        fields = {"is_text": True, "contents": self.contents} | fields
+    def adapter(
+        self, summary: str, noun: str = "run", *, is_text: bool = True, is_agent: bool = False
+    ) -> Adapter:
+        """Return the adapter of the format; for the arguments see `Adapter`."""
         return Adapter(
             summary=summary,
             recognizes=self.recognizes,
             find=self.find,
             read=self.read_run,
-            **fields,
+            is_text=is_text,
+            noun=noun,
+            is_agent=is_agent,
+            contents=self.contents,
         )
 
-    def recognizes(self, path: Path) -> bool:
+    def recognizes(self, start: Start) -> bool:
         """True if a file has a record of this format among its first lines, or is a document of it."""
-        return any(map(self.is_record, Start(path).values))
+        return any(map(self.is_record, start.values))
 
     def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         """Yield one run per record, in order; a record that cannot be used is rejected."""
@@ -144,7 +150,12 @@ class Records(Grammar):
         return msgspec.json.Decoder(msgspec.defstruct("Document", fields, gc=False))
 
     def _decoded(self, record: Record) -> Any:
-        return self.typed(record.content, record.place.where, _decode(record.place))[1]
+        place = record.place
+        return self.typed(self._as_object(record.content), place.where, _decode(place))[1]
+
+    def _as_object(self, content: bytes) -> bytes:
+        is_bare = self.bare and content.lstrip().startswith(b"[")
+        return b'{"%s":%s}' % (self.bare.encode(), content) if is_bare else content
 
     def read_run(self, run: Run, options: Options) -> Trajectory:
         """Read a record.
@@ -156,7 +167,7 @@ class Records(Grammar):
         (place,) = run.places
         content = read_record(place)
         record = self._decoded(Record(place, content))
-        account(self.contents, content)
+        account(self.contents, self._as_object(content))
         trajectory = self.read(record, run, options)
         if trajectory.error is None and not _is_answered(trajectory):
             raise InputError("no_calls", place.where, "the run has no model response")
@@ -189,11 +200,11 @@ def _decode(place: Place) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=2)
-def _beside(path: Path, _: Version, kind: type[Any]) -> Any:
+def _beside(path: Path, _: Version, kind: Any) -> Any:
     return decode_document(msgspec.json.Decoder(kind), read_input(path), str(path))
 
 
-def beside(place: Place, kind: type[Any]) -> Any:
+def beside(place: Place, kind: Any) -> Any:
     """Return what a document has beside its elements, as a struct; it is kept for the next element.
 
     Lines of a file have nothing beside them: the struct has its defaults.

@@ -42,34 +42,34 @@ class Rows(Sessions):
         open: Opens a store, given its path and its name in messages.
     """
 
+    has_parts: bool = False
     is_store: Callable[[Start], bool]
     open: Callable[[Path, str], AbstractContextManager[Store]]
 
-    def recognizes(self, path: Path) -> bool:
+    def recognizes(self, start: Start) -> bool:
         """True for a store of this format."""
-        return self.is_store(Start(path))
+        return self.is_store(start)
 
     def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-        """Yield one run per session, databases before directories; a damaged store is rejected."""
-        whole: list[Input] = []
-        for given in sorted(inputs, key=lambda each: each.path.is_dir()):
-            try:
-                with contained(given.name), self.open(given.path, given.name) as store:
-                    for session in store.sessions():
-                        store.names(session)
-                whole.append(given)
-            except RolloutError as error:
-                yield Rejected(Place(given.path, given.name, None, 1), error)
-        yield from super().find(whole, progress)
+        """Yield one run per session; one that several stores have is read from the first database."""
+        yield from super().find(sorted(inputs, key=lambda each: each.path.is_dir()), progress)
 
     def _sessions_in(
         self, given: Input, progress: Progress
-    ) -> Iterator[tuple[Names, Iterable[Record]]]:
+    ) -> Iterator[tuple[Names, Iterable[Record]] | Rejected]:
         progress(given.path.stat().st_size)
-        with self.open(given.path, given.name) as store:
-            for session in store.sessions():
-                names = store.names(session)
-                yield names, self._records_of(store, session, given)
+        try:
+            with contained(given.name), self.open(given.path, given.name) as store:
+                for session in [*store.sessions()]:
+                    place = Place(given.path, f"{given.name}, session {session}", None, 1)
+                    try:
+                        names = store.names(session)
+                    except RolloutError as error:
+                        yield Rejected(place, error)
+                    else:
+                        yield names, self._records_of(store, session, given)
+        except RolloutError as error:
+            yield Rejected(Place(given.path, given.name, None, 1), error)
 
     def _records_of(self, store: Store, session: str, given: Input) -> Iterator[Record]:
         for name, content in store.records(session):

@@ -122,6 +122,7 @@ class Sessions(Grammar):
         read: Tells the contexts of an agent what its records say.
         is_record: True if a decoded record is of this format, for detection.
         files: Pattern of the files with one record each, if a session may be a directory of them.
+        has_parts: True if a session may have several files; else a second one is an older copy.
         identity: Returns what identifies a record that other sessions may have copies of; None for any
             other. Its arguments are the type of the record and the JSON of its fields.
         is_prefix: True if a record is a copy only if all before it are, as in forks that begin with the
@@ -132,6 +133,7 @@ class Sessions(Grammar):
     read: Callable[[Iterator[Line], Contexts], None]
     is_record: Callable[[Mapping[str, Any]], bool] = lambda _: False
     files: str = ""
+    has_parts: bool = True
     identity: Callable[[str, bytes], str | None] | None = None
     is_prefix: bool = False
 
@@ -148,9 +150,8 @@ class Sessions(Grammar):
             contents=self.contents,
         )
 
-    def recognizes(self, path: Path) -> bool:
+    def recognizes(self, start: Start) -> bool:
         """True if a file has a record of this format among its first, or a directory has files of them."""
-        start = Start(path)
         first = start if start.is_file else next(map(Start, start.below(self.files)), None)
         return first is not None and any(map(self.is_record, first.records))
 
@@ -159,20 +160,24 @@ class Sessions(Grammar):
         yield About("groups", GROUPS)
         sessions: dict[str, list[_File]] = {}
         for given in inputs:
-            for names, records in self._sessions_in(given, progress):
+            for session in self._sessions_in(given, progress):
+                if isinstance(session, Rejected):
+                    yield session
+                    continue
+                names, records = session
                 file = _File(names)
                 yield from self._find_file(records, file)
                 others = sessions.setdefault(names.session, [])
                 copy = next((other for other in others if self._is_copy(file, other)), None)
                 if copy is not None:
                     yield from _repeated(file, copy)
-                elif file.places:
+                elif file.places and (self.has_parts or not others):
                     others.append(file)
         yield from self._runs({name: files for name, files in sessions.items() if files})
 
     def _sessions_in(
         self, given: Input, progress: Progress
-    ) -> Iterator[tuple[Names, Iterable[Record]]]:
+    ) -> Iterator[tuple[Names, Iterable[Record]] | Rejected]:
         """Yield the names and the records of each session of an input."""
         records = self._records(given, progress)
         first = [*islice(records, _NUM_FIRST)]
@@ -255,8 +260,8 @@ class Sessions(Grammar):
                 answers |= {start + at: digests for at, digests in file.answers.items()}
                 copied |= {start + at: keeper for at, keeper in copies[name, i].items()}
                 places += file.places
-            labels = {"session": root, **sessions[root][0].names.labels}
-            labels = {name: value for name, value in labels.items() if value}
+            named = {"session": root, **sessions[root][0].names.labels}
+            labels = {name: value for name, value in named.items() if value}
             for found in run_of(root, places, labels, answers, copied):
                 if isinstance(found, Run):
                     found.copied |= referred
@@ -276,9 +281,9 @@ class Sessions(Grammar):
             if not self.is_prefix:
                 continue
             family = _last(key[0], origins)
-            before = digest(family, str(file.names.base)) if family in forked else None
+            before = digest(family, str(file.names.base))
             answers[key] = {}
-            for at, digests in file.answers.items() if before is not None else ():
+            for at, digests in file.answers.items() if family in forked else ():
                 before = digest(before.hex(), *(each.hex() for each in digests))
                 answers[key][at] = [before]
         order = sorted(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from rollout_io.dataset.opening import open_input, read_input
+from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import About, Found, Input, Place, Progress, Rejected, Run
 from rollout_io.formats.parsing.jsonl import (
     contained,
     decode_line,
-    decoded,
     refuse_lfs_pointer,
     refuse_not_utf8,
     without_lone_surrogates,
@@ -57,27 +55,6 @@ def find_documents(
             yield from found
         except RolloutError as error:
             yield Rejected(place, error)
-
-
-def is_document(path: Path, decoder: msgspec.json.Decoder[Any], marks: Iterable[bytes]) -> bool:
-    """True if a file is one document that a decoder accepts; for `Adapter.recognizes`.
-
-    Args:
-        path: Any existing path.
-        decoder: Decoder of types without `Raw` fields, which would refer to the memory map.
-        marks: Byte strings, one of which must occur in the first 64 KiB; this check is fast.
-    """
-    try:
-        if not path.is_file():
-            return False
-        with open_input(path) as file:
-            start = file.read(_START_BYTES)
-            if not start.lstrip().startswith((b"{", b"[")) or not any(m in start for m in marks):
-                return False
-            decoded(decoder, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
-        return False
-    return True
 
 
 def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Run:

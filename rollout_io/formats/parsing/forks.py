@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from rollout_io.formats.base import Found, Place, Rejected, Run
 from rollout_io.formats.parsing.lines import DUPLICATE
@@ -26,7 +27,10 @@ def digest(*parts: str) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def copied_answers(sessions: Mapping[str, Answers]) -> dict[str, dict[int, str]]:
+Name = TypeVar("Name", bound=Hashable)
+
+
+def copied_answers(sessions: Mapping[Name, Answers]) -> dict[Name, dict[int, Name]]:
     """Return the copied answers of each session by index, each with the session that keeps it.
 
     The first session that has an answer keeps it.
@@ -36,8 +40,8 @@ def copied_answers(sessions: Mapping[str, Answers]) -> dict[str, dict[int, str]]
             Originals come before forks, or sessions with fewer answers first: otherwise a fork
             could leave its original without answers.
     """
-    keepers: dict[bytes, str] = {}
-    copied: dict[str, dict[int, str]] = {}
+    keepers: dict[bytes, Name] = {}
+    copied: dict[Name, dict[int, Name]] = {}
     for name, session in sessions.items():
         answers = session.items()
         found = {i: next((keepers[d] for d in each if d in keepers), name) for i, each in answers}

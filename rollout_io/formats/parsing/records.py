@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from rollout_io.dataset.opening import open_input, read_input
+from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import Found, Input, Place, Progress, Rejected
 from rollout_io.formats.parsing.jsonl import (
     contained,
     decode_document,
     decode_line,
-    decoded,
-    first_lines,
     refuse_lfs_pointer,
     refuse_not_utf8,
 )
 from rollout_io.formats.parsing.lines import Record, lines_of
+from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 
 T = TypeVar("T")
@@ -52,18 +50,13 @@ def find_records(
 
 def _records(inputs: Sequence[Input], progress: Progress) -> Iterator[Record]:
     for given in inputs:
-        if is_document(given.path):
+        if Start(given.path).is_document:
             content = read_input(given.path)
             progress(len(content))
             yield Record(Place(given.path, given.name, 0, len(content)), content)
         else:
             for place, content in lines_of([given], progress):
                 yield Record(place, content)
-
-
-def is_document(path: Path) -> bool:
-    """True if a file is one JSON document over several lines, or no JSON at all."""
-    return all(_value(line) is None for line in first_lines(path))
 
 
 def decode_record(record: Record, decoder: msgspec.json.Decoder[T] = _ANY) -> T:
@@ -73,28 +66,5 @@ def decode_record(record: Record, decoder: msgspec.json.Decoder[T] = _ANY) -> T:
         InputError: `json_line`, or for a document `json_document`: the record is not JSON;
             `record_type`: a field is missing or has the wrong type.
     """
-    decode = decode_document if is_document(record.place.path) else decode_line
+    decode = decode_document if Start(record.place.path).is_document else decode_line
     return decode(decoder, record.content, record.place.where)
-
-
-def first_values(path: Path) -> list[Any]:
-    """Return the lines among the first 8 that are JSON, or the document; for `Adapter.recognizes`."""
-    found = [value for line in first_lines(path) if (value := _value(line)) is not None]
-    try:
-        if found or not path.is_file() or path.stat().st_size > _MAX_DOCUMENT_BYTES:
-            return found
-        with open_input(path) as file:
-            content = file.read()
-    except (OSError, RolloutError):
-        return []
-    value = _value(content)
-    return [] if value is None else [value]
-
-
-def _value(content: bytes) -> Any:
-    if not content.lstrip().startswith((b"{", b"[")):
-        return None
-    try:
-        return decoded(_ANY, content)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None

@@ -12,6 +12,7 @@ import torch
 import rollout_io
 from rollout_io.cli.main import run
 from rollout_io.formats.detect import find_adapter
+from rollout_io.formats.start import Start
 from tests.conftest import EXAMPLES
 
 CODE = "table = rollout_io.from_generator_output(output)"
@@ -147,7 +148,7 @@ def test_a_line_that_lacks_one_key_leads_to_its_format(
         hint = f"did you mean '{key}', not '{misspelt}'? See" if misspelt else f"add '{key}': see"
         assert f"Hint: {hint} docs/formats.md#{name}" in message
     Path("log.jsonl").write_text(json.dumps(line) + "\n")
-    assert find_adapter(name).recognizes(Path("log.jsonl"))
+    assert find_adapter(name).recognizes(Start(Path("log.jsonl")))
 
 
 def test_a_file_or_dataset_with_a_similar_name_is_suggested(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.agent_lightning import ADAPTER
+from rollout_io.formats.start import Start
 from schemas import check
 from schemas.columns import metrics_dict
 from schemas.errors import RolloutError
@@ -133,7 +134,7 @@ def test_a_list_of_events_is_read_as_its_lines_are(tmp_path):
     records = [json.loads(line) for line in EVENTS.read_text(encoding="utf-8").splitlines()]
     path = tmp_path / "events.json"
     path.write_text(json.dumps(records), encoding="utf-8")
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     _, expected = convert_with(ADAPTER, [EVENTS], tmp_path / "lines")
     _, found = convert_with(ADAPTER, [path], tmp_path / "list")
     drop = ["source"]
@@ -195,7 +196,7 @@ def test_rollouts_without_events_are_failed_runs_or_refused(tmp_path):
     )
     assert (trajectory.error, list(trajectory.steps)) == ("rollout failed: oom", [])
     assert refusal(tmp_path, rollout()).rule == "no_calls"
-    assert ADAPTER.recognizes(write_lines(tmp_path / "r.jsonl", rollout()))
+    assert ADAPTER.recognizes(Start(write_lines(tmp_path / "r.jsonl", rollout())))
 
 
 def test_events_of_equal_prompts_can_be_grouped(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from rollout_io.formats.harbor import ADAPTER
 from rollout_io.formats.harbor_inputs import recognizes
+from rollout_io.formats.start import Start
 from tests.helpers.harbor_helpers import (
     agent_step,
     atif,
@@ -139,13 +140,13 @@ def test_damaged_files_are_refused_by_name(tmp_path, trial):
 def test_recognizes_its_inputs_and_nothing_else(tmp_path, trial):
     directory = write_trial(tmp_path / "jobs" / "job", trial("t"), atif(agent_step(1, [1], [2])))
     known = (directory, directory.parent, directory.parent.parent, directory / "result.json")
-    assert all(ADAPTER.recognizes(path) for path in known)
+    assert all(ADAPTER.recognizes(Start(path)) for path in known)
     other = write(tmp_path / "other" / "result.json", {"session": "a/0", "schema_version": "1"})
     unknown = (other, other.parent, tmp_path / "none", Path(__file__))
-    assert not any(ADAPTER.recognizes(path) for path in unknown)
+    assert not any(ADAPTER.recognizes(Start(path)) for path in unknown)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
-    assert not recognizes(tmp_path / "pipe.json")
+    assert not recognizes(Start(tmp_path / "pipe.json"))
     assert refusal(tmp_path / "pipe.json").rule == "input_file"

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.formats.claude_code import ADAPTER
+from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
@@ -317,7 +318,7 @@ def test_the_real_broken_lines_are_named_and_take_their_sessions_with_them(harne
 
 def test_the_real_web_export_is_one_record_with_two_contexts(harness_logs):
     export = harness_logs / "claude_code" / "simonw.sample_session.json"
-    assert ADAPTER.recognizes(export)
+    assert ADAPTER.recognizes(Start(export))
     ((_, session),), _ = read_all(ADAPTER, export)
     assert [len(step.messages) for step in session.steps] == [28, 5]
     assert session.steps[1].messages[0]["content"].startswith("This is a session continuation")

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rollout_io.formats.cline import ADAPTER
+from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
-from rollout_io.formats.parsing.sessions import SUMMARIES
 from tests.helpers.adapter_helpers import read_all
 
 

@@ -9,6 +9,7 @@ from rollout_io.formats.base import Options
 from rollout_io.formats.codex_cli import ADAPTER, EDITED, LOST, SUMMARIES
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS, WEB_SEARCHES
 from rollout_io.formats.parsing.notes import UNREAD, noted
+from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
@@ -398,7 +399,7 @@ def test_the_real_session_is_read(harness_logs):
 
 def test_the_real_session_without_messages_is_recognized_and_has_no_calls(harness_logs):
     path = harness_logs / "codex_cli" / "ccusage.session-alpha.jsonl"
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     found, rejected = read_all(ADAPTER, path)
     assert found == []
     assert [r.error.rule for r in rejected] == ["no_calls"] * 3

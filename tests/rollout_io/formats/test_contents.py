@@ -170,7 +170,9 @@ def test_unread_content_has_the_same_counts_with_several_processes(tmp_path, smo
 def test_a_key_beside_what_is_read_of_a_result_of_kimi_is_named():
     event = {"type": "tool.result", "uuid": "u", "result": {"output": "a", "note": "End of file."}}
     found = []
-    kimi_cli.ADAPTER.contents.unread({"type": "context.append_loop_event", "event": event}, found.append)
+    kimi_cli.ADAPTER.contents.unread(
+        {"type": "context.append_loop_event", "event": event}, found.append
+    )
     assert found == ["context.append_loop_event.event.result.note"]
 
 

@@ -21,6 +21,7 @@ from rollout_io.formats.detect import (
     recognize,
     sort_by_format,
 )
+from rollout_io.formats.start import Start
 from rollout_io.plugins import Plugin
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES, ROOT
@@ -99,9 +100,9 @@ def test_looking_at_any_bytes_never_raises(content):
         path = Path(folder) / "result.json"
         path.write_bytes(content)
         for adapter in load_formats().adapters.values():
-            assert adapter.recognizes(path) in {True, False}
-            assert adapter.recognizes(path.parent) in {True, False}
-            assert adapter.recognizes(path / "nowhere") is False
+            assert adapter.recognizes(Start(path)) in {True, False}
+            assert adapter.recognizes(Start(path.parent)) in {True, False}
+            assert adapter.recognizes(Start(path / "nowhere")) is False
 
 
 def test_every_real_log_is_of_one_format_at_most(harness_logs, formats):
@@ -161,7 +162,9 @@ def test_inputs_are_sorted_by_format_and_those_of_none_are_left_unless_named(tmp
 
 def test_two_formats_that_both_know_one_input_are_told_apart_by_the_others(tmp_path):
     (tmp_path / "b").touch()
-    narrow = Adapter(summary="b", recognizes=lambda path: path.name == "b", find=zip, read=zip)
+    narrow = Adapter(
+        summary="b", recognizes=lambda start: start.path.name == "b", find=zip, read=zip
+    )
     paths = {"b": tmp_path / "b", "shop": SHOP}
     formats = {"all": always(True), "narrow": narrow}
     assert sort_by_format(paths, formats, paths) == ({"all": ["b", "shop"]}, [])
@@ -212,7 +215,7 @@ def plugins(tmp_path):
         "from rollout_io.formats.base import Adapter\n"
         "from rollout_io.formats.calls import find_sessions, read_session\n"
         "ADAPTER = Adapter(\n"
-        "    summary='notes', recognizes=lambda p: p.suffix == '.notes',\n"
+        "    summary='notes', recognizes=lambda start: start.path.suffix == '.notes',\n"
         "    find=find_sessions, read=read_session\n"
         ")\n"
     )

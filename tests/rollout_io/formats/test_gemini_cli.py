@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.base import Options
+from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.gemini_cli import ADAPTER, THOUGHTS, WRITTEN
-from rollout_io.formats.parsing.sessions import SUMMARIES
+from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_records
@@ -171,12 +172,12 @@ def test_the_files_of_a_session_are_one_run_and_a_copy_of_one_is_refused(tmp_pat
 
 def test_messages_with_roles_are_no_session_of_gemini(tmp_path):
     document = {"sessionId": "s", "messages": [{"role": "user", "content": "x"}]}
-    assert not ADAPTER.recognizes(save(tmp_path / "s", document))
+    assert not ADAPTER.recognizes(Start(save(tmp_path / "s", document)))
 
 
 def test_the_real_session_is_read(harness_logs):
     path = harness_logs / "gemini_cli" / "gemini-cli-trajectory.json"
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     ((run, found),), rejected = read_all(ADAPTER, path)
     assert rejected == []
     assert run.instance_id == "cdd63974-c2a3-4f1c-931d-cce1db22ec03"

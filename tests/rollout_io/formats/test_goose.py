@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
+from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.goose import ADAPTER, FAILED, REPLACED, WRITTEN
-from rollout_io.formats.parsing.sessions import SUMMARIES
 from tests.helpers.adapter_helpers import read_all
 
 OLD = {"userVisible": True, "agentVisible": False}

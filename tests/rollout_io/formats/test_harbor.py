@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollout_io.formats.harbor_inputs import recognizes
+from rollout_io.formats.start import Start
 from schemas.metadata import DatasetMetadata
 from tests.helpers.harbor_helpers import (
     GOLDEN,
@@ -70,7 +71,7 @@ def test_a_real_file_without_tokens_is_recognized_and_refused_for_that_reason(
 ):
     path = harness_logs / "harbor" / name
     error = refusal(path)
-    assert recognizes(path)
+    assert recognizes(Start(path))
     assert (error.rule, reason in error.got) == ("no_token_ids", True), error
 
 
@@ -84,7 +85,7 @@ def test_every_real_file_converts_or_is_refused_for_want_of_tokens_or_of_a_file(
     assert "'trajectory.summarization-1-summary.json' does not exist" in refusal(main).got
     exports = {path for path in refused if path.name.endswith(".traces.json")}
     assert {path for path, rule in rules.items() if rule == "harbor_export"} == exports
-    assert all(recognizes(path) for path in exports)
+    assert all(recognizes(Start(path)) for path in exports)
     others = {rule for path, rule in rules.items() if path not in {main, *exports}}
     assert others == {"no_token_ids"}
 
@@ -92,7 +93,7 @@ def test_every_real_file_converts_or_is_refused_for_want_of_tokens_or_of_a_file(
 def test_json_lines_of_another_harness_are_not_taken_for_harbor(harness_logs):
     path = harness_logs / "harbor" / "nemo_gym_harbor_agent.example_output.jsonl"
     error = refusal(path)
-    assert not recognizes(path)
+    assert not recognizes(Start(path))
     assert (error.rule, error.got) == (
         "harbor_input",
         "the file has several JSON documents (JSON Lines)",

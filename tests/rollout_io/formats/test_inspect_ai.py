@@ -13,6 +13,7 @@ from rollout_io.formats import inspect_ai as archives
 from rollout_io.formats.inspect_ai import ADAPTER, REPLACED
 from rollout_io.formats.inspect_ai_samples import Sample, calls_of
 from rollout_io.formats.parsing.notes import noted
+from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
 from tests.helpers import adapter_helpers as helpers
@@ -99,7 +100,7 @@ def test_real_samples_are_runs_with_attachments_resolved_and_the_graders_calls_l
 def test_a_real_log_as_an_archive_reads_the_same(security_guide, tmp_path):
     document = json.loads(security_guide.read_bytes())
     path = pack(tmp_path / "a.eval", document)
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     packed, plain = read_all(ADAPTER, path), read_all(ADAPTER, security_guide)
     assert [p.steps[0].messages for p in packed] == [p.steps[0].messages for p in plain]
     assert [p.metrics for p in packed] == [p.metrics for p in plain]
@@ -355,7 +356,7 @@ def test_a_started_archive_has_its_journal_alone(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("_journal/start.json", json.dumps({"version": 2, "eval": {"task": "t"}}))
         archive.writestr("samples/1_epoch_1.json", json.dumps(sample()))
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     (run,), _, about = found_in(ADAPTER, path)
     assert (run.labels["status"], about["log_status"]) == ("started", {str(path): "started"})
 
@@ -389,7 +390,7 @@ def test_a_member_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
 def test_a_damaged_archive_is_refused_by_name(tmp_path):
     path = pack(tmp_path / "a.eval", log(sample()))
     path.write_bytes(path.read_bytes()[:200])
-    assert not ADAPTER.recognizes(path)
+    assert not ADAPTER.recognizes(Start(path))
     _, (rejected,), _ = found_in(ADAPTER, path)
     assert rejected.error.rule == "zip_archive"
 
@@ -397,7 +398,7 @@ def test_a_damaged_archive_is_refused_by_name(tmp_path):
 def test_other_archives_are_not_recognised(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("model/data.pkl", b"")
-    assert not ADAPTER.recognizes(tmp_path / "a.zip")
+    assert not ADAPTER.recognizes(Start(tmp_path / "a.zip"))
 
 
 TOOL_CALL = {"id": "c", "function": "f", "arguments": {"a": 1}}
@@ -436,7 +437,7 @@ def test_flipped_bytes_of_an_archive_are_named(tmp_path_factory, at, noise):
     content = path.read_bytes()
     at %= len(content)
     path.write_bytes(content[:at] + noise + content[at + len(noise) :])
-    ADAPTER.recognizes(path)
+    ADAPTER.recognizes(Start(path))
     runs, rejected, _ = found_in(ADAPTER, path)
     assert len(runs) + len(rejected) >= 1
     assert all(isinstance(item.error, RolloutError) for item in rejected)

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.mini_swe_agent import ADAPTER
+from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with
 from tests.helpers.text_log_helpers import (
@@ -199,9 +200,9 @@ def test_a_run_without_calls_is_refused(tmp_path):
 
 def test_a_bare_list_of_another_chat_is_not_recognised(tmp_path):
     chat = [{"role": r, "content": "hello"} for r in ("system", "user", "assistant", "user")]
-    assert not ADAPTER.recognizes(save(tmp_path / "a.json", chat))
-    assert not ADAPTER.recognizes(tmp_path)
-    assert not ADAPTER.recognizes(tmp_path / "none")
+    assert not ADAPTER.recognizes(Start(save(tmp_path / "a.json", chat)))
+    assert not ADAPTER.recognizes(Start(tmp_path))
+    assert not ADAPTER.recognizes(Start(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(

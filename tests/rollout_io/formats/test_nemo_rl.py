@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.nemo_rl import ADAPTER
+from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_records
@@ -83,7 +84,7 @@ def test_every_reason_for_missing_tokens_has_its_name_and_place(log, rule, got, 
 
 def test_the_real_pair_of_renderings_is_recognized_and_has_no_run(harness_logs):
     path = harness_logs / "nemo_gym" / "nemo_rl.maybe_correct_merged_tokens_test_data.json"
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     plan = planned(ADAPTER, path)
     assert plan.runs == []
     ((_, error, _),) = plan.rejected
@@ -95,7 +96,7 @@ def test_the_real_pair_of_renderings_is_recognized_and_has_no_run(harness_logs):
 
 def test_the_real_message_logs_are_refused_for_the_ids_that_were_emptied(harness_logs):
     path = harness_logs / "nemo_gym" / "nemo_rl.test_nemo_gym_sanity.json"
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     found, rejected = read_all(ADAPTER, path)
     assert found == []
     got = "the message of role 'assistant' has an empty list of token ids"
@@ -105,7 +106,7 @@ def test_the_real_message_logs_are_refused_for_the_ids_that_were_emptied(harness
 
 def test_other_documents_are_none_of_nemo_rl(tmp_path):
     for name, content in [("a", {"expected_output": []}), ("b", {"message_log": []}), ("c", [1])]:
-        assert not ADAPTER.recognizes(save(tmp_path / name, content))
+        assert not ADAPTER.recognizes(Start(save(tmp_path / name, content)))
 
 
 @given(mutated(json.dumps(document(TWO_CALLS, TWO_CALLS)).encode()))

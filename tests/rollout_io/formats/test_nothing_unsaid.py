@@ -14,8 +14,9 @@ import pytest
 from rollout_io.conversion.text import Retokenizer, with_tokens
 from rollout_io.formats.base import Step
 from rollout_io.formats.contents import SELF
+from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
-from rollout_io.formats.parsing.sessions import SUMMARIES
+from rollout_io.formats.qwen_code import REMINDER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import read_all
 
@@ -149,7 +150,7 @@ def check(path, name, retokenizer):
         contents is None
         or not found
         or is_exact
-        or any({*made.notes} - {SUMMARIES} for _, made in found)
+        or any({*made.notes} - {SUMMARIES, REMINDER} for _, made in found)
     ):
         return 0
     decoded = ""

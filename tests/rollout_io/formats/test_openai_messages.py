@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from rollout_io.formats.base import Options
 from rollout_io.formats.openai_messages import ADAPTER, INACTIVE
 from rollout_io.formats.parsing.notes import noted
+from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines, save_template
@@ -147,24 +148,24 @@ def test_where_all_lines_have_ids_nothing_is_inferred(tmp_path):
     ],
 )
 def test_lines_of_other_formats_are_not_recognized(record, tmp_path):
-    assert not ADAPTER.recognizes(lines(tmp_path, record))
+    assert not ADAPTER.recognizes(Start(lines(tmp_path, record)))
 
 
 def test_a_log_of_events_one_of_which_has_messages_is_not_recognized(tmp_path):
     events = [{"type": "message.in", "content": "Hi."}, {"type": "agent.start", "messages": CHAT}]
-    assert not ADAPTER.recognizes(lines(tmp_path, *events))
+    assert not ADAPTER.recognizes(Start(lines(tmp_path, *events)))
 
 
 @pytest.mark.parametrize("record", [CHAT, {"messages": CHAT}, {"messages": CHAT, "reward": 1}])
 def test_a_line_of_messages_is_recognized_after_a_damaged_one_too(record, tmp_path):
-    assert ADAPTER.recognizes(lines(tmp_path, b'{"mess', record))
+    assert ADAPTER.recognizes(Start(lines(tmp_path, b'{"mess', record)))
 
 
 def test_a_document_over_several_lines_is_no_jsonl(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps(CHAT, indent=1))
-    assert not ADAPTER.recognizes(path)
-    assert ADAPTER.recognizes(save(tmp_path / "b.json", CHAT))
+    assert not ADAPTER.recognizes(Start(path))
+    assert ADAPTER.recognizes(Start(save(tmp_path / "b.json", CHAT)))
 
 
 @pytest.mark.parametrize(

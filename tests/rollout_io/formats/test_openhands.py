@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.openhands import ADAPTER
+from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with
 from tests.helpers.text_log_helpers import (
@@ -245,8 +246,12 @@ def test_damaged_lines_leave_the_others(tmp_path):
 
 
 def test_other_lists_and_lines_are_not_recognised(tmp_path):
-    assert not ADAPTER.recognizes(save(tmp_path / "a.json", [{"role": "user", "content": "u"}]))
-    assert not ADAPTER.recognizes(write(tmp_path / "b.jsonl", {"instance_id": "i", "history": []}))
+    assert not ADAPTER.recognizes(
+        Start(save(tmp_path / "a.json", [{"role": "user", "content": "u"}]))
+    )
+    assert not ADAPTER.recognizes(
+        Start(write(tmp_path / "b.jsonl", {"instance_id": "i", "history": []}))
+    )
 
 
 EVENTS = [*start(), *turn(5, "r1", ids=[7], prompt=[1]), act(8, "message", {"content": "x"})]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.base import Options
 from rollout_io.formats.prime_hosted import ADAPTER
+from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, check_records, mutated_lines, save_template
@@ -126,7 +127,7 @@ def test_a_page_gives_the_runs_that_its_rows_give(tmp_path):
     for trajectories in read:
         assert [t.steps[0].messages for t in trajectories] == [t.steps[0].messages for t in read[0]]
     (folder / "results.jsonl").unlink()
-    assert ADAPTER.recognizes(folder)
+    assert ADAPTER.recognizes(Start(folder))
     assert len(planned(ADAPTER, folder).runs) == 3
 
 
@@ -176,7 +177,7 @@ def test_a_sample_that_comes_twice_is_refused_once(tmp_path):
 def test_the_real_rows_are_two_groups_of_eight(harness_logs):
     folder = harness_logs / "prime_hosted_rl" / RUN
     for place in (folder, folder / "results.jsonl", folder / "rollouts_raw.json"):
-        assert ADAPTER.recognizes(place)
+        assert ADAPTER.recognizes(Start(place))
         plan = planned(ADAPTER, place)
         assert groups_of(plan) == ["group-0"] * 8 + ["group-1"] * 8
         assert {run.labels["problem"] for run in plan.runs} == {"1"}
@@ -186,7 +187,7 @@ def test_the_real_rows_are_two_groups_of_eight(harness_logs):
     assert [t.reward for t in read] == [0.0] * 5 + [1.0] * 3 + [0.0] * 7 + [1.0]
     assert [len(t.steps[0].messages) for t in read] == [5] * 4 + [7, 7, 11, 9] + [5] * 7 + [9]
     assert all("reasoning_content" in t.steps[0].messages[2] for t in read)
-    assert not ADAPTER.recognizes(folder / "metadata.json")
+    assert not ADAPTER.recognizes(Start(folder / "metadata.json"))
 
 
 def test_the_user_can_group_the_real_rows_by_their_problem(harness_logs):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import rollout_io
 from pipelines import merge, unmerge
 from rollout_io import Choices, RolloutWriter, convert
+from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers import ADAPTER
 from schemas import check
 from schemas.errors import RolloutError
@@ -331,7 +332,7 @@ def test_a_stream_of_an_unknown_name_is_named_and_a_trace_without_a_row_is_count
 
 def test_annotations_without_episodes_are_refused_with_a_hint(tmp_path):
     path = write_lines(tmp_path / "00000.jsonl", update())
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     assert not planned(ADAPTER, path).runs
     with pytest.raises(RolloutError, match="convert the annotations together"):
         convert([path], tmp_path / "ds", Choices())

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.refused import REFUSED
+from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with
 from tests.helpers.text_log_helpers import check_survives, found_in, mutated, save
@@ -22,7 +23,7 @@ RESULT = {"trial_name": "t.1-of-1", "task_id": "t", "is_resolved": None, "failur
 )
 def test_a_real_result_is_recognised_and_refused_for_what_it_lacks(harness_logs, name, said):
     path = harness_logs / "terminal_bench_legacy" / f"{name}.results.json"
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     runs, (rejected,), _ = found_in(ADAPTER, path)
     assert not runs
     assert rejected.error.rule == "no_conversation"
@@ -31,7 +32,7 @@ def test_a_real_result_is_recognised_and_refused_for_what_it_lacks(harness_logs,
 
 def test_each_result_of_a_benchmark_is_refused(tmp_path):
     path = save(tmp_path / "results.json", {"results": [RESULT, RESULT | {"is_resolved": False}]})
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     _, rejected, _ = found_in(ADAPTER, path)
     assert [r.place.where for r in rejected] == [f"{path}:1, results[{i}]" for i in (0, 1)]
     assert "is_resolved null" in rejected[0].error.got
@@ -41,8 +42,10 @@ def test_each_result_of_a_benchmark_is_refused(tmp_path):
 
 def test_other_results_are_not_recognised(tmp_path):
     harbor = {"trial_name": "t", "task_name": "t", "verifier_result": {}, "is_resolved": 1}
-    assert not ADAPTER.recognizes(save(tmp_path / "a.json", harbor))
-    assert not ADAPTER.recognizes(save(tmp_path / "b.json", {"results": [], "is_resolved": None}))
+    assert not ADAPTER.recognizes(Start(save(tmp_path / "a.json", harbor)))
+    assert not ADAPTER.recognizes(
+        Start(save(tmp_path / "b.json", {"results": [], "is_resolved": None}))
+    )
 
 
 @given(st.data())
@@ -56,7 +59,7 @@ def test_lines_without_a_conversation_are_refused_one_by_one(tmp_path):
     name, path = "openai_agents_trace", tmp_path / "a.jsonl"
     line = {"object": "trace.span", "id": "s", "span_data": {}}
     path.write_text(f"{json.dumps(line)}\n" * 2)
-    assert REFUSED[name].recognizes(path)
+    assert REFUSED[name].recognizes(Start(path))
     _, rejected, _ = found_in(REFUSED[name], path)
     assert [(r.error.rule, r.place.where) for r in rejected] == [
         ("no_conversation", f"{path}:{i}") for i in (1, 2)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from rollout_io.formats.base import Conversation, Options, Step
 from rollout_io.formats.rllm import ADAPTER
+from rollout_io.formats.start import Start
 from schemas import check
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
@@ -74,7 +75,7 @@ def compact(record):
 
 
 def test_a_real_run_directory_gives_exactly_the_steps_of_its_episodes(tmp_path):
-    assert ADAPTER.recognizes(PEER)
+    assert ADAPTER.recognizes(Start(PEER))
     paths = sorted((PEER / "episodes").iterdir())
     runs, rejected = read_all(ADAPTER, PEER)
     assert not rejected
@@ -126,9 +127,9 @@ def test_other_records_in_a_directory_make_it_no_log(tmp_path):
     write(tmp_path / "run" / "episodes" / "episode_0.json", episode())
     write(tmp_path / "run" / "meta.json", {})
     write(tmp_path / "run" / "progress" / "item_000000.json", {})
-    assert ADAPTER.recognizes(tmp_path / "run")
+    assert ADAPTER.recognizes(Start(tmp_path / "run"))
     write(tmp_path / "run" / "result.json", {})
-    assert not ADAPTER.recognizes(tmp_path / "run")
+    assert not ADAPTER.recognizes(Start(tmp_path / "run"))
 
 
 def test_episodes_of_one_task_are_a_group_by_id_or_else_by_task(tmp_path):
@@ -181,7 +182,7 @@ def test_the_older_logger_of_training_is_read_as_text(tmp_path):
     record = {"training_step": 3, "episode_id": "t:1", "task": {}, "is_correct": False}
     record |= {"termination_reason": None, "trajectories": [{"name": "a", "steps": [bare]}]}
     path = write(tmp_path / "episode_hash1_idt_1.json", record)
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     (run,) = planned(ADAPTER, path).runs
     assert run.labels["training_step"] == "3"
     assert ADAPTER.read(run, Options()).steps[0].messages == SAID

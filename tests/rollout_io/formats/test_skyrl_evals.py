@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.skyrl_evals import ADAPTER
+from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
 from tests.helpers.examples import examples
@@ -29,7 +30,7 @@ class TrainingInputBatch(dict):
 def test_lines_of_one_data_source_with_one_prompt_are_a_group(tmp_path):
     other = sample(input_prompt="x")
     path = write_lines(tmp_path / "gsm8k.jsonl", sample(), other, sample())
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     plan = planned(ADAPTER, path)
     first, second, third = plan.runs
     assert first.instance_id == third.instance_id != second.instance_id
@@ -104,8 +105,8 @@ def test_a_directory_of_evaluations_is_one_log_and_its_aggregated_metrics_no_rec
     write_lines(tmp_path / "gsm8k.jsonl", sample(), sample())
     write_lines(tmp_path / "aime.jsonl", sample(data_source="aime"))
     aggregated = write_lines(tmp_path / "aggregated_results.jsonl", METRICS)
-    assert ADAPTER.recognizes(tmp_path)
-    assert not ADAPTER.recognizes(aggregated)
+    assert ADAPTER.recognizes(Start(tmp_path))
+    assert not ADAPTER.recognizes(Start(aggregated))
     plan = planned(ADAPTER, tmp_path)
     assert plan.num_records == 3
     where = [place.where for run in plan.runs for place in run.places]
@@ -115,7 +116,7 @@ def test_a_directory_of_evaluations_is_one_log_and_its_aggregated_metrics_no_rec
 def test_a_pickled_batch_is_refused_and_never_loaded(tmp_path):
     path = tmp_path / "global_step_1_training_input.pkl"
     path.write_bytes(pickle.dumps(TrainingInputBatch()))
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     (rejected,) = planned(ADAPTER, path).rejected
     assert rejected.error.rule == "pickle"
     assert "not loaded" in rejected.error.got
@@ -126,7 +127,7 @@ def test_other_pickles_lines_and_directories_are_none_of_skyrl(tmp_path):
     (tmp_path / "other.pkl").write_bytes(pickle.dumps({"a": 1}))
     write_lines(tmp_path / "a.jsonl", METRICS)
     for path in (tmp_path / "other.pkl", tmp_path / "a.jsonl", tmp_path, tmp_path / "nowhere"):
-        assert not ADAPTER.recognizes(path)
+        assert not ADAPTER.recognizes(Start(path))
 
 
 @given(mutated_lines(b"\n".join(json.dumps(sample(score=s)).encode() for s in (0.0, [1.0]))))

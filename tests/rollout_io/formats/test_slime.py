@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats import slime_export as slime
 from rollout_io.formats.slime import ADAPTER
+from rollout_io.formats.start import Start
 from schemas import check
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
@@ -52,7 +53,7 @@ def refusal(tmp_path, *samples):
 
 
 def test_real_samples_are_exactly_their_tokens(tmp_path):
-    assert ADAPTER.recognizes(TRAIN)
+    assert ADAPTER.recognizes(Start(TRAIN))
     logged = json.loads(TRAIN.with_suffix(".json").read_text(encoding="utf-8"))["samples"]
     runs, rejected = read_all(ADAPTER, TRAIN)
     assert not rejected
@@ -168,7 +169,7 @@ class Unknown:
 @pytest.mark.parametrize("value", [Attack(), Unknown(), Path("x"), np.array([{}], dtype=object)])
 def test_a_file_that_would_run_code_is_not_loaded(tmp_path, value):
     path = save(tmp_path / "r.pt", sample(metadata={"x": value}))
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     (rejected,) = planned(ADAPTER, path).rejected
     assert rejected.error.rule == "torch_file"
 
@@ -226,13 +227,13 @@ def test_files_that_are_no_dumps_are_named(tmp_path):
     torch.save({"w": torch.zeros(2)}, other)
     rules = [r.error.rule for r in planned(ADAPTER, cut, pointer, other).rejected]
     assert rules == ["torch_file", "lfs_pointer", "no_calls"]
-    assert not any(map(ADAPTER.recognizes, (cut, pointer, other, tmp_path)))
+    assert not any(map(ADAPTER.recognizes, map(Start, (cut, pointer, other, tmp_path))))
 
 
 def test_a_dump_is_recognized_and_refused_with_a_hint_where_torch_is_missing(tmp_path, monkeypatch):
     path = save(tmp_path / "r.pt", sample())
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     (rejected,) = planned(ADAPTER, path).rejected
     assert rejected.error.rule == "extra_installed"
     with pytest.raises(RolloutError, match="extra_installed"):
@@ -243,7 +244,7 @@ def test_a_zip_archive_of_anything_else_is_not_recognized(tmp_path):
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/data.pkl", b"rollout_id samples")
-    assert not ADAPTER.recognizes(path)
+    assert not ADAPTER.recognizes(Start(path))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.parsing.model_calls import contexts_of
+from rollout_io.formats.start import Start
 from rollout_io.formats.swe_agent import ADAPTER, _calls, _TrajectoryFile
 from schemas.errors import RolloutError
 from tests.helpers.text_log_helpers import check_survives, found_in, mutated, read_one, roles, save
@@ -181,8 +182,10 @@ def test_a_replay_configuration_may_be_a_text(tmp_path):
 
 
 def test_other_documents_are_not_recognised(tmp_path):
-    assert not ADAPTER.recognizes(save(tmp_path / "a.json", {"history": [{"action": "run"}]}))
-    assert not ADAPTER.recognizes(save(tmp_path / "b.json", {"trajectory": []}))
+    assert not ADAPTER.recognizes(
+        Start(save(tmp_path / "a.json", {"history": [{"action": "run"}]}))
+    )
+    assert not ADAPTER.recognizes(Start(save(tmp_path / "b.json", {"trajectory": []})))
 
 
 STEPS = [step("one", HISTORY[:2]), step("two", HISTORY[:4]), step("three", HISTORY[:6])]

@@ -11,6 +11,7 @@ from rollout_io.formats.base import Options
 from rollout_io.formats.dialects.model_spans import PLAIN
 from rollout_io.formats.dialects.spans import tree_of
 from rollout_io.formats.parsing.notes import noted
+from rollout_io.formats.start import Start
 from rollout_io.formats.traces import (
     ADAPTER,
     AROUND,
@@ -227,7 +228,7 @@ def test_every_convention_in_every_file_gives_the_same_calls(convention, shape, 
     else:
         path = tmp_path / "spans.binpb"
         path.write_bytes(protobuf(otlp(spans)))
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     steps, ((run, _),) = steps_in(path)
     assert run.repetition_id == 0
     check_calls(steps)
@@ -270,7 +271,7 @@ def langfuse(**more):
 def test_langfuse_generations_scores_and_agents_are_read(tmp_path):
     path = tmp_path / "t.trace.json"
     path.write_text(json.dumps(langfuse(), indent=2))
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     steps, ((run, found),) = steps_in(path)
     check_calls(steps)
     assert (steps[0].agent, steps[0].temperature) == ("forecaster", 0.5)
@@ -319,7 +320,7 @@ def test_mlflow_traces_and_their_assessments_are_read(tmp_path):
     record = {"info": {"trace_id": "tr-1", "assessments": [assessment]}, "data": {"spans": spans}}
     path = tmp_path / "mlflow.json"
     path.write_text(json.dumps(record))
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     steps, ((run, found),) = steps_in(path)
     check_calls(steps)
     assert (run.instance_id, found.reward) == ("tr-1", 1.0)
@@ -441,7 +442,7 @@ def test_answers_of_real_langfuse_traces_are_in_the_calls(harness_logs):
         pytest.skip(f"no traces in {folder}")
     for file in files:
         name = file.parent.name.removeprefix("langfuse_")
-        assert ADAPTER.recognizes(file), file
+        assert ADAPTER.recognizes(Start(file)), file
         runs, rejected = read_all(ADAPTER, file)
         if name in REFUSED:
             assert [each.error.rule for each in rejected] == ["no_calls"]

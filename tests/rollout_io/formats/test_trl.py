@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout_io.formats.start import Start
 from rollout_io.formats.trl import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all
@@ -106,7 +107,7 @@ def test_arguments_have_none_of_the_nulls_that_arrow_fills_in(tmp_path):
 def test_rows_of_plain_text_are_runs_too_and_the_log_says_so(file, tmp_path):
     columns = {"prompt": ["x", "y", "x"], "completion": ["a", "b", "c"], "correct": [1.0] * 3}
     path = save(tmp_path / "c.parquet", 3, **columns)
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     plan = planned(ADAPTER, path)
     first, second, third = plan.runs
     assert first.instance_id == third.instance_id != second.instance_id
@@ -159,8 +160,8 @@ def test_a_completion_without_an_answer_has_no_calls(tmp_path):
 def test_parquet_without_its_columns_is_none_of_trl(tmp_path):
     path = tmp_path / "c.parquet"
     pq.write_table(pa.table({"step": [1], "prompt": ["x"]}), path)
-    assert not ADAPTER.recognizes(path)
-    assert not ADAPTER.recognizes(tmp_path)
+    assert not ADAPTER.recognizes(Start(path))
+    assert not ADAPTER.recognizes(Start(tmp_path))
     ((_, error, _),) = planned(ADAPTER, path).rejected
     assert (error.rule, error.got) == (
         "parquet_file",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_io.dataset.prefix_layout import encode_prefixes
 from rollout_io.formats.base import Conversation, Options
+from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers import ADAPTER
 from schemas import check
 from schemas.errors import RolloutError
@@ -133,7 +134,7 @@ def test_an_episode_in_two_subsets_is_one_run_with_two_records(tmp_path):
         folder = tmp_path / "rollouts" / "step_1" / "train" / subset
         folder.mkdir(parents=True)
         write_lines(folder / "traces.jsonl", episode(), *[episode(id="e2")] * (subset == "all"))
-    assert ADAPTER.recognizes(tmp_path / "rollouts")
+    assert ADAPTER.recognizes(Start(tmp_path / "rollouts"))
     conversion, table = convert_with(ADAPTER, [tmp_path / "rollouts"], tmp_path / "out")
     assert (conversion.summary.num_records, conversion.summary.num_trajectories) == (3, 2)
     assert conversion.about["repeated_episodes"].startswith("1 episode in several files")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rollout_io import Choices, read_log
+from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers import ADAPTER
 from rollout_io.formats.verifiers_rows import metadata_beside
 from schemas.errors import RolloutError
@@ -66,7 +67,7 @@ def test_public_v0_saves_are_one_log_each_with_all_their_text(
     harness_logs, name, group_sizes, num_messages
 ):
     folder = harness_logs / "verifiers" / f"v0_eval_{name}"
-    assert ADAPTER.recognizes(folder)
+    assert ADAPTER.recognizes(Start(folder))
     records = lines_of(folder / "results.jsonl")
     runs, rejected = read_all(ADAPTER, folder)
     assert not rejected
@@ -95,8 +96,8 @@ def test_public_v0_saves_are_one_log_each_with_all_their_text(
 def test_public_v0_saves_of_several_environments_are_one_log_together(harness_logs):
     plan = planned(ADAPTER, harness_logs / "verifiers")
     assert plan.num_records == len(plan.runs) == 19
-    assert not ADAPTER.recognizes(harness_logs)
-    assert not ADAPTER.recognizes(harness_logs / "prime_hosted_rl")
+    assert not ADAPTER.recognizes(Start(harness_logs))
+    assert not ADAPTER.recognizes(Start(harness_logs / "prime_hosted_rl"))
 
 
 def test_rows_of_two_files_that_name_no_environment_are_not_one_group(tmp_path):
@@ -202,9 +203,9 @@ def test_rows_beside_a_damaged_metadata_file_are_refused_by_its_name(tmp_path):
 
 def test_a_directory_with_other_records_is_not_one_log(tmp_path):
     write_lines(tmp_path / "results.jsonl", row())
-    assert ADAPTER.recognizes(tmp_path)
+    assert ADAPTER.recognizes(Start(tmp_path))
     write_lines(tmp_path / "calls.jsonl", row())
-    assert not ADAPTER.recognizes(tmp_path)
+    assert not ADAPTER.recognizes(Start(tmp_path))
 
 
 @pytest.mark.parametrize("log", ["eval/traces.jsonl", "legacy/text/results.jsonl"])

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from rollout_io.formats.start import Start
 from rollout_io.formats.verl import ADAPTER
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
@@ -20,7 +21,7 @@ def sample(**fields):
 def test_lines_of_one_step_with_one_input_are_a_group(tmp_path):
     other = sample(input="user\n2 + 2?\nassistant\n", output="4")
     path = write_lines(tmp_path / "3.jsonl", sample(), other, sample(output="7", score=0.0))
-    assert ADAPTER.recognizes(path)
+    assert ADAPTER.recognizes(Start(path))
     plan = planned(ADAPTER, path)
     first, second, third = plan.runs
     assert first.instance_id == third.instance_id != second.instance_id
@@ -93,7 +94,7 @@ def test_lines_without_its_fields_are_none_of_verl(missing, tmp_path):
     record = sample()
     del record[missing]
     path = write_lines(tmp_path / "3.jsonl", record)
-    assert not ADAPTER.recognizes(path)
+    assert not ADAPTER.recognizes(Start(path))
     assert [r.error.rule for r in planned(ADAPTER, path).rejected] == ["record_type"]
 
 
