@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contexts import SUMMARIES, Contexts
+from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects import pi
 from rollout_io.formats.dialects.pi import PiMessage
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
@@ -40,7 +40,8 @@ _LEAVES = {
     "facts about a record": "*/timestamp",
     "settings of the harness": "thinking_level_change model_change/provider leaf",
     "state of extensions and of the screen": "custom label session_info",
-    "details for display": "compaction/details compaction/fromHook compaction/tokensBefore "
+    "why a record was edited": "context_edit/reason context_edit/source",
+    "details for display": "compaction/usage compaction/details compaction/fromHook compaction/tokensBefore "
     "compaction/firstKeptEntryIndex branch_summary/details branch_summary/fromHook "
     "branch_summary/fromId custom_message/customType custom_message/display custom_message/details",
 }
@@ -71,6 +72,13 @@ class Custom(Record, gc=False):
     content: Annotated[msgspec.Raw, inner(pi.BLOCKS)] = NO_JSON
 
 
+class Edit(Record, gc=False, rename="camel"):
+    """What stands in the place of another record, or that it is no longer sent."""
+
+    target_id: str | None = None
+    replacement: msgspec.Raw = NO_JSON
+
+
 class BranchSummary(Record, gc=False):
     """What another branch did."""
 
@@ -81,6 +89,7 @@ class Compaction(Record, gc=False, rename="camel"):
     """A compaction."""
 
     summary: str | None = None
+    system_message: Annotated[PiMessage | None, inner(pi.MESSAGE)] = None
     first_kept_entry_id: str | None = None
 
 
@@ -109,18 +118,29 @@ def identity(kind: str, fields: bytes) -> str | None:
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the tree of a session."""
     log.of_other_model = _of_other_model
+    heads: dict[Said, PiMessage] = {}
     for where, _, record in lines:
         if not isinstance(record, Record):
             continue
         if record.id:
             log.follow(record.parent_id)
+        if heads:
+            log.system, log.tools = pi.head_of([heads[n] for n in log.path() if n in heads])
         key = record.id if record.id and log.find(record.id) is None else where
         if isinstance(record, Spoken | Custom):
-            _add(_message(record, where), log, where, key)
+            message = _message(record, where)
+            if message.role == "system" and message.sections is not None:
+                heads[log.say([], where, key)] = message
+            else:
+                _add(message, log, where, key)
             continue
+        if isinstance(record, Edit):
+            _edit(record, log, where)
         if isinstance(record, Compaction):
             note(SUMMARIES)
             _compact(record, log, where)
+            if record.system_message is not None:
+                heads[log.say([], where, f"{where}, system")] = record.system_message
         elif isinstance(record, ModelChange):
             log.model = record.model_id or log.model
         text = record.summary if isinstance(record, BranchSummary) else None
@@ -140,6 +160,19 @@ def _add(message: PiMessage, log: Contexts, where: str, key: str) -> None:
 def _of_other_model(messages: Sequence[Message]) -> Sequence[Message]:
     note(OTHER_MODEL, sum("reasoning_content" in message for message in messages))
     return messages
+
+
+def _edit(record: Edit, log: Contexts, where: str) -> None:
+    """Begin a context with the edited history, if the record is a part of it."""
+    path, target = log.path(), log.find(record.target_id)
+    if target is None or target not in path or not target.messages:
+        return
+    at = path.index(target)
+    log.replace(path[:at])
+    if bytes(record.replacement) != b"null":
+        message = decode_line(_MESSAGE, bytes(record.replacement), f"{where}, replacement")
+        log.say(pi.messages_of(message, where), where, given=True)
+    log.keep(path[at + 1 :])
 
 
 def _message(record: Spoken | Custom, where: str) -> PiMessage:
@@ -177,6 +210,7 @@ ADAPTER = Sessions(
         "custom_message": Custom,
         "branch_summary": BranchSummary,
         "compaction": Compaction,
+        "context_edit": Edit,
         "model_change": ModelChange,
         **dict.fromkeys(
             ("thinking_level_change", "custom", "label", "session_info", "leaf"), Record

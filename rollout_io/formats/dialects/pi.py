@@ -11,11 +11,15 @@ answer that failed or was interrupted is not sent again, and left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects import anthropic
-from rollout_io.formats.parsing.content import NO_JSON, Message, Part, known, shown
+from rollout_io.formats.dialects.responses import tools as openai_tools
+from rollout_io.formats.parsing.content import NO_JSON, Message, Part, all_text, known, shown
 from rollout_io.formats.parsing.notes import note
 
 BLOCKS = Contents(
@@ -33,12 +37,13 @@ BLOCKS = Contents(
         "facts about a call": "toolCall/partialArgs",
     },
 )
-_FACTS = "api provider model usage responseId responseModel timestamp idempotencyKey diagnostics"
+_FACTS = "api provider model usage responseId responseModel timestamp idempotencyKey diagnostics "
+_FACTS += "rawStopReason thinkingLevel durationMs"
 MESSAGE = Contents(
     kind="role",
     reads={
         "user": "",
-        "system": "",
+        "system": "sections toolsAdded toolsRemoved",
         "assistant": "stopReason errorMessage model",
         "toolResult": "toolCallId",
         "bashExecution": "command output exitCode cancelled truncated fullOutputPath "
@@ -94,6 +99,9 @@ class PiMessage(msgspec.Struct, gc=False, rename="camel"):
     truncated: bool | None = None
     full_output_path: str | None = None
     exclude_from_context: bool | None = None
+    sections: dict[str, str | None] | None = None
+    tools_added: list[dict[str, Any]] | None = None
+    tools_removed: list[dict[str, Any]] | None = None
 
     @property
     def failure(self) -> str | None:
@@ -124,6 +132,29 @@ def messages_of(given: PiMessage, where: str) -> list[Message]:
         return [known(fields)]
     role = _ROLES.get(given.role)
     return anthropic.messages_of(role, parts, where) if role is not None else []
+
+
+def head_of(given: Sequence[PiMessage]) -> tuple[str | None, list[Message] | None]:
+    """Return the system prompt and the tools that all system messages of a path come to.
+
+    Later contents follow the earlier ones, sections are replaced by name, and tools are added and
+    removed; most APIs are sent the result as one leading message.
+    """
+    texts, sections, tools = list[str](), dict[str, str](), dict[str, Any]()
+    for message in given:
+        texts.append(
+            all_text(message.content if isinstance(message.content, str) else _parts(message))
+        )
+        for name, text in (message.sections or {}).items():
+            sections = {
+                key: value for key, value in sections.items() if key != name or text is not None
+            }
+            sections |= {} if text is None else {name: text}
+        removed = {tool.get("name") for tool in message.tools_removed or ()}
+        tools = {name: tool for name, tool in tools.items() if name not in removed}
+        tools |= {str(tool.get("name")): tool for tool in message.tools_added or ()}
+    text = "\n\n".join(filter(None, [*texts, *sections.values()]))
+    return text or None, openai_tools([*tools.values()])
 
 
 def summary_of(summary: str, *, is_branch: bool) -> Message:
