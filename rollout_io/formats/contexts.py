@@ -20,7 +20,7 @@ hold for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -75,6 +75,7 @@ class Said:
         is_copied: True if another session has the record too.
         error: Why it, and all that follows it, cannot be read.
         mark: See `Item`.
+        for_others: What a model other than the one that wrote it is sent; None: the same.
         facts: Fields of the `Conversation` that ends with this answer, such as its `stop_reason`.
     """
 
@@ -87,6 +88,7 @@ class Said:
     is_copied: bool = False
     error: InputError | None = None
     mark: Any = None
+    for_others: Sequence[Message] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -117,7 +119,6 @@ class Contexts:
         exact: Calls with the engine's tokens, which take the place of the contexts.
         unsent_thoughts: Note about thoughts of answers before the last one of a conversation, for a
             program that does not send them again; None if it does.
-        of_other_model: Returns what is sent of answers that another model wrote; None if it is the same.
         is_copied: True while records are read that another session has too.
         tip: End of the current context; None if it is empty.
     """
@@ -132,7 +133,6 @@ class Contexts:
     order: int | None = None
     exact: list[Logged] = field(default_factory=list)
     unsent_thoughts: str | None = None
-    of_other_model: Callable[[Sequence[Message]], Sequence[Message]] | None = None
     is_copied: bool = False
     tip: Said | None = None
     agents: dict[str, Contexts] = field(default_factory=dict)
@@ -159,6 +159,7 @@ class Contexts:
         *,
         given: bool | str = False,
         aliases: Iterable[str] = (),
+        for_others: Sequence[Message] | None = None,
         facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> Said:
         """Add what a record says behind the tip.
@@ -170,12 +171,13 @@ class Contexts:
             given: True if its answers are part of the prompt. A text says why, and is noted with the
                 number of these answers.
             aliases: Other names by which records refer to this one.
+            for_others: See `Said`.
             facts: See `Said`.
         """
         key = key or where
         before = self._names.get(key)
         node = self._add(Said(key, list(messages), where))
-        node.facts = facts
+        node.for_others, node.facts = for_others, facts
         node.is_copied = self.is_copied
         node.is_given = bool(given) or self.is_copied or (before is not None and before.is_answer)
         if isinstance(given, str):
@@ -197,6 +199,7 @@ class Contexts:
         for node in nodes:
             copy = self._add(Said(node.key, node.messages, node.where, is_given=True))
             copy.head = copy.head._replace(model=node.head.model)
+            copy.for_others = node.for_others
             copies.append(copy)
         return copies
 
@@ -341,7 +344,7 @@ class Contexts:
         last: Said | None = None  # the last answer that the open conversation trains
         for node in self.path(end):
             is_new = node.trains and node not in trained
-            if node.is_answer and last is not None and (not is_new or self._differ(node, last)):
+            if node.is_answer and last is not None and (not is_new or _differ(node, last, nodes)):
                 yield self._conversation(nodes, num_given, last)
                 num_given, last = len(nodes), None
             nodes.append(node)
@@ -353,16 +356,11 @@ class Contexts:
         if last is not None:
             yield self._conversation(nodes, num_given, last)
 
-    def _differ(self, one: Said, other: Said) -> bool:
-        """True if two answers had different system prompts or tools, or see each other differently."""
-        is_same_model = self.of_other_model is None or one.head.model == other.head.model
-        return one.head[:2] != other.head[:2] or not is_same_model
-
     def _conversation(self, nodes: Sequence[Said], num_given: int, last: Said) -> Conversation:
         head = last.head
         given: list[Message] = [{"role": "system", "content": head.system}] if head.system else []
-        given += [m for node in nodes[:num_given] for m in self._sent(node, head)]
-        rest = [m for node in nodes[num_given:] for m in self._sent(node, node.head)]
+        given += [m for node in nodes[:num_given] for m in _sent(node, head)]
+        rest = [m for node in nodes[num_given:] for m in _sent(node, node.head)]
         step = Conversation(source=last.where, messages=[*given, *rest], tools=head.tools)
         step.num_given = len(given) if num_given else 0
         for name, value in last.facts.items():
@@ -372,8 +370,16 @@ class Contexts:
             note(self.unsent_thoughts, sum("reasoning_content" in m for m in answers[:-1]))
         return step
 
-    def _sent(self, node: Said, head: Head) -> Sequence[Message]:
-        """Return the messages of a node as a model is sent them: none for an answer that says nothing."""
-        said = [m for m in node.messages if m["role"] != "assistant" or is_answer(m)]
-        is_of_other = node.is_answer and node.head.model != head.model
-        return self.of_other_model(said) if is_of_other and self.of_other_model else said
+
+def _differ(node: Said, last: Said, before: Sequence[Said]) -> bool:
+    """True if two answers had other system prompts or tools, or a model sees the other's differently."""
+    is_same_model = node.head.model == last.head.model
+    is_same_model |= all(other.for_others is None for other in before)
+    return node.head[:2] != last.head[:2] or not is_same_model
+
+
+def _sent(node: Said, head: Head) -> Sequence[Message]:
+    """Return the messages of a node as a model is sent them: none for an answer that says nothing."""
+    is_of_other = node.is_answer and node.head.model != head.model
+    messages = node.for_others if is_of_other and node.for_others is not None else node.messages
+    return [m for m in messages if m["role"] != "assistant" or is_answer(m)]

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contexts import SUMMARIES, Contexts, Item
+from rollout_io.formats.contexts import SUMMARIES, Contexts, Item, Said
 from rollout_io.formats.dialects import gemini
 from rollout_io.formats.dialects.gemini import Part, Parts, joined_content, parts_in, result_content
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
@@ -38,8 +38,10 @@ from rollout_io.formats.parsing.notes import note
 
 WRITTEN = "answers that the program wrote, in the history after a compaction: part of the prompt"
 THOUGHTS = "thoughts that are not sent again, before later answers of their context"
+PLACEHOLDER = "turns that ended with a result, behind which the program puts an answer of its own"
+_BROKEN_OFF = "[The previous response was interrupted before it completed.]"
 _LEAVES = {
-    "shown to the user, not sent": "info warning error */displayContent */tokens */timestamp "
+    "shown to the user, not sent": "info warning error */displayContent user/tokens model/tokens */timestamp "
     "gemini/toolCalls session/summary session/$set.summary",
     "facts about the session": "session/startTime session/lastUpdated session/directories "
     "session/meta session/$set.lastUpdated session/$set.directories session/$set.sessionId "
@@ -76,6 +78,7 @@ class Answer(Message, gc=False):
     thoughts: list[_Thought] | None = None
     tool_calls: list[_ToolCall] | None = msgspec.field(name="toolCalls", default=None)
     model: str | None = None
+    tokens: Any = None
 
 
 class _Set(msgspec.Struct, gc=False):
@@ -95,11 +98,16 @@ class State(msgspec.Struct, gc=False):
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a file."""
-    logged = set[str]()
+    logged, calls = set[str](), dict[str | None, _ToolCall]()
     log.unsent_thoughts = THOUGHTS
     for where, _, record in lines:
-        if isinstance(record, Message):
+        if isinstance(record, Answer) and _has_calls_alone(record):
+            calls |= {call.id: call for call in record.tool_calls or ()}
+            _attach(calls, where, log)
+        elif isinstance(record, Message):
+            _break_off(record, where, log)
             _add(record, where, log, logged)
+            _attach(calls, where, log)
         elif isinstance(record, State) and record.rewind is not None:
             back = log.find(record.rewind)
             log.rewind(back and back.before)
@@ -108,6 +116,40 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             if history is not None:
                 name = "messages" if record.set is None else "$set.messages"
                 _show(history, f"{where}, {name}", log, None if record.set is None else logged)
+
+
+def _has_calls_alone(record: Answer) -> bool:
+    """True for a record of an editor's session (ACP), which has the calls of all its answers."""
+    is_empty = record.content in {"", None} if not isinstance(record.content, list) else False
+    return bool(record.tool_calls) and is_empty and not record.thoughts and record.tokens is None
+
+
+def _attach(calls: Mapping[str | None, _ToolCall], where: str, log: Contexts) -> None:
+    """Add calls to the answers whose results the context has."""
+    answer: Said | None = None
+    for node in log.path():
+        answer = node if node.is_answer else answer
+        names = {message.get("tool_call_id") for message in node.messages} & calls.keys()
+        if answer is None or not names:
+            continue
+        last = [m for m in answer.messages if m["role"] == "assistant"][-1]
+        called = {call.get("id") for call in last.get("tool_calls", ())}
+        more = [
+            tool_call(name, calls[name].name, json_text(calls[name].args, where))
+            for name in calls
+            if name in names - called
+        ]
+        if more:
+            last["tool_calls"] = [*last.get("tool_calls", ()), *more]
+
+
+def _break_off(message: Message, where: str, log: Contexts) -> None:
+    """Before a prompt, end a turn that broke off with a result."""
+    tip = log.tip
+    is_prompt = message.type == "user" and not _results(message)
+    if is_prompt and tip is not None and tip.messages and tip.messages[-1]["role"] == "tool":
+        end: Chat = {"role": "assistant", "content": _BROKEN_OFF}
+        log.say([end], where, f"{where} end", given=PLACEHOLDER)
 
 
 def _add(message: Message, where: str, log: Contexts, logged: set[str]) -> None:

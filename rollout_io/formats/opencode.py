@@ -105,9 +105,9 @@ REMINDED = "prompts of the plan agent or after it, without the reminder that Ope
 INVALID = (
     "answers with a call of a tool that there is not, of which the log has no arguments: part of "
 )
-INVALID += "the prompt"
+INVALID += "that was taken back): part of the prompt"
 UNENDED = "answers that broke off, of which the log may lack a part: part of the prompt"
-_PLAN, _INVALID = "plan", "invalid"
+_PLAN, _INVALID, _CALLED = "plan", "invalid", "tool-calls"
 _V1, _V2 = {"session", "message", "part"}, {"session_v2", "session_message"}
 
 
@@ -367,7 +367,6 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
     The program writes texts too (`synthetic`), and the answers to what the user ran: a command or a
     sub-agent. The model sees these as its own, but did not sample them.
     """
-    log.of_other_model = _as_text
     tail: str | None = None
     ran: str | None = None
     agents = set[str | None]()
@@ -396,12 +395,15 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         reason = _why_given(message, parts)
         for i, (is_given, group) in enumerate(groupby(said, key=lambda each: each[1])):
             given = WRITTEN if is_given else reason
-            log.say([m for m, _ in group], where, f"{row.id}/{i}" if i else row.id, given=given)
+            messages = [m for m, _ in group]
+            key = f"{row.id}/{i}" if i else row.id
+            log.say(messages, where, key, given=given, for_others=_as_text(messages))
 
 
 def _why_given(message: _Message, parts: Sequence[_Part]) -> str | bool:
     """Return why an answer is not what the model wrote; False if it is."""
-    if any(part.type == "tool" and part.tool == _INVALID for part in parts):
+    calls = [part for part in parts if part.type == "tool"]
+    if any(part.tool == _INVALID for part in calls) or (message.finish == _CALLED and not calls):
         return INVALID
     is_ended = message.finish or any(part.type == "step-finish" for part in parts)
     time = message.time or _Span()

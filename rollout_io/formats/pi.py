@@ -27,12 +27,10 @@ from rollout_io.formats.dialects import pi
 from rollout_io.formats.dialects.pi import PiMessage
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import inner
-from rollout_io.formats.parsing.content import NO_JSON, Message
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.notes import note
 
-OTHER_MODEL = "thoughts of another model than the one that reads them: some versions send them as "
-OTHER_MODEL += "text, others leave them out"
 _NO_RESULT = "No result provided"
 _LEAVES = {
     "facts about the session": "session/version session/timestamp session/parentSession "
@@ -117,7 +115,6 @@ def identity(kind: str, fields: bytes) -> str | None:
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the tree of a session."""
-    log.of_other_model = _of_other_model
     heads: dict[Said, PiMessage] = {}
     for where, _, record in lines:
         if not isinstance(record, Record):
@@ -129,10 +126,10 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         key = record.id if record.id and log.find(record.id) is None else where
         if isinstance(record, Spoken | Custom):
             message = _message(record, where)
-            if message.role == "system" and message.sections is not None:
+            if message.is_head:
                 heads[log.say([], where, key)] = message
             else:
-                _add(message, log, where, key)
+                _add(message, log, where, key, is_new=bool(heads))
             continue
         if isinstance(record, Edit):
             _edit(record, log, where)
@@ -147,19 +144,15 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
         log.say([pi.summary_of(text, is_branch=True)] if text else [], where, key)
 
 
-def _add(message: PiMessage, log: Contexts, where: str, key: str) -> None:
+def _add(message: PiMessage, log: Contexts, where: str, key: str, *, is_new: bool) -> None:
+    """Add a message; `is_new` for versions that log the system prompt."""
     log.model = message.model or log.model
     if message.role == "assistant":
         log.error = message.failure
     if message.role != "toolResult":
         log.close_calls(_NO_RESULT, where)
-    said = pi.messages_of(message, where)
-    log.say(said, where, key, aliases=message.calls)
-
-
-def _of_other_model(messages: Sequence[Message]) -> Sequence[Message]:
-    note(OTHER_MODEL, sum("reasoning_content" in message for message in messages))
-    return messages
+    others = pi.for_others(message, where, drops_thoughts=is_new)
+    log.say(pi.messages_of(message, where), where, key, aliases=message.calls, for_others=others)
 
 
 def _edit(record: Edit, log: Contexts, where: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects import anthropic
@@ -70,7 +71,9 @@ _BRANCH = "The following is a summary of a branch that this conversation came ba
 _ORDER = {"thinking": 0, "toolCall": 2}
 
 
-class _Block(msgspec.Struct, gc=False):
+class Block(msgspec.Struct, gc=False):
+    """A part of a message."""
+
     type: str = "text"
     text: str | None = None
     thinking: str | None = None
@@ -85,7 +88,7 @@ class PiMessage(msgspec.Struct, gc=False, rename="camel"):
     """A message in the form of this module."""
 
     role: str
-    content: str | list[_Block] | None = None
+    content: str | list[Block] | None = None
     api: str | None = None
     model: str | None = None
     stop_reason: str | None = None
@@ -104,6 +107,12 @@ class PiMessage(msgspec.Struct, gc=False, rename="camel"):
     tools_removed: list[dict[str, Any]] | None = None
 
     @property
+    def is_head(self) -> bool:
+        """True for a system prompt by sections, or a change of it or of the tools."""
+        is_changed = self.sections is not None or self.tools_added is not None
+        return self.role == "system" and (is_changed or self.tools_removed is not None)
+
+    @property
     def failure(self) -> str | None:
         """Why the model's answer failed or was interrupted; None if it did not."""
         if self.role != "assistant" or self.stop_reason not in FAILED:
@@ -117,6 +126,28 @@ class PiMessage(msgspec.Struct, gc=False, rename="camel"):
         return [block.id for block in blocks if block.type == "toolCall" and block.id]
 
 
+def for_others(given: PiMessage, where: str, *, drops_thoughts: bool) -> list[Message] | None:
+    """Return an answer as it is sent to another model; None if that is the same.
+
+    Args:
+        given: A message.
+        where: Its location.
+        drops_thoughts: True for versions that leave thoughts out; older ones send them as text.
+    """
+    blocks = given.content if isinstance(given.content, list) else []
+    if given.role != "assistant" or all(block.type != "thinking" for block in blocks):
+        return None
+    texts = [
+        Block(text=block.thinking) if block.type == "thinking" else block
+        for block in blocks
+        if block.type != "thinking" or (not drops_thoughts and (block.thinking or "").strip())
+    ]
+    said = messages_of(replace(given, content=texts), where)
+    if given.api == "openai-completions" and len(said) == 1 and isinstance(said[0]["content"], str):
+        said[0]["content"] = "".join(b.text or "" for b in texts if b.type == "text")
+    return said
+
+
 def messages_of(given: PiMessage, where: str) -> list[Message]:
     """Convert a message to those that are sent; a message of an unknown role to none."""
     if given.failure is not None:
@@ -127,6 +158,8 @@ def messages_of(given: PiMessage, where: str) -> list[Message]:
     if given.role in {"branchSummary", "compactionSummary"}:
         return [summary_of(given.summary or "", is_branch=given.role == "branchSummary")]
     parts = _parts(given)
+    if given.role == "custom" and not parts:
+        return []
     if given.role == "toolResult":
         fields = {"role": "tool", "content": shown(parts), "tool_call_id": given.tool_call_id}
         return [known(fields)]
@@ -172,7 +205,7 @@ def _parts(given: PiMessage) -> list[Part]:
     return [_part(block) for block in blocks]
 
 
-def _part(block: _Block) -> Part:
+def _part(block: Block) -> Part:
     if block.type == "toolCall":
         arguments = msgspec.Raw(b"{}") if bytes(block.arguments) == b"null" else block.arguments
         return Part(type="tool_use", id=block.id, name=block.name, input=arguments)
