@@ -2,7 +2,8 @@
 
 An adapter declares both as data (`Contents`), and calls `account` for every record that it reads.
 Whatever is in neither list and holds text is counted under its name, such as `user.message.origin`:
-the model may have seen it. The conversion warns about these names, and rejects the run with
+the model may have seen it. So is what refers to another record, file or session, or marks a message
+(`MARKS`), whatever its value: it may change what the model saw, or whether it is trained on. The conversion warns about these names, and rejects the run with
 `--strict`. The documentation of formats shows the lists, and detection compares them with the keys
 of a file (`coverage`).
 
@@ -182,7 +183,7 @@ class Contents:
                 below = node.keys.get(key) or node.keys.get(EVERY)
                 name = f"{where}.{_clip(key)}" if where else _clip(key)
                 if below is None:
-                    if holds_text(each):
+                    if holds_text(each) or (each is not None and is_mark(key)):
                         tell(name)
                 elif below.keys or not below.is_whole:
                     stack.append((each, below, name))
@@ -251,6 +252,25 @@ def holds_text(value: Any) -> bool:
         elif isinstance(each, dict):
             stack.extend(each.values())
     return False
+
+
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+MARKS = frozenset(
+    "base origin fork forked parent supersedes superseded replaces replaced retracted reverted revert "
+    "rewind branch hidden visible ignored excluded deleted removed undone compacted condensed archived "
+    "active inactive synthetic sidechain weight loss mask masked train trained trainable".split()
+)
+"""Words in the names of keys that link records to each other, or say what a message counts for."""
+
+
+def is_mark(key: str) -> bool:
+    """True if the name of a key has a word of `MARKS`, in snake case or camel case.
+
+    Example:
+        >>> is_mark("history_base"), is_mark("isHidden"), is_mark("baseline")
+        (True, True, False)
+    """
+    return any(word.lower() in MARKS for word in _WORD.findall(key))
 
 
 def _split(path: str, kind: str) -> tuple[str, str]:

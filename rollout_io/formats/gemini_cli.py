@@ -20,7 +20,7 @@ has no reward, no token ids, no system prompt and no tool definitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +38,7 @@ from rollout_io.formats.parsing.notes import note
 
 WRITTEN = "answers that the program wrote, in the history after a compaction: part of the prompt"
 THOUGHTS = "thoughts that are not sent again, before later answers of their context"
+UNCALLED = "answers with a call that is not in the log, only its result: part of the prompt"
 PLACEHOLDER = "turns that ended with a result, behind which the program puts an answer of its own"
 _BROKEN_OFF = "[The previous response was interrupted before it completed.]"
 _LEAVES = {
@@ -98,7 +99,7 @@ class State(msgspec.Struct, gc=False):
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a file."""
-    logged, calls = set[str](), dict[str | None, _ToolCall]()
+    logged, results, calls = set[str](), set[str](), dict[str | None, _ToolCall]()
     log.unsent_thoughts = THOUGHTS
     for where, _, record in lines:
         if isinstance(record, Answer) and _has_calls_alone(record):
@@ -108,6 +109,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             _break_off(record, where, log)
             _add(record, where, log, logged)
             _attach(calls, where, log)
+            results |= {name for name in _results(record) if name}
         elif isinstance(record, State) and record.rewind is not None:
             back = log.find(record.rewind)
             log.rewind(back and back.before)
@@ -116,12 +118,27 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             if history is not None:
                 name = "messages" if record.set is None else "$set.messages"
                 _show(history, f"{where}, {name}", log, None if record.set is None else logged)
+    _give_uncalled(results, log)
 
 
 def _has_calls_alone(record: Answer) -> bool:
     """True for a record of an editor's session (ACP), which has the calls of all its answers."""
     is_empty = record.content in {"", None} if not isinstance(record.content, list) else False
     return bool(record.tool_calls) and is_empty and not record.thoughts and record.tokens is None
+
+
+def _give_uncalled(results: Collection[str], log: Contexts) -> None:
+    """Make answers part of the prompt that called what is in no record, such as a cancelled call."""
+    answer: Said | None = None
+    for node in log.path():
+        answer = node if node.is_answer else answer
+        if answer is None or answer.is_given:
+            continue
+        called = {c.get("id") for m in answer.messages for c in m.get("tool_calls", ())}
+        for message in node.messages:
+            if message.get("tool_call_id") in {*results} - called:
+                answer.is_given = True
+                note(UNCALLED)
 
 
 def _attach(calls: Mapping[str | None, _ToolCall], where: str, log: Contexts) -> None:

@@ -35,7 +35,6 @@ _LEAVES = {
 
 
 class _Part(msgspec.Struct, gc=False):
-    type: str = "text"
     text: str | None = None
     url: str | None = None
 

@@ -9,7 +9,7 @@ MLflow, Langfuse        requests and responses as the program had them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,7 +25,7 @@ from rollout_io.formats.dialects.bodies import (
 )
 from rollout_io.formats.dialects.spans import Span, at, listed
 from rollout_io.formats.parsing.content import Message, extend, known
-from rollout_io.formats.parsing.messages import read_messages
+from rollout_io.formats.parsing.messages import read_messages, text_of
 from rollout_io.formats.parsing.notes import note
 
 PLAIN = "prompts logged as plain text: one user message each"
@@ -114,11 +114,19 @@ def _genai(span: Span, where: str) -> ModelCall | None:
         prompt = prompt_of(given, f"{where}, gen_ai.input.messages")
         messages = prompt.messages if prompt else []
         system = at(tree, "gen_ai.system_instructions")
-        if system:
-            messages = [{"role": "system", "content": instructions_text(system)}, *messages]
+        text = instructions_text(system) if system else ""
+        if text and not _has_system(messages, text):
+            messages = [{"role": "system", "content": text}, *messages]
         answers = answers_of(output, f"{where}, gen_ai.output.messages")
         return ModelCall(span, messages, answers, None, None)
     return None
+
+
+def _has_system(messages: Sequence[Message], text: str) -> bool:
+    """True if the system messages say the same, as one text or in parts, whatever the white space."""
+    texts = [text_of(m) or "" for m in messages if m["role"] in {"system", "developer"}]
+    wanted = "".join(text.split())
+    return wanted in {"".join("".join(texts).split()), *("".join(t.split()) for t in texts)}
 
 
 def _indexed(span: Span, where: str) -> ModelCall | None:

@@ -88,7 +88,7 @@ ITEMS = Contents(
         "web_search_call": "action",
         "file_search_call": "queries results",
         "code_interpreter_call": "code outputs",
-        "mcp_call": "name server_label arguments output error",
+        "mcp_call": "name arguments output error",
         "program": "code",
         "program_output": "result",
         "additional_tools": "role tools",
@@ -97,7 +97,7 @@ ITEMS = Contents(
     },
     leaves={
         "names of items, calls and their states": "*/id */call_id */status */phase */execution "
-        "code_interpreter_call/container_id",
+        "code_interpreter_call/container_id mcp_call/server_label",
         "who called: the model's program or the model": "function_call/caller "
         "function_call_output/caller program/fingerprint",
         "encrypted; counted where the text is missing": "*/encrypted_content "
@@ -146,7 +146,6 @@ class Item(msgspec.Struct, gc=False):
     code: str | None = None
     outputs: msgspec.Raw = NO_JSON
     error: msgspec.Raw = NO_JSON
-    server_label: str | None = None
     output: msgspec.Raw = NO_JSON
     result: msgspec.Raw = NO_JSON
     caller: dict[str, Any] | None = None

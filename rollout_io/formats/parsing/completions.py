@@ -430,17 +430,24 @@ def _join_deltas(deltas: Sequence[Delta]) -> Message | None:
         texts = [getattr(d, name) for d in deltas if getattr(d, name) is not None]
         return "".join(texts) if texts else None
 
-    calls: dict[int, dict[str, Any]] = {}
-    for call in (c for d in deltas for c in d.tool_calls or ()):
-        known = calls.setdefault(call.index, {"id": None, "type": "function", "function": {}})
-        known["id"] = known["id"] or call.id
+    calls: list[dict[str, Any]] = []
+    by_index: dict[int, dict[str, Any]] = {}
+    for piece in (c for d in deltas for c in d.tool_calls or ()):
+        call = by_index.get(piece.index)
+        # Some servers give parallel calls one index: another id with a name begins another call.
+        is_other = call is not None and piece.id not in {None, "", call["id"]}
+        if call is None or (is_other and getattr(piece.function, "name", None)):
+            call = {"id": None, "type": "function", "function": {}}
+            by_index[piece.index] = call
+            calls.append(call)
+        call["id"] = call["id"] or piece.id
         for name in ("name", "arguments"):
-            text = getattr(call.function, name, None)
+            text = getattr(piece.function, name, None)
             if text is not None:
-                known["function"][name] = known["function"].get(name, "") + text
+                call["function"][name] = call["function"].get(name, "") + text
     return Message(
         reasoning=joined("reasoning"),
         reasoning_content=joined("reasoning_content"),
         content=joined("content"),
-        tool_calls=msgspec.Raw(msgspec.json.encode(list(calls.values()))) if calls else NO_JSON,
+        tool_calls=msgspec.Raw(msgspec.json.encode(calls)) if calls else NO_JSON,
     )
