@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 from pipelines.cli.filter_choices import Choices, check_usage, filters_of, masks_of
 from rollout_io.cli.datasets import layout_option
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
+from rollout_io.cli.usage import Number
 from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
@@ -28,18 +28,7 @@ EXAMPLES = example(
 )
 
 
-class _Share(click.FloatRange):
-    """A number from 0 to 1; NaN, which no bound excludes, is none."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        """Convert the text of an option."""
-        found: float = super().convert(value, param, ctx)
-        if math.isnan(found):
-            self.fail("nan is not a number", param, ctx)
-        return found
-
-
-WHOLE, SHARE = click.IntRange(min=0), _Share(0, 1)
+WHOLE, SHARE, NUMBER = click.IntRange(min=0), Number(0, 1), Number()
 _SHOWN_OVERLAPS = 5
 
 
@@ -84,10 +73,10 @@ _SHOWN_OVERLAPS = 5
 @click.option("--min-steps", type=WHOLE, metavar="N", help="Minimum number of steps.")
 @click.option("--max-steps", type=WHOLE, metavar="N", help="Maximum number of steps.")
 @click.option(
-    "--min-reward", type=float, metavar="X", help="Minimum return; drops unknown returns too."
+    "--min-reward", type=NUMBER, metavar="X", help="Minimum return; drops unknown returns too."
 )
 @click.option(
-    "--max-reward", type=float, metavar="X", help="Maximum return; drops unknown returns too."
+    "--max-reward", type=NUMBER, metavar="X", help="Maximum return; drops unknown returns too."
 )
 @click.option(
     "--min-pass-rate",
@@ -108,7 +97,7 @@ _SHOWN_OVERLAPS = 5
 )
 @click.option(
     "--dedup-similarity",
-    type=float,
+    type=NUMBER,
     metavar="X",
     help="With --dedup: also drop trajectories that share this part of their token sequences.",
 )
@@ -147,7 +136,7 @@ _SHOWN_OVERLAPS = 5
 @click.option(
     "--share",
     multiple=True,
-    type=float,
+    type=NUMBER,
     metavar="X",
     help="Fraction of the mixture's groups to take from a dataset; pass one value for DS, then one "
     "per --mix.",

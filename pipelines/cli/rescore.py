@@ -11,6 +11,7 @@ import click
 
 from rollout_io.cli.datasets import open_valid
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
+from rollout_io.cli.usage import Number
 
 if TYPE_CHECKING:
     import polars as pl
@@ -36,7 +37,7 @@ _SHOWN = 5
 @click.option("--name", metavar="NAME", help="Name of the new version.  [default: the function's]")
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=60.0,
     show_default=True,
     metavar="S",
