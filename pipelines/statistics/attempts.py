@@ -35,7 +35,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
     Returns:
         Columns instance_id, trajectory_id, return and error as in `trajectory_returns`; version
         (the oldest policy_version); greedy (a digest of the responses if all rows were sampled at
-        temperature 0 or top_k 1, else null); and numbers, null where they are unknown or the
+        temperature 0 or top_k 1 and the trajectory did not fail, else null); and numbers, null where they are unknown or the
         trajectory failed: `steps`, `response tokens` (sampled ones: see `sampled_lengths`),
         `repeated 4-grams` (share of the sequences of four tokens of a response that occurred in it
         before, mean over steps), `tools` (names called, with repetitions; null without `messages`),
@@ -92,7 +92,8 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         trajectories(frame, outcome)
         .join(more, on="trajectory_id", how="left", maintain_order="left")
         .select(
-            *("instance_id", "trajectory_id", "return", "error", "version", "greedy"),
+            *("instance_id", "trajectory_id", "return", "error", "version"),
+            pl.when(healthy).then(pl.col("greedy").cast(pl.String)),
             *(
                 pl.when(healthy).then(value.cast(pl.Float64)).alias(n)
                 for n, value in numbers.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -13,7 +13,6 @@ from pipelines.filtering.filters import RAN_OUT_OF_TOKENS
 from pipelines.rewards import is_above, is_rounding
 from pipelines.statistics.attempts import with_names
 from pipelines.statistics.resampling import (
-    Floats,
     discoveries,
     least_changed,
     mean_intervals,
@@ -100,29 +99,26 @@ def differences(
         >>> found = differences(attempts(scan("A")), attempts(scan("B")))
         >>> found.tasks.filter(pl.col("is_certain") & (pl.col("verdict") == "loss"))
     """
-    both = (
-        a.select("instance_id")
-        .unique(maintain_order=True)
-        .join(b, on="instance_id", how="semi", maintain_order="left")
+    named = with_names(a, b)
+    has_failed = any(one["error"].count() for one in named)
+    left, right = (
+        _per_task(one, label, has_failed=has_failed) for one, label in zip(named, "ab", strict=True)
     )
-    names, sides = _per_task(both, *with_names(a, b))
-    before, after = (side.means for side in sides)
-    size = np.fmax(np.abs(before), np.abs(after))
-    change = np.where(is_rounding(np.abs(after - before), size), 0.0, after - before)
-    numbers = _numbers(names, sides, change, directions)
-    tasks = _tasks(both, sides, change[:, names.index("return")], rate)
-    only_a, only_b = (one["instance_id"].n_unique() - len(both) for one in (a, b))
+    both = left.join(right, on=["name", "instance_id"], maintain_order="left")
+    change = pl.col("b") - pl.col("a")
+    size = pl.max_horizontal(pl.col("a", "b").abs())
+    is_same: pl.Expr = is_rounding(change.abs(), size)
+    both = both.with_columns(change=pl.when(is_same).then(0.0).otherwise(change))
+    numbers, returns = _numbers(both, directions), both.filter(name="return")
     return Differences(
         numbers=numbers,
-        tasks=tasks,
-        num_only_a=only_a,
-        num_only_b=only_b,
-        num_copies_a=sides[0].num_copies,
-        num_copies_b=sides[1].num_copies,
-        least_changed=least_changed(tasks.select("num_a", "num_b").rows(), rate),
-        suspicions=suspicions(
-            numbers, both["instance_id"], dict(zip(names, change.T, strict=True))
-        ),
+        tasks=_tasks(returns, rate),
+        num_only_a=a["instance_id"].n_unique() - len(returns),
+        num_only_b=b["instance_id"].n_unique() - len(returns),
+        num_copies_a=int(returns["num_copies_a"].sum()),
+        num_copies_b=int(returns["num_copies_b"].sum()),
+        least_changed=least_changed(returns.select("num_a", "num_b").rows(), rate),
+        suspicions=suspicions(numbers, both),
     )
 
 
@@ -143,115 +139,93 @@ def first_visits(lines: pl.DataFrame, names: set[str], metadata: DatasetMetadata
     return lines.with_columns(first.alias("instance_id"))
 
 
-class _Side(NamedTuple):
-    """Attempts of one dataset at T tasks, in F numbers.
+def _per_task(lines: pl.DataFrame, label: str, *, has_failed: bool) -> pl.DataFrame:
+    """Return the attempts at each task in each number.
 
-    Attributes:
-        means: [T, F] mean over a task's attempts; NaN where it is unknown.
-        counts: [T, F] number of attempts for which it is known.
-        totals: [T] number of attempts.
-        returns: [T] known returns of a task's attempts.
-        num_copies: Number of attempts that were left out.
+    Returns:
+        name, instance_id and, with _a or _b at the end of their names: values (known ones), num
+        (how many), num_unknown, num_copies; and the mean, whose name is a or b.
     """
-
-    means: Floats
-    counts: Floats
-    totals: Floats
-    returns: pl.Series
-    num_copies: int
-
-
-def _per_task(both: pl.DataFrame, *named: pl.DataFrame) -> tuple[list[str], list[_Side]]:
-    """Return the names of the numbers, and each side's attempts at the tasks in both."""
     failed, passed = pl.col("error").is_not_null(), is_above(pl.col("return"), 0.0)
-    # A greedy attempt repeats itself: its copies are no further evidence.
-    answer = pl.when(~failed).then(pl.col("greedy").cast(pl.String))
     of_all = pl.when(failed).then(statement=False).otherwise(passed)
-    has_failed = any(lines["error"].count() for lines in named)
     rates = {PASSED: passed} | ({PASSED_OF_ALL: of_all} if has_failed else {}) | {"failed": failed}
-    others = [name for name in named[0].columns if name not in {*_IDS, "return"}]
-    names = ["return", *rates, *others]
-    sides = []
-    for lines in named:
-        attempts = both.join(lines, on="instance_id", maintain_order="left").select(
-            "instance_id",
-            pl.coalesce(answer, "trajectory_id").alias("answer"),
-            *(number.cast(pl.Float64).alias(name) for name, number in rates.items()),
-            *(pl.when(pl.col(n).is_finite()).then(n).alias(n) for n in ("return", *others)),
-        )
-        distinct = attempts.group_by("instance_id", "answer", maintain_order=True)
-        groups = distinct.agg(pl.all().mean()).group_by("instance_id", maintain_order=True)
-        means, counts = groups.agg(pl.col(names).mean()), groups.agg(pl.col(names).count())
-        totals = groups.len()["len"]
-        sides.append(
-            _Side(
-                means.select(names).cast(pl.Float64).to_numpy(),
-                counts.select(names).to_numpy(),
-                totals.to_numpy(),
-                groups.agg(pl.col("return").drop_nulls())["return"],
-                len(attempts) - int(totals.sum()),
-            )
-        )
-    return names, sides
+    others = [name for name in lines.columns if name not in {*_IDS, "return"}]
+    attempts = lines.select(
+        "instance_id",
+        # A greedy attempt repeats itself: its copies are no further evidence.
+        pl.coalesce("^greedy$", "trajectory_id").alias("answer"),
+        pl.len().over("instance_id").alias("num_all"),
+        *(pl.when(pl.col(n).is_finite()).then(n).alias(n) for n in ("return", *others)),
+        *(number.cast(pl.Float64).alias(name) for name, number in rates.items()),
+    )
+    distinct = attempts.group_by("instance_id", "answer", maintain_order=True).agg(pl.all().mean())
+    sizes = [pl.col("num_all").first(), pl.len().alias("num_distinct")]
+    numbers = (
+        pl.struct(pl.col(name).drop_nulls().implode().alias("values"), *sizes).alias(name)
+        for name in ("return", *rates, *others)
+    )
+    groups = distinct.group_by("instance_id", maintain_order=True).agg(numbers)
+    table = groups.unpivot(index="instance_id", variable_name="name").unnest("value")
+    num, num_distinct = pl.col("values").list.len(), pl.col("num_distinct")
+    return table.select(
+        *("name", "instance_id"),
+        pl.col("values").list.mean().alias(label),
+        pl.col("values").alias(f"values_{label}"),
+        num.cast(pl.Int64).alias(f"num_{label}"),
+        (num_distinct - num).cast(pl.Int64).alias(f"num_unknown_{label}"),
+        (pl.col("num_all") - num_distinct).cast(pl.Int64).alias(f"num_copies_{label}"),
+    )
 
 
-def _numbers(
-    names: list[str], sides: list[_Side], change: Floats, directions: Mapping[str, int]
-) -> pl.DataFrame:
-    bounds = mean_intervals(change)
+def _numbers(both: pl.DataFrame, directions: Mapping[str, int]) -> pl.DataFrame:
+    known = pl.col("change").is_not_null()
+    table = both.group_by("name", maintain_order=True).agg(
+        pl.col("a", "b", "change").filter(known).mean(),
+        pl.col("change").alias("changes"),
+        known.sum().cast(pl.Int64).alias("num_tasks"),
+        pl.col("num_a", "num_b").filter(known).sum().name.replace("num_", "num_attempts_"),
+        pl.col("num_unknown_a", "num_unknown_b").sum(),
+        is_known=pl.sum_horizontal(pl.col("num_a", "num_b").sum()) > 0,
+    )
+    table = table.filter("is_known")
+    names = table["name"].to_list()
+    shape = (len(names), both["instance_id"].n_unique())
+    changes = np.array(table["changes"].to_list(), np.float64).reshape(shape).T
+    bounds = mean_intervals(changes)
     num_bounded = int(np.isfinite(bounds[:, 0]).sum())
-    wider = mean_intervals(change, 1 - (1 - LEVEL) / max(num_bounded, 1))
-    lines = []
-    for place, name in enumerate(names):
-        known = np.isfinite(change[:, place])
-        counts = [side.counts[:, place] for side in sides]
-        if not sum(one.sum() for one in counts):
-            continue
-        most = 1.0 if name.startswith(SHARES) else np.inf
-        low, high = bounds[place].clip(-most, most).tolist()
-        values = [*(side.means[:, place] for side in sides), change[:, place]]
-        lines.append(
-            (
-                *(name, directions.get(name)),
-                *(float(one[known].mean()) if known.any() else None for one in values),
-                *((low, high) if np.isfinite(bounds[place, 0]) else (None, None)),
-                bool(wider[place, 0] > 0 or wider[place, 1] < 0),
-                int(known.sum()),
-                *(int(one[known].sum()) for one in counts),
-                *(int(s.totals.sum() - n.sum()) for s, n in zip(sides, counts, strict=True)),
-            )
-        )
-    floats = dict.fromkeys(("a", "b", "change", "low", "high"), pl.Float64)
-    schema = {"name": pl.String, "direction": pl.Int8, **floats, "is_certain": pl.Boolean}
-    sizes = ("num_tasks", "num_attempts_a", "num_attempts_b", "num_unknown_a", "num_unknown_b")
-    return pl.DataFrame(lines, schema | dict.fromkeys(sizes, pl.Int64), orient="row")
+    wider = mean_intervals(changes, 1 - (1 - LEVEL) / max(num_bounded, 1))
+    most = np.array([1.0 if name.startswith(SHARES) else np.inf for name in names]).reshape(-1, 1)
+    ends = np.where(np.isinf(bounds), np.nan, bounds.clip(-most, most))
+    return table.select(
+        pl.col("name"),
+        pl.Series("direction", [directions.get(name) for name in names], dtype=pl.Int8),
+        *("a", "b", "change"),
+        pl.Series("low", ends[:, 0]).fill_nan(None),
+        pl.Series("high", ends[:, 1]).fill_nan(None),
+        pl.Series("is_certain", (wider[:, 0] > 0) | (wider[:, 1] < 0)),
+        pl.col("^num_.*$"),
+    )
 
 
-def _tasks(both: pl.DataFrame, sides: list[_Side], change: Floats, rate: float) -> pl.DataFrame:
-    pairs = list(zip(*(side.returns for side in sides), strict=True))
-    chances = np.empty(len(pairs))
-    for i in sorted(range(len(pairs)), key=lambda i: (len(pairs[i][0]), len(pairs[i][1]))):
-        # Tasks with as many attempts share their splits.
-        chances[i] = permutation_test(*(one.to_numpy() for one in pairs[i]))
-    columns: dict[str, Any] = {}
-    for side, label in zip(sides, "ab", strict=True):
-        known = side.returns.list.len()
-        columns[f"num_{label}"] = known
-        columns[f"num_unknown_{label}"] = pl.Series(side.totals) - known
-        columns[f"return_{label}"] = pl.Series(side.means[:, 0]).fill_nan(None)
-    sign = pl.Series(change, dtype=pl.Float64).fill_nan(None).sign()
-    verdict = sign.replace_strict({1.0: "win", -1.0: "loss", 0.0: "tie"}, return_dtype=pl.String)
-    return both.with_columns(
-        **columns,
-        verdict=verdict.fill_null("unknown"),
+def _tasks(returns: pl.DataFrame, rate: float) -> pl.DataFrame:
+    # Tasks with as many attempts share their splits.
+    ordered = returns.with_row_index("place").sort("num_a", "num_b").rows(named=True)
+    chances = np.empty(len(ordered))
+    for task in ordered:
+        sides = (np.array(task[name]) for name in ("values_a", "values_b"))
+        chances[task["place"]] = permutation_test(*sides)
+    verdicts = {1.0: "win", -1.0: "loss", 0.0: "tie"}
+    return returns.select(
+        *("instance_id", "num_a", "num_b", "num_unknown_a", "num_unknown_b"),
+        return_a="a",
+        return_b="b",
+        verdict=pl.col("change").sign().replace_strict(verdicts, default="unknown"),
         p=pl.Series(chances, dtype=pl.Float64),
         is_certain=pl.Series(discoveries(chances, rate), dtype=pl.Boolean),
     )
 
 
-def suspicions(
-    numbers: pl.DataFrame, tasks: pl.Series, changes: Mapping[str, Floats]
-) -> list[dict[str, Any]]:
+def suspicions(numbers: pl.DataFrame, both: pl.DataFrame) -> list[dict[str, Any]]:
     """Find second witnesses that contradict a higher return: signs of a hacked reward.
 
     If the return rose for certain, each number that moved against its direction for certain is one.
@@ -259,20 +233,21 @@ def suspicions(
 
     Args:
         numbers: `Differences.numbers`.
-        tasks: [T] ids of the tasks.
-        changes: [T] change of each number, by name; NaN where it is unknown.
+        both: name, instance_id and change of each number at each task.
 
     Returns:
-        The line of each such number, with the five tasks that contradict most, among those whose
+        The line of each such number, with `tasks`: the five that contradict most, of those whose
         return rose.
     """
-    risen = numbers.filter(pl.col("is_certain") & (pl.col("change") > 0))["name"]
-    if "return" not in risen:
+    certain = numbers.filter("is_certain")
+    if certain.filter(pl.col("name") == "return", pl.col("change") > 0).is_empty():
         return []
-    against = numbers.filter(pl.col("is_certain") & (pl.col("change") * pl.col("direction") < 0))
-    rose, lines = changes["return"] > 0, []
-    for line in against.iter_rows(named=True):
-        wrong = np.where(rose, -line["direction"] * np.nan_to_num(changes[line["name"]]), 0.0)
-        worst = np.argsort(-wrong, kind="stable")[:_MOST_TASKS]
-        lines.append(line | {"tasks": [tasks[i] for i in worst.tolist() if wrong[i] > 0]})
+    rose = both.filter(pl.col("name") == "return", pl.col("change") > 0).select("instance_id")
+    lines = []
+    for line in certain.filter(pl.col("change") * pl.col("direction") < 0).iter_rows(named=True):
+        wrong = pl.col("change") * -line["direction"]
+        tasks = both.filter(pl.col("name") == line["name"], wrong > 0)
+        tasks = tasks.join(rose, on="instance_id", how="semi", maintain_order="left")
+        worst = tasks.sort(wrong, descending=True, maintain_order=True).head(_MOST_TASKS)
+        lines.append(line | {"tasks": worst["instance_id"].to_list()})
     return lines

@@ -46,7 +46,7 @@ def lines(returns, **numbers):
         name: pl.Series([v for task in values for v in task], dtype=pl.Float64)
         for name, values in numbers.items()
     }
-    unknown = {"version": pl.lit(None, pl.Int32), "greedy": pl.lit(None, pl.UInt64)}
+    unknown = {"version": pl.lit(None, pl.Int32), "greedy": pl.lit(None, pl.String)}
     return frame.with_columns(**unknown, **empty, **given_numbers)
 
 
