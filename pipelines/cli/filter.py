@@ -193,6 +193,7 @@ class _Source:
 
     path: str
     frame: pl.LazyFrame
+    num_unscored: int
     rows: dict[str, int]
     dropped: pl.DataFrame
     masked: pl.DataFrame
@@ -206,10 +207,12 @@ class _Source:
         from rollout_io.dataset.returns import dataset_outcome
 
         frame, outcome = open_valid(path), dataset_outcome(path, choices.outcome)
+        num_unscored = 0
         if choices.reward is not None:
-            from pipelines.rescoring.versions import with_version
+            from pipelines.rescoring.versions import read_version, with_version
 
             frame = with_version(frame, path, choices.reward)
+            num_unscored = read_version(path, choices.reward)[0]["reward"].null_count()
         rows: dict[str, int] = {}
         if choices.keep_rows is not None:
             move = choices.move_outcome
@@ -218,16 +221,26 @@ class _Source:
         frame, dropped = apply_filters(frame, filters_of(choices, found), outcome)
         frame, masked = apply_masks(frame, masks_of(choices), outcome)
         return cls(
-            path=path, frame=frame, rows=rows, dropped=dropped, masked=masked, overlaps=found
+            path=path,
+            frame=frame,
+            num_unscored=num_unscored,
+            rows=rows,
+            dropped=dropped,
+            masked=masked,
+            overlaps=found,
         )
 
     def as_json(self) -> dict[str, Any]:
         lists = {"filters": self.dropped.to_dicts(), "masks": self.masked.to_dicts()}
         found = {} if self.overlaps is None else {"overlaps": self.overlaps.to_dicts()}
-        return {"dataset": self.path, "rows": self.rows, **lists, **found}
+        counts = {"num_unscored": self.num_unscored, "rows": self.rows}
+        return {"dataset": self.path, **counts, **lists, **found}
 
     def lines(self) -> Iterator[str]:
         yield self.path
+        if self.num_unscored:
+            without = count(self.num_unscored, "trajectory")
+            yield f"  reward: {without} without a score, which count as failed"
         if self.rows:
             yield "  rows: {num_rows_dropped:,} of {num_rows_before:,} dropped".format(**self.rows)
         for verb, counts in {"dropped": self.dropped, "masked": self.masked}.items():
