@@ -12,9 +12,11 @@ import polars as pl
 import pytest
 
 from pipelines import merge, trajectory_returns
+from pipelines.generation.environments import resolve
 from pipelines.rescoring.attempts import attempts
 from pipelines.rescoring.rescore import rescore
 from pipelines.rescoring.scorers import Scorer
+from pipelines.rescoring.sources import source_digests
 from pipelines.rescoring.versions import digests, read_version, version_path, with_version
 from rollout_io import RolloutWriter, scan, validate
 from rollout_io.cli.main import run
@@ -197,38 +199,52 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("how", IMPORTS)
-def test_scores_of_a_function_whose_helper_changed_are_not_kept(how, tmp_path, monkeypatch):
+def test_the_sources_of_a_function_are_all_that_it_imports_from_the_users_files(
+    how, tmp_path, monkeypatch
+):
     files = {
         "over.py": "from limits_a import LIMIT\n",
+        "limits_a.py": "LIMIT = 200\n",
+        "kit/deep/limits.py": "LIMIT = 200\n",  # packages without __init__.py
         "kit/deep/other.py": "",
         "kit/scoring.py": "from .deep.limits import LIMIT\n\n\nclass Scoring:\n"
         "    def __call__(self, attempt):\n        return LIMIT\n",
         "unrelated.py": "LIMIT = 1\n",
     }
-    helpers = [tmp_path / "limits_a.py", tmp_path / "kit" / "deep" / "limits.py"]
-    (tmp_path / "kit" / "deep").mkdir(parents=True)  # packages without __init__.py
+    (tmp_path / "kit" / "deep").mkdir(parents=True)
     name = f"scored_{list(IMPORTS).index(how)}"
-    for path, text in (files | {f"{name}.py": IMPORTS[how]}).items():
+    for path, text in (files | {f"{name}.py": f"import json, polars\n{IMPORTS[how]}"}).items():
         (tmp_path / path).write_text(text)
-    for helper in helpers:
-        helper.write_text("LIMIT = 200\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def sources():
+        return source_digests(f"{name}:score", resolve(f"{name}:score", "reward_function"))
+
+    before = sources()
+    for path in ("limits_a.py", "kit/deep/limits.py", "kit/deep/other.py", "unrelated.py"):
+        (tmp_path / path).write_text("LIMIT = 1\n")
+    after = sources()
+    assert before.keys() == after.keys()
+    assert {n for n in before if before[n] != after[n]} == {
+        "kit.deep.limits" if "kit" in IMPORTS[how] else "limits_a"
+    }
+    assert not {"json", "polars", "unrelated"} & before.keys()
+
+
+def test_scores_of_a_function_whose_helper_changed_are_not_kept(tmp_path, monkeypatch, capsys):
+    (tmp_path / "limited.py").write_text(IMPORTS["lazily"])
+    (tmp_path / "limits_a.py").write_text("LIMIT = 200\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    dataset = write(tmp_path / "ds", *one_step(0.0, 0.0))
-    scorer = Scorer(function=f"{name}:score")
-    rescore(dataset, "mine", scorer)
-    (tmp_path / "unrelated.py").write_text("LIMIT = 2\n")
-    assert rescore(dataset, "mine", scorer).num_resumed == 2
-    assert not {"json", "polars", "unrelated"} & read_version(dataset, "mine")[1]["sources"].keys()
-    for helper in helpers:
-        helper.write_text("LIMIT = 1\n")
-    with pytest.raises(InputError, match="limits") as caught:
-        rescore(dataset, "mine", scorer)
-    assert caught.value.rule == "reward_version"
-    assert set(scores_of(dataset, "mine").values()) == {200.0}
+    dataset = write(tmp_path / "ds", *one_step(0.0))
+    command = ["rescore", dataset, "--reward", "limited:score", "--workers", "1"]
+    assert run(command) == 0
+    (tmp_path / "limits_a.py").write_text("LIMIT = 1\n")
+    assert run(command) == 1
+    assert "source changed since (limits_a). [reward_version]" in capsys.readouterr().err
+    assert scores_of(dataset, "score") == {"a_0": 200.0}
 
 
-@pytest.mark.usefixtures("functions")
 @pytest.mark.parametrize(
     "change",
     [
@@ -236,32 +252,25 @@ def test_scores_of_a_function_whose_helper_changed_are_not_kept(how, tmp_path, m
         {"messages": '[{"role": "user", "content": "?"}]'},
         {"prompt_token_ids": [7]},
         {"response_text": "other"},
+        {"response_text": None},
         {"metrics": [{"key": "tests", "value": 2.0}]},
+        {"reward": 1.0},
     ],
-    ids=lambda change: next(iter(change)),
 )
-def test_a_trajectory_is_scored_again_if_anything_changed_that_its_score_depends_on(
-    change, tmp_path
-):
+def test_the_digest_of_a_trajectory_changes_with_all_that_its_score_depends_on(change, tmp_path):
     step = {"truth": "x", "messages": "[]", "response_text": "a", "reward": 0.0}
     step["metrics"] = [{"key": "tests", "value": 1.0}]
 
-    def of(first, where):
+    def digests_of(first, where, layout="prefix"):
         rows = pl.from_arrow(table(("a", 0, [step | first]), ("b", 0, [step]), optional=OPTIONAL))
         truths = [(step | first)["truth"], step["truth"]]
-        with RolloutWriter(where) as writer:
+        with RolloutWriter(where, layout=layout) as writer:
             writer.write(rows.with_columns(truth=pl.Series(truths)))
-        return str(where)
+        return dict(digests(scan(where)).rows())
 
-    dataset = of({}, tmp_path / "ds")
-    scorer = Scorer(function="own_rewards:last_digit")
-    rescore(dataset, "mine", scorer)
-    assert rescore(dataset, "mine", scorer).num_resumed == 2
-    shutil.rmtree(dataset)
-    of(change, tmp_path / "ds")
-    with pytest.raises(InputError, match="1 trajectory not scored, or changed since"):
-        with_version(scan(dataset), dataset, "mine")
-    assert rescore(dataset, "mine", scorer).num_resumed == 1
+    before, after = digests_of({}, tmp_path / "a"), digests_of(change, tmp_path / "b")
+    assert {name for name in before if before[name] != after[name]} == {"a_0"}
+    assert digests_of({}, tmp_path / "c", "full") == before
 
 
 def test_a_judge_that_was_down_is_asked_again_and_its_failures_are_no_scores(
