@@ -111,13 +111,14 @@ def _kept_segments(out: pa.Table) -> tuple[pa.StructArray, IntArray]:
 
 
 def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArray:
-    names = list(dict.fromkeys([f.name for f in made.type] + [f.name for f in kept.type]))
+    fields = [
+        dict(zip((field.name for field in part.type), part.flatten(), strict=True))
+        for part in (made, kept)
+    ]
+    names = list(fields[0] | fields[1])
     columns = []
     for name in names:
-        parts = [
-            pc.struct_field(part, [name]) if part.type.get_field_index(name) >= 0 else None
-            for part in (made, kept)
-        ]
+        parts = [part.get(name) for part in fields]
         kind = next(part.type for part in parts if part is not None)
         casts = [
             pa.nulls(len(whole), kind) if part is None else cast_column(part, kind)
