@@ -249,6 +249,19 @@ def is_above(value: pl.Expr, bar: pl.Expr | float) -> pl.Expr:
     return (value > least) & ~is_equal
 
 
+def mean_of(values: pl.Series) -> float | None:
+    """Compute the mean of numbers, even if their sum overflows; None if there are none.
+
+    Example:
+        >>> mean_of(pl.Series([1e308, 1e308]))
+        1e+308
+    """
+    size: Any = values.abs().max()
+    scale = size if size is not None and 1e300 < size < float("inf") else 1.0
+    mean: Any = (values / scale).mean()
+    return None if mean is None else mean * scale
+
+
 def _over_rows(
     frame: pl.LazyFrame,
     names: tuple[str, ...],

@@ -108,6 +108,7 @@ def differences(
     change = pl.col("b") - pl.col("a")
     size = pl.max_horizontal(pl.col("a", "b").abs())
     is_same: pl.Expr = is_rounding(change.abs(), size)
+    change = pl.when(change.is_finite()).then(change)  # a mean of huge returns may overflow
     both = both.with_columns(change=pl.when(is_same).then(0.0).otherwise(change))
     numbers, returns = _numbers(both, directions), both.filter(name="return")
     return Differences(

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.merging.segments import Steps, is_joined, step_columns, steps_of
-from pipelines.rewards import Outcome, is_above, trajectory_returns
+from pipelines.rewards import Outcome, is_above, mean_of, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces, scan
@@ -358,7 +358,7 @@ def _token_metrics(per: Per, name: str, values: pl.Series, left_out: int) -> Ite
 
 def _statistics(values: pl.Series) -> dict[str, float | None]:
     numbers = values.cast(pl.Float64)
-    found = {"min": numbers.min(), "max": numbers.max(), "avg": numbers.mean()}
+    found = {"min": numbers.min(), "max": numbers.max(), "avg": mean_of(numbers)}
     return {**found, "std": numbers.std(ddof=0)}  # type: ignore[dict-item]
 
 
