@@ -107,7 +107,9 @@ def _attempts(
     path: str, reward: str | None, outcome: Outcome | None
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
     """Return the rows of a dataset, and one line per trajectory."""
-    from pipelines.rescoring.versions import known_errors, with_version
+    import polars as pl
+
+    from pipelines.rescoring.versions import UNSCORED, with_version
     from pipelines.statistics.attempts import attempts
     from pipelines.statistics.parting import broken_prefixes
     from rollout_io.cli.datasets import open_valid
@@ -118,7 +120,8 @@ def _attempts(
         frame = with_version(frame, path, reward)
     lines = attempts(frame, dataset_outcome(path, outcome))
     if reward is not None:  # a judge that failed says nothing about the attempt
-        lines = lines.with_columns(error=known_errors(reward))
+        is_unscored = pl.col("error").str.starts_with(UNSCORED.format(reward))
+        lines = lines.with_columns(error=pl.when(~is_unscored).then("error"))
     return frame, lines.join(
         broken_prefixes(path), on="trajectory_id", how="left", maintain_order="left"
     )

@@ -36,6 +36,8 @@ SCHEMA = {
 }
 """Columns of a version: reward is null if the trajectory has an error; digest as in `digests`."""
 
+UNSCORED = "reward {}: "
+"""How the error of a trajectory begins that has no reward in the version of that name."""
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,99}")
 _DIGEST_BYTES = 6  # the sum over the rows of a trajectory fits into 64 bits
 _MADE = b"rollout_io.reward_version"
@@ -166,18 +168,8 @@ def with_version(frame: pl.LazyFrame, dataset: str, name: str) -> pl.LazyFrame:
         hint = "run `rollouts rescore` with the same options again: it scores those"
         raise InputError(RULE, f"{dataset}, version {name}", got, hint=hint)
     errors = scores.filter(pl.col("reward").is_null()).select(
-        "trajectory_id", unscored=pl.lit(_unscored(name)) + pl.col("error")
+        "trajectory_id", unscored=pl.lit(UNSCORED.format(name)) + pl.col("error")
     )
     rows = frame.join(errors.lazy(), on="trajectory_id", how="left", maintain_order="left")
     rows = rows.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")
     return place_outcomes(rows, scores.select("trajectory_id", "reward"))
-
-
-def known_errors(name: str) -> pl.Expr:
-    """Return `error` as it was before `with_version`."""
-    return pl.when(~pl.col("error").str.starts_with(_unscored(name))).then("error")
-
-
-def _unscored(name: str) -> str:
-    """How the error of a trajectory begins that has no reward in a version."""
-    return f"reward {name}: "
