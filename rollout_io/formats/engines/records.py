@@ -126,7 +126,8 @@ class Records(Grammar):
         if self.is_log is not None:
             return self.is_log(start)
         is_record = self.is_record or is_object_with(_required(self._struct))
-        return any(map(is_record, start.values))
+        values = [start.document] if self.is_whole(start) else start.values
+        return any(map(is_record, values))
 
     def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         """Yield one run per record, in order; a record that cannot be used is rejected."""
@@ -151,7 +152,8 @@ class Records(Grammar):
         place, content = record
         try:
             refuse_lfs_pointer(content, place.where)
-            refuse_not_utf8(content, place.where)
+            if place.part != _WHOLE:  # a document is refused where it is decoded
+                refuse_not_utf8(content, place.where)
             if place.part == _WHOLE or self.is_unique:
                 refuse_repeated(content.strip(), place.where, first)
             with contained(place.where):
