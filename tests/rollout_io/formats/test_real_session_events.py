@@ -14,6 +14,7 @@ import pytest
 
 import rollout_io
 from rollout_io import Choices
+from rollout_io.formats.start import Start
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all
 from tests.real_harnesses.plain import answer_of, prompt_of
@@ -94,7 +95,9 @@ def test_each_answer_of_a_session_follows_what_was_sent_and_trains_once(cell, tm
     adapter = import_module(f"rollout_io.formats.{MODULES.get(harness, harness)}").ADAPTER
     logs = shutil.copytree(SESSIONS / cell / "logs", tmp_path / "logs")
     files = [path for path in sorted(logs.rglob("*")) if path.is_file()]
-    found, rejected = read_all(adapter, *filter(adapter.recognizes, files))
+    found, rejected = read_all(
+        adapter, *filter(lambda file: adapter.recognizes(Start(file)), files)
+    )
     assert [str(each.error) for each in rejected] == []
     sent, trained = sent_in(cell), Counter()
     for _, trajectory in found:
