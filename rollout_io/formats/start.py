@@ -119,6 +119,8 @@ class Start:
             decoder: Decoder of types without `Raw` fields, which would refer to the memory map.
             marks: Byte strings, one of which must occur in the first 64 KiB; this check is fast.
         """
+        if not (self.is_document or self._is_one_line):
+            return False
         is_json = self.head.lstrip().startswith((b"{", b"["))
         if not is_json or not any(mark in self.head for mark in marks):
             return False
