@@ -185,8 +185,8 @@ class Records(Grammar):
             parts = _decode(place)(_LIST, content, place.where)
         elif self.elements:
             parts = _decode(place)(self._document, content, place.where).elements
-        if parts is None:
-            yield record
+        if parts is None or (parts and not any(bytes(part)[:1] in {b"{", b"["} for part in parts)):
+            yield record  # a list of numbers or texts has no runs
             return
         name = self.elements if content.lstrip().startswith(b"{") else ""
         for part, raw in zip(parts_of(place, content, name or "", parts), parts, strict=True):
