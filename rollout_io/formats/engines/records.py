@@ -1,4 +1,4 @@
-"""Logs in which each record is a run: a line, a whole file, or an element of a list in a document.
+"""Logs in which each record is a run: a line, a whole file, an element of a list, a row of a table.
 
 A format declares the struct of a run, how the run is called, and one function that reads it. Finding,
 detection, damage, copies and the account of unread keys are the same for all of them.
@@ -33,6 +33,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import account
+from rollout_io.formats.engines.tables import is_table, read_row, rows_of
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.documents import parts_of
 from rollout_io.formats.parsing.jsonl import (
@@ -66,6 +67,8 @@ class Records(Grammar):
         elements: Key of the list with the runs, if a document has several; a document without it is
             one run. "": a list is the list of its runs; None: each record is one run.
         bare: Key for a record that is a list: it is read as an object with the list there.
+        is_list: True if a list has a run in each element, for formats in which it may be one run.
+        columns: Columns that a table must have.
         is_unique: True if equal lines are copies of one run, not runs with the same text.
         groups: How runs are grouped, for the history of the dataset; "" if `finish` tells it.
         finish: Adds facts about the whole log to what was found in it, or names its runs anew.
@@ -79,6 +82,8 @@ class Records(Grammar):
     is_whole: Callable[[Start], bool] = lambda start: start.is_document
     elements: str | None = None
     bare: str = ""
+    is_list: Callable[[Sequence[msgspec.Raw]], bool] = lambda _: True
+    columns: frozenset[str] = frozenset()
     is_unique: bool = False
     groups: str = ""
     finish: Callable[[Iterator[Found]], Iterable[Found]] = iter
@@ -141,12 +146,16 @@ class Records(Grammar):
             try:
                 files = self.files(log)
             except RolloutError as error:
-                num_bytes = log.path.stat().st_size
-                progress(num_bytes)
-                yield Rejected(Place(log.path, log.name, 0, num_bytes), error)
+                yield _rejected(log, progress, error)
                 continue
-            for record in (record for file in files for record in self._records(file, progress)):
-                yield from self._runs(record, first)
+            for file in files:
+                try:
+                    for record in self._records(file, progress):
+                        yield from self._runs(record, first)
+                except RolloutError as error:
+                    if not is_table(file.path):
+                        raise
+                    yield _rejected(file, progress, error)
 
     def _runs(self, record: Record, first: dict[bytes, str]) -> Iterator[Found]:
         place, content = record
@@ -170,6 +179,10 @@ class Records(Grammar):
                 yield Rejected(element.place, error)
 
     def _records(self, log: Input, progress: Progress) -> Iterator[Record]:
+        if is_table(log.path):
+            yield from rows_of(log, self.columns)
+            progress(log.path.stat().st_size)
+            return
         if not self.is_whole(Start(log.path)):
             yield from (Record(place, content) for place, content in lines_of([log], progress))
             return
@@ -183,6 +196,7 @@ class Records(Grammar):
         parts: list[msgspec.Raw] | None = None
         if self.elements is not None and content.lstrip().startswith(b"["):
             parts = _decode(place)(_LIST, content, place.where)
+            parts = parts if self.is_list(parts or ()) else None
         elif self.elements:
             parts = _decode(place)(self._document, content, place.where).elements
         if parts is None or (parts and not any(bytes(part)[:1] in {b"{", b"["} for part in parts)):
@@ -214,7 +228,7 @@ class Records(Grammar):
                 any error of the format.
         """
         (place,) = run.places
-        content = read_record(place)
+        content = _content(place)
         record = self._decoded(Record(place, content))
         account(self.contents, self._as_object(content))
         trajectory = self.read(record, run, options)
@@ -258,9 +272,19 @@ def beside(place: Place, kind: Any) -> Any:
     return _beside(place.path, Version.of(place.path), kind)
 
 
+def _rejected(log: Input, progress: Progress, error: RolloutError) -> Rejected:
+    num_bytes = log.path.stat().st_size
+    progress(num_bytes)
+    return Rejected(Place(log.path, log.name, 0, num_bytes), error)
+
+
+def _content(place: Place) -> bytes:
+    return read_row(place) if place.offset is None else read_record(place)
+
+
 def fields_of(place: Place) -> dict[str, msgspec.Raw]:
     """Return all fields of a record, for formats in which any number is a metric; none of a list."""
-    content = read_record(place)
+    content = _content(place)
     if content.lstrip().startswith(b"["):
         return {}
     return decode_line(_FIELDS, content, place.where)

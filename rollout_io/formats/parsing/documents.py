@@ -149,14 +149,15 @@ def parts_of(
     Args:
         place: Location of the document.
         document: Content of the document.
-        name: Name of the list.
+        name: Name of the list; "": the document is the list.
         parts: Raw elements of the list, in order.
     """
     document, end = without_lone_surrogates(document), 0  # as decoded: offsets are the same
     for i, part in enumerate(parts):
         start = document.index(bytes(part), end)
         end = start + len(bytes(part))
-        yield Place(place.path, f"{place.where}, {name}[{i}]", start, end - start)
+        where = f"{place.where}, {name}[{i}]" if name else f"{place.where}[{i}]"
+        yield Place(place.path, where, start, end - start)
 
 
 def decode_record(decoder: msgspec.json.Decoder[T], place: Place) -> T:
