@@ -52,6 +52,10 @@ _WHOLE = "document"
 """Part of the place of a record that is a whole file, whose damage is that of a document."""
 
 
+def _is_document(start: Start) -> bool:
+    return start.is_document
+
+
 @dataclass(frozen=True, kw_only=True)
 class Records(Grammar):
     """A format with a run in each record.
@@ -79,7 +83,7 @@ class Records(Grammar):
     is_record: Callable[[Any], bool] | None = None
     is_log: Callable[[Start], bool] | None = None
     files: Callable[[Input], list[Input]] = lambda log: [log]
-    is_whole: Callable[[Start], bool] = lambda start: start.is_document
+    is_whole: Callable[[Start], bool] = _is_document
     elements: str | None = None
     bare: str = ""
     is_list: Callable[[Sequence[msgspec.Raw]], bool] = lambda _: True
@@ -150,7 +154,7 @@ class Records(Grammar):
                 continue
             for file in files:
                 try:
-                    for record in self._records(file, progress):
+                    for record in records_of(file, progress, self.is_whole, self.columns):
                         yield from self._runs(record, first)
                 except RolloutError as error:
                     if not is_table(file.path):
@@ -178,27 +182,15 @@ class Records(Grammar):
             except RolloutError as error:
                 yield Rejected(element.place, error)
 
-    def _records(self, log: Input, progress: Progress) -> Iterator[Record]:
-        if is_table(log.path):
-            yield from rows_of(log, self.columns)
-            progress(log.path.stat().st_size)
-            return
-        if not self.is_whole(Start(log.path)):
-            yield from (Record(place, content) for place, content in lines_of([log], progress))
-            return
-        content = without_lone_surrogates(read_input(log.path))
-        progress(len(content))
-        yield Record(Place(log.path, log.name, 0, len(content), _WHOLE), content)
-
     def _elements(self, record: Record) -> Iterator[Record]:
         """Yield the runs in a record; the record itself if it has no list of them."""
         place, content = record
         parts: list[msgspec.Raw] | None = None
         if self.elements is not None and content.lstrip().startswith(b"["):
-            parts = _decode(place)(_LIST, content, place.where)
+            parts = decoder_of(place)(_LIST, content, place.where)
             parts = parts if self.is_list(parts or ()) else None
         elif self.elements:
-            parts = _decode(place)(self._document, content, place.where).elements
+            parts = decoder_of(place)(self._document, content, place.where).elements
         if parts is None or (parts and not any(bytes(part)[:1] in {b"{", b"["} for part in parts)):
             yield record  # a list of numbers or texts has no runs
             return
@@ -214,7 +206,7 @@ class Records(Grammar):
 
     def _decoded(self, record: Record) -> Any:
         place = record.place
-        return self.typed(self._as_object(record.content), place.where, _decode(place))[1]
+        return self.typed(self._as_object(record.content), place.where, decoder_of(place))[1]
 
     def _as_object(self, content: bytes) -> bytes:
         is_bare = self.bare and content.lstrip().startswith(b"[")
@@ -237,6 +229,29 @@ class Records(Grammar):
         return trajectory
 
 
+def records_of(
+    log: Input,
+    progress: Progress,
+    is_whole: Callable[[Start], bool] = _is_document,
+    columns: frozenset[str] = frozenset(),
+) -> Iterator[Record]:
+    """Yield the records of a file: its lines, its rows, or the whole of it; see `Records`.
+
+    Raises:
+        InputError: `input_file`: the file is unreadable; `lfs_pointer`: it is a Git LFS pointer;
+            `parquet_file`: it is a damaged table.
+    """
+    if is_table(log.path):
+        yield from rows_of(log, columns)
+        progress(log.path.stat().st_size)
+    elif is_whole(Start(log.path)):
+        content = without_lone_surrogates(read_input(log.path))
+        progress(len(content))
+        yield Record(Place(log.path, log.name, 0, len(content), _WHOLE), content)
+    else:
+        yield from (Record(place, content) for place, content in lines_of([log], progress))
+
+
 def _is_answered(trajectory: Trajectory) -> bool:
     """True if a step is not text, or has an answer."""
     return any(
@@ -250,7 +265,8 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def _decode(place: Place) -> Callable[..., Any]:
+def decoder_of(place: Place) -> Callable[..., Any]:
+    """Return the function that decodes a record of `records_of`."""
     return decode_document if place.part == _WHOLE else decode_line
 
 
