@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +170,7 @@ class Records(Grammar):
             if place.part == _WHOLE or self.is_unique:
                 refuse_repeated(content.strip(), place.where, first)
             with contained(place.where):
-                elements = [*self._elements(record)]
+                elements = [*elements_of(record, self.elements, self.is_list)]
         except RolloutError as error:
             yield Rejected(place, error)
             return
@@ -181,28 +181,6 @@ class Records(Grammar):
                 yield run
             except RolloutError as error:
                 yield Rejected(element.place, error)
-
-    def _elements(self, record: Record) -> Iterator[Record]:
-        """Yield the runs in a record; the record itself if it has no list of them."""
-        place, content = record
-        parts: list[msgspec.Raw] | None = None
-        if self.elements is not None and content.lstrip().startswith(b"["):
-            parts = decoder_of(place)(_LIST, content, place.where)
-            parts = parts if self.is_list(parts or ()) else None
-        elif self.elements:
-            parts = decoder_of(place)(self._document, content, place.where).elements
-        if parts is None or (parts and not any(bytes(part)[:1] in {b"{", b"["} for part in parts)):
-            yield record  # a list of numbers or texts has no runs
-            return
-        name = self.elements if content.lstrip().startswith(b"{") else ""
-        for part, raw in zip(parts_of(place, content, name or "", parts), parts, strict=True):
-            yield Record(part, bytes(raw))
-
-    @cached_property
-    def _document(self) -> msgspec.json.Decoder[Any]:
-        field = msgspec.field(name=self.elements, default=None)
-        fields: list[Any] = [("elements", list[msgspec.Raw] | None, field)]
-        return msgspec.json.Decoder(msgspec.defstruct("Document", fields, gc=False))
 
     def _decoded(self, record: Record) -> Any:
         place = record.place
@@ -250,6 +228,38 @@ def records_of(
         yield Record(Place(log.path, log.name, 0, len(content), _WHOLE), content)
     else:
         yield from (Record(place, content) for place, content in lines_of([log], progress))
+
+
+def elements_of(
+    record: Record,
+    name: str | None = "",
+    is_list: Callable[[Sequence[msgspec.Raw]], bool] = lambda _: True,
+) -> Iterator[Record]:
+    """Yield the elements of a list, or of the list `name` of an object; else the record itself.
+
+    Raises:
+        InputError: Any error of `decode_line` or `decode_document`.
+    """
+    place, content = record
+    start, decode = content.lstrip()[:1], decoder_of(place)
+    parts: list[msgspec.Raw] | None = None
+    if name is not None and start == b"[":
+        parts = decode(_LIST, content, place.where)
+        parts = parts if is_list(parts or ()) else None
+    elif name:
+        parts = decode(_document_with(name), content, place.where).elements
+    if parts is None or (parts and not any(bytes(part)[:1] in {b"{", b"["} for part in parts)):
+        yield record  # a list of numbers or texts has no runs
+        return
+    places = parts_of(place, content, "" if start == b"[" else name or "", parts)
+    yield from (Record(part, bytes(raw)) for part, raw in zip(places, parts, strict=True))
+
+
+@lru_cache
+def _document_with(name: str) -> msgspec.json.Decoder[Any]:
+    field = msgspec.field(name=name, default=None)
+    fields: list[Any] = [("elements", list[msgspec.Raw] | None, field)]
+    return msgspec.json.Decoder(msgspec.defstruct("Document", fields, gc=False))
 
 
 def _is_answered(trajectory: Trajectory) -> bool:
