@@ -236,7 +236,7 @@ def recognizes(start: Start) -> bool:
     return any(
         isinstance(record.get("session"), str)
         and isinstance(record.get("request"), dict)
-        and "response" in record
+        and isinstance(record.get("response", 0), dict | list | str | None)
         for record in start.records
     )
 

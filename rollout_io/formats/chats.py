@@ -24,7 +24,7 @@ import msgspec
 from rollout_io.formats.base import Completion, Conversation, Options, Place, Run, Trajectory
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.dialects.bodies import tools_of, value_of
-from rollout_io.formats.engines.records import Records, fields_of
+from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.engines.tables import is_table, schema_of
 from rollout_io.formats.openai_messages import with_groups
 from rollout_io.formats.parsing.content import NO_JSON, Message
@@ -50,7 +50,7 @@ _NOT_TRL = "step"
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw] | Any)
 
 
-class Chat(msgspec.Struct, gc=False):
+class Chat(Open):
     """A conversation, or a prompt and its completion."""
 
     messages: Any = None
@@ -84,7 +84,7 @@ def run_of(chat: Chat, place: Place) -> Run:
         step = _conversation(chat, place.where)
         prompt = step.prompt if isinstance(step, Completion) else step.messages
         names = {"prompt": prompt_key(prompt)}
-    labels = names | unread_labels(fields_of(place))
+    labels = names | unread_labels(chat.fields)
     instance = next(iter(names.values()))
     return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
@@ -102,7 +102,7 @@ def read(chat: Chat, run: Run, _: Options) -> Trajectory:
     """
     (place,) = run.places
     step = _conversation(chat, place.where)
-    fields = fields_of(place)
+    fields = chat.fields
     metrics = numbers({n: raw for n, raw in fields.items() if n not in _NAMES}, place.where)
     if bytes(chat.metrics).startswith(b"{"):
         where = f"{place.where}, metrics"
@@ -155,11 +155,11 @@ def _system(chat: Chat, messages: Iterable[Message]) -> list[Message]:
     return [{"role": "system", "content": stated}] if stated and stated not in logged else []
 
 
-def messages_of(given: list[Any], where: str) -> list[Message]:
+def messages_of(values: list[Any], where: str) -> list[Message]:
     """Convert messages of any framework, or items of OpenAI's Responses API."""
-    if any(isinstance(each, Mapping) and str(each.get("type")) in _ITEMS for each in given):
-        return responses.messages(given, where)
-    return frameworks.messages(given, where)
+    if any(isinstance(value, Mapping) and str(value.get("type")) in _ITEMS for value in values):
+        return responses.messages(values, where)
+    return frameworks.messages(values, where)
 
 
 def _is_log(start: Start) -> bool:
@@ -185,8 +185,8 @@ def _is_chat(record: Any, *, may_be_plain: bool = False) -> bool:
     if isinstance(record, list):
         if any(map(_has_list, record)):
             return _is_chat(record[0], may_be_plain=True)
-        is_known = all(_is_of_framework(each) for each in record)
-        is_plain = all(_is_plain(each) for each in record)
+        is_known = all(_is_of_framework(part) for part in record)
+        is_plain = all(_is_plain(part) for part in record)
         return bool(record) and is_known and (may_be_plain or not is_plain)
     if not isinstance(record, Mapping) or _NOT_TRL in record:
         return False
@@ -204,20 +204,20 @@ def _is_said(value: Any) -> bool:
     return isinstance(value, str) or (is_list and all(isinstance(e, Mapping) for e in value))
 
 
-def _is_plain(given: Any) -> bool:
-    return isinstance(given, Mapping) and "role" in given and "content" in given
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value and "content" in value
 
 
-def _is_of_framework(given: Any) -> bool:
-    if not isinstance(given, Mapping):
+def _is_of_framework(value: Any) -> bool:
+    if not isinstance(value, Mapping):
         return False
-    if "from" in given and "value" in given:
+    if "from" in value and "value" in value:
         return True
-    if str(given.get("type")) in _ITEMS or ("kind" in given and "parts" in given):
+    if str(value.get("type")) in _ITEMS or ("kind" in value and "parts" in value):
         return True
-    if str(given.get("type")) in frameworks.LANGCHAIN and ("data" in given or "content" in given):
+    if str(value.get("type")) in frameworks.LANGCHAIN and ("data" in value or "content" in value):
         return True
-    return "lc" in given or "blocks" in given or _is_plain(given)
+    return "lc" in value or "blocks" in value or _is_plain(value)
 
 
 ADAPTER = Records(

@@ -34,7 +34,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects.responses import ITEMS
-from rollout_io.formats.engines.records import Records, fields_of
+from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.nemo_gym_text import Request, read_conversation
 from rollout_io.formats.parsing.bodies import NO_JSON
@@ -68,7 +68,7 @@ class _Agent(msgspec.Struct, gc=False):
     name: str | None = None
 
 
-class Rollout(msgspec.Struct, gc=False):
+class Rollout(Open):
     """A run; `id`, `input` and `output` are those of a bare response, or what holds it."""
 
     response: Annotated[msgspec.Raw, inner(_RESPONSE)] = NO_JSON
@@ -148,7 +148,7 @@ def _logged(rollout: Rollout, place: Place) -> _Logged:
     elif bytes(rollout.input).startswith(b"{"):
         content, prefix = bytes(rollout.input), "input"
     else:
-        names = ", ".join([*fields_of(place)][:8])
+        names = ", ".join([*rollout.fields][:8])
         got = f"the object has no `response` (its keys: {names})"
         hint = "convert the rollouts that NeMo Gym collects, not its tasks or a trainer's data"
         raise InputError("no_response", where, got, hint=hint)
@@ -218,7 +218,7 @@ def read(rollout: Rollout, run: Run, _: Options) -> Trajectory:
         steps=steps,
         reward=rollout.reward,
         error=_error(logged),
-        metrics=_metrics(fields_of(place), place.where) if is_run else {},
+        metrics=_metrics(rollout.fields, place.where) if is_run else {},
     )
 
 

@@ -159,13 +159,13 @@ def read(episode: Episode, run: Run, options: Options) -> Trajectory:
         where = f"{place.where}, trajectories[{i}]"
         agent = trajectory.name or name
         if has_tokens or failed:
-            own: list[Step | Conversation] = list(_steps(trajectory, agent, where, failed=failed))
+            calls: list[Step | Conversation] = list(_steps(trajectory, agent, where, failed=failed))
         else:
             contexts = contexts_of(_calls(trajectory, agent, where))
-            own = [context.conversation() for context in contexts]
+            calls = [context.conversation() for context in contexts]
         if len(names) == 1:
-            _place_rewards(trajectory, own)
-        steps += own
+            _place_rewards(trajectory, calls)
+        steps += calls
     if not steps and not failed:
         raise InputError("no_calls", place.where, "the episode has no steps")
     return Trajectory(
@@ -188,11 +188,11 @@ def _has_tokens(step: _Step) -> bool:
 
 
 def _ids(step: _Step) -> tuple[msgspec.Raw, msgspec.Raw]:
-    own = (step.prompt_ids, step.response_ids)
-    if all(bytes(ids) in _NO_IDS for ids in own) and _is_object(step.model_output):
+    ids = (step.prompt_ids, step.response_ids)
+    if all(bytes(raw) in _NO_IDS for raw in ids) and _is_object(step.model_output):
         output = _output(step, "model_output")
         return output.prompt_ids, output.completion_ids
-    return own
+    return ids
 
 
 def _is_object(raw: msgspec.Raw) -> bool:
@@ -222,18 +222,18 @@ def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
         np.zeros(0, np.int32) if bytes(raw) == b"null" else strict_ids(bytes(raw), what, where)
         for raw, what in zip(_ids(step), ("prompt", "response"), strict=True)
     )
-    for name, own, other in zip(
+    for name, one, other in zip(
         ("prompt_ids", "response_ids"),
         (step.prompt_ids, step.response_ids),
         (output.prompt_ids, output.completion_ids),
         strict=True,
     ):
-        if not {bytes(own), bytes(other)} & _NO_IDS:
-            same_ids(bytes(own), bytes(other), name, f"{where} and its model_output")
+        if not {bytes(one), bytes(other)} & _NO_IDS:
+            same_ids(bytes(one), bytes(other), name, f"{where} and its model_output")
     if step.logprobs and output.logprobs and step.logprobs != output.logprobs:
         got, hint = "the logprobs differ from those in model_output", "save the episode again"
         raise InputError("conflicting_ids", where, got, hint=hint)
-    given = step.logprobs or output.logprobs
+    logprobs = step.logprobs or output.logprobs
     last = decode_line(_ANY, chat[-1], where) if chat else None
     sent = chat[:-1] if _is_assistant(last) else chat
     text = label(step.model_response, where) or (text_of(last) if _is_assistant(last) else None)
@@ -242,7 +242,7 @@ def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
         source=where,
         prompt_token_ids=prompt,
         response_ids=response,
-        rollout_logprobs=logprob_array(given, len(response), where) if given else None,
+        rollout_logprobs=logprob_array(logprobs, len(response), where) if logprobs else None,
         stop_reason=output.finish_reason,
         policy_version=version,
         agent=agent,
@@ -261,14 +261,14 @@ def _chat(step: _Step, trajectory: _Trajectory, where: str) -> list[bytes]:
     if step.chat_completions_ref is None:
         return [bytes(message) for message in step.chat_completions or ()]
     (name, length), nodes = step.chat_completions_ref, trajectory.message_nodes or {}
-    found: list[bytes] = []
-    while name is not None and name in nodes and len(found) < length:
-        found.append(bytes(nodes[name].m))
+    chain: list[bytes] = []
+    while name is not None and name in nodes and len(chain) < length:
+        chain.append(bytes(nodes[name].m))
         name = nodes[name].p
-    if name is not None or len(found) != length:
+    if name is not None or len(chain) != length:
         got = f"`message_nodes` has no chain of {count(length, 'message')} from this node"
         raise InputError("dangling_reference", f"{where}.chat_completions_ref", got)
-    return found[::-1]
+    return chain[::-1]
 
 
 def _json_list(messages: Sequence[bytes]) -> str | None:
@@ -280,7 +280,7 @@ def _json_list(messages: Sequence[bytes]) -> str | None:
 
 def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
     """Yield the steps as calls; the last assistant message of a chat is the reply."""
-    told: set[bytes] = set()
+    accounted: set[bytes] = set()
     for i, step in enumerate(trajectory.steps):
         place = f"{where}.steps[{i}]"
         chat = _chat(step, trajectory, place)
@@ -288,9 +288,9 @@ def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
             got = "the step has neither token ids nor `chat_completions`"
             raise InputError("no_token_ids", place, got, hint=_SAVE_TRAINING)
         for raw in chat:
-            if raw not in told:
+            if raw not in accounted:
                 account(MESSAGE, raw, "chat_completions")
-        told.update(chat)
+        accounted.update(chat)
         messages = read_messages(map(msgspec.Raw, chat), place)
         spoken = [at for at, message in enumerate(messages) if _is_assistant(message)]
         if spoken:
@@ -298,10 +298,10 @@ def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
             yield Call(where=place, prompt=messages[:last], reply=messages[last], agent=agent)
 
 
-def _place_rewards(trajectory: _Trajectory, own: Sequence[Step | Conversation]) -> None:
-    given = [step.reward for step in trajectory.steps]
-    if any(given) and len(given) == len(own):
-        for step, reward in zip(own, given, strict=True):
+def _place_rewards(trajectory: _Trajectory, steps: Sequence[Step | Conversation]) -> None:
+    rewards = [step.reward for step in trajectory.steps]
+    if any(rewards) and len(rewards) == len(steps):
+        for step, reward in zip(steps, rewards, strict=True):
             step.reward = reward
 
 
@@ -310,17 +310,17 @@ def _outcome(episode: Episode) -> float | None:
 
 
 def _metrics(episode: Episode, names: Iterable[str], where: str) -> dict[str, float]:
-    found = numbers(episode.metrics or {}, f"{where}, metrics")
+    metrics = numbers(episode.metrics or {}, f"{where}, metrics")
     if episode.is_correct is not None:
-        found["is_correct"] = float(episode.is_correct)
+        metrics["is_correct"] = float(episode.is_correct)
     is_alone = len(episode.trajectories) == 1
     for name, trajectory in zip(names, episode.trajectories, strict=True):
         prefix = "" if is_alone else f"{name}."
         signals = numbers(trajectory.signals or {}, f"{where}, signals")
-        found |= {f"{prefix}{key}": value for key, value in signals.items()}
+        metrics |= {f"{prefix}{key}": value for key, value in signals.items()}
         if trajectory.reward is not None:
-            found[f"{prefix}reward"] = trajectory.reward
-    return found
+            metrics[f"{prefix}reward"] = trajectory.reward
+    return metrics
 
 
 def _error(episode: Episode, options: Options, where: str) -> str | None:

@@ -27,7 +27,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import pyarrow as pa
 
 from rollout_io.dataset.opening import Version
@@ -41,7 +40,7 @@ from rollout_io.formats.base import (
     Run,
     Trajectory,
 )
-from rollout_io.formats.engines.records import Records, fields_of
+from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.engines.tables import is_table, schema_of
 from rollout_io.formats.exporting import (
     Exported,
@@ -68,7 +67,7 @@ _ADVANTAGE = "advantage"
 _TEXT = "decoded without special tokens: the ids of the completions are approximate"
 
 
-class Row(msgspec.Struct, gc=False):
+class Row(Open):
     """A run; its other columns are numbers of rewards, and the user's."""
 
     step: Any = None
@@ -98,7 +97,7 @@ def read(row: Row, run: Run, _: Options) -> Trajectory:
     """
     (place,) = run.places
     names = _numeric(place.path, Version.of(place.path))
-    fields = {name: raw for name, raw in fields_of(place).items() if name in names}
+    fields = {name: raw for name, raw in row.fields.items() if name in names}
     metrics = numbers(fields, place.where)
     rewards = names - {_ADVANTAGE}
     reward = metrics.get(next(iter(rewards))) if len(rewards) == 1 else None

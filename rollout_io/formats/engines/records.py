@@ -52,6 +52,15 @@ _WHOLE = "document"
 """Part of the place of a record that is a whole file, whose damage is that of a document."""
 
 
+class Open(msgspec.Struct, dict=True):
+    """A record of which other fields are read too, such as any number."""
+
+    @property
+    def fields(self) -> dict[str, msgspec.Raw]:
+        """All fields of the record."""
+        return _FIELDS.decode(self.__dict__["content"])
+
+
 def _is_document(start: Start) -> bool:
     return start.is_document
 
@@ -177,18 +186,20 @@ class Records(Grammar):
         for element in elements:
             try:
                 with contained(element.place.where):
-                    run = self.run(self._decoded(element), element.place)
+                    run = self.run(self._decoded(element)[0], element.place)
                 yield run
             except RolloutError as error:
                 yield Rejected(element.place, error)
 
-    def _decoded(self, record: Record) -> Any:
-        place = record.place
-        return self.typed(self._as_object(record.content), place.where, decoder_of(place))[1]
-
-    def _as_object(self, content: bytes) -> bytes:
-        is_bare = self.bare and content.lstrip().startswith(b"[")
-        return b'{"%s":%s}' % (self.bare.encode(), content) if is_bare else content
+    def _decoded(self, record: Record) -> tuple[Any, bytes]:
+        """Return a record as its struct, and the JSON of that."""
+        place, content = record
+        if self.bare and content.lstrip()[:1] == b"[":
+            content = b'{"%s":%s}' % (self.bare.encode(), content)
+        typed = self.typed(content, place.where, decoder_of(place))[1]
+        if isinstance(typed, Open):
+            typed.__dict__["content"] = without_lone_surrogates(content)
+        return typed, content
 
     def read_run(self, run: Run, options: Options) -> Trajectory:
         """Read a record.
@@ -198,9 +209,9 @@ class Records(Grammar):
                 any error of the format.
         """
         (place,) = run.places
-        content = _content(place)
-        record = self._decoded(Record(place, content))
-        account(self.contents, self._as_object(content))
+        content = read_row(place) if place.offset is None else read_record(place)
+        record, content = self._decoded(Record(place, content))
+        account(self.contents, content)
         trajectory = self.read(record, run, options)
         if trajectory.error is None and not run.failed and not _is_answered(trajectory):
             raise InputError("no_calls", place.where, "the run has no model response")
@@ -302,18 +313,6 @@ def _rejected(log: Input, progress: Progress, error: RolloutError) -> Rejected:
     num_bytes = log.path.stat().st_size
     progress(num_bytes)
     return Rejected(Place(log.path, log.name, 0, num_bytes), error)
-
-
-def _content(place: Place) -> bytes:
-    return read_row(place) if place.offset is None else read_record(place)
-
-
-def fields_of(place: Place) -> dict[str, msgspec.Raw]:
-    """Return all fields of a record, for formats in which any number is a metric; none of a list."""
-    content = _content(place)
-    if content.lstrip().startswith(b"["):
-        return {}
-    return decode_line(_FIELDS, content, place.where)
 
 
 def _required(struct: type[msgspec.Struct] | None) -> list[str]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.parsing.model_calls import contexts_of
 from rollout_io.formats.start import Start
-from rollout_io.formats.swe_agent import ADAPTER, _calls, Document
+from rollout_io.formats.swe_agent import ADAPTER, Document, _calls
 from schemas.errors import RolloutError
 from tests.helpers.text_log_helpers import check_survives, found_in, mutated, read_one, roles, save
 
