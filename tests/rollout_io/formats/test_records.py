@@ -6,7 +6,8 @@ import math
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_io.formats import chats, smolagents, trl
+from rollout_io.formats import chats, smolagents, swe_agent, trl
+from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import read_all
 
 ASK, ANSWER = {"role": "user", "content": "1 + 5?"}, {"role": "assistant", "content": "6"}
@@ -53,3 +54,10 @@ def test_each_element_of_a_list_of_chats_is_read_at_its_own_bytes(tmp_path):
     parts = [content[place.offset : place.offset + place.num_bytes] for place in places]
     assert [json.loads(part) for part in parts] == records
     assert [read.steps[0].messages[-1]["content"] for _, read in runs] == ["0", "1", "2"]
+
+
+def test_a_document_of_a_hundred_megabytes_is_recognized(tmp_path):
+    history = [ASK | {"agent": "main"}, ANSWER | {"agent": "main", "thought": "x" * 100_000_000}]
+    path = tmp_path / "big.traj"
+    path.write_text(json.dumps({"trajectory": [], "history": history}), encoding="utf-8")
+    assert swe_agent.ADAPTER.recognizes(Start(path))
