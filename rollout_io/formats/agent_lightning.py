@@ -18,14 +18,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from rollout_io.dataset.opening import open_input, read_input
-from rollout_io.formats.agent_lightning_contents import CONTENTS, INPUTS, ROLLOUTS
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -39,20 +35,15 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.contents import account
+from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.engines.records import elements_of, is_object_with, records_of
 from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
-from rollout_io.formats.parsing.jsonl import (
-    decode_document,
-    decode_line,
-    refuse_lfs_pointer,
-    refuse_not_utf8,
-)
+from rollout_io.formats.parsing.jsonl import decode_line, refuse_lfs_pointer, refuse_not_utf8
 from rollout_io.formats.parsing.lines import (
     DUPLICATE,
     Record,
     incomplete,
-    lines_of,
     named_in,
     read_record,
     refuse_repeated,
@@ -69,11 +60,36 @@ from rollout_io.formats.parsing.tokens import (
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, InvariantError, RolloutError
 
-_BLANK = b" \t\r\n,["
-_MARKS = (b'"event_type"', b'"rollout_id"')
 _ENDED = "succeeded"
 _ALONE = {DUPLICATE, "unique_trajectory"}
 """Rules that reject a single record instead of its attempt."""
+
+
+ROLLOUTS = (
+    "inferred: events do not name a task, so each rollout is a separate group (--group-by prompt "
+    "groups rollouts with the same first prompt)"
+)
+INPUTS = "inferred: rollouts with the same `data_id` or, without it, with equal inputs"
+_CALL_KEYS = (
+    "request response model_version server.version routed_experts prompt_token_ids "
+    "response_token_ids response_log_probs usage http_status status"
+)
+CONTENTS = Contents(
+    kind="event_type",
+    default="rollout",
+    reads={
+        "*": "rollout_id attempt_id timestamp",
+        "model_request": " ".join(f"data.{name}" for name in _CALL_KEYS.split()),
+        "reward": "data.value data.source data.reason",
+        "rollout": "input status.state status.last_attempt_id status.error_message",
+    },
+    leaves={
+        "facts about a call": "model_request/data.finish_reason model_request/data.latency_ms "
+        "model_request/data.model model_request/data.retry_count model_request/data.server",
+        "facts about a rollout": "rollout/config rollout/is_train rollout/metadata rollout/status",
+        "notes of the program, not sent": "note",
+    },
+)
 
 
 class _Asked(msgspec.Struct, gc=False):
@@ -134,31 +150,12 @@ class _Reward(msgspec.Struct, gc=False):
     reason: str | None = None
 
 
-class _EventShape(msgspec.Struct, gc=False):
-    event_type: str
-    rollout_id: str
-    attempt_id: str
-    data: dict[str, Any]
-
-
-class _RolloutShape(msgspec.Struct, gc=False):
-    rollout_id: str
-    is_train: bool
-    status: dict[str, Any]
-    config: dict[str, Any]
-
-
 _HEAD = msgspec.json.Decoder(_Head)
 _DATA_HEAD = msgspec.json.Decoder(_DataHead)
 _OUTCOME = msgspec.json.Decoder(_Outcome)
 _CALL = msgspec.json.Decoder(_Call)
 _REWARD = msgspec.json.Decoder(_Reward)
-_LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_EVENT_SHAPE = msgspec.json.Decoder(_EventShape)
-_ROLLOUT_SHAPE = msgspec.json.Decoder(_RolloutShape)
-_EVENTS_SHAPE = msgspec.json.Decoder(list[_EventShape])
-_ROLLOUTS_SHAPE = msgspec.json.Decoder(list[_RolloutShape])
 
 
 @dataclass(slots=True)
@@ -227,22 +224,14 @@ def _note_damage(rollout: _Rollout, content: bytes, error: RolloutError) -> None
         rollout.attempts.setdefault(attempt, [])
 
 
-def _records(given: Input, progress: Progress) -> Iterator[Record]:
-    with open_input(given.path) as file:
-        start = file.read(1 << 12)
-        if not start.lstrip().startswith(b"["):
-            yield from starmap(Record, lines_of([given], progress))
-            return
-    content = read_input(given.path)
-    refuse_lfs_pointer(content, given.name)
-    raws, offset = decode_document(_LIST, content, given.name), 0
-    for i, raw in enumerate(raws):
-        text = bytes(raw)
-        while content[offset] in _BLANK:
-            offset += 1
-        progress(len(text))
-        yield Record(Place(given.path, f"{given.name}[{i}]", offset, len(text)), text)
-        offset += len(text)
+def _records(log: Input, progress: Progress) -> Iterator[Record]:
+    for record in records_of(log, progress, _is_list):
+        refuse_lfs_pointer(record.content, log.name)
+        yield from elements_of(record)
+
+
+def _is_list(start: Start) -> bool:
+    return start.head.lstrip().startswith(b"[")
 
 
 def _note(place: Place, head: _Head, rollouts: dict[str, _Rollout]) -> None:
@@ -429,11 +418,14 @@ def _triplet(call: _Call, where: str) -> Step:
     )
 
 
+_is_event = is_object_with(["event_type", "rollout_id", "attempt_id", "data"])
+_is_rollout = is_object_with(["rollout_id", "is_train", "status", "config"])
+
+
 def recognizes(start: Start) -> bool:
     """True if a file contains Agent Lightning's events or rollout records."""
-    lines = start.has_record(_EVENT_SHAPE) or start.has_record(_ROLLOUT_SHAPE)
-    lists = (_EVENTS_SHAPE, _ROLLOUTS_SHAPE)
-    return lines or any(start.is_document_of(shape, _MARKS) for shape in lists)
+    values = start.document if isinstance(start.document, list) else start.values
+    return any(_is_event(value) or _is_rollout(value) for value in values)
 
 
 ADAPTER = Adapter(

@@ -95,7 +95,6 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 _RANK = attrgetter("call.time", "call.final")
-_SHAPE_DECODER = msgspec.json.Decoder(_Shape)
 _HEAD_DECODER = msgspec.json.Decoder(_Head)
 _DECODER = msgspec.json.Decoder(_Call)
 _FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -234,7 +233,12 @@ def _prompt_size(call: _Call) -> int:
 
 def recognizes(start: Start) -> bool:
     """True if a file has lines with a `session`, a `request` and a `response`."""
-    return start.has_record(_SHAPE_DECODER)
+    return any(
+        isinstance(record.get("session"), str)
+        and isinstance(record.get("request"), dict)
+        and isinstance(record.get("response", 0), dict | list | str | None)
+        for record in start.records
+    )
 
 
 ADAPTER = Adapter(

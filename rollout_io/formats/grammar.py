@@ -116,6 +116,8 @@ class Grammar:
         Raises:
             InputError: `record_type`: a field is missing or has the wrong type.
         """
+        if not self.kind and not self.payload:  # its only decoder finds what is no JSON
+            return self.default, decode(self._decoders[self.default], content, where)
         kind, fields = self.split(content, where, decode)
         decoder = self._decoders.get(kind)
         if decoder is None:

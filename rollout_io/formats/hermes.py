@@ -39,7 +39,7 @@ _LEAVES = {
 }
 
 
-class Session(Line, gc=False, kw_only=True):
+class Session(Line, kw_only=True):
     """A session, whose numbers become metrics."""
 
     messages: Annotated[list[msgspec.Raw], inner(_MESSAGE)]

@@ -54,7 +54,6 @@ from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _START = re.compile(rb'\s*\{\s*"version"\s*:\s*\d+\s*,\s*"status"\s*:\s*"[a-z]+"\s*,\s*"')
-_START_BYTES = 1 << 16
 _HEADERS, _SAMPLES = ("header.json", "_journal/start.json"), "samples/"
 REPLACED = "members of archives that a later member of the same name replaces"
 """Note about these members."""

@@ -13,58 +13,53 @@ document.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import (
     HAS_TEXT,
     About,
-    Adapter,
     Conversation,
     Found,
     Input,
     Options,
     Place,
     Progress,
-    Rejected,
     Run,
     Step,
     Trajectory,
 )
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects.responses import ITEMS
+from rollout_io.formats.engines.records import Open, Records
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.nemo_gym_text import Request, read_conversation
 from rollout_io.formats.parsing.bodies import NO_JSON
-from rollout_io.formats.parsing.jsonl import decode_line, read_document
-from rollout_io.formats.parsing.lines import Record, find_lines, read_record
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.naming import natural_key, numbers
 from rollout_io.formats.parsing.responses import NO_TOKENS, Response, holds_tokens, read_steps
 from rollout_io.formats.parsing.sampling import ModelNames, sampling_extra
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from rollout_io.formats.start import Start
-from schemas.errors import InputError, RolloutError
+from schemas.errors import InputError
 
 _OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}
 _FRAMEWORK = "_ng_"
-CONTENTS = Contents(
-    reads={
-        "": "responses_create_params.instructions responses_create_params.tools "
-        "responses_create_params.metadata.problem_statement response.instructions response.tools "
-        "response.error response.incomplete_details reward mask_sample error_kind agent_ref "
-        "_ng_task_index _ng_rollout_index"
-    },
-    leaves={
-        "settings of the request and facts about the response": "responses_create_params.* "
-        "response.* responses_create_params.metadata.*",
-        "the verifier's data and results, which the model does not see": "*",
-    },
-    inner={"responses_create_params.input": ITEMS, "response.output": ITEMS},
+_REQUEST = Contents(
+    reads={"": "instructions tools metadata.problem_statement"},
+    leaves={"settings of the request": "* metadata.*"},
+    inner={"input": ITEMS},
 )
+_RESPONSE = Contents(
+    reads={"": "instructions tools error incomplete_details"},
+    leaves={"facts about the response": "*"},
+    inner={"output": ITEMS},
+)
+_LEAVES = {"the verifier's data and results, which the model does not see": "* agent_ref"}
 UNRELIABLE = "the reward is unreliable"
 _Index = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 
@@ -73,9 +68,14 @@ class _Agent(msgspec.Struct, gc=False):
     name: str | None = None
 
 
-class _Rollout(msgspec.Struct, gc=False):
-    response: Response
-    responses_create_params: Request = msgspec.field(default_factory=Request)
+class Rollout(Open):
+    """A run; `id`, `input` and `output` are those of a bare response, or what holds it."""
+
+    response: Annotated[msgspec.Raw, inner(_RESPONSE)] = NO_JSON
+    responses_create_params: Annotated[msgspec.Raw, inner(_REQUEST)] = NO_JSON
+    id: msgspec.Raw = NO_JSON
+    input: msgspec.Raw = NO_JSON
+    output: msgspec.Raw = NO_JSON
     reward: float | None = None
     mask_sample: bool | None = None
     error_kind: str | None = None
@@ -84,77 +84,44 @@ class _Rollout(msgspec.Struct, gc=False):
     rollout: _Index | None = msgspec.field(name="_ng_rollout_index", default=None)
 
 
-class _Head(msgspec.Struct, gc=False):
-    responses_create_params: dict[str, msgspec.Raw] | None = None
-    response: dict[str, msgspec.Raw] | None = None
-    input: dict[str, msgspec.Raw] | None = None
-    object: str | None = None
-    output: list[msgspec.Raw] | None = None
+class _Logged(NamedTuple):
+    """A run with its request and response, and where the fields of the response are."""
 
-    def __post_init__(self) -> None:
-        alone = self.object == "response" and self.output is not None
-        inner = self.response if self.responses_create_params is not None else self.input
-        if not alone and not (inner and {"object", "output"} <= inner.keys()):
-            raise ValueError("the record is not a rollout")
-
-
-class _Record(NamedTuple):
-    content: bytes
-    run: _Rollout
+    run: Rollout
+    request: Request
+    response: Response
     prefix: str
-    metrics: dict[str, float]
 
 
-class _Names(msgspec.Struct, gc=False):
-    """The fields that identify a run."""
-
-    response: dict[str, msgspec.Raw] | None = None
-    responses_create_params: dict[str, msgspec.Raw] | None = None
-    input: msgspec.Raw = NO_JSON
-    id: msgspec.Raw = NO_JSON
-    output: msgspec.Raw = NO_JSON
-    agent_ref: _Agent | None = None
-    task: _Index | None = msgspec.field(name="_ng_task_index", default=None)
-    rollout: _Index | None = msgspec.field(name="_ng_rollout_index", default=None)
-
-
-_HEAD_DECODER = msgspec.json.Decoder(_Head)
-_NAMES_DECODER = msgspec.json.Decoder(_Names)
-_TEXT_DECODER = msgspec.json.Decoder(str | None)
-_OBJECT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_RAW_DECODER = msgspec.json.Decoder(msgspec.Raw)
-_ITEMS_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
-_RUN_DECODER = msgspec.json.Decoder(_Rollout)
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_REQUEST_DECODER = msgspec.json.Decoder(Request | None)
 _RESPONSE_DECODER = msgspec.json.Decoder(Response)
 _NUMBERS_DECODER = msgspec.json.Decoder(dict[str, float | bool])
 
 
-def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+def find(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield runs in the order of their tasks.
 
     The instance is `_ng_task_index`, and the repetition is `_ng_rollout_index`. Without these, each
     response forms a separate group, and the history of the dataset records that rule.
     """
-    documents = [given for given in inputs if _is_document(given.path)]
-    lines = [given for given in inputs if given not in documents]
-    models = ModelNames()
-    has_text = False
+    models, has_text = ModelNames(), False
 
-    def find(record: Record) -> Run:
+    def run_of(rollout: Rollout, place: Place) -> Run:
         nonlocal has_text
-        models.see(record.content)
-        names, run = _find(record)
-        has_text = has_text or _is_text(names)
-        return run
+        models.see(read_record(place))
+        logged = _logged(rollout, place)
+        has_text = has_text or _is_text(logged)
+        return _run(logged, place)
 
-    found = [*_find_documents(documents, progress, find), *find_lines(lines, progress, find)]
+    items = [*replace(_RECORDS, run=run_of).find(inputs, progress)]
     yield from models.about()
     yield About(HAS_TEXT, has_text)
-    runs = [item for item in found if isinstance(item, Run)]
+    runs = [item for item in items if isinstance(item, Run)]
     if _part_tasks(runs):
         rule = "inferred: tasks with the same index but different inputs are separate groups"
         yield About("tasks", rule)
-    yield from (item for item in found if not isinstance(item, Run))
+    yield from (item for item in items if not isinstance(item, Run))
     if any("task" not in run.labels for run in runs):
         rule = "inferred: each response without a task is a separate group"
         yield About("groups", rule)
@@ -169,79 +136,65 @@ def _part_tasks(runs: Sequence[Run]) -> bool:
     for run in runs:
         if len(inputs[run.instance_id]) > 1:
             run.instance_id = f"{run.instance_id}@{run.labels.get('input', '')}"
-    return any(len(found) > 1 for found in inputs.values())
+    return any(len(names) > 1 for names in inputs.values())
 
 
-def _is_document(path: Path) -> bool:
-    """True if a file is one JSON document, possibly over several lines."""
-    if path.suffix == ".json":
-        return True
-    with open_input(path) as file:
-        return file.readline(1 << 16).strip() == b"{"
+def _logged(rollout: Rollout, place: Place) -> _Logged:
+    where = place.where
+    if bytes(rollout.response) != b"null":
+        content, prefix = bytes(rollout.response), "response"
+    elif bytes(rollout.output) != b"null":
+        content, prefix = read_record(place), ""
+    elif bytes(rollout.input).startswith(b"{"):
+        content, prefix = bytes(rollout.input), "input"
+    else:
+        names = ", ".join([*rollout.fields][:8])
+        got = f"the object has no `response` (its keys: {names})"
+        hint = "convert the rollouts that NeMo Gym collects, not its tasks or a trainer's data"
+        raise InputError("no_response", where, got, hint=hint)
+    inside = f"{where}, {prefix}" if prefix else where
+    response = decode_line(_RESPONSE_DECODER, content, inside)
+    sent = bytes(rollout.responses_create_params) if prefix == "response" else b"null"
+    request = decode_line(_REQUEST_DECODER, sent, f"{where}, responses_create_params")
+    return _Logged(
+        rollout, request or Request(), response, f"{where}, {prefix}{'.' * bool(prefix)}"
+    )
 
 
-def _find_documents(
-    inputs: Sequence[Input], progress: Progress, find: Callable[[Record], Run]
-) -> Iterator[Found]:
-    for name, path in inputs:
-        place = Place(path, name, 0, path.stat().st_size)
-        progress(place.num_bytes)
-        try:
-            yield find(Record(place, bytes(read_document(_RAW_DECODER, path)[0])))
-        except RolloutError as error:
-            yield Rejected(place, error)
-
-
-def _find(record: Record) -> tuple[_Names, Run]:
-    where = record.place.where
-    names = decode_line(_NAMES_DECODER, record.content, where)
-    response_id = _response_id(names, record.content, where)
+def _run(logged: _Logged, place: Place) -> Run:
+    run, response_id = logged.run, logged.response.id
     labels = {} if response_id is None else {"response_id": response_id}
-    if names.agent_ref is not None and names.agent_ref.name is not None:
-        labels["agent"] = names.agent_ref.name
-    if names.responses_create_params is not None:
-        sent = bytes(names.responses_create_params.get("input", NO_JSON))
+    if run.agent_ref is not None and run.agent_ref.name is not None:
+        labels["agent"] = run.agent_ref.name
+    if bytes(run.responses_create_params) != b"null":
+        where = f"{place.where}, responses_create_params"
+        fields = decode_line(_OBJECT, bytes(run.responses_create_params), where)
+        sent = bytes(fields.get("input", NO_JSON))
         labels["input"] = hashlib.blake2b(sent, digest_size=4).hexdigest()
-    if names.task is not None and names.rollout is not None:
-        instance, repetition = str(names.task), names.rollout
+    if run.task is not None and run.rollout is not None:
+        instance, repetition = str(run.task), run.rollout
         labels["task"] = instance
-    elif names.task is not None or names.rollout is not None or not response_id:
+    elif run.task is not None or run.rollout is not None or not response_id:
         got = "the line needs `_ng_task_index` and `_ng_rollout_index`, or only a response id (it "
-        got += f"has task {names.task}, rollout {names.rollout}, response id {response_id!r})"
+        got += f"has task {run.task}, rollout {run.rollout}, response id {response_id!r})"
         hint = "keep the lines as NeMo Gym wrote them, because the indices identify the group"
-        raise InputError("group", where, got, hint=hint)
+        raise InputError("group", place.where, got, hint=hint)
     else:
         instance, repetition = response_id, 0
-    run = Run(instance_id=instance, repetition_id=repetition, places=[record.place], labels=labels)
-    return names, run
+    return Run(instance_id=instance, repetition_id=repetition, places=[place], labels=labels)
 
 
-def _is_text(names: _Names) -> bool:
+def _is_text(logged: _Logged) -> bool:
     """True if a run did not fail and has its input, but no token ids."""
-    sent, response = names.responses_create_params, names.response
-    if sent is None or response is None or response.get("error", NO_JSON) != NO_JSON:
+    if logged.request.input is None or logged.response.error is not None:
         return False
     try:
-        items = _ITEMS_DECODER.decode(response.get("output", NO_JSON))
-        return bytes(sent.get("input", NO_JSON)) != b"null" and not holds_tokens(items)
+        return not holds_tokens(logged.response.output)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False  # reported when the run is read
 
 
-def _response_id(names: _Names, content: bytes, where: str) -> str | None:
-    response = names.response
-    if response is None and bytes(names.input).startswith(b"{"):
-        response = decode_line(_OBJECT_DECODER, bytes(names.input), f"{where}, input")
-    if response is None and bytes(names.output) != b"null":
-        response = {"id": names.id}
-    if response is None:
-        raise _no_response(decode_line(_OBJECT_DECODER, content, where), where)
-    raw = response.get("id", NO_JSON)
-    found: str | None = decode_line(_TEXT_DECODER, bytes(raw), f"{where}, response.id")
-    return found
-
-
-def read_rollout(run: Run, _: Options) -> Trajectory:
+def read(rollout: Rollout, run: Run, _: Options) -> Trajectory:
     """Read all calls of a run, in order; a prompt need not extend the previous one.
 
     A run without any token ids becomes a conversation, unless it has failed or its input is
@@ -255,67 +208,45 @@ def read_rollout(run: Run, _: Options) -> Trajectory:
             `read_conversation`).
     """
     (place,) = run.places
-    record = _decode(read_record(place), place.where)
-    logged = record.run
+    logged = _logged(rollout, place)
     failed = run.failed or logged.response.error is not None
-    steps = _steps(record, place.where, failed=failed)
+    steps = _steps(logged, place.where, failed=failed)
     for step in steps:
         _complete(step, logged)
+    is_run = bytes(rollout.response) != b"null"
     return Trajectory(
         steps=steps,
-        reward=logged.reward,
+        reward=rollout.reward,
         error=_error(logged),
-        metrics=record.metrics,
+        metrics=_metrics(rollout.fields, place.where) if is_run else {},
     )
 
 
-def _error(run: _Rollout) -> str | None:
+def _error(logged: _Logged) -> str | None:
     """Return why a run failed; None if it did not."""
-    if run.response.error is not None:
-        return run.response.error.message
+    if logged.response.error is not None:
+        return logged.response.error.message
+    run = logged.run
     return f"mask_sample: {run.error_kind or UNRELIABLE}" if run.mask_sample else None
 
 
-def _steps(record: _Record, where: str, *, failed: bool) -> Sequence[Step | Conversation]:
-    request, response = record.run.responses_create_params, record.run.response
+def _steps(logged: _Logged, where: str, *, failed: bool) -> Sequence[Step | Conversation]:
+    request, response = logged.request, logged.response
     try:
-        return read_steps(response, _sent(request), record.prefix, failed=failed)
+        return read_steps(response, _sent(request), logged.prefix, failed=failed)
     except InputError as error:
         if error.rule != NO_TOKENS or request.input is None or holds_tokens(response.output):
             raise
-        account(CONTENTS, record.content)
         return [replace(read_conversation(request, response, where), tokenless=error)]
 
 
-def _decode(content: bytes, where: str) -> _Record:
-    fields = decode_line(_OBJECT_DECODER, content, where)
-    if "response" in fields:
-        run = decode_line(_RUN_DECODER, content, where)
-        record = _Record(content, run, f"{where}, response.", _metrics(fields, where))
-    elif "output" in fields:
-        response = decode_line(_RESPONSE_DECODER, content, where)
-        record = _Record(content, _Rollout(response=response), f"{where}, ", {})
-    elif bytes(fields.get("input", b"")).startswith(b"{"):
-        response = decode_line(_RESPONSE_DECODER, bytes(fields["input"]), f"{where}, input")
-        record = _Record(content, _Rollout(response=response), f"{where}, input.", {})
-    else:
-        raise _no_response(fields, where)
-    return record
-
-
-def _no_response(fields: dict[str, msgspec.Raw], where: str) -> InputError:
-    got = "the object has no `response` (its keys: " + ", ".join(list(fields)[:8]) + ")"
-    hint = "convert the rollouts that NeMo Gym collects, not its tasks or a trainer's data"
-    return InputError("no_response", where, got, hint=hint)
-
-
-def _complete(step: Step | Conversation, run: _Rollout) -> None:
-    params, response = run.responses_create_params, run.response
+def _complete(step: Step | Conversation, logged: _Logged) -> None:
+    params, response, agent = logged.request, logged.response, logged.run.agent_ref
     step.temperature = response.temperature if params.temperature is None else params.temperature
     step.top_p = response.top_p if params.top_p is None else params.top_p
     if isinstance(step, Step):
         step.sampling_extra = sampling_extra(params)
-    step.agent = None if run.agent_ref is None else run.agent_ref.name
+    step.agent = None if agent is None else agent.name
 
 
 def _sent(params: Request) -> list[Any] | None:
@@ -348,25 +279,30 @@ def _numbers(text: bytes) -> dict[str, float]:
         return {}
 
 
-def recognizes(start: Start) -> bool:
-    """True if a file has lines with a task's `responses_create_params` and a Responses object."""
-    path = start.path
-    if start.has_record(_HEAD_DECODER):
-        return True
-    try:
-        if not start.is_file or not _is_document(path):
-            return False
-        read_document(_HEAD_DECODER, path)
-    except (OSError, RolloutError, ValueError, RecursionError):
+def _is_rollout(value: Any) -> bool:
+    """True for a task's `responses_create_params` and a Responses object, or such an object alone."""
+    if not isinstance(value, dict):
         return False
-    return True
+    if value.get("object") == "response" and isinstance(value.get("output"), list):
+        return True
+    name = "input" if value.get("responses_create_params") is None else "response"
+    response = value.get(name)
+    return isinstance(response, dict) and {"object", "output"} <= response.keys()
 
 
-ADAPTER = Adapter(
-    summary="NeMo Gym's rollouts, with token ids or as text: JSONL",
-    recognizes=recognizes,
-    find=find_rollouts,
-    read=read_rollout,
-    is_text=True,
-    contents=CONTENTS,
+def _is_document(start: Start) -> bool:
+    is_alone = start.path.suffix == ".json" and start.document is not None
+    return is_alone or start.head.partition(b"\n")[0].strip() == b"{"
+
+
+_RECORDS = Records(
+    records={"": Rollout},
+    leaves=_LEAVES,
+    run=lambda rollout, place: _run(_logged(rollout, place), place),
+    read=read,
+    is_record=_is_rollout,
+    is_whole=_is_document,
+)
+ADAPTER = replace(
+    _RECORDS.adapter("NeMo Gym's rollouts, with token ids or as text: JSONL"), find=find
 )

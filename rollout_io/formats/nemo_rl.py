@@ -13,40 +13,23 @@ rendered again) contains no run: it is recognized but rejected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import (
-    About,
-    Adapter,
-    Found,
-    Input,
-    Options,
-    Place,
-    Progress,
-    Run,
-    Step,
-    Trajectory,
-)
+from rollout_io.formats.base import Options, Place, Run, Step, Trajectory
+from rollout_io.formats.engines.records import Records, is_object_with
 from rollout_io.formats.parsing.content import NO_JSON
-from rollout_io.formats.parsing.documents import (
-    decode_record,
-    find_documents,
-    parts_of,
-)
-from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids
-from rollout_io.formats.start import Start
 from schemas.errors import InputError
 
-_GROUPS = "inferred: each run is a separate instance"
-_MARKS = (b'"message_log"', b'"seen_token_ids"')
 _HINT = "convert the rollouts of NeMo Gym, which have all ids (--format nemo_gym)"
-
-
+_PAIR = ("seen_token_ids", "output_prompt_token_ids")
+_LEAVES = {
+    "texts and settings beside the tokens": "message_log.content input_message_log full_result"
+}
 _Logprob = Annotated[float, msgspec.Meta(ge=-1e38, le=1e38)]
 
 
@@ -60,81 +43,44 @@ class _Result(msgspec.Struct, gc=False):
     reward: float | None = None
 
 
-class _Logged(msgspec.Struct, gc=False):
-    message_log: list[_Message]
+class Logged(msgspec.Struct, gc=False):
+    """A run, or two renderings of a prompt."""
+
+    message_log: list[_Message] | None = None
     full_result: _Result | None = None
-
-
-class _Runs(msgspec.Struct, gc=False):
-    expected_output: list[msgspec.Raw]
-
-
-class _Spoken(msgspec.Struct, gc=False):
-    role: str
-
-
-class _LoggedShape(msgspec.Struct, gc=False):
-    message_log: list[_Spoken]
-
-
-class _RunsShape(msgspec.Struct, gc=False):
-    expected_output: list[_LoggedShape]
-
-
-class _PairShape(msgspec.Struct, gc=False):
-    seen_token_ids: list[int]
-    output_prompt_token_ids: list[int]
-
-
-class _Keys(msgspec.Struct, gc=False):
     seen_token_ids: msgspec.Raw = NO_JSON
 
 
-_RUN_DECODER = msgspec.json.Decoder(_Logged)
-_DOCUMENT_DECODER = msgspec.json.Decoder(_Runs | list[msgspec.Raw])
-_RUNS_SHAPE_DECODER = msgspec.json.Decoder(_RunsShape | list[_LoggedShape])
-_PAIR_SHAPE_DECODER = msgspec.json.Decoder(_PairShape)
-_KEYS_DECODER = msgspec.json.Decoder(_Keys | list[msgspec.Raw])
+def run_of(logged: Logged, place: Place) -> Run:
+    """Return the run of a message log.
 
-
-def find_runs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per element, in the order of the documents."""
-    yield About("groups", _GROUPS)
-    yield from find_documents(inputs, progress, _find)
-
-
-def _find(place: Place, document: bytes) -> Iterator[Run]:
-    keys = decode_document(_KEYS_DECODER, document, place.where)
-    if isinstance(keys, _Keys) and bytes(keys.seen_token_ids) != b"null":
+    Raises:
+        InputError: `no_calls`: the document has two renderings of a prompt.
+    """
+    if logged.message_log is None:
+        is_pair = bytes(logged.seen_token_ids) != b"null"
         got = "the document has two renderings of a prompt, but no response"
+        got = got if is_pair else "the record has no `message_log`"
         raise InputError("no_calls", place.where, got)
-    found = decode_document(_DOCUMENT_DECODER, document, place.where)
-    name, parts = "[]", found
-    if isinstance(found, _Runs):
-        name, parts = "expected_output", found.expected_output
-    for part in parts_of(place, document, name, parts):
-        labels = {"file": place.where}
-        yield Run(instance_id=part.where, repetition_id=0, places=[part], labels=labels)
+    labels = {"file": place.where.rpartition(", ")[0] or place.where}
+    return Run(instance_id=place.where, repetition_id=0, places=[place], labels=labels)
 
 
-def read_run(run: Run, _: Options) -> Trajectory:
+def read(logged: Logged, run: Run, _: Options) -> Trajectory:
     """Read the calls of a run, one per answer.
 
     Raises:
         RolloutError: `no_calls`: the run has no model response; `no_token_ids`: a message has no
             ids; or the tokens break an invariant (`lengths_align`, ...).
     """
-    (place,) = run.places
-    logged = decode_record(_RUN_DECODER, place)
-    ids = [_ids(m, f"{place.where}, message_log[{i}]") for i, m in enumerate(logged.message_log)]
-    answers = [i for i, m in enumerate(logged.message_log) if m.role == "assistant"]
-    if not answers:
-        raise InputError("no_calls", place.where, "the run has no model response")
+    where, messages = run.places[0].where, logged.message_log or []
+    ids = [_ids(m, f"{where}, message_log[{i}]") for i, m in enumerate(messages)]
     reward = None if logged.full_result is None else logged.full_result.reward
     return Trajectory(
         steps=[
-            _step(logged.message_log[i], ids[: i + 1], f"{place.where}, message_log[{i}]")
-            for i in answers
+            _step(message, ids[: i + 1], f"{where}, message_log[{i}]")
+            for i, message in enumerate(messages)
+            if message.role == "assistant"
         ],
         reward=reward,
         metrics={} if reward is None else {"reward": reward},
@@ -162,15 +108,22 @@ def _step(message: _Message, ids: Sequence[list[int]], where: str) -> Step:
     )
 
 
-def recognizes(start: Start) -> bool:
-    """True if a file is a JSON document with message logs, or with two renderings of a prompt."""
-    is_runs = start.is_document_of(_RUNS_SHAPE_DECODER, _MARKS)
-    return is_runs or start.is_document_of(_PAIR_SHAPE_DECODER, _MARKS)
+_has_log, _is_pair = is_object_with(["message_log"]), is_object_with(_PAIR)
 
 
-ADAPTER = Adapter(
-    summary="NeMo RL's message logs with the engine's tokens: one JSON document",
-    recognizes=recognizes,
-    find=find_runs,
-    read=read_run,
-)
+def _is_document(value: Any) -> bool:
+    """True for message logs, or two renderings of a prompt."""
+    runs = value.get("expected_output") if isinstance(value, dict) else value
+    return _is_pair(value) or (isinstance(runs, list) and bool(runs) and all(map(_has_log, runs)))
+
+
+ADAPTER = Records(
+    records={"": Logged},
+    leaves=_LEAVES,
+    run=run_of,
+    read=read,
+    is_record=_is_document,
+    is_whole=lambda _: True,
+    elements="expected_output",
+    groups="inferred: each run is a separate instance",
+).adapter("NeMo RL's message logs with the engine's tokens: one JSON document", is_text=False)

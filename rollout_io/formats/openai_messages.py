@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import msgspec
 
 from rollout_io.formats.base import About, Conversation, Found, Options, Place, Run, Trajectory
-from rollout_io.formats.engines.records import Records, fields_of
+from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_in, shown
 from rollout_io.formats.parsing.jsonl import decode_line
@@ -52,7 +52,7 @@ _TEXT = (b'"', b"[")
 INACTIVE = "messages that were taken back (not `active`): left out"
 
 
-class Line(msgspec.Struct, gc=False, kw_only=True):
+class Line(Open, kw_only=True):
     """A conversation."""
 
     messages: Annotated[list[msgspec.Raw], inner(MESSAGE)]
@@ -109,7 +109,7 @@ def run_of(line: Line, place: Place) -> Run:
         instance_id=instance,
         repetition_id=line.repetition_id,
         places=[place],
-        labels=(labels or {"prompt": instance}) | unread_labels(fields_of(place)),
+        labels=(labels or {"prompt": instance}) | unread_labels(line.fields),
     )
 
 
@@ -162,7 +162,7 @@ def read(line: Line, run: Run, _: Options) -> Trajectory:
 
 
 def _metrics(line: Line, place: Place) -> dict[str, float]:
-    fields = {name: raw for name, raw in fields_of(place).items() if name not in _OF_NAMES}
+    fields = {name: raw for name, raw in line.fields.items() if name not in _OF_NAMES}
     metrics = numbers(fields, place.where)
     for name in ("metrics", "rewards", "scores"):
         raw = bytes(getattr(line, name))

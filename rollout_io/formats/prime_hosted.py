@@ -16,55 +16,45 @@ split into several groups, in order.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import (
     About,
-    Adapter,
     Conversation,
     Found,
     Input,
     Options,
     Place,
     Progress,
-    Rejected,
     Run,
     Trajectory,
 )
 from rollout_io.formats.contents import Contents, account
-from rollout_io.formats.parsing.documents import decode_record, logs_below, parts_of
-from rollout_io.formats.parsing.jsonl import decode_document, decode_line, read_document
-from rollout_io.formats.parsing.lines import DUPLICATE, lines_of, read_record
+from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.parsing.documents import logs_below
+from rollout_io.formats.parsing.jsonl import decode_line, read_document
+from rollout_io.formats.parsing.lines import DUPLICATE, read_record
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages
 from rollout_io.formats.parsing.naming import numbers
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, InvariantError, RolloutError
 
 RESULTS, PAGE, METADATA = "results.jsonl", "rollouts_raw.json", "metadata.json"
 _TOLERANCE = 1e-5  # reward - advantage differs by rounding within a group
-_GROUPS = "inferred: rows with the same step, problem, prompt and (reward - advantage)"
-_MARKS = (b'"samples"',)
+_LEAVES = {
+    "the task's reference, not sent": "answer info",
+    "facts about the run": "timing created_at num_input_tokens num_output_tokens",
+}
+_TEXTS = Contents(reads={"": ""}, inner={"messages": MESSAGE})
+"""The JSON texts `prompt` and `completion`."""
 
 
-CONTENTS = Contents(
-    reads={
-        "": "run_id sample_id problem_id step prompt completion reward advantage metrics env_name "
-        "task tag"
-    },
-    leaves={
-        "the task's reference, not sent": "answer info",
-        "facts about the run": "timing created_at num_input_tokens num_output_tokens",
-    },
-)
-
-
-class _Row(msgspec.Struct, gc=False):
+class Row(msgspec.Struct, gc=False):
     """A rollout; the fields that are specific to this format are required."""
 
     run_id: str
@@ -81,28 +71,15 @@ class _Row(msgspec.Struct, gc=False):
     tag: str | None = None
 
 
-_TEXTS = Contents(reads={"": ""}, inner={"messages": MESSAGE})
-"""The JSON texts `prompt` and `completion`."""
-
-
-class _Page(msgspec.Struct, gc=False):
-    samples: list[msgspec.Raw]
-
-
 class _Count(msgspec.Struct, gc=False):
     total: int
     page: int | None = None
     total_pages: int | None = None
 
-
-class _Sample(msgspec.Struct, gc=False):
-    run_id: str
-    sample_id: int
-
-
-class _PageShape(msgspec.Struct, gc=False):
-    samples: list[_Sample]
-    total_pages: int
+    @property
+    def pages(self) -> str:
+        """Which page it is."""
+        return f"page {self.page} of {self.total_pages}"
 
 
 class _RunConfig(msgspec.Struct, gc=False):
@@ -118,10 +95,7 @@ class _Metadata(msgspec.Struct, gc=False):
     run: _RunConfig
 
 
-_ROW_DECODER = msgspec.json.Decoder(_Row)
-_PAGE_DECODER = msgspec.json.Decoder(_Page)
 _COUNT_DECODER = msgspec.json.Decoder(_Count)
-_PAGE_SHAPE_DECODER = msgspec.json.Decoder(_PageShape)
 _METADATA_DECODER = msgspec.json.Decoder(_Metadata)
 _MESSAGES_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
 _METRICS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -144,7 +118,7 @@ class _Groups:
     num_of_problem: dict[str, int] = field(default_factory=dict)
     first: dict[tuple[str, int, int], Place] = field(default_factory=dict)
 
-    def refuse_repeated(self, row: _Row, place: Place) -> None:
+    def refuse_repeated(self, row: Row, place: Place) -> None:
         """Raise an error for a sample that an earlier row contains.
 
         Raises:
@@ -160,7 +134,7 @@ class _Groups:
                 raise InputError(DUPLICATE, place.where, got, hint=hint)
             raise InvariantError("unique_trajectory", place.where, got, hint=hint)
 
-    def of(self, row: _Row, size: int | None) -> str:
+    def of(self, row: Row, size: int | None) -> str:
         """Add a row to its group, which has at most `size` rows; return the group's name."""
         problem = f"{row.run_id}/step-{row.step}/problem-{row.problem_id}"
         groups = self.by_key.setdefault((problem, row.prompt), [])
@@ -176,7 +150,7 @@ class _Groups:
         return group.name
 
 
-def _baseline(row: _Row) -> float | None:
+def _baseline(row: Row) -> float | None:
     if row.reward is None or row.advantage is None:
         return None
     return row.reward - row.advantage
@@ -188,42 +162,40 @@ def _is_near(one: float | None, other: float | None) -> bool:
     return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
-def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+def find(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield rows in the order of the log; the fact `partial` lists the logs with missing rows."""
-    yield About("groups", _GROUPS)
-    groups, partial = _Groups(), dict[str, str]()
-    for given in inputs:
-        log = _log(given)
-        num_rows = 0
-        for place in _places(log.rows, progress):
-            num_rows += 1
-            yield place if isinstance(place, Rejected) else _found(place, groups, log.run)
-        count = log.page and _count(log.page)
-        if count and count.total > num_rows:
-            pages = f"page {count.page} of {count.total_pages}"
-            partial[given.name] = (
-                f"{num_rows} of {count.total} rows ({pages}): groups may be partial"
-            )
+    groups, configs, num_rows = _Groups(), dict[Path, _RunConfig](), Counter[Path]()
+
+    def run(row: Row, place: Place) -> Run:
+        groups.refuse_repeated(row, place)
+        path = place.path.parent / METADATA
+        if path not in configs:
+            configs[path] = _run_config(path)
+        return _run(place, row, groups.of(row, configs[path].group_size(row.run_id)))
+
+    for item in replace(_RECORDS, run=run).find(inputs, progress):
+        if not isinstance(item, About):
+            num_rows[item.places[0].path if isinstance(item, Run) else item.place.path] += 1
+        yield item
+    partial = {}
+    for log in inputs:
+        count = _count(log.path / PAGE if log.path.is_dir() else log.path)
+        num = sum(num_rows[file.path] for file in _files(log))
+        if count and count.total > num:
+            text = f"{num} of {count.total} rows ({count.pages}): groups may be partial"
+            partial[log.name] = text
     if partial:
         yield About("partial", partial)
 
 
-class _Log(NamedTuple):
-    """A log, with its file of rows, the page that counts the rows, and the run's metadata."""
-
-    rows: Input
-    page: Path | None
-    run: _RunConfig
-
-
-def _log(given: Input) -> _Log:
-    if not given.path.is_dir():
-        page = given.path if _is_page(given.path) else None
-        return _Log(given, page, _run_config(given.path.parent / METADATA))
-    page = given.path / PAGE
-    name = RESULTS if (given.path / RESULTS).is_file() else PAGE
-    rows = Input(f"{given.name}/{name}", given.path / name)
-    return _Log(rows, page if page.is_file() else None, _run_config(given.path / METADATA))
+def _files(log: Input) -> list[Input]:
+    """Return the file of rows in a directory; none if its logs are in others below it."""
+    if not log.path.is_dir():
+        return [log]
+    paths = logs_below(log.path, (RESULTS, PAGE).__contains__, METADATA.__eq__)
+    name = RESULTS if log.path / RESULTS in paths else PAGE
+    is_log = bool(paths) and all(path.parent == log.path for path in paths)
+    return [Input(f"{log.name}/{name}", log.path / name)] if is_log else []
 
 
 def _run_config(path: Path) -> _RunConfig:
@@ -240,33 +212,8 @@ def _count(page: Path) -> _Count | None:
         return None
 
 
-def _places(file: Input, progress: Progress) -> Iterator[Place | Rejected]:
-    """Yield the location of each row in a file."""
-    if not _is_page(file.path):
-        yield from (place for place, _ in lines_of([file], progress))
-        return
-    document = read_input(file.path)
-    progress(len(document))
-    place = Place(file.path, file.name, 0, len(document))
-    try:
-        page = decode_document(_PAGE_DECODER, document, file.name)
-    except RolloutError as error:
-        yield Rejected(place, error)
-        return
-    yield from parts_of(place, document, "samples", page.samples)
-
-
-def _found(place: Place, groups: _Groups, run: _RunConfig) -> Found:
-    try:
-        row = decode_record(_ROW_DECODER, place)
-        groups.refuse_repeated(row, place)
-        return _run(place, row, groups.of(row, run.group_size(row.run_id)))
-    except RolloutError as error:
-        return Rejected(place, error)
-
-
-def _run(place: Place, row: _Row, group: str) -> Run:
-    found = {
+def _run(place: Place, row: Row, group: str) -> Run:
+    names = {
         "run": row.run_id,
         "step": str(row.step),
         "problem": str(row.problem_id),
@@ -274,34 +221,27 @@ def _run(place: Place, row: _Row, group: str) -> Run:
         "env": row.env_name,
         "task": row.task,
     }
-    return Run(
-        instance_id=group,
-        repetition_id=None,
-        places=[place],
-        labels={name: value for name, value in found.items() if value},
-    )
+    labels = {name: value for name, value in names.items() if value}
+    return Run(instance_id=group, repetition_id=None, places=[place], labels=labels)
 
 
-def read_rollout(run: Run, _: Options) -> Trajectory:
+def read(row: Row, run: Run, _: Options) -> Trajectory:
     """Read the conversation of a row; all numbers of the row become metrics.
 
     Raises:
         InputError: `record_type`, `message`: a field has an invalid value.
     """
     (place,) = run.places
-    row = decode_record(_ROW_DECODER, place)
-    account(CONTENTS, read_record(place))
     messages = [*_messages(row.prompt, f"{place.where}, prompt")]
     messages += _messages(row.completion, f"{place.where}, completion")
     where = f"{place.where}, metrics"
     metrics = decode_line(_METRICS_DECODER, (row.metrics or "{}").encode(), where)
-    known = {"reward": row.reward, "advantage": row.advantage}
-    stated = {name: value for name, value in known.items() if value is not None}
+    stated = {"reward": row.reward, "advantage": row.advantage}
     texts = {"env": row.env_name, "task": row.task, "tag": row.tag, "step": str(row.step)}
     return Trajectory(
         steps=[Conversation(source=place.where, messages=messages)],
         reward=row.reward,
-        metrics=numbers(metrics, where) | stated,
+        metrics=numbers(metrics, where) | {n: v for n, v in stated.items() if v is not None},
         user_values={name: text for name, text in texts.items() if text},
     )
 
@@ -312,27 +252,28 @@ def _messages(text: str, where: str) -> list[dict[str, Any]]:
     return read_messages(messages, where)
 
 
-def _is_page(path: Path) -> bool:
-    return Start(path).is_document_of(_PAGE_SHAPE_DECODER, _MARKS)
+_is_row = is_object_with(
+    ["run_id", "sample_id", "problem_id", "step", "prompt", "completion"],
+)
+_is_sample = is_object_with(["run_id", "sample_id"])
 
 
-def recognizes(start: Start) -> bool:
-    """True if a file has rows of a hosted run, or a directory has such a file."""
-    path = start.path
-    if path.is_dir():
-        found = logs_below(path, (RESULTS, PAGE).__contains__, METADATA.__eq__)
-        return all(file.parent == path for file in found) and any(
-            recognizes(Start(file)) for file in found
-        )
-    return start.has_record(_ROW_DECODER) or _is_page(path)
+def _is_page(value: Any) -> bool:
+    samples = value.get("samples") if isinstance(value, dict) else None
+    return isinstance(samples, list) and "total_pages" in value and all(map(_is_sample, samples))
 
 
-ADAPTER = Adapter(
-    summary="rollouts of Prime Intellect's hosted RL runs; text only",
-    recognizes=recognizes,
-    find=find_rollouts,
-    read=read_rollout,
-    is_text=True,
-    contents=CONTENTS,
-    line=_Row,
+_RECORDS = Records(
+    records={"": Row},
+    leaves=_LEAVES,
+    run=lambda row, place: _run(place, row, ""),
+    read=read,
+    is_record=lambda value: _is_row(value) or _is_page(value),
+    is_whole=lambda start: _is_page(start.document),
+    files=_files,
+    elements="samples",
+    groups="inferred: rows with the same step, problem, prompt and (reward - advantage)",
+)
+ADAPTER = replace(
+    _RECORDS.adapter("rollouts of Prime Intellect's hosted RL runs; text only"), find=find
 )

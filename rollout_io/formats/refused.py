@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
-import msgspec
-
-from rollout_io.formats.base import Adapter, Found, Input, Options, Progress, Rejected, Run
-from rollout_io.formats.parsing.lines import Record
-from rollout_io.formats.parsing.records import decode_record, find_records
-from rollout_io.formats.start import Start
+from rollout_io.formats.base import Adapter, Options, Place, Run
+from rollout_io.formats.engines.records import Records
 from schemas.errors import InputError
 
 
-def _refused(summary: str, told: Callable[[Any], str | None], hint: str) -> Adapter:
+def _refused(summary: str, describe: Callable[[Any], str | None], hint: str) -> Adapter:
     """Return an adapter that rejects every record of its logs.
 
     Args:
         summary: One-line description of the format.
-        told: Returns what a record is, for errors; None if it is no record of the format. A log is
+        describe: Returns what a record is, for errors; None if it is no record of the format. A log is
             JSON Lines, or a document that is one record or has a list `results` of records.
         hint: Hint that names the log to convert instead.
     """
 
-    def recognizes(start: Start) -> bool:
-        return any(told(each) is not None for v in start.values for each in _parts(v))
+    def run(record: Any, place: Place) -> NoReturn:
+        got = describe(record) or "the record has no conversation"
+        raise InputError("no_conversation", place.where, got, hint=hint)
 
-    def find_in(record: Record) -> Iterator[Rejected]:
-        parts = _parts(decode_record(record))
-        for i, part in enumerate(parts):
-            where = record.place.where + (f", results[{i}]" if len(parts) > 1 else "")
-            place = msgspec.structs.replace(record.place, where=where, part=i)
-            got = told(part) or "the record has no conversation"
-            yield Rejected(place, InputError("no_conversation", where, got, hint=hint))
-
-    def find(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-        return find_records(inputs, progress, find_in)
-
-    return Adapter(
-        summary=summary, recognizes=recognizes, find=find, read=_never_read, is_text=True
-    )
+    adapter = Records(
+        records={"": Any},
+        run=run,
+        read=_never_read,
+        is_record=lambda value: any(describe(part) is not None for part in _parts(value)),
+        elements="results",
+    ).adapter(summary)
+    return replace(adapter, contents=None)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -48,7 +40,7 @@ def _parts(value: Any) -> list[Any]:
     return results if isinstance(results, list) and results else [value]
 
 
-def _never_read(run: Run, _: Options) -> NoReturn:
+def _never_read(_: Any, run: Run, __: Options) -> NoReturn:
     raise AssertionError(f"{run.places[0].where}: every record is rejected when it is found")
 
 

@@ -15,44 +15,37 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from rollout_io.formats.base import (
-    Adapter,
-    Conversation,
-    Found,
-    Input,
-    Options,
-    Place,
-    Progress,
-    Run,
-    Step,
-    Trajectory,
-)
+from rollout_io.formats.base import Conversation, Options, Place, Run, Step, Trajectory
 from rollout_io.formats.contents import account
+from rollout_io.formats.engines.records import Records
 from rollout_io.formats.parsing.bodies import NO_JSON, Int32
-from rollout_io.formats.parsing.documents import (
-    find_documents,
-    logs_of,
-    with_group_rule,
-)
-from rollout_io.formats.parsing.jsonl import decode_document, decode_line
-from rollout_io.formats.parsing.lines import read_record
+from rollout_io.formats.parsing.documents import logs_of, with_group_rule
+from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, contexts_of
 from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.tokens import logprob_array, same_ids, strict_ids
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, count
 
 _GROUPS = "inferred: episodes whose id does not begin with their task are grouped by task"
 _SAVE_TRAINING = "save training episodes: evaluation episodes have no ids"
 _NO_IDS = frozenset({b"null", b"[]"})
-_MARKS = (b'"trajectories"', b'"is_correct"', b'"termination_reason"')
 _BESIDE = {"meta.json", "batch_summary.json"}
+_LEAVES = {
+    "repeats the messages": "trajectories.steps.input trajectories.steps.output "
+    "trajectories.steps.action trajectories.steps.observation trajectories.steps.thought",
+    "facts about steps and agents": "trajectories.steps.id trajectories.steps.done "
+    "trajectories.steps.info trajectories.steps.metadata trajectories.steps.mc_return "
+    "trajectories.steps.advantage trajectories.uid trajectories.task trajectories.input "
+    "trajectories.output trajectories.info trajectories.metadata",
+    "the program's own state": "artifacts episode_schema",
+}
 _TASK_NAMES = ("id", "task_id", "uid", "instance_id")
 
 
@@ -89,15 +82,14 @@ class _Trajectory(msgspec.Struct, gc=False):
     message_nodes: dict[str, _Node] | None = None
 
 
-class _Head(msgspec.Struct, gc=False):
+class Episode(msgspec.Struct, gc=False):
+    """A run."""
+
     id: str | None = None
     episode_id: str | None = None
     task: msgspec.Raw = NO_JSON
     training_step: msgspec.Raw = NO_JSON
     session_id: msgspec.Raw = NO_JSON
-
-
-class _Episode(_Head, gc=False):
     trajectories: list[_Trajectory] = []
     termination_reason: msgspec.Raw = NO_JSON
     is_correct: bool | None = None
@@ -105,54 +97,32 @@ class _Episode(_Head, gc=False):
     metadata: dict[str, msgspec.Raw] | None = None
 
 
-class _TrajectoryShape(msgspec.Struct, gc=False):
-    steps: list[dict[str, Any]]
-
-
-class _Shape(msgspec.Struct, gc=False):
-    trajectories: list[_TrajectoryShape]
-    termination_reason: str | msgspec.UnsetType | None = msgspec.UNSET
-    is_correct: bool | msgspec.UnsetType | None = msgspec.UNSET
-    id: str | None = None
-    episode_id: str | None = None
-
-    def __post_init__(self) -> None:
-        ended = msgspec.UNSET not in (self.termination_reason, self.is_correct)
-        if not ended or not (self.id or self.episode_id):
-            raise ValueError("the record is not an episode")
-
-
-_HEAD = msgspec.json.Decoder(_Head)
-_SHAPE = msgspec.json.Decoder(_Shape)
-_EPISODE = msgspec.json.Decoder(_Episode)
 _OUTPUT = msgspec.json.Decoder(_Output)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder(Any)
 
 
-def find_episodes(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield episodes in the order of their files."""
-    files = [file for given in inputs for file in _logs_of(given)]
-    yield from with_group_rule(find_documents(files, progress, _find), _GROUPS, "task")
+def run_of(episode: Episode, place: Place) -> Run:
+    """Return the run of an episode.
 
-
-def _find(place: Place, content: bytes) -> Iterator[Found]:
-    head = decode_document(_HEAD, content, place.where)
-    episode = head.id or head.episode_id
-    if not episode:
+    Raises:
+        InputError: `group`: the episode has no id.
+    """
+    name = episode.id or episode.episode_id
+    if not name:
         raise InputError("group", place.where, "the episode has no `id`")
-    task, colon, rollout = episode.partition(":")
-    found = {
-        "episode": episode,
+    task, colon, rollout = name.partition(":")
+    names = {
+        "episode": name,
         "task": task if colon else None,
         "rollout": rollout,
-        "task_id": _task_id(head.task, place.where),
-        "training_step": label(head.training_step, place.where),
-        "session": label(head.session_id, place.where),
+        "task_id": _task_id(episode.task, place.where),
+        "training_step": label(episode.training_step, place.where),
+        "session": label(episode.session_id, place.where),
     }
-    labels = {name: value for name, value in found.items() if value}
-    instance = labels.get("task") or labels.get("task_id") or _digest(head.task) or episode
-    yield Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
+    labels = {name: value for name, value in names.items() if value}
+    instance = labels.get("task") or labels.get("task_id") or _digest(episode.task) or name
+    return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
 
 def _task_id(task: msgspec.Raw, where: str) -> str | None:
@@ -169,7 +139,7 @@ def _digest(task: msgspec.Raw) -> str | None:
     return f"task-{hashlib.blake2b(bytes(task), digest_size=6).hexdigest()}"
 
 
-def read_episode(run: Run, options: Options) -> Trajectory:
+def read(episode: Episode, run: Run, options: Options) -> Trajectory:
     """Read the calls of an episode, agent by agent in the order of its trajectories.
 
     The outcome is the reward of the first trajectory, as in rLLM's results; all rewards are metrics
@@ -180,7 +150,6 @@ def read_episode(run: Run, options: Options) -> Trajectory:
         RolloutError: The episode cannot be used (`no_token_ids`, `no_calls`, `lengths_align`, ...).
     """
     (place,) = run.places
-    episode = decode_document(_EPISODE, read_record(place), place.where)
     error = _error(episode, options, place.where)
     failed = run.failed or error is not None
     names = _names(episode.trajectories)
@@ -190,13 +159,13 @@ def read_episode(run: Run, options: Options) -> Trajectory:
         where = f"{place.where}, trajectories[{i}]"
         agent = trajectory.name or name
         if has_tokens or failed:
-            own: list[Step | Conversation] = list(_steps(trajectory, agent, where, failed=failed))
+            calls: list[Step | Conversation] = list(_steps(trajectory, agent, where, failed=failed))
         else:
             contexts = contexts_of(_calls(trajectory, agent, where))
-            own = [context.conversation() for context in contexts]
+            calls = [context.conversation() for context in contexts]
         if len(names) == 1:
-            _place_rewards(trajectory, own)
-        steps += own
+            _place_rewards(trajectory, calls)
+        steps += calls
     if not steps and not failed:
         raise InputError("no_calls", place.where, "the episode has no steps")
     return Trajectory(
@@ -219,11 +188,11 @@ def _has_tokens(step: _Step) -> bool:
 
 
 def _ids(step: _Step) -> tuple[msgspec.Raw, msgspec.Raw]:
-    own = (step.prompt_ids, step.response_ids)
-    if all(bytes(ids) in _NO_IDS for ids in own) and _is_object(step.model_output):
+    ids = (step.prompt_ids, step.response_ids)
+    if all(bytes(raw) in _NO_IDS for raw in ids) and _is_object(step.model_output):
         output = _output(step, "model_output")
         return output.prompt_ids, output.completion_ids
-    return own
+    return ids
 
 
 def _is_object(raw: msgspec.Raw) -> bool:
@@ -253,18 +222,18 @@ def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
         np.zeros(0, np.int32) if bytes(raw) == b"null" else strict_ids(bytes(raw), what, where)
         for raw, what in zip(_ids(step), ("prompt", "response"), strict=True)
     )
-    for name, own, other in zip(
+    for name, one, other in zip(
         ("prompt_ids", "response_ids"),
         (step.prompt_ids, step.response_ids),
         (output.prompt_ids, output.completion_ids),
         strict=True,
     ):
-        if not {bytes(own), bytes(other)} & _NO_IDS:
-            same_ids(bytes(own), bytes(other), name, f"{where} and its model_output")
+        if not {bytes(one), bytes(other)} & _NO_IDS:
+            same_ids(bytes(one), bytes(other), name, f"{where} and its model_output")
     if step.logprobs and output.logprobs and step.logprobs != output.logprobs:
         got, hint = "the logprobs differ from those in model_output", "save the episode again"
         raise InputError("conflicting_ids", where, got, hint=hint)
-    given = step.logprobs or output.logprobs
+    logprobs = step.logprobs or output.logprobs
     last = decode_line(_ANY, chat[-1], where) if chat else None
     sent = chat[:-1] if _is_assistant(last) else chat
     text = label(step.model_response, where) or (text_of(last) if _is_assistant(last) else None)
@@ -273,7 +242,7 @@ def _step(step: _Step, chat: Sequence[bytes], agent: str, where: str) -> Step:
         source=where,
         prompt_token_ids=prompt,
         response_ids=response,
-        rollout_logprobs=logprob_array(given, len(response), where) if given else None,
+        rollout_logprobs=logprob_array(logprobs, len(response), where) if logprobs else None,
         stop_reason=output.finish_reason,
         policy_version=version,
         agent=agent,
@@ -292,14 +261,14 @@ def _chat(step: _Step, trajectory: _Trajectory, where: str) -> list[bytes]:
     if step.chat_completions_ref is None:
         return [bytes(message) for message in step.chat_completions or ()]
     (name, length), nodes = step.chat_completions_ref, trajectory.message_nodes or {}
-    found: list[bytes] = []
-    while name is not None and name in nodes and len(found) < length:
-        found.append(bytes(nodes[name].m))
+    chain: list[bytes] = []
+    while name is not None and name in nodes and len(chain) < length:
+        chain.append(bytes(nodes[name].m))
         name = nodes[name].p
-    if name is not None or len(found) != length:
+    if name is not None or len(chain) != length:
         got = f"`message_nodes` has no chain of {count(length, 'message')} from this node"
         raise InputError("dangling_reference", f"{where}.chat_completions_ref", got)
-    return found[::-1]
+    return chain[::-1]
 
 
 def _json_list(messages: Sequence[bytes]) -> str | None:
@@ -311,7 +280,7 @@ def _json_list(messages: Sequence[bytes]) -> str | None:
 
 def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
     """Yield the steps as calls; the last assistant message of a chat is the reply."""
-    told: set[bytes] = set()
+    accounted: set[bytes] = set()
     for i, step in enumerate(trajectory.steps):
         place = f"{where}.steps[{i}]"
         chat = _chat(step, trajectory, place)
@@ -319,9 +288,9 @@ def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
             got = "the step has neither token ids nor `chat_completions`"
             raise InputError("no_token_ids", place, got, hint=_SAVE_TRAINING)
         for raw in chat:
-            if raw not in told:
+            if raw not in accounted:
                 account(MESSAGE, raw, "chat_completions")
-        told.update(chat)
+        accounted.update(chat)
         messages = read_messages(map(msgspec.Raw, chat), place)
         spoken = [at for at, message in enumerate(messages) if _is_assistant(message)]
         if spoken:
@@ -329,32 +298,32 @@ def _calls(trajectory: _Trajectory, agent: str, where: str) -> Iterator[Call]:
             yield Call(where=place, prompt=messages[:last], reply=messages[last], agent=agent)
 
 
-def _place_rewards(trajectory: _Trajectory, own: Sequence[Step | Conversation]) -> None:
-    given = [step.reward for step in trajectory.steps]
-    if any(given) and len(given) == len(own):
-        for step, reward in zip(own, given, strict=True):
+def _place_rewards(trajectory: _Trajectory, steps: Sequence[Step | Conversation]) -> None:
+    rewards = [step.reward for step in trajectory.steps]
+    if any(rewards) and len(rewards) == len(steps):
+        for step, reward in zip(steps, rewards, strict=True):
             step.reward = reward
 
 
-def _outcome(episode: _Episode) -> float | None:
+def _outcome(episode: Episode) -> float | None:
     return episode.trajectories[0].reward if episode.trajectories else None
 
 
-def _metrics(episode: _Episode, names: Iterable[str], where: str) -> dict[str, float]:
-    found = numbers(episode.metrics or {}, f"{where}, metrics")
+def _metrics(episode: Episode, names: Iterable[str], where: str) -> dict[str, float]:
+    metrics = numbers(episode.metrics or {}, f"{where}, metrics")
     if episode.is_correct is not None:
-        found["is_correct"] = float(episode.is_correct)
+        metrics["is_correct"] = float(episode.is_correct)
     is_alone = len(episode.trajectories) == 1
     for name, trajectory in zip(names, episode.trajectories, strict=True):
         prefix = "" if is_alone else f"{name}."
         signals = numbers(trajectory.signals or {}, f"{where}, signals")
-        found |= {f"{prefix}{key}": value for key, value in signals.items()}
+        metrics |= {f"{prefix}{key}": value for key, value in signals.items()}
         if trajectory.reward is not None:
-            found[f"{prefix}reward"] = trajectory.reward
-    return found
+            metrics[f"{prefix}reward"] = trajectory.reward
+    return metrics
 
 
-def _error(episode: _Episode, options: Options, where: str) -> str | None:
+def _error(episode: Episode, options: Options, where: str) -> str | None:
     reason = label(episode.termination_reason, where) or ""
     if reason == "timeout":
         return reason if options.timeouts == "fail" else None
@@ -366,24 +335,19 @@ def _error(episode: _Episode, options: Options, where: str) -> str | None:
     return f"{reason}: {message[:500]}" if message else reason
 
 
-def _texts(episode: _Episode, where: str) -> dict[str, str]:
+def _texts(episode: Episode, where: str) -> dict[str, str]:
     reason = label(episode.termination_reason, where)
     texts = {"episode": episode.id or episode.episode_id, "termination_reason": reason}
     return {name: text for name, text in texts.items() if text}
 
 
-def recognizes(start: Start) -> bool:
-    """True if a file is an episode, or a directory contains episodes and no other records."""
-    path = start.path
-    try:
-        logs = _logs_of(Input("", path))
-        return bool(logs) and Start(logs[0].path).is_document_of(_SHAPE, _MARKS)
-    except OSError:
+def _is_episode(value: Any) -> bool:
+    if not isinstance(value, dict) or not {"termination_reason", "is_correct"} <= value.keys():
         return False
-
-
-def _logs_of(given: Input) -> list[Input]:
-    return logs_of(given, _is_log, _is_beside)
+    trajectories = value.get("trajectories")
+    if not isinstance(trajectories, list) or not (value.get("id") or value.get("episode_id")):
+        return False
+    return all(isinstance(t, dict) and isinstance(t.get("steps"), list) for t in trajectories)
 
 
 def _is_log(name: str) -> bool:
@@ -394,10 +358,13 @@ def _is_beside(name: str) -> bool:
     return name in _BESIDE or name.startswith("item_")
 
 
-ADAPTER = Adapter(
-    summary="rLLM: episodes, one JSON document each, or run directories",
-    recognizes=recognizes,
-    find=find_episodes,
-    read=read_episode,
-    is_text=True,
-)
+ADAPTER = Records(
+    records={"": Episode},
+    leaves=_LEAVES,
+    run=run_of,
+    read=read,
+    is_record=_is_episode,
+    is_whole=lambda _: True,
+    files=partial(logs_of, is_log=_is_log, is_beside=_is_beside),
+    finish=partial(with_group_rule, rule=_GROUPS, label="task"),
+).adapter("rLLM: episodes, one JSON document each, or run directories")

@@ -16,7 +16,7 @@ from rollout_io.formats.parsing.sqlite import columns_of
 from schemas.errors import RolloutError
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
-_MAX_DOCUMENT_BYTES = 1 << 26
+_MAX_DOCUMENT_BYTES = 1 << 28
 """Largest document that detection decodes completely."""
 
 _NO_JSON = object()

@@ -27,7 +27,6 @@ from typing import Any
 
 import msgspec
 
-from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import (
     About,
     Adapter,
@@ -61,11 +60,12 @@ from rollout_io.formats.dialects.spans import (
     protobuf_records,
     spans_in,
 )
+from rollout_io.formats.engines.records import decoder_of, records_of
 from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.jsonl import contained, refuse_lfs_pointer
 from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.records import decode_record, find_records
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
@@ -83,6 +83,7 @@ _CONTENTS = Contents(
         "createdAt updatedAt corrections release version bookmarked public htmlPath totalCost",
     },
 )
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _AGENTS = frozenset({"AGENT"})
 
 NO_ANSWER = "spans of model calls without a prompt or an answer: left out"
@@ -95,28 +96,21 @@ def find_traces(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield one run per trace, in the order of their first spans."""
     places: dict[str, list[Place]] = {}
     labels: dict[str, dict[str, str]] = {}
-
-    def add(record: Record) -> Iterator[Found]:
-        spans = list(_spans(record))
+    for record in (record for log in inputs for record in records_of(log, progress, _is_whole)):
+        try:
+            refuse_lfs_pointer(record.content, record.place.where)
+            with contained(record.place.where):
+                spans = [*_spans(record)]
+        except RolloutError as error:
+            yield Rejected(record.place, error)
+            continue
         for trace in dict.fromkeys(span.trace for span in spans):
             place = msgspec.structs.replace(record.place, part=trace)
             places.setdefault(trace, []).append(place)
         for span in spans:
             labels.setdefault(span.trace, {"trace": span.trace}).update(span.labels)
-        yield from ()
-
-    binary = [given for given in inputs if _is_protobuf(given.path)]
-    yield from find_records([g for g in inputs if g not in binary], progress, add)
-    for given in binary:
-        content = read_input(given.path)
-        progress(len(content))
-        place = Place(given.path, given.name, 0, len(content))
-        try:
-            list(add(Record(place, content)))
-        except RolloutError as error:
-            yield Rejected(place, error)
-    for trace, each in places.items():
-        yield Run(instance_id=trace, repetition_id=0, places=each, labels=labels[trace])
+    for trace, records in places.items():
+        yield Run(instance_id=trace, repetition_id=0, places=records, labels=labels[trace])
     if places:
         yield About("groups", _GROUPS)
 
@@ -125,11 +119,15 @@ def _is_protobuf(path: Path) -> bool:
     return path.name.endswith(_PROTOBUF)
 
 
+def _is_whole(start: Start) -> bool:
+    return _is_protobuf(start.path) or start.is_document
+
+
 def _spans(record: Record) -> Iterator[Span]:
-    where = record.place.where
-    if _is_protobuf(record.place.path):
-        return spans_in(protobuf_records(record.content, where), where)
-    return spans_in(decode_record(record), where)
+    place = record.place
+    if _is_protobuf(place.path):
+        return spans_in(protobuf_records(record.content, place.where), place.where)
+    return spans_in(decoder_of(place)(_ANY, record.content, place.where), place.where)
 
 
 def read_trace(run: Run, options: Options) -> Trajectory:

@@ -22,32 +22,26 @@ result:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import msgspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from rollout_io.dataset.opening import Version, open_input
+from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import (
     About,
-    Adapter,
     Completion,
     Conversation,
     Found,
-    Input,
     Options,
     Place,
-    Progress,
-    Rejected,
     Run,
     Trajectory,
 )
-from rollout_io.formats.contents import account
+from rollout_io.formats.engines.records import Open, Records
+from rollout_io.formats.engines.tables import is_table, schema_of
 from rollout_io.formats.exporting import (
     Exported,
     Failed,
@@ -61,123 +55,80 @@ from rollout_io.formats.exporting import (
     renamed,
     rewards_of,
 )
-from rollout_io.formats.parsing.content import Message
-from rollout_io.formats.parsing.documents import index_of
+from rollout_io.formats.grammar import inner
+from rollout_io.formats.parsing.content import Message, raw_of
 from rollout_io.formats.parsing.messages import MESSAGE, prompt_key, read_messages
+from rollout_io.formats.parsing.naming import numbers
 from rollout_io.formats.picture_bytes import PictureBytes
-from rollout_io.formats.start import Start
-from schemas.errors import InputError, RolloutError
+from schemas.errors import InputError
 
 _REQUIRED = frozenset({"step", "prompt", "completion"})
 _ADVANTAGE = "advantage"
-_GROUPS = "inferred: rows of one step with the same prompt"
 _TEXT = "decoded without special tokens: the ids of the completions are approximate"
-_MAGIC = b"PAR1"
-_ERRORS = (pa.ArrowException, OSError, ValueError, ArithmeticError, NotImplementedError)
 
 
-def find_rows(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per row, in the order of the files."""
-    yield About("groups", _GROUPS)
-    has_text = False
-    for given in inputs:
-        num_bytes = given.path.stat().st_size
-        progress(num_bytes)
-        try:
-            rows = _heads(given.path)
-        except _ERRORS as error:
-            yield Rejected(Place(given.path, given.name, 0, num_bytes), _damaged(given.name, error))
-            continue
-        for i, row in enumerate(rows):
-            place = Place(given.path, f"{given.name}, row {i}", None, num_bytes // len(rows), i)
-            has_text |= _is_text(row)
-            try:
-                yield _run(place, row)
-            except RolloutError as refused:
-                yield Rejected(place, refused)
-    if has_text:
-        yield About("text", _TEXT)
+class Row(Open):
+    """A run; its other columns are numbers of rewards, and the user's."""
+
+    step: Any = None
+    prompt: Annotated[Any, inner(MESSAGE)] = None
+    completion: Annotated[Any, inner(MESSAGE)] = None
+
+    @property
+    def is_text(self) -> bool:
+        """True if the row has text, not messages."""
+        return isinstance(self.prompt, str) and isinstance(self.completion, str)
 
 
-def _heads(path: Path) -> list[dict[str, Any]]:
-    """Return, for each row, the columns that identify it."""
-    with pq.ParquetFile(path) as file:
-        missing = sorted(_REQUIRED - set(file.schema_arrow.names))
-        if missing:
-            raise ValueError(f"the column {missing[0]!r} is missing")
-        rows: list[dict[str, Any]] = file.read(sorted(_REQUIRED)).to_pylist()
-    return rows
+def run_of(row: Row, place: Place) -> Run:
+    """Return the run of a row."""
+    prompt = row.prompt if row.is_text else _messages(row.prompt, f"{place.where}, prompt")
+    key, step = prompt_key(prompt), str(row.step)
+    labels = {"step": step, "prompt": key}
+    instance = f"step-{step}/{key}"
+    return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
 
-def _damaged(where: str, error: Exception) -> InputError:
-    got = " ".join(f"cannot read the file: {str(error) or type(error).__name__}".split())
-    return InputError("parquet_file", where, got, hint="copy the file again, or log it again")
-
-
-def _run(place: Place, row: Mapping[str, Any]) -> Run:
-    prompt = row["prompt"] if _is_text(row) else _messages(row, "prompt", place.where)
-    key, step = prompt_key(prompt), str(row["step"])
-    return Run(
-        instance_id=f"step-{step}/{key}",
-        repetition_id=None,
-        places=[place],
-        labels={"step": step, "prompt": key},
-    )
-
-
-def read_row(run: Run, _: Options) -> Trajectory:
+def read(row: Row, run: Run, _: Options) -> Trajectory:
     """Read the conversation or text of a row; all numbers of the row become metrics.
 
     Raises:
-        InputError: `parquet_file`: the file is damaged; `message`: a message is invalid;
-            `no_calls`: there is no assistant message.
+        InputError: `message`: a message is invalid; `record_type`: a number is infinite.
     """
     (place,) = run.places
-    try:
-        table = _table(place.path, Version.of(place.path))
-        row = table.slice(index_of(place), 1).to_pylist()[0]
-    except _ERRORS as error:
-        raise _damaged(place.where, error) from None
-    fields = [field for field in table.schema if field.name != "step"]
-    known = {field.name: row[field.name] for field in fields if _is_number(field.type)}
-    metrics = {name: float(v) for name, v in known.items() if v is not None and not math.isnan(v)}
-    rewards = known.keys() - {_ADVANTAGE}
+    names = _numeric(place.path, Version.of(place.path))
+    fields = {name: raw for name, raw in row.fields.items() if name in names}
+    metrics = numbers(fields, place.where)
+    rewards = names - {_ADVANTAGE}
     reward = metrics.get(next(iter(rewards))) if len(rewards) == 1 else None
-    step = _said(row, place.where)
-    return Trajectory(
-        steps=[step], reward=reward, metrics=metrics, user_values={"step": str(row["step"])}
-    )
+    values = {"step": str(row.step)}
+    step = _step(row, place.where)
+    return Trajectory(steps=[step], reward=reward, metrics=metrics, user_values=values)
 
 
-def _said(row: Mapping[str, Any], where: str) -> Conversation | Completion:
-    if _is_text(row):
-        prompt, response = row["prompt"], row["completion"]
-        return Completion(source=where, prompt=prompt, response=response, has_special=(True, False))
-    messages = _messages(row, "prompt", where) + _messages(row, "completion", where)
-    if all(message["role"] != "assistant" for message in messages):
-        raise InputError("no_calls", where, "the completion has no assistant message")
-    return Conversation(source=where, messages=messages)
+def _step(row: Row, where: str) -> Conversation | Completion:
+    if row.is_text:
+        prompt_text, response = str(row.prompt), str(row.completion)
+        has_special = (True, False)
+        return Completion(
+            source=where, prompt=prompt_text, response=response, has_special=has_special
+        )
+    prompt = _messages(row.prompt, f"{where}, prompt")
+    completion = _messages(row.completion, f"{where}, completion")
+    return Conversation(source=where, messages=prompt + completion)
 
 
-def _is_text(row: Mapping[str, Any]) -> bool:
-    return isinstance(row["prompt"], str) and isinstance(row["completion"], str)
-
-
-def _messages(row: Mapping[str, Any], name: str, where: str) -> list[Message]:
-    if not isinstance(row[name], list):
-        got = f"a value of type {type(row[name]).__name__}"
-        expected = "messages in both columns, or text in both"
-        raise InputError("message", f"{where}, {name}", got, expected)
-    account(MESSAGE, _shown(row[name]), name)
-    raws = [msgspec.Raw(msgspec.json.encode(_shown(message))) for message in row[name]]
-    return read_messages(raws, f"{where}, {name}")
+def _messages(value: Any, where: str) -> list[Message]:
+    if not isinstance(value, list):
+        got = f"a value of type {type(value).__name__}"
+        raise InputError("message", where, got, "messages in both columns, or text in both")
+    return read_messages(map(raw_of, value), where)
 
 
 @lru_cache(maxsize=2)
-def _table(path: Path, _: Version) -> pa.Table:
-    """Read an entire file, which fits in memory: it has only the completions of one step."""
-    with pq.ParquetFile(path) as file:
-        return file.read()
+def _numeric(path: Path, _: Version) -> set[str]:
+    """Return the columns of numbers: the rewards, and the advantage."""
+    return {field.name for field in schema_of(path) if _is_number(field.type)} - {"step"}
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -185,36 +136,30 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(is_whole or pa.types.is_floating(kind))
 
 
-def _shown(value: Any) -> Any:
-    """Drop the nulls that Arrow adds to structs."""
-    if isinstance(value, list):
-        return [_shown(element) for element in value]
-    if isinstance(value, dict):
-        return {name: _shown(v) for name, v in value.items() if v is not None}
-    return value
+def _has_text(path: Path) -> bool:
+    kinds = [schema_of(path).field(name).type for name in ("prompt", "completion")]
+    return all(pa.types.is_string(kind) or pa.types.is_large_string(kind) for kind in kinds)
 
 
-def recognizes(start: Start) -> bool:
-    """True if a file is Parquet with TRL's columns."""
-    path = start.path
-    try:
-        if not start.is_file:
-            return False
-        with open_input(path) as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                return False
-        return set(pq.read_schema(path).names) >= _REQUIRED
-    except _ERRORS:
-        return False
+def _finished(items: Iterator[Found]) -> Iterator[Found]:
+    files = set[Path]()
+    for item in items:
+        if isinstance(item, Run):
+            files.add(item.places[0].path)
+        yield item
+    if any(map(_has_text, files)):
+        yield About("text", _TEXT)
 
 
-ADAPTER = Adapter(
-    summary="TRL's logged completions (completions_*.parquet): messages, or text without roles",
-    recognizes=recognizes,
-    find=find_rows,
-    read=read_row,
-    is_text=True,
-)
+ADAPTER = Records(
+    records={"": Row},
+    run=run_of,
+    read=read,
+    is_log=lambda start: is_table(start.path) and {*schema_of(start.path).names} >= _REQUIRED,
+    columns=_REQUIRED,
+    groups="inferred: rows of one step with the same prompt",
+    finish=_finished,
+).adapter("TRL's logged completions (completions_*.parquet): messages, or text without roles")
 
 
 NAMES = {

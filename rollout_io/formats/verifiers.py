@@ -105,10 +105,6 @@ class _Named(msgspec.Struct, gc=False):
 class _EpisodeHead(_Named, gc=False):
     traces: list[dict[str, msgspec.Raw]] | None = None
 
-    def __post_init__(self) -> None:
-        if self.traces is None:
-            raise ValueError("the record is not an episode")
-
 
 class _Episode(_Named, gc=False):
     traces: list[Trace] = []
@@ -132,27 +128,10 @@ class _Kind(msgspec.Struct, gc=False):
     completion: msgspec.Raw = NO_JSON
 
 
-class _Shape(_RowHead, gc=False):
-    """The fields of a row that are specific to this format."""
-
-    traces: msgspec.Raw = NO_JSON
-    metrics: dict[str, msgspec.Raw] | None = None
-    timing: dict[str, msgspec.Raw] | None = None
-    generation_ms: float | None = None
-
-    def __post_init__(self) -> None:
-        new = bytes(self.example_id) != b"null" and None not in (self.metrics, self.timing)
-        old = bytes(self.id) != b"null" and self.generation_ms is not None
-        if not new and not old:
-            raise ValueError("the record is not a verifiers row")
-
-
 _KIND = msgspec.json.Decoder(_Kind)
 _EPISODE_HEAD = msgspec.json.Decoder(_EpisodeHead)
 _EPISODE = msgspec.json.Decoder(_Episode)
 _ROW_HEAD = msgspec.json.Decoder(_RowHead)
-_SHAPE = msgspec.json.Decoder(_Shape)
-_RECORDS: tuple[msgspec.json.Decoder[Any], ...] = (_EPISODE_HEAD, _SHAPE, HEAD)
 
 
 def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
@@ -408,12 +387,22 @@ def _texts(episode: _Episode, main: Trace) -> dict[str, str]:
 
 def recognizes(start: Start) -> bool:
     """True for a file of episodes, rows or annotations, or a directory of such files without other records."""
-    path = start.path
-    try:
-        logs = _logs_of(Input("", path))
-    except OSError:
-        return False
-    return bool(logs) and any(Start(logs[0].path).has_record(shape) for shape in _RECORDS)
+    if not start.path.is_dir():
+        return any(map(_is_record, start.records))
+    return any(recognizes(Start(log.path)) for log in _logs_of(Input("", start.path))[:1])
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    """True for an episode, an annotation, or a row with fields that are specific to this format."""
+    if isinstance(record.get("traces"), list):
+        return isinstance(record.get("id"), str) and isinstance(record.get("task"), dict)
+    if isinstance(record.get("trace_id"), str):
+        is_update = "version" in record and isinstance(record.get("branches"), list)
+        return is_update or ("advantage" in record and isinstance(record.get("subset"), str))
+    parts = [record.get("metrics"), record.get("timing")]
+    is_new = record.get("example_id") is not None and all(isinstance(p, dict) for p in parts)
+    is_old = record.get("id") is not None and isinstance(record.get("generation_ms"), int | float)
+    return {"prompt", "completion", "reward"} <= record.keys() and (is_new or is_old)
 
 
 def _logs_of(given: Input) -> list[Input]:

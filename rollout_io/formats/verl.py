@@ -33,7 +33,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.formats.base import About, Completion, Found, Options, Place, Run, Trajectory
-from rollout_io.formats.engines.records import Records, fields_of
+from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.exporting import (
     Exported,
     Failed,
@@ -57,7 +57,7 @@ _TEXT = "decoded without special tokens: the ids are approximate"
 _NO_METRICS = frozenset({"step", "gts", "request_id"})
 
 
-class Sample(msgspec.Struct, gc=False):
+class Sample(Open):
     """A run; its other fields are numbers of the reward."""
 
     input: str
@@ -94,7 +94,7 @@ def read(sample: Sample, run: Run, _: Options) -> Trajectory:
         response=sample.output,
         has_special=(False, False),
     )
-    fields = {name: raw for name, raw in fields_of(place).items() if name not in _NO_METRICS}
+    fields = {name: raw for name, raw in sample.fields.items() if name not in _NO_METRICS}
     return Trajectory(
         steps=[step],
         reward=sample.score,

@@ -1,4 +1,4 @@
-"""Logs in which each record is a run: a line, a whole file, or an element of a list in a document.
+"""Logs in which each record is a run: a line, a whole file, an element of a list, a row of a table.
 
 A format declares the struct of a run, how the run is called, and one function that reads it. Finding,
 detection, damage, copies and the account of unread keys are the same for all of them.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import account
+from rollout_io.formats.engines.tables import is_table, read_row, rows_of
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.documents import parts_of
 from rollout_io.formats.parsing.jsonl import (
@@ -51,6 +52,19 @@ _WHOLE = "document"
 """Part of the place of a record that is a whole file, whose damage is that of a document."""
 
 
+class Open(msgspec.Struct, dict=True):
+    """A record of which other fields are read too, such as any number."""
+
+    @property
+    def fields(self) -> dict[str, msgspec.Raw]:
+        """All fields of the record."""
+        return _FIELDS.decode(self.__dict__["content"])
+
+
+def _is_document(start: Start) -> bool:
+    return start.is_document
+
+
 @dataclass(frozen=True, kw_only=True)
 class Records(Grammar):
     """A format with a run in each record.
@@ -66,6 +80,8 @@ class Records(Grammar):
         elements: Key of the list with the runs, if a document has several; a document without it is
             one run. "": a list is the list of its runs; None: each record is one run.
         bare: Key for a record that is a list: it is read as an object with the list there.
+        is_list: True if a list has a run in each element, for formats in which it may be one run.
+        columns: Columns that a table must have.
         is_unique: True if equal lines are copies of one run, not runs with the same text.
         groups: How runs are grouped, for the history of the dataset; "" if `finish` tells it.
         finish: Adds facts about the whole log to what was found in it, or names its runs anew.
@@ -76,9 +92,11 @@ class Records(Grammar):
     is_record: Callable[[Any], bool] | None = None
     is_log: Callable[[Start], bool] | None = None
     files: Callable[[Input], list[Input]] = lambda log: [log]
-    is_whole: Callable[[Start], bool] = lambda start: start.is_document
+    is_whole: Callable[[Start], bool] = _is_document
     elements: str | None = None
     bare: str = ""
+    is_list: Callable[[Sequence[msgspec.Raw]], bool] = lambda _: True
+    columns: frozenset[str] = frozenset()
     is_unique: bool = False
     groups: str = ""
     finish: Callable[[Iterator[Found]], Iterable[Found]] = iter
@@ -141,12 +159,16 @@ class Records(Grammar):
             try:
                 files = self.files(log)
             except RolloutError as error:
-                num_bytes = log.path.stat().st_size
-                progress(num_bytes)
-                yield Rejected(Place(log.path, log.name, 0, num_bytes), error)
+                yield _rejected(log, progress, error)
                 continue
-            for record in (record for file in files for record in self._records(file, progress)):
-                yield from self._runs(record, first)
+            for file in files:
+                try:
+                    for record in records_of(file, progress, self.is_whole, self.columns):
+                        yield from self._runs(record, first)
+                except RolloutError as error:
+                    if not is_table(file.path):
+                        raise
+                    yield _rejected(file, progress, error)
 
     def _runs(self, record: Record, first: dict[bytes, str]) -> Iterator[Found]:
         place, content = record
@@ -157,54 +179,27 @@ class Records(Grammar):
             if place.part == _WHOLE or self.is_unique:
                 refuse_repeated(content.strip(), place.where, first)
             with contained(place.where):
-                elements = [*self._elements(record)]
+                elements = [*elements_of(record, self.elements, self.is_list)]
         except RolloutError as error:
             yield Rejected(place, error)
             return
         for element in elements:
             try:
                 with contained(element.place.where):
-                    run = self.run(self._decoded(element), element.place)
+                    run = self.run(self._decoded(element)[0], element.place)
                 yield run
             except RolloutError as error:
                 yield Rejected(element.place, error)
 
-    def _records(self, log: Input, progress: Progress) -> Iterator[Record]:
-        if not self.is_whole(Start(log.path)):
-            yield from (Record(place, content) for place, content in lines_of([log], progress))
-            return
-        content = without_lone_surrogates(read_input(log.path))
-        progress(len(content))
-        yield Record(Place(log.path, log.name, 0, len(content), _WHOLE), content)
-
-    def _elements(self, record: Record) -> Iterator[Record]:
-        """Yield the runs in a record; the record itself if it has no list of them."""
+    def _decoded(self, record: Record) -> tuple[Any, bytes]:
+        """Return a record as its struct, and the JSON of that."""
         place, content = record
-        parts: list[msgspec.Raw] | None = None
-        if self.elements is not None and content.lstrip().startswith(b"["):
-            parts = _decode(place)(_LIST, content, place.where)
-        elif self.elements:
-            parts = _decode(place)(self._document, content, place.where).elements
-        if parts is None:
-            yield record
-            return
-        name = self.elements if content.lstrip().startswith(b"{") else ""
-        for part, raw in zip(parts_of(place, content, name or "", parts), parts, strict=True):
-            yield Record(part, bytes(raw))
-
-    @cached_property
-    def _document(self) -> msgspec.json.Decoder[Any]:
-        field = msgspec.field(name=self.elements, default=None)
-        fields: list[Any] = [("elements", list[msgspec.Raw] | None, field)]
-        return msgspec.json.Decoder(msgspec.defstruct("Document", fields, gc=False))
-
-    def _decoded(self, record: Record) -> Any:
-        place = record.place
-        return self.typed(self._as_object(record.content), place.where, _decode(place))[1]
-
-    def _as_object(self, content: bytes) -> bytes:
-        is_bare = self.bare and content.lstrip().startswith(b"[")
-        return b'{"%s":%s}' % (self.bare.encode(), content) if is_bare else content
+        if self.bare and content.lstrip()[:1] == b"[":
+            content = b'{"%s":%s}' % (self.bare.encode(), content)
+        typed = self.typed(content, place.where, decoder_of(place))[1]
+        if isinstance(typed, Open):
+            typed.__dict__["content"] = without_lone_surrogates(content)
+        return typed, content
 
     def read_run(self, run: Run, options: Options) -> Trajectory:
         """Read a record.
@@ -214,13 +209,68 @@ class Records(Grammar):
                 any error of the format.
         """
         (place,) = run.places
-        content = read_record(place)
-        record = self._decoded(Record(place, content))
-        account(self.contents, self._as_object(content))
+        content = read_row(place) if place.offset is None else read_record(place)
+        record, content = self._decoded(Record(place, content))
+        account(self.contents, content)
         trajectory = self.read(record, run, options)
         if trajectory.error is None and not run.failed and not _is_answered(trajectory):
             raise InputError("no_calls", place.where, "the run has no model response")
         return trajectory
+
+
+def records_of(
+    log: Input,
+    progress: Progress,
+    is_whole: Callable[[Start], bool] = _is_document,
+    columns: frozenset[str] = frozenset(),
+) -> Iterator[Record]:
+    """Yield the records of a file: its lines, its rows, or the whole of it; see `Records`.
+
+    Raises:
+        InputError: `input_file`: the file is unreadable; `lfs_pointer`: it is a Git LFS pointer;
+            `parquet_file`: it is a damaged table.
+    """
+    if is_table(log.path):
+        yield from rows_of(log, columns)
+        progress(log.path.stat().st_size)
+    elif is_whole(Start(log.path)):
+        content = without_lone_surrogates(read_input(log.path))
+        progress(len(content))
+        yield Record(Place(log.path, log.name, 0, len(content), _WHOLE), content)
+    else:
+        yield from (Record(place, content) for place, content in lines_of([log], progress))
+
+
+def elements_of(
+    record: Record,
+    name: str | None = "",
+    is_list: Callable[[Sequence[msgspec.Raw]], bool] = lambda _: True,
+) -> Iterator[Record]:
+    """Yield the elements of a list, or of the list `name` of an object; else the record itself.
+
+    Raises:
+        InputError: Any error of `decode_line` or `decode_document`.
+    """
+    place, content = record
+    start, decode = content.lstrip()[:1], decoder_of(place)
+    parts: list[msgspec.Raw] | None = None
+    if name is not None and start == b"[":
+        parts = decode(_LIST, content, place.where)
+        parts = parts if is_list(parts or ()) else None
+    elif name:
+        parts = decode(_document_with(name), content, place.where).elements
+    if parts is None or (parts and not any(bytes(part)[:1] in {b"{", b"["} for part in parts)):
+        yield record  # a list of numbers or texts has no runs
+        return
+    places = parts_of(place, content, "" if start == b"[" else name or "", parts)
+    yield from (Record(part, bytes(raw)) for part, raw in zip(places, parts, strict=True))
+
+
+@lru_cache
+def _document_with(name: str) -> msgspec.json.Decoder[Any]:
+    field = msgspec.field(name=name, default=None)
+    fields: list[Any] = [("elements", list[msgspec.Raw] | None, field)]
+    return msgspec.json.Decoder(msgspec.defstruct("Document", fields, gc=False))
 
 
 def _is_answered(trajectory: Trajectory) -> bool:
@@ -236,7 +286,8 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def _decode(place: Place) -> Callable[..., Any]:
+def decoder_of(place: Place) -> Callable[..., Any]:
+    """Return the function that decodes a record of `records_of`."""
     return decode_document if place.part == _WHOLE else decode_line
 
 
@@ -258,12 +309,10 @@ def beside(place: Place, kind: Any) -> Any:
     return _beside(place.path, Version.of(place.path), kind)
 
 
-def fields_of(place: Place) -> dict[str, msgspec.Raw]:
-    """Return all fields of a record, for formats in which any number is a metric; none of a list."""
-    content = read_record(place)
-    if content.lstrip().startswith(b"["):
-        return {}
-    return decode_line(_FIELDS, content, place.where)
+def _rejected(log: Input, progress: Progress, error: RolloutError) -> Rejected:
+    num_bytes = log.path.stat().st_size
+    progress(num_bytes)
+    return Rejected(Place(log.path, log.name, 0, num_bytes), error)
 
 
 def _required(struct: type[msgspec.Struct] | None) -> list[str]:

@@ -1,11 +1,10 @@
-"""Logs with one JSON document per file: detection, names of runs, parts, files of directories."""
+"""Logs with one JSON document per file: names of runs, parts, files of directories."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -13,17 +12,14 @@ from rollout_io.dataset.opening import read_input
 from rollout_io.formats.base import About, Found, Input, Place, Progress, Rejected, Run
 from rollout_io.formats.parsing.jsonl import (
     contained,
-    decode_line,
     refuse_lfs_pointer,
-    refuse_not_utf8,
     without_lone_surrogates,
 )
-from rollout_io.formats.parsing.lines import read_record, refuse_repeated
+from rollout_io.formats.parsing.lines import refuse_repeated
 from rollout_io.formats.parsing.naming import natural_key
 from schemas.errors import RolloutError
 
 _PACKED = (".gz", ".zst")
-_START_BYTES = 1 << 16
 _BY_FILE = (
     "inferred: a log without an instance name is named after its file if the directory has the "
     "same name or the name contains a double underscore (owner__repo-1); any other file is a "
@@ -138,9 +134,6 @@ def logs_below(
     return sorted(found, key=lambda path: natural_key(str(path)))
 
 
-T = TypeVar("T")
-
-
 def parts_of(
     place: Place, document: bytes, name: str, parts: Sequence[msgspec.Raw]
 ) -> Iterator[Place]:
@@ -149,22 +142,12 @@ def parts_of(
     Args:
         place: Location of the document.
         document: Content of the document.
-        name: Name of the list.
+        name: Name of the list; "": the document is the list.
         parts: Raw elements of the list, in order.
     """
     document, end = without_lone_surrogates(document), 0  # as decoded: offsets are the same
     for i, part in enumerate(parts):
         start = document.index(bytes(part), end)
         end = start + len(bytes(part))
-        yield Place(place.path, f"{place.where}, {name}[{i}]", start, end - start)
-
-
-def decode_record(decoder: msgspec.json.Decoder[T], place: Place) -> T:
-    """Decode a line, or part of a document.
-
-    Raises:
-        InputError: Any error of `read_record` or `decode_line`.
-    """
-    record = read_record(place)
-    refuse_not_utf8(record, place.where)
-    return decode_line(decoder, record, place.where)
+        where = f"{place.where}, {name}[{i}]" if name else f"{place.where}[{i}]"
+        yield Place(place.path, where, start, end - start)

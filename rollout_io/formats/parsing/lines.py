@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,12 +14,10 @@ from typing import NamedTuple
 import msgspec
 
 from rollout_io.dataset.opening import open_input
-from rollout_io.formats.base import Found, Input, Place, Progress, Rejected
+from rollout_io.formats.base import Input, Place, Progress, Rejected
 from rollout_io.formats.parsing.jsonl import (
-    contained,
     read_lines,
     refuse_lfs_pointer,
-    refuse_not_utf8,
 )
 from rollout_io.formats.parsing.media import slimmed
 from schemas.errors import InputError, RolloutError
@@ -153,23 +151,3 @@ def incomplete(places: Iterable[Place], damage: RolloutError) -> Iterator[Reject
     hint = "delete the damaged record if the run is complete without it"
     for place in places:
         yield Rejected(place, InputError(INCOMPLETE, place.where, got, hint=hint))
-
-
-def find_lines(
-    inputs: Sequence[Input], progress: Progress, find: Callable[[Record], Found]
-) -> Iterator[Found]:
-    """Find the run in each line, for `Adapter.find`; a line that cannot be used is rejected.
-
-    Args:
-        inputs: JSON Lines files.
-        progress: Called with the numbers of bytes read.
-        find: Returns the run of a line; raises `RolloutError` if the line cannot be used.
-    """
-    for place, content in lines_of(inputs, progress):
-        try:
-            refuse_not_utf8(content, place.where)
-            with contained(place.where):
-                found = find(Record(place, content))
-            yield found
-        except RolloutError as error:
-            yield Rejected(place, error)

@@ -9,17 +9,14 @@ import shutil
 import sqlite3
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from rollout_io.dataset.opening import Version
-from rollout_io.formats.base import Input, Place, Run
 from schemas.errors import InputError, RolloutError
 
-_MAX_PARENTS = 100
 _MAGIC = b"SQLite format 3\0"
 
 
@@ -80,58 +77,3 @@ def columns_in(database: sqlite3.Connection, table: str) -> set[str]:
     """Return the columns of a table; empty if there is no such table."""
     quoted = table.replace('"', '""')
     return {str(row[1]) for row in database.execute(f'PRAGMA table_info("{quoted}")')}
-
-
-class Head(NamedTuple):
-    """A session, not yet read; `place.part` is its id."""
-
-    id: str
-    parent: str | None
-    place: Place
-    directory: str | None = None
-
-
-def heads_in(given: Input, table: str, parent: str, directory: str) -> Iterator[Head]:
-    """Yield the sessions of a database.
-
-    Args:
-        given: The database.
-        table: Table of the sessions, with a column `id`.
-        parent: Column with the session that started one as a sub-agent; older versions lack it.
-        directory: Column with the working directory; older versions lack it.
-
-    Raises:
-        InputError: `sqlite_file`: the database is damaged.
-    """
-    with opened(given.path, given.name) as database:
-        columns = columns_in(database, table)
-        names = [name if name in columns else "NULL" for name in (parent, directory)]
-        rows = database.execute(f"SELECT id, {', '.join(names)} FROM {table} ORDER BY id")
-        for name, *more in rows.fetchall():
-            place = Place(given.path, f"{given.name}, session {name}", None, 1, str(name))
-            above, folder = (x if isinstance(x, str) and x else None for x in more)
-            yield Head(str(name), above, place, folder)
-
-
-def runs_of(heads: Mapping[str, Sequence[Head]]) -> Iterator[Run]:
-    """Yield one run per session without a parent, with the places of its sub-agents."""
-    runs: dict[str, list[Head]] = {}
-    for name, own in heads.items():
-        root = _root_of(name, heads)
-        runs.setdefault(root, [*heads[root]])
-        runs[root] += own if name != root else []
-    for root, own in runs.items():
-        labels = {"session": root}
-        labels |= {"directory": own[0].directory} if own[0].directory else {}
-        places = [head.place for head in own]
-        yield Run(instance_id=root, repetition_id=0, places=places, labels=labels)
-
-
-def _root_of(name: str, heads: Mapping[str, Sequence[Head]]) -> str:
-    root = name
-    for _ in range(_MAX_PARENTS):
-        parent = heads[root][0].parent
-        if parent is None or parent not in heads or parent == name:
-            return root
-        root = parent
-    return name

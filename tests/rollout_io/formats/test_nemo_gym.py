@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollout_io import Choices, read_log
 from rollout_io.dataset.prefix_layout import encode_prefixes
-from rollout_io.formats.nemo_gym import recognizes
+from rollout_io.formats.nemo_gym import ADAPTER
 from rollout_io.formats.start import Start
 from schemas import check
 from schemas.columns import metrics_dict
@@ -169,7 +169,7 @@ def test_a_real_rollouts_file_is_recognized_and_other_harnesses_are_not(harness_
     found = {
         str(path.relative_to(harness_logs))
         for path in harness_logs.rglob("*")
-        if path.is_file() and recognizes(Start(path))
+        if path.is_file() and ADAPTER.recognizes(Start(path))
     }
     assert found >= {CODING, ROUND_TRIP, "nemo_gym/tau2.example_rollouts.jsonl"}
     assert all("nemo_gym" in name for name in found)
