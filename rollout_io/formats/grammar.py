@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from rollout_io.formats.contents import SELF, Contents
+from rollout_io.formats.contents import EVERY, SELF, Contents
 
 _INNER = "contents"
 _VALID = msgspec.json.Decoder(msgspec.Raw)
@@ -46,7 +46,8 @@ class Grammar:
             that is listed.
         default: Name of the type of a record without the key `kind`.
         payload: Key below which the fields of the structs are; "": at the top level.
-        records: Struct of each type that is read; None if nothing but its type is. A record that is a
+        records: Struct of each type that is read; None if nothing but its type is. Types that are not
+            listed have the struct of `*`, whose fields all types have. A record that is a
             list has a list of structs.
         leaves: What is left out, by the reason (`contents.Contents`).
     """
@@ -117,7 +118,7 @@ class Grammar:
             InputError: `record_type`: a field is missing or has the wrong type.
         """
         kind, fields = self.split(content, where, decode)
-        decoder = self._decoders.get(kind)
+        decoder = self._decoders.get(kind, self._decoders.get(EVERY))
         if decoder is None:
             return kind, None
         return kind, decode(decoder, fields, f"{where}, {self.payload}" if self.payload else where)

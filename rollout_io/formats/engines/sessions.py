@@ -8,6 +8,8 @@ what each record says to the contexts of its agent (`read`). The rest is the sam
 - A fork begins with copies of records of another session, or only refers to them. Answers that several
   sessions have are trained on in one; in the others they are part of the prompt.
 - A file that continues another one from a record on (`Names.base`) begins where that record ends.
+- Where each record names its session (`names_in`), a file may have several, and a session is read as
+  one, whatever files its records are in.
 
     file a:  1 2 3 4      file b, with base (a, 2):  5 6      contexts:  1 - 2 - 3 - 4
                                                                              \ 5 - 6
@@ -75,7 +77,8 @@ class Names(NamedTuple):
 
     Attributes:
         session: Session of the file.
-        parent: Session that started this one as a sub-agent; None if it is no sub-agent.
+        parent: Session that started this one as a sub-agent; None if it is no sub-agent, "" if it is
+            the one whose answers it repeats.
         agent: Name of the sub-agent.
         origin: Session with copies of whose records it begins.
         base: What it continues; None if it begins on its own.
@@ -93,6 +96,16 @@ class Names(NamedTuple):
     instance: str | None = None
     repetition: int | None = None
 
+    def joined(self, other: Names) -> Names:
+        """Return the names of a session, given those in another record of it; the first ones count."""
+        is_agent = self.parent is not None and other.parent is not None
+        known = {name: value for name, value in self.labels.items() if value}
+        return self._replace(
+            parent=self.parent or other.parent if is_agent else None,
+            origin=self.origin or other.origin,
+            labels={**other.labels, **known},
+        )
+
 
 class Line(NamedTuple):
     """A record with its struct, for the reader of a format."""
@@ -103,13 +116,30 @@ class Line(NamedTuple):
 
 
 @dataclass(slots=True)
-class _File:
-    """The records of a file; `answers` has a digest of each that another session may have too."""
+class File:
+    """The records of a file.
+
+    Attributes:
+        answers: Digests of each record that another session may have too, by the index of its place.
+        kept: Names of records that are no answers of this session where they are logged again.
+    """
 
     names: Names
     places: list[Place] = field(default_factory=list)
     answers: dict[int, list[bytes]] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
     damage: RolloutError | None = None
+
+    def take(self, other: File) -> None:
+        """Add the records of another file of the same session, or of a sub-agent."""
+        start = len(self.places)
+        self.answers |= {start + at: digests for at, digests in other.answers.items()}
+        self.places += other.places
+        self.damage = self.damage or other.damage
+
+
+def _by_path(path: Path, _: Sequence[Any]) -> Names:
+    return Names(str(path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +149,9 @@ class Sessions(Grammar):
     Attributes:
         names: Returns the names of a file from its path and its first records; by default, the path is
             the session.
+        names_in: Returns the names in a record, given the path of its file and its JSON, if records name
+            their sessions; None for a record of the first session of its file. It raises no error: what
+            cannot be read and names no session has the path as its session.
         read: Tells the contexts of an agent what its records say.
         is_record: True if a decoded record is of this format, for detection.
         files: Pattern of the files with one record each, if a session may be a directory of them.
@@ -129,7 +162,8 @@ class Sessions(Grammar):
             records of their origin.
     """
 
-    names: Callable[[Path, Sequence[Any]], Names] = lambda path, _: Names(str(path))
+    names: Callable[[Path, Sequence[Any]], Names] = _by_path
+    names_in: Callable[[Path, bytes], Names | None] | None = None
     read: Callable[[Iterator[Line], Contexts], None]
     is_record: Callable[[Mapping[str, Any]], bool] = lambda _: False
     files: str = ""
@@ -158,21 +192,26 @@ class Sessions(Grammar):
     def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         """Yield one run per session, with the files of its sub-agents."""
         yield About("groups", GROUPS)
-        sessions: dict[str, list[_File]] = {}
+        sessions: dict[str, list[File]] = {}
         for given in inputs:
             for session in self._sessions_in(given, progress):
                 if isinstance(session, Rejected):
                     yield session
                     continue
                 names, records = session
-                file = _File(names)
+                file = File(names)
                 yield from self._find_file(records, file)
                 others = sessions.setdefault(names.session, [])
+                if self.names_in is not None and others:
+                    others[0].names = others[0].names.joined(names)
+                    others[0].take(file)
+                    continue
                 copy = next((other for other in others if self._is_copy(file, other)), None)
                 if copy is not None:
                     yield from _repeated(file, copy)
                 elif file.places and (self.has_parts or not others):
                     others.append(file)
+        _join_agents(sessions)
         yield from self._runs({name: files for name, files in sessions.items() if files})
 
     def _sessions_in(
@@ -180,6 +219,9 @@ class Sessions(Grammar):
     ) -> Iterator[tuple[Names, Iterable[Record]] | Rejected]:
         """Yield the names and the records of each session of an input."""
         records = self._records(given, progress)
+        if self.names_in is not None:
+            yield from _by_session(given, records, self.names_in)
+            return
         first = [*islice(records, _NUM_FIRST)]
         yield self.names(Path(given.name), self._typed(first)), chain(first, records)
 
@@ -212,7 +254,7 @@ class Sessions(Grammar):
                 typed.append(self.typed(content, place.where, _decoder(place))[1])
         return typed
 
-    def _is_copy(self, file: _File, other: _File) -> bool:
+    def _is_copy(self, file: File, other: File) -> bool:
         """True if two files have the same records."""
         sizes = [[place.num_bytes for place in each.places] for each in (file, other)]
         if sizes[0] != sizes[1] or not file.places:
@@ -220,20 +262,24 @@ class Sessions(Grammar):
         contents = [[record.content for record in self._read(f.places)[1]] for f in (file, other)]
         return contents[0] == contents[1]
 
-    def _find_file(self, records: Iterable[Record], file: _File) -> Iterator[Rejected]:
+    def _find_file(self, records: Iterable[Record], file: File) -> Iterator[Rejected]:
         for place, content in records:
             try:
                 refuse_not_utf8(content, place.where)
                 kind, fields = self.split(content, place.where, _decoder(place))
-                name = self.identity(kind, fields) if self.identity is not None else None
-                if name is not None:
-                    file.answers[len(file.places)] = [digest(name)]
+                if found := self.names_of(kind, fields, file):
+                    file.answers[len(file.places)] = [digest(name) for name in found]
                 file.places.append(place)
             except RolloutError as error:
                 file.damage = file.damage or error
                 yield Rejected(place, error)
 
-    def _runs(self, sessions: Mapping[str, list[_File]]) -> Iterator[Found]:
+    def names_of(self, kind: str, fields: bytes, _: File) -> Sequence[str]:
+        """Return what identifies a record that other sessions may have copies of; () for any other."""
+        name = self.identity(kind, fields) if self.identity is not None else None
+        return () if name is None else (name,)
+
+    def _runs(self, sessions: Mapping[str, list[File]]) -> Iterator[Found]:
         parents = {name: files[0].names.parent for name, files in sessions.items()}
         parents = {name: parent for name, parent in parents.items() if parent in sessions}
         members: dict[str, list[str]] = {}
@@ -270,7 +316,7 @@ class Sessions(Grammar):
                         found.instance_id, found.repetition_id = task, repetition
                 yield found
 
-    def _copies(self, sessions: Mapping[str, list[_File]]) -> dict[tuple[str, int], dict[int, str]]:
+    def _copies(self, sessions: Mapping[str, list[File]]) -> dict[tuple[str, int], dict[int, str]]:
         """Return the copied answers of each file, each with the session that keeps it."""
         files = {(name, i): f for name, files in sessions.items() for i, f in enumerate(files)}
         origins = {name: own[0].names.origin for name, own in sessions.items()}
@@ -304,7 +350,7 @@ class Sessions(Grammar):
         for _file, group in groupby(enumerate(run.places), lambda each: self._file_of(each[1])):
             places = [*group]
             names, records = self._read([place for _, place in places])
-            is_main = names.session == run.labels["session"]
+            is_main = self.names_in is not None or names.session == run.labels["session"]
             log = main if is_main else main.agent(names.session, names.agent)
             ends = self._begin(log, names, tips)
             self.read(self._lines(records, [i in run.copied for i, _ in places], log, ends), log)
@@ -321,7 +367,9 @@ class Sessions(Grammar):
         )
 
     def _file_of(self, place: Place) -> Any:
-        """Return the file of a record, or the directory of a session of many files."""
+        """Return the file of a record, the directory of a session of many files, or None for all."""
+        if self.names_in is not None:
+            return None
         return _above(place.path, self.files) if place.part == _OF_MANY else place.path
 
     def _name_of(self, place: Place) -> str:
@@ -362,6 +410,44 @@ class Sessions(Grammar):
             ends.append(log.tip)
 
 
+def _by_session(
+    given: Input, records: Iterable[Record], names_in: Callable[[Path, bytes], Names | None]
+) -> Iterator[tuple[Names, list[Record]]]:
+    """Yield the sessions of a file whose records name theirs; the first one has those that do not."""
+    names, sessions, rest = dict[str, Names](), dict[str, list[Record]](), list[Record]()
+    for record in records:
+        found = names_in(Path(given.name), record.content)
+        if found is None:
+            rest.append(record)
+            continue
+        name = found.session
+        names[name] = names[name].joined(found) if name in names else found
+        sessions.setdefault(name, []).append(record)
+    first = next((name for name in sessions if name != given.name), given.name)
+    sessions.setdefault(first, []).extend(rest)
+    for name, own in sessions.items():
+        yield names.get(name, Names(name)), own
+
+
+def _join_agents(sessions: dict[str, list[File]]) -> None:
+    """Add the records of sub-agents that do not name their parent to the session they repeat."""
+    files = {name: own[0] for name, own in sessions.items() if own}
+    holders = {
+        one: name
+        for name, file in files.items()
+        for digests in file.answers.values()
+        for one in digests
+        if file.names.parent is None
+    }
+    for name, file in files.items():
+        if file.names.parent == "":
+            repeated = (holders.get(one) for digests in file.answers.values() for one in digests)
+            parent = next(filter(None, repeated), None)
+            if parent is not None:
+                files[parent].take(file)
+                del sessions[name]
+
+
 def _decoder(place: Place) -> Callable[..., Any]:
     return decode_line if place.part is None else decode_document
 
@@ -382,7 +468,7 @@ def _last(start: str, after: Mapping[str, str | None]) -> str:
     return name
 
 
-def _logical(base: Base, sessions: Mapping[str, list[_File]], depth: int = 0) -> list[Place]:
+def _logical(base: Base, sessions: Mapping[str, list[File]], depth: int = 0) -> list[Place]:
     """Return the first records of a session, with those that its files only refer to."""
     records: list[Place] = []
     for file in sessions.get(base.session, ()):
@@ -393,7 +479,7 @@ def _logical(base: Base, sessions: Mapping[str, list[_File]], depth: int = 0) ->
     return records[: base.num_records]
 
 
-def _repeated(file: _File, other: _File) -> Iterator[Rejected]:
+def _repeated(file: File, other: File) -> Iterator[Rejected]:
     hint = "delete the copy of the file"
     for place, first in zip(file.places, other.places, strict=True):
         got = f"the record is a copy of {first.where}"

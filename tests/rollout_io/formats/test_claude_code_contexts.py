@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.formats.claude_code import ADAPTER
+from rollout_io.formats.contexts import SUMMARIES
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all, write_lines
 from tests.helpers.examples import examples
@@ -178,7 +179,8 @@ def test_answers_after_a_compaction_whose_kept_messages_are_missing_are_counted(
     made = session(*BEFORE, boundary("b1", **kept), SUMMARY, *after)
     assert rows(made) == [([], ["Count.", "Three.", "Remember zebra.", "Noted."])]
     assert made.notes == {
-        "answers after a compaction that keeps messages which are not in the log": 1
+        "answers after a compaction that keeps messages which are not in the log": 1,
+        SUMMARIES: 1,
     }
 
 
@@ -704,7 +706,8 @@ def test_every_text_that_the_model_saw_is_before_its_answer_in_order_once(script
         main = write_lines(Path(folder) / "s.jsonl", *harness.log)
         ((_, made),), rejected = read_all(ADAPTER, main, fork_file(Path(folder), *harness.side))
     assert rejected == []
-    assert made.notes == {}
+    num_compactions = sum(name == "compact" for name, *_ in script)
+    assert made.notes == ({SUMMARIES: num_compactions} if num_compactions else {})
     found = {}
     for step in made.steps:
         texts = [shown(message) for message in step.messages]
@@ -732,5 +735,5 @@ def test_a_fork_of_a_kept_message_without_times_is_left_out_and_counted(tmp_path
     ((_, made),), rejected = read_all(ADAPTER, *paths)
     assert rejected == []
     reason = "answers of a forked sub-agent whose log does not tell which context it inherited"
-    assert made.notes == {reason: 1}
+    assert made.notes == {reason: 1, SUMMARIES: 1}
     assert rows(made) == [([], ["Hi.", "Ho."])]

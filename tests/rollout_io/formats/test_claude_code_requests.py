@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from rollout_io.conversion.text import with_answers
 from rollout_io.formats.claude_code import ADAPTER
 from tests.helpers.adapter_helpers import read_all, write_lines
 
@@ -83,6 +84,7 @@ SESSION = [
 def read_one(tmp_path, *records):
     ((_, made),), rejected = read_all(ADAPTER, write_lines(tmp_path / "s.jsonl", *records))
     assert rejected == []
+    made.steps = with_answers(made)
     return made
 
 
