@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -221,9 +222,44 @@ def are_equal(returns: pl.Expr) -> pl.Expr:
         True
     """
     known = returns.fill_nan(None)
-    spread, size = known.max() - known.min(), known.abs().max()
-    is_rounding = (spread <= _RELATIVE_SPREAD * size) | (spread <= _LEAST_SPREAD)
-    return ((known.count() > 1) & is_rounding).fill_null(value=False)
+    equal: pl.Expr = is_rounding(known.max() - known.min(), known.abs().max())
+    return ((known.count() > 1) & equal).fill_null(value=False)
+
+
+def is_rounding(spread: Any, size: Any) -> Any:
+    """True if a difference between values of this size is a rounding error, as in `are_equal`.
+
+    Example:
+        >>> is_rounding(0.1 + 0.2 - 0.3, 0.3)
+        True
+    """
+    # < and not <=: an infinite difference is none of rounding.
+    return (spread < _RELATIVE_SPREAD * size) | (spread <= _LEAST_SPREAD)
+
+
+def is_above(value: pl.Expr, bar: pl.Expr | float) -> pl.Expr:
+    """True if a value is higher than a bar by more than a rounding error; null if it is unknown.
+
+    Example:
+        >>> pl.select(is_above(pl.lit(0.1 + 0.2), 0.3)).item()
+        False
+    """
+    least = pl.lit(bar, pl.Float64) if isinstance(bar, float) else bar
+    is_equal: pl.Expr = is_rounding(value - least, pl.max_horizontal(value.abs(), least.abs()))
+    return (value > least) & ~is_equal
+
+
+def mean_of(values: pl.Series) -> float | None:
+    """Compute the mean of numbers, even if their sum overflows; None if there are none.
+
+    Example:
+        >>> mean_of(pl.Series([1e308, 1e308]))
+        1e+308
+    """
+    size: Any = values.abs().max()
+    scale = size if size is not None and 1e300 < size < float("inf") else 1.0
+    mean: Any = (values / scale).mean()
+    return None if mean is None else mean * scale
 
 
 def _over_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -135,13 +135,18 @@ def rearranged(
 
 def set_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
     """Replace a column, or append it."""
-    chunked = pa.chunked_array([column])
-    if name not in table.column_names:
-        return table.append_column(pa.field(name, column.type), chunked)
-    index = table.column_names.index(name)
-    old = table.schema.field(name)
-    field = pa.field(name, column.type, old.nullable, old.metadata)
-    return table.set_column(index, field, chunked)
+    return set_columns(table, {name: column})
+
+
+def set_columns(table: pa.Table, columns: Mapping[str, pa.Array]) -> pa.Table:
+    """Replace columns, or append them."""
+    fields = {field.name: field for field in table.schema}
+    values = dict(zip(fields, table.columns, strict=True)) | dict(columns)
+    for name, column in columns.items():
+        old = fields.get(name, pa.field(name, column.type))
+        fields[name] = old.with_type(column.type)
+    schema = pa.schema(fields.values(), table.schema.metadata)
+    return pa.table([values[name] for name in fields], schema)
 
 
 def count_from_zero(table: pa.Table) -> IntArray:

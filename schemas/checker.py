@@ -278,8 +278,11 @@ def unreadable_text(
     Polars aborts with a panic on any other text, and Arrow itself does not check it.
     """
     view, found = View(table, row_offset, frozenset(table.column_names)), []
-    for name in dict.fromkeys(table.column_names):
-        column = table.column(table.column_names.index(name))
+    first: dict[str, int] = {}
+    for place, name in enumerate(table.column_names):
+        first.setdefault(name, place)
+    for name, place in first.items():
+        column = table.column(place)
         if name in skipped or not _holds_text(column.type) or _is_text(column):
             continue
         rows, at = [], 0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollout_io.cli.output import emit, emit_json, example, next_command
+from rollout_io.cli.usage import HintedUsageError, Number
 from rollout_io.terminal import columns, printable
 from schemas.errors import InputError, count
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from pipelines.statistics.differences import Differences
 
 _SHOWN = 5
-_PASSED = "pass rate"
-_PERCENT = (_PASSED, "failed", "repeated 4-grams", "tool errors", "stopped: ")
 
 
 @click.command(
@@ -39,11 +38,17 @@ _PERCENT = (_PASSED, "failed", "repeated 4-grams", "tool errors", "stopped: ")
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=Number(0, 1, min_open=True, max_open=True),
     default=0.05,
     show_default=True,
     metavar="X",
     help="Expected share of tasks, among those called certain, that differ only by chance.",
+)
+@click.option(
+    "--higher", multiple=True, metavar="NAME", help="Number that should rise; may be repeated."
+)
+@click.option(
+    "--lower", multiple=True, metavar="NAME", help="Number that should fall; may be repeated."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print every number and task as JSON.")
 def diff(
@@ -53,33 +58,47 @@ def diff(
     reward_b: str | None,
     outcome: Any,
     rate: float,
+    higher: tuple[str, ...],
+    lower: tuple[str, ...],
     *,
     as_json: bool,
 ) -> None:
     """Compare two datasets task by task: two policies, harnesses or reward functions.
 
     Only tasks (instance ids) in both are compared. Each number is the mean over a task's attempts,
-    then over tasks; the interval of its change contains the true change in 95 % of such
-    comparisons. docs/guides/diff.md explains every line.
+    then over tasks, with the tasks and attempts that it rests on. A number that moved against its
+    direction while the return rose is called suspicious; --higher and --lower give the directions
+    of your own. docs/guides/diff.md explains every line and how often it is wrong.
     """
     import polars as pl
 
-    from pipelines.statistics.differences import differences
+    from pipelines.statistics.differences import DIRECTIONS, PASSED, differences, first_visits
     from pipelines.statistics.parting import greedy_partings
+    from rollout_io.dataset.reader import read_metadata
 
     (first, lines_a), (second, lines_b) = (
         _attempts(path, reward, outcome) for path, reward in ((a, reward_a), (b, reward_b))
     )
-    found = differences(lines_a, lines_b, rate=rate)
+    names = {*lines_a["instance_id"], *lines_b["instance_id"]}
+    lines_a, lines_b = (
+        first_visits(lines, names, read_metadata(path))
+        for path, lines in ((a, lines_a), (b, lines_b))
+    )
+    better = dict.fromkeys(higher, 1) | dict.fromkeys(lower, -1)
+    found = differences(lines_a, lines_b, rate=rate, directions=DIRECTIONS | better)
     if found.tasks.is_empty():
         hint = "compare datasets of the same tasks; see their ids: rollouts inspect DS"
         raise InputError("same_tasks", f"{a} and {b}", "no task is in both datasets", hint=hint)
+    names_of_numbers = found.numbers["name"].to_list()
+    for name in better.keys() - set(names_of_numbers):
+        hint = f"use one of {', '.join(names_of_numbers)}"
+        raise HintedUsageError(f"--higher, --lower: there is no number {name!r}", hint)
     partings = greedy_partings(first, second)
     if as_json:
         emit_json(found.as_json() | {"a": a, "b": b, "greedy": partings.to_dicts()})
         return
     returns = pl.concat([lines_a["return"], lines_b["return"]]).drop_nulls()
-    passed = _PASSED if returns.is_in([0.0, 1.0]).all() else "share with return > 0"
+    passed = PASSED if returns.is_in([0.0, 1.0]).all() else "share with return > 0"
     emit("\n".join(_screen(a, b, found, partings, passed)))
     next_command("rollouts", "view", *dict.fromkeys((a, b)))
 
@@ -88,7 +107,9 @@ def _attempts(
     path: str, reward: str | None, outcome: Outcome | None
 ) -> tuple[pl.LazyFrame, pl.DataFrame]:
     """Return the rows of a dataset, and one line per trajectory."""
-    from pipelines.rescoring.versions import with_version
+    import polars as pl
+
+    from pipelines.rescoring.versions import UNSCORED, with_version
     from pipelines.statistics.attempts import attempts
     from pipelines.statistics.parting import broken_prefixes
     from rollout_io.cli.datasets import open_valid
@@ -98,6 +119,9 @@ def _attempts(
     if reward is not None:
         frame = with_version(frame, path, reward)
     lines = attempts(frame, dataset_outcome(path, outcome))
+    if reward is not None:  # a judge that failed says nothing about the attempt
+        is_unscored = pl.col("error").str.starts_with(UNSCORED.format(reward))
+        lines = lines.with_columns(error=pl.when(~is_unscored).then("error"))
     return frame, lines.join(
         broken_prefixes(path), on="trajectory_id", how="left", maintain_order="left"
     )
@@ -105,6 +129,8 @@ def _attempts(
 
 def _screen(a: str, b: str, found: Differences, partings: pl.DataFrame, passed: str) -> list[str]:
     """Format the comparison; `passed` is the label of the share of attempts with a return > 0."""
+    from pipelines.statistics.differences import PASSED
+
     tasks = found.tasks
     only = [
         f"{num:,} only in {x}"
@@ -113,29 +139,42 @@ def _screen(a: str, b: str, found: Differences, partings: pl.DataFrame, passed: 
     ]
     lines = [f"A  {printable(a)}", f"B  {printable(b)}"]
     lines.append(", ".join([f"{count(len(tasks), 'task')} in both", *only]))
-    table = [["", "A", "B", "change", "95 % interval"]]
-    for name, before, after, change, low, high, _ in found.numbers.rows():
+    for x, num in (("A", found.num_copies_a), ("B", found.num_copies_b)):
+        if num:
+            lines.append(f"{x}: {count(num, 'copy')} of greedy attempts left out")
+    sizes = ["tasks", "attempts", "unknown"]
+    table = [["", "A", "B", "change", "95 % interval", "", *sizes]]
+    for one in found.numbers.iter_rows(named=True):
+        name = one["name"]
         table.append(
             [
-                passed if name == _PASSED else printable(name),
-                _text(name, before),
-                _text(name, after),
-                _text(name, change, "+"),
-                "-" if low is None else f"{_text(name, low, '+')} .. {_text(name, high, '+')}",
+                name.replace(PASSED, passed) if name.startswith(PASSED) else printable(name),
+                *(_text(name, one[x]) for x in ("a", "b")),
+                _text(name, one["change"], "+"),
+                "-" if one["low"] is None else _interval(one),
+                "*" if one["is_certain"] else "",
+                f"{one['num_tasks']:,}",
+                f"{one['num_attempts_a']:,} {one['num_attempts_b']:,}",
+                f"{one['num_unknown_a']:,} {one['num_unknown_b']:,}",
             ]
         )
-    lines += ["", *columns(table), ""]
+    lines += ["", *columns(table), "", _chance(len(found.numbers.drop_nulls("low")))]
     verdicts = dict(tasks["verdict"].value_counts().rows())
-    counted = [f"{verdicts.get(name, 0):,} {name}" for name in ("win", "tie", "loss")]
+    counted = [f"{verdicts.get(x, 0):,} {x}" for x in ("win", "tie", "loss", "unknown")]
     lines.append(f"tasks, for B: {', '.join(counted)}")
+    if (least := found.least_changed) != 1:
+        unless = "" if least is None else f" unless at least {least:,} change completely"
+        lines.append(f"with these numbers of attempts, no task can be certain{unless}")
     for verdict, title in (("loss", "worse"), ("win", "better")):
         certain = tasks.filter(verdict=verdict, is_certain=True).sort("p", maintain_order=True)
         lines.append(f"{title} for certain: {len(certain):,} of {verdicts.get(verdict, 0):,}")
         for line in certain.head(_SHOWN).iter_rows(named=True):
+            unknown = line["num_unknown_a"] + line["num_unknown_b"]
             lines.append(
                 "  {instance_id}: {return_a:.3g} -> {return_b:.3g} in {num_a} and {num_b} attempts".format(
                     **line | {"instance_id": printable(line["instance_id"])}
                 )
+                + (f", {unknown:,} unknown" if unknown else "")
             )
     lines += suspected(found.suspicions)
     if len(partings):
@@ -146,24 +185,38 @@ def _screen(a: str, b: str, found: Differences, partings: pl.DataFrame, passed: 
     return lines
 
 
+def _chance(num: int) -> str:
+    """Say how many of the intervals leave out 0 by chance."""
+    if not num:
+        return "no interval: no number changed, or fewer than two tasks have it"
+    said = f"{count(num, 'interval')}: by chance alone, about {0.05 * num:.2g} would not contain 0"
+    return f"{said} (*: does not, even if all of them are to hold together)"
+
+
 def suspected(suspicions: list[dict[str, Any]]) -> list[str]:
     """Say which numbers speak against a higher return."""
     lines = []
     for one in suspicions:
-        name = one["witness"]
+        name = one["name"]
+        most = f"; most in {printable(', '.join(one['tasks']))}" if one["tasks"] else ""
         lines.append(
-            f"suspicious: where the return rose ({count(one['num_tasks'], 'task')}), "
-            f"{printable(name)} changed by {_text(name, one['change'], '+')} "
-            f"({_text(name, one['low'], '+')} .. {_text(name, one['high'], '+')}); "
-            f"most in {printable(', '.join(one['tasks']))}"
+            f"suspicious: the return rose, but {printable(name)} changed by "
+            f"{_text(name, one['change'], '+')} ({_interval(one)}) over "
+            f"{count(one['num_tasks'], 'task')}{most}"
         )
     return lines
+
+
+def _interval(line: dict[str, Any]) -> str:
+    return " .. ".join(_text(line["name"], line[end], "+") for end in ("low", "high"))
 
 
 def _text(name: str, value: float | None, sign: str = "") -> str:
     if value is None:
         return "-"
-    if name.startswith(_PERCENT):
+    from pipelines.statistics.differences import SHARES
+
+    if name.startswith(SHARES):
         text = f"{100 * value:{sign}.1f}"
         if value and not float(text):  # a bound that is not 0 must not look like 0
             text = f"{100 * value:{sign}.1g}"

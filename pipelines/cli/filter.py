@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 from pipelines.cli.filter_choices import Choices, check_usage, filters_of, masks_of
 from rollout_io.cli.datasets import layout_option
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
+from rollout_io.cli.usage import Number
 from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
@@ -28,18 +28,7 @@ EXAMPLES = example(
 )
 
 
-class _Share(click.FloatRange):
-    """A number from 0 to 1; NaN, which no bound excludes, is none."""
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        """Convert the text of an option."""
-        found: float = super().convert(value, param, ctx)
-        if math.isnan(found):
-            self.fail("nan is not a number", param, ctx)
-        return found
-
-
-WHOLE, SHARE = click.IntRange(min=0), _Share(0, 1)
+WHOLE, SHARE, NUMBER = click.IntRange(min=0), Number(0, 1), Number()
 _SHOWN_OVERLAPS = 5
 
 
@@ -84,10 +73,10 @@ _SHOWN_OVERLAPS = 5
 @click.option("--min-steps", type=WHOLE, metavar="N", help="Minimum number of steps.")
 @click.option("--max-steps", type=WHOLE, metavar="N", help="Maximum number of steps.")
 @click.option(
-    "--min-reward", type=float, metavar="X", help="Minimum return; drops unknown returns too."
+    "--min-reward", type=NUMBER, metavar="X", help="Minimum return; drops unknown returns too."
 )
 @click.option(
-    "--max-reward", type=float, metavar="X", help="Maximum return; drops unknown returns too."
+    "--max-reward", type=NUMBER, metavar="X", help="Maximum return; drops unknown returns too."
 )
 @click.option(
     "--min-pass-rate",
@@ -108,7 +97,7 @@ _SHOWN_OVERLAPS = 5
 )
 @click.option(
     "--dedup-similarity",
-    type=float,
+    type=NUMBER,
     metavar="X",
     help="With --dedup: also drop trajectories that share this part of their token sequences.",
 )
@@ -147,7 +136,7 @@ _SHOWN_OVERLAPS = 5
 @click.option(
     "--share",
     multiple=True,
-    type=float,
+    type=NUMBER,
     metavar="X",
     help="Fraction of the mixture's groups to take from a dataset; pass one value for DS, then one "
     "per --mix.",
@@ -204,6 +193,7 @@ class _Source:
 
     path: str
     frame: pl.LazyFrame
+    num_unscored: int
     rows: dict[str, int]
     dropped: pl.DataFrame
     masked: pl.DataFrame
@@ -217,10 +207,12 @@ class _Source:
         from rollout_io.dataset.returns import dataset_outcome
 
         frame, outcome = open_valid(path), dataset_outcome(path, choices.outcome)
+        num_unscored = 0
         if choices.reward is not None:
-            from pipelines.rescoring.versions import with_version
+            from pipelines.rescoring.versions import read_version, with_version
 
             frame = with_version(frame, path, choices.reward)
+            num_unscored = read_version(path, choices.reward)[0]["reward"].null_count()
         rows: dict[str, int] = {}
         if choices.keep_rows is not None:
             move = choices.move_outcome
@@ -229,16 +221,26 @@ class _Source:
         frame, dropped = apply_filters(frame, filters_of(choices, found), outcome)
         frame, masked = apply_masks(frame, masks_of(choices), outcome)
         return cls(
-            path=path, frame=frame, rows=rows, dropped=dropped, masked=masked, overlaps=found
+            path=path,
+            frame=frame,
+            num_unscored=num_unscored,
+            rows=rows,
+            dropped=dropped,
+            masked=masked,
+            overlaps=found,
         )
 
     def as_json(self) -> dict[str, Any]:
         lists = {"filters": self.dropped.to_dicts(), "masks": self.masked.to_dicts()}
         found = {} if self.overlaps is None else {"overlaps": self.overlaps.to_dicts()}
-        return {"dataset": self.path, "rows": self.rows, **lists, **found}
+        counts = {"num_unscored": self.num_unscored, "rows": self.rows}
+        return {"dataset": self.path, **counts, **lists, **found}
 
     def lines(self) -> Iterator[str]:
         yield self.path
+        if self.num_unscored:
+            without = count(self.num_unscored, "trajectory")
+            yield f"  reward: {without} without a score, which count as failed"
         if self.rows:
             yield "  rows: {num_rows_dropped:,} of {num_rows_before:,} dropped".format(**self.rows)
         for verb, counts in {"dropped": self.dropped, "masked": self.masked}.items():

@@ -10,6 +10,7 @@ import click
 
 from rollout_io.cli.output import emit, example, next_command, note, redraw, warn
 from rollout_io.cli.redact import pattern_option, personal_option
+from rollout_io.cli.usage import Number
 from rollout_io.terminal import is_quiet
 from schemas.errors import ConfigError, count
 from schemas.extras import requires_extra
@@ -83,7 +84,7 @@ _EXAMPLE = "rollouts record --upstream http://127.0.0.1:8000/v1 --out rollouts/ 
 @click.option(
     "--idle-timeout",
     "idle_timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=1800.0,
     show_default=True,
     metavar="S",

@@ -11,6 +11,7 @@ import click
 
 from rollout_io.cli.datasets import open_valid
 from rollout_io.cli.output import emit_json, example, next_command, note, progress_bar
+from rollout_io.cli.usage import Number
 
 if TYPE_CHECKING:
     import polars as pl
@@ -36,7 +37,7 @@ _SHOWN = 5
 @click.option("--name", metavar="NAME", help="Name of the new version.  [default: the function's]")
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=60.0,
     show_default=True,
     metavar="S",
@@ -60,7 +61,7 @@ def rescore(
     The function gets each trajectory that did not fail (pipelines.rescoring.attempts.Attempt). Its
     rewards become a version, DS.rewards/NAME.arrow; the dataset does not change. Train on it with
     --set data.reward=NAME, or write it into a new dataset with filter --reward NAME. A run that was
-    stopped continues where it was.
+    stopped continues where it was; trajectories without a score are tried again.
     """
     import polars as pl
 
@@ -85,7 +86,10 @@ def rescore(
     if as_json:
         emit_json(dataclasses.asdict(found) | {"dataset": dataset, "name": name, **compared})
         return
-    note(f"{dataset}: {found.num_scored:,} scored, {found.num_errors:,} without a score")
+    before = f" ({found.num_resumed:,} kept from before)" if found.num_resumed else ""
+    again = f" ({found.num_retried:,} tried again)" if found.num_retried else ""
+    without = f"{found.num_errors:,} without a score"
+    note(f"{dataset}: {found.num_scored:,} scored{before}, {without}{again}")
     for reason, times in list(found.errors.items())[:_SHOWN]:
         note(f"  {times:,} x {reason}")
     before, after = compared["mean_before"], compared["mean_after"]
@@ -102,18 +106,18 @@ def _compared(frame: pl.LazyFrame, outcome: Outcome, dataset: str, name: str) ->
     import polars as pl
 
     from pipelines.rescoring.versions import read_version
-    from pipelines.rewards import trajectory_returns
+    from pipelines.rewards import is_above, trajectory_returns
 
     scores, _ = read_version(dataset, name)
-    old = trajectory_returns(frame, outcome).select("trajectory_id", before="return").collect()
-    both = old.join(scores, on="trajectory_id").drop_nulls(["before", "reward"])
-    change = pl.col("reward") - pl.col("before")
+    known = trajectory_returns(frame, outcome).select("trajectory_id", before="return").collect()
+    both = known.join(scores, on="trajectory_id").drop_nulls(["before", "reward"])
+    old, new = pl.col("before"), pl.col("reward")
     return both.select(
         mean_before=pl.col("before").mean(),
         mean_after=pl.col("reward").mean(),
-        num_higher=(change > 0).sum(),
-        num_equal=(change == 0).sum(),
-        num_lower=(change < 0).sum(),
+        num_higher=is_above(new, old).sum(),
+        num_equal=(~is_above(new, old) & ~is_above(old, new)).sum(),
+        num_lower=is_above(old, new).sum(),
     ).row(0, named=True)
 
 

@@ -10,7 +10,7 @@ import click
 
 from rollout_io.cli.datasets import workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
-from rollout_io.cli.usage import HintedUsageError
+from rollout_io.cli.usage import HintedUsageError, Number
 from rollout_io.terminal import columns
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _SECTIONS = {
 )
 @click.option(
     "--params",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     metavar="N",
     help="Number of parameters, such as 1.5e9; without --model, attention is not counted.",
 )
@@ -107,8 +107,8 @@ def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
     import polars as pl
 
     from pipelines.statistics.attempts import attempts
-    from pipelines.statistics.differences import differences
-    from rollout_io.dataset.reader import scan
+    from pipelines.statistics.differences import differences, first_visits
+    from rollout_io.dataset.reader import read_metadata, scan
     from rollout_io.dataset.returns import dataset_outcome
 
     frame = scan(dataset)
@@ -119,6 +119,7 @@ def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
     if len(versions) < 2:
         return []
     lines, middle = attempts(frame, dataset_outcome(dataset, outcome)), versions[len(versions) // 2]
+    lines = first_visits(lines, set(lines["instance_id"]), read_metadata(dataset))
     earlier, later = (
         lines.filter(side) for side in (pl.col("version") < middle, pl.col("version") >= middle)
     )

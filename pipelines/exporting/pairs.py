@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from pipelines.rewards import are_equal, is_best
+from pipelines.rewards import are_equal, is_above, is_best
 from rollout_io.formats.exports import bar_of
 
 _FORK = ["instance_id", "context"]
@@ -112,7 +112,9 @@ def selected(returns: pl.DataFrame, select: str) -> pl.DataFrame:
     reason: pl.Expr = pl.lit(None, pl.String)
     bar = bar_of(select)
     if bar is not None:
-        reason = _unknown.when(_known < bar).then(pl.lit(f"with a return below {bar:g}"))
+        reason = _unknown.when(is_above(pl.lit(bar), _known)).then(
+            pl.lit(f"with a return below {bar:g}")
+        )
     elif select == "best":
         others = pl.lit("of attempts that are not the best of their group")
         reason = _unknown.when(~is_best()).then(others)
@@ -136,12 +138,12 @@ def labelled(returns: pl.DataFrame, select: str) -> pl.DataFrame:
     """
     bar = bar_of(select)
     if bar is None:
-        label: pl.Expr = _known > _known.mean().over("instance_id")
+        label = is_above(_known, _known.mean().over("instance_id"))
         differ = (~are_equal(_known) & (_known.count() > 1)).over("instance_id")
         reason: pl.Expr = _unknown.when(~differ).then(
             pl.lit("of groups whose returns do not differ")
         )
     else:
-        label = _known >= bar
+        label = ~is_above(pl.lit(bar), _known)
         reason = _unknown.otherwise(pl.lit(None, pl.String))
     return returns.with_columns(reason=reason, label=label.fill_null(value=False))

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import polars as pl
 
 from pipelines.filtering.verdicts import STEPS, Filter
-from pipelines.rewards import are_equal, is_best
+from pipelines.rewards import are_equal, is_above, is_best
 from rollout_io.dataset.returns import Fold
 from rollout_io.dataset.trajectory_conditions import TrajectoryCondition
 from schemas.errors import count
@@ -112,7 +112,10 @@ def best_of_group(num: int = 1) -> Filter:
 
 
 def reward_range(minimum: float | None = None, maximum: float | None = None) -> Filter:
-    """Keep trajectories whose return is in a range, bounds included; null is outside any range."""
+    """Keep trajectories whose return is in a range; null is outside any range.
+
+    Bounds are included, and what differs from them by rounding (`are_equal`).
+    """
     return _in_range("reward", pl.col("return"), minimum, maximum)
 
 
@@ -129,7 +132,7 @@ def pass_rate_range(minimum: float | None = None, maximum: float | None = None) 
         >>> judge(frame, [pass_rate_range(maximum=0.5)])["reason"].to_list()
         [None, None, None, None, 'pass rate <= 0.5', 'pass rate <= 0.5']
     """
-    rate = (pl.col("return") > 0).mean().over(_GROUP)
+    rate = is_above(pl.col("return"), 0.0).mean().over(_GROUP)
     return _in_range("pass rate", rate, minimum, maximum)
 
 
@@ -223,9 +226,16 @@ def _in_range(
     row: pl.Expr | None = None,
     fold: Fold = pl.Expr.max,
 ) -> Filter:
+    low, high = (pl.lit(bound, pl.Float64) for bound in (minimum, maximum))
+    # Rounding is an error of rewards and rates, not of the whole numbers that rows have.
+    below, above = (
+        (is_above(low, value), is_above(value, high))
+        if row is None
+        else (value < low, value > high)
+    )
     limits = [
-        *([] if minimum is None else [(f"{name} >= {minimum}", value >= minimum)]),
-        *([] if maximum is None else [(f"{name} <= {maximum}", value <= maximum)]),
+        *([] if minimum is None else [(f"{name} >= {minimum}", ~below)]),
+        *([] if maximum is None else [(f"{name} <= {maximum}", ~above)]),
     ]
     assert limits, "a range needs a minimum or a maximum"
     inside = pl.all_horizontal(test for _, test in limits).fill_null(value=False)

@@ -20,6 +20,7 @@ from rollout_io.dataset.returns import Fold, joined_steps
 from rollout_io.dataset.trajectory_conditions import TrajectoryCondition, decided, evaluate
 from schemas.errors import ConfigError, InputError, count
 
+_IS_MASKED = "is masked"
 STEPS = "joined steps"
 """Extra column that a filter's `row` expression may use: see `joined_steps`."""
 
@@ -103,8 +104,9 @@ def keep(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:
     dropped = verdicts.filter(pl.col("reason").is_not_null())
     if dropped.is_empty():
         return frame
-    kept = verdicts.filter(pl.col("reason").is_null())
-    return frame.filter(pl.col("trajectory_id").is_in(kept["trajectory_id"].implode()))
+    # A join hashes the ids once; `is_in` does it for every batch of rows.
+    kept = verdicts.lazy().filter(pl.col("reason").is_null()).select("trajectory_id")
+    return frame.join(kept, on="trajectory_id", how="semi", maintain_order="left")
 
 
 def report(verdicts: pl.DataFrame, filters: Sequence[Filter]) -> pl.DataFrame:
@@ -250,7 +252,8 @@ def mask(frame: Frame, verdicts: pl.DataFrame) -> pl.LazyFrame:
     masked = verdicts.filter(pl.col("reason").is_not_null())
     if masked.is_empty():
         return frame
-    ids = masked["trajectory_id"].implode()
+    flags = masked.lazy().select("trajectory_id", pl.lit(value=True).alias(_IS_MASKED))
+    rows = frame.join(flags, on="trajectory_id", how="left", maintain_order="left")
     nothing = pl.col("loss_mask").list.eval(pl.element() & False)
-    kept = pl.when(pl.col("trajectory_id").is_in(ids)).then(nothing).otherwise("loss_mask")
-    return frame.with_columns(loss_mask=kept)
+    kept = pl.when(pl.col(_IS_MASKED)).then(nothing).otherwise("loss_mask")
+    return rows.with_columns(loss_mask=kept).drop(_IS_MASKED)

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from pipelines.merging.lineage import SAME_IN_A_SEQUENCE
 from pipelines.merging.sequences import Sequences
-from pipelines.tables import PER_TOKEN, set_column
+from pipelines.tables import PER_TOKEN, set_column, set_columns
 from schemas.columns import JOINED, NUM_ROUTED, SEGMENT_FIELDS
 from schemas.numpy_arrays import filled, to_arrow, to_numpy
 from schemas.ragged import BoolArray, IntArray, Ragged, list_lengths, offsets_of
@@ -111,13 +111,14 @@ def _kept_segments(out: pa.Table) -> tuple[pa.StructArray, IntArray]:
 
 
 def _concat_structs(made: pa.StructArray, kept: pa.StructArray) -> pa.StructArray:
-    names = list(dict.fromkeys([f.name for f in made.type] + [f.name for f in kept.type]))
+    fields = [
+        dict(zip((field.name for field in part.type), part.flatten(), strict=True))
+        for part in (made, kept)
+    ]
+    names = list(fields[0] | fields[1])
     columns = []
     for name in names:
-        parts = [
-            pc.struct_field(part, [name]) if part.type.get_field_index(name) >= 0 else None
-            for part in (made, kept)
-        ]
+        parts = [part.get(name) for part in fields]
         kind = next(part.type for part in parts if part is not None)
         casts = [
             pa.nulls(len(whole), kind) if part is None else cast_column(part, kind)
@@ -211,18 +212,21 @@ def step_columns(table: pa.Table, steps: Steps) -> pa.Table:
     out = table.take(to_arrow(steps.row))
     split = steps.segment >= 0
     kept = to_arrow(steps.row, mask=split)
-    out = set_column(out, "segments", _flat(table.column("segments").take(kept)))
-    out = set_column(out, "step_index", _chosen(table, flat, steps, "step_index", "step_index"))
-    for name in per_step_names(table):
-        if flat.type.get_field_index(segment_name(name)) >= 0:
-            out = set_column(out, name, _chosen(table, flat, steps, name, segment_name(name)))
-    return out
+    fields = dict(zip((field.name for field in flat.type), flat.flatten(), strict=True))
+    restored = {"step_index": "step_index"}
+    restored |= {name: segment_name(name) for name in per_step_names(table)}
+    chosen = {
+        name: _chosen(table.column(name), fields[field], steps)
+        for name, field in restored.items()
+        if field in fields
+    }
+    return set_columns(out, {"segments": _flat(table.column("segments").take(kept)), **chosen})
 
 
-def _chosen(table: pa.Table, flat: pa.StructArray, steps: Steps, name: str, field: str) -> pa.Array:
+def _chosen(column: pa.ChunkedArray, values: pa.Array, steps: Steps) -> pa.Array:
     """[S] Take a column's values from the step's segment if it has one, else from its row."""
-    column = _flat(table.column(name))
-    stored = cast_column(pc.struct_field(flat, [field]), column.type)
+    column = _flat(column)
+    stored = cast_column(values, column.type)
     order = np.where(steps.segment >= 0, len(column) + steps.segment, steps.row)
     return pa.concat_arrays([column, stored]).take(to_arrow(order))
 

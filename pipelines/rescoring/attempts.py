@@ -17,7 +17,7 @@ from rollout_io.dataset.reader import iter_tables, scan
 from rollout_io.dataset.storage import PathLike
 from rollout_io.retokenize.token_bytes import TokenBytes
 
-_LEFT_OUT = frozenset(
+LEFT_OUT = frozenset(
     {"prompt_token_ids", "rollout_logprobs", "trainer_logprobs", "sampling_support", "rewards"}
     | {"teacher_token_ids", "teacher_logprobs", "policy_versions", "rollout_expert_indices"}
 )
@@ -70,7 +70,7 @@ def attempts(dataset: PathLike, vocabulary: TokenBytes | None) -> Iterator[Attem
         vocabulary: Bytes of each token, for responses without a logged text; None: they are null.
     """
     present = scan(dataset).collect_schema().names()
-    names = [name for name in present if name not in _LEFT_OUT]
+    names = [name for name in present if name not in LEFT_OUT]
     for table in iter_tables(dataset, names):
         starts = [*trajectory_starts(table).tolist(), table.num_rows]
         for begin, end in pairwise(starts):

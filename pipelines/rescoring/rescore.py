@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import polars as pl
 from pipelines.generation.environments import environment_class, resolve
 from pipelines.rescoring.attempts import Attempt, attempts
 from pipelines.rescoring.scorers import RULE, Score, Scorer, scores
+from pipelines.rescoring.sources import source_digests
 from pipelines.rescoring.versions import (
     SCHEMA,
     digests,
@@ -42,13 +43,15 @@ class Rescored:
     Attributes:
         num_scored: Trajectories with a reward, from this run or an earlier one.
         num_errors: Trajectories without, because the function raised, hung, died or gave no number.
-        num_resumed: How many of both come from an earlier run.
+        num_resumed: How many of the rewards come from an earlier run.
+        num_retried: How many trajectories had no reward after an earlier run, and were tried again.
         errors: How often each reason occurred, the most frequent first.
     """
 
     num_scored: int
     num_errors: int
     num_resumed: int
+    num_retried: int
     errors: dict[str, int]
 
 
@@ -63,9 +66,9 @@ def rescore(
     """Write a reward version of a dataset: one score per trajectory that did not fail.
 
     Each score is added to a journal beside the version before the next one is asked for, so a run
-    that is killed continues where it stopped. If the source of the function has changed since, the
-    run starts from the beginning. Of a version that is complete, only trajectories that were appended
-    or written again since are scored.
+    that is killed continues where it stopped. If a file that the function is made of has changed
+    since (`source_digests`), the run starts from the beginning. Of a version that is complete, only
+    trajectories that have no reward, or whose rows changed since (`digests`), are scored.
 
     Args:
         dataset: Path of a valid dataset: a local directory.
@@ -81,14 +84,17 @@ def rescore(
     """
     path = version_path(dataset, name)
     tasks = None if scorer.tasks is None else hashlib.sha256(read_input(scorer.tasks)).hexdigest()
-    made = {**asdict(scorer), "source_sha256": source_digest(scorer), "tasks_sha256": tasks}
+    load = environment_class if scorer.tasks is not None else partial(resolve, rule=RULE)
+    sources = source_digests(scorer.function, load(scorer.function))
+    made = {**asdict(scorer), "sources": sources, "tasks_sha256": tasks}
     with _only_writer(path):
         current = digests(scan(dataset))
         header = {**made, "dataset_digest": current["digest"].sum()}
-        before = _earlier(path, dataset, name, made, current)
         journal = path.with_name(f".{path.name}.journal")
-        done = {score.trajectory_id: score for score in [*before, *_journaled(journal, header)]}
+        before = [*_earlier(path, dataset, name, made, current), *_journaled(journal, header)]
+        done = {score.trajectory_id: score for score in before if score.reward is not None}
         num_resumed = len(done)
+        num_retried = len({score.trajectory_id for score in before} - done.keys())
         progress(num_resumed)
         tokenizer = remembered_tokenizer(read_metadata(dataset))
         vocabulary = None if tokenizer is None else load_token_bytes(tokenizer)
@@ -113,23 +119,9 @@ def rescore(
         num_scored=len(table) - len(lost),
         num_errors=len(lost),
         num_resumed=num_resumed,
+        num_retried=num_retried,
         errors=dict(reasons.rows()),
     )
-
-
-def source_digest(scorer: Scorer) -> str | None:
-    """Return the SHA-256 of the file that defines the function; None if there is none.
-
-    Raises:
-        ConfigError: `reward_function`, `environment`: the function cannot be imported.
-    """
-    load = environment_class if scorer.tasks is not None else lambda f: resolve(f, RULE)
-    found = inspect.unwrap(load(scorer.function))
-    try:
-        file = inspect.getsourcefile(found)
-    except TypeError:  # a callable object, or a function written in C
-        file = inspect.getsourcefile(type(found)) if not inspect.isbuiltin(found) else None
-    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _earlier(
@@ -143,9 +135,14 @@ def _earlier(
         return []
     scores, before = read_version(dataset, name)
     if any(before.get(key) != value for key, value in made.items() if key != "timeout_s"):
-        got = (
-            f"version {name!r} was made by {before.get('function')}, whose source or options differ"
+        files = {**made["sources"], **before.get("sources", {})}
+        changed = [f for f in files if made["sources"].get(f) != before.get("sources", {}).get(f)]
+        why = (
+            f"whose source changed since ({', '.join(changed)})"
+            if changed
+            else "with other options"
         )
+        got = f"version {name!r} was made by {before.get('function')}, {why}"
         hint = f"pass another --name, or remove {path}"
         raise InputError("reward_version", dataset, got, hint=hint)
     same = scores.join(current, on=["trajectory_id", "digest"], how="semi")

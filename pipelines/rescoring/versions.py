@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from pipelines.rescoring.attempts import LEFT_OUT
 from pipelines.rewards import place_outcomes
 from rollout_io.dataset.atomic_files import whole
 from rollout_io.dataset.opening import open_input
@@ -35,6 +36,8 @@ SCHEMA = {
 }
 """Columns of a version: reward is null if the trajectory has an error; digest as in `digests`."""
 
+UNSCORED = "reward {}: "
+"""How the error of a trajectory begins that has no reward in the version of that name."""
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,99}")
 _DIGEST_BYTES = 6  # the sum over the rows of a trajectory fits into 64 bits
 _MADE = b"rollout_io.reward_version"
@@ -56,11 +59,13 @@ def version_path(dataset: str, name: str) -> Path:
 
 
 def digests(frame: pl.LazyFrame) -> pl.DataFrame:
-    """Return trajectory_id and a digest of the responses of each trajectory, in no order.
+    """Return trajectory_id and a digest of the rows of each trajectory, in no order.
 
-    A dataset may be written again with the same ids; scores of other responses must not be used.
+    A dataset may be written again with the same ids; scores of other rows must not be used. The
+    digest covers prompts and all that an `Attempt` has. Columns without a value do not change it.
     """
-    rows = pl.col("response_ids").map_batches(
+    seen = [n for n in frame.collect_schema() if n not in LEFT_OUT - {"prompt_token_ids"}]
+    rows = pl.struct(sorted(seen)).map_batches(
         _row_digests, return_dtype=pl.Int64, is_elementwise=True
     )
     return (
@@ -72,12 +77,23 @@ def digests(frame: pl.LazyFrame) -> pl.DataFrame:
 
 
 def _row_digests(rows: pl.Series) -> pl.Series:
-    responses = Ragged.from_arrow(as_table(rows.to_frame("ids")).column("ids"))
-    found = (
-        blake2b(responses.row(i).astype(np.int32).tobytes(), digest_size=_DIGEST_BYTES).digest()
-        for i in range(len(rows))
-    )
-    return pl.Series(rows.name, [int.from_bytes(one) for one in found], dtype=pl.Int64)
+    table = as_table(rows.struct.unnest())
+    states = [blake2b(digest_size=_DIGEST_BYTES) for _ in range(len(rows))]
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        for state, cell in zip(states, _cells(name, column), strict=True):
+            if cell is not None:
+                state.update(f"{name} {len(cell)} ".encode() + cell)
+    found = [int.from_bytes(state.digest()) for state in states]
+    return pl.Series(rows.name, found, dtype=pl.Int64)
+
+
+def _cells(name: str, column: pa.ChunkedArray) -> Iterable[bytes | None]:
+    """Return each value of a column as bytes."""
+    if name in ("prompt_token_ids", "response_ids"):
+        ids = Ragged.from_arrow(column)
+        return (ids.row(i).astype(np.int32).tobytes() for i in range(len(column)))
+    values = column.to_pylist()
+    return (None if one is None else repr(one).encode("utf-8", "replace") for one in values)
 
 
 def write_version(path: Path, scores: pl.DataFrame, made: Mapping[str, Any]) -> None:
@@ -152,7 +168,7 @@ def with_version(frame: pl.LazyFrame, dataset: str, name: str) -> pl.LazyFrame:
         hint = "run `rollouts rescore` with the same options again: it scores those"
         raise InputError(RULE, f"{dataset}, version {name}", got, hint=hint)
     errors = scores.filter(pl.col("reward").is_null()).select(
-        "trajectory_id", unscored=pl.format("reward {}: {}", pl.lit(name), pl.col("error"))
+        "trajectory_id", unscored=pl.lit(UNSCORED.format(name)) + pl.col("error")
     )
     rows = frame.join(errors.lazy(), on="trajectory_id", how="left", maintain_order="left")
     rows = rows.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")

@@ -23,6 +23,7 @@ MOST_NAMES = 8
 """Number of tools, stop reasons and environment metrics that are compared, the most frequent."""
 
 _NGRAM = 4
+_MOST_HASH = 1 << 40  # sums over a trajectory's rows stay below 2^64
 _TOOL_SCHEMA = pl.Struct({"tools": pl.List(pl.String()), "tool errors": pl.Float64()})
 _ERROR_STARTS = ("error", "traceback", "command failed", "exception")
 _decoder = msgspec.json.Decoder()
@@ -33,10 +34,13 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
 
     Returns:
         Columns instance_id, trajectory_id, return and error as in `trajectory_returns`; version
-        (the oldest policy_version); and numbers, null where they are unknown or the trajectory
-        failed: `steps`, `response tokens` (sampled ones: see `sampled_lengths`), `repeated 4-grams` (share of the sequences of four tokens of a response that
-        occurred in it before, mean over steps), `tools` (names called, with repetitions), `tool errors` (share of the results
-        that begin like an error), `stop_reason` (of the last row) and `environment` ({key, value}).
+        (the oldest policy_version); greedy (a digest of the responses if all rows were sampled at
+        temperature 0 or top_k 1 and the trajectory did not fail, else null); and numbers, null where they are unknown or the
+        trajectory failed: `steps`, `response tokens` (sampled ones: see `sampled_lengths`),
+        `repeated 4-grams` (share of the sequences of four tokens of a response that occurred in it
+        before, mean over steps), `tools` (names called, with repetitions; null without `messages`),
+        `tool errors` (share of the results that begin like an error), `stop_reason` (of the last
+        row) and `environment` ({key, value}).
 
     Example:
         A trajectory of two steps, whose responses have 1 and 3 tokens:
@@ -44,7 +48,8 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         >>> attempts(steps).select("steps", "response tokens").rows()
         [(2, 4)]
     """
-    frame = with_absent(as_lazy(frame), ["stop_reason", "messages", "policy_version", "segments"])
+    optional = ["stop_reason", "messages", "policy_version", "segments", "temperature", "top_k"]
+    frame = with_absent(as_lazy(frame), optional)
     frame = frame.with_columns(joined_steps(frame).alias(STEPS))
     said = pl.when("is_last_step").then(
         "messages"
@@ -54,6 +59,9 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
             "trajectory_id",
             "stop_reason",
             "policy_version",
+            greedy=pl.when((pl.col("temperature") == 0) | (pl.col("top_k") == 1)).then(
+                pl.col("response_ids").hash() % _MOST_HASH
+            ),
             sampled=pl.struct("response_ids", "segments").map_batches(
                 _sampled, return_dtype=pl.Int64, is_elementwise=True
             ),
@@ -66,6 +74,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         .agg(
             pl.col("stop_reason").last(),
             version=pl.col("policy_version").min(),
+            greedy=pl.when(pl.col("greedy").is_not_null().all()).then(pl.col("greedy").sum()),
             told=pl.col("told").last(),
             sampled=pl.col("sampled").sum(),
             repeated=pl.col("repeated").explode(empty_as_null=True).mean(),
@@ -84,6 +93,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         .join(more, on="trajectory_id", how="left", maintain_order="left")
         .select(
             *("instance_id", "trajectory_id", "return", "error", "version"),
+            pl.when(healthy).then(pl.col("greedy").cast(pl.String)),
             *(
                 pl.when(healthy).then(value.cast(pl.Float64)).alias(n)
                 for n, value in numbers.items()
@@ -123,12 +133,15 @@ def _tools(messages: pl.Series) -> pl.Series:
 
 
 def _told(text: str | None) -> dict[str, Any]:
-    if text is None or '"tool' not in text:
+    unknown = {"tools": None, "tool errors": None}
+    if text is None:
+        return unknown
+    if '"tool' not in text:
         return {"tools": [], "tool errors": None}
     try:
         found = _decoder.decode(text)
     except (msgspec.MsgspecError, RecursionError):
-        return {"tools": [], "tool errors": None}
+        return unknown
     names: list[str] = []
     results: list[bool] = []
     for message in found if isinstance(found, list) else ():
@@ -154,7 +167,7 @@ def with_names(first: pl.DataFrame, second: pl.DataFrame) -> tuple[pl.DataFrame,
     """Turn tools, stop reasons and environment metrics into columns, the same for both tables.
 
     Of each kind, the `MOST_NAMES` most frequent names of both tables become columns: calls per
-    trajectory, 1 or 0, and the mean over a trajectory's steps.
+    trajectory, 1 or 0, and the mean over a trajectory's steps. What is unknown is null.
     """
     tables = (first, second)
     tools = _frequent([table["tools"].explode(empty_as_null=True) for table in tables])
@@ -164,7 +177,7 @@ def with_names(first: pl.DataFrame, second: pl.DataFrame) -> tuple[pl.DataFrame,
     healthy = pl.col("error").is_null()
     pairs = pl.col("environment").list
     columns = {f"calls of {name}": pl.col("tools").list.count_matches(name) for name in tools}
-    columns |= {f"stopped: {r}": pl.col("stop_reason").eq_missing(pl.lit(r)) for r in reasons}
+    columns |= {f"stopped: {reason}": pl.col("stop_reason") == reason for reason in reasons}
     for key in keys:
         same = pl.element().struct.field("key") == key
         value = pairs.eval(pl.element().filter(same).struct.field("value")).list.mean()

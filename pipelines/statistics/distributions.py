@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from pipelines.rewards import are_equal
+from pipelines.rewards import are_equal, mean_of
 from pipelines.statistics.summary import Summary
 
 _MOST_DISTINCT = 6
@@ -107,7 +108,7 @@ def reward_distribution(summary: Summary) -> Rewards:
     num_equal, num_single = int(groups["equal"].sum()), int(groups["single"].sum())
     return Rewards(
         num_known=len(values),
-        mean=sum(values) / len(values) if values else None,
+        mean=mean_of(pl.Series(values, dtype=pl.Float64)),
         solved=sum(values) / len(values) if is_binary else None,
         bars=_bars(values),
         num_varied=len(groups) - num_equal - num_single,
@@ -123,12 +124,12 @@ def _bars(values: Sequence[float]) -> tuple[tuple[str, int], ...]:
         >>> _bars([0.0, 1.0, 1.0])
         (('0', 1), ('1', 2))
     """
-    distinct = sorted(set(values))
-    finite = [value for value in values if np.isfinite(value)]
-    if len(distinct) <= _MOST_DISTINCT or len(finite) < len(values):
-        kept = distinct[:_MOST_DISTINCT]
-        return tuple((f"{value:g}", values.count(value)) for value in kept)
-    counts, edges = np.histogram(finite, bins=_MOST_DISTINCT)
+    shown = Counter(f"{value + 0.0:g}" for value in sorted(values))  # + 0.0: -0 is 0
+    if len(shown) <= _MOST_DISTINCT or not np.isfinite(values).all():
+        return tuple(shown.items())[:_MOST_DISTINCT]
+    scale = np.abs(values).max()  # the range of large values would overflow
+    counts, edges = np.histogram(np.divide(values, scale), bins=_MOST_DISTINCT)
+    edges *= scale
     ranges = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
     labels = [f"{low:.3g} to {high:.3g}" for low, high in ranges]
     return tuple(zip(labels, counts.tolist(), strict=True))

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.merging.segments import Steps, is_joined, step_columns, steps_of
-from pipelines.rewards import Outcome, trajectory_returns
+from pipelines.rewards import Outcome, is_above, mean_of, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import pieces, scan
@@ -330,7 +330,7 @@ def _environment_metrics(healthy: pl.DataFrame) -> Iterator[Metric]:
 def _group_metrics(rows: pl.DataFrame) -> Iterator[Metric]:
     groups = rows.group_by("instance_id").agg(
         num=pl.col("return").count(),
-        num_correct=(pl.col("return") > 0.0).sum(),
+        num_correct=is_above(pl.col("return"), 0.0).sum(),
         failed=pl.col("error").is_not_null().any(),
     )
     known = groups.filter(pl.col("num") > 0)
@@ -358,7 +358,7 @@ def _token_metrics(per: Per, name: str, values: pl.Series, left_out: int) -> Ite
 
 def _statistics(values: pl.Series) -> dict[str, float | None]:
     numbers = values.cast(pl.Float64)
-    found = {"min": numbers.min(), "max": numbers.max(), "avg": numbers.mean()}
+    found = {"min": numbers.min(), "max": numbers.max(), "avg": mean_of(numbers)}
     return {**found, "std": numbers.std(ddof=0)}  # type: ignore[dict-item]
 
 

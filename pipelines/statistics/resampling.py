@@ -1,4 +1,4 @@
-"""Intervals and tests by resampling: paired bootstrap, permutations, false discovery rate."""
+"""Intervals and tests for few tasks: Student's t with skewness, permutations, false discovery rate."""
 
 from __future__ import annotations
 
@@ -6,71 +6,90 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import combinations
-from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
+from pipelines.rewards import is_rounding
+
 Floats = npt.NDArray[np.float64]
 
-NUM_RESAMPLES = 2000
 MOST_SPLITS = 20_000
 """Splits of a task's attempts that are tested; if there are more, as many random ones."""
 
-_CHUNK = 200
 _MOST_KEPT, _BLOCK = 256, 1 << 20
 """Attempts of a task whose splits are kept for the next task; values of a block of others."""
 _TIE = 1e-12  # of the largest deviation from the mean: the error of sums
 
 
-def mean_intervals(values: Floats, level: float = 0.95, seed: int = 0) -> Floats:
-    """Return the bootstrap interval of each column's mean over tasks.
+def mean_intervals(values: Floats, level: float = 0.95) -> Floats:
+    """Return an interval of each column's mean over tasks.
 
-    Tasks are drawn with replacement, the same ones for all columns. The interval is the expanded
-    percentile interval (Hesterberg 2015, The American Statistician 69(4), section 3.4): the
-    quantiles q of the resampled means are moved outwards so that few tasks do not make the
-    interval too narrow,
+    The interval is the smallest that contains Student's t interval and Hall's, which corrects for
+    skewness (Hall 1992, Journal of the Royal Statistical Society B 54(1)):
 
-        q = Phi(-sqrt(n / (n - 1)) * t),   t = quantile of Student's t, n - 1 degrees of freedom
+        mean -+ q s / sqrt(n)     and     mean - s / sqrt(n) g(+-q),
+        g(y) = (3 / a) ((1 + a (y - a / 6))^(1/3) - 1),     a = skewness / sqrt(n)
+
+    with q, the quantile of Student's t with n - 1 degrees of freedom, and s, the sample standard
+    deviation. If all values are equal, their spread is unknown: it is Student's interval after one
+    more value of 0.
 
     Args:
         values: [T, F] value of each task; NaN where it is unknown.
         level: Share of repetitions in which the interval is to contain the true mean.
-        seed: Seed of the draws.
 
     Returns:
-        [F, 2] lower and upper bound; NaN for fewer than two known values.
+        [F, 2] lower and upper bound; infinite if a column has fewer than two known values, or only
+        zeros: they bound nothing.
 
     Example:
-        >>> mean_intervals(np.array([[0.0], [1.0]] * 50))
+        >>> mean_intervals(np.array([[0.0], [1.0]] * 50)).round(2)
         array([[0.4, 0.6]])
     """
-    known = np.isfinite(values)
-    if not len(values):
-        return np.full((values.shape[1], 2), np.nan)
-    filled = np.where(known, values, 0.0)
-    rng = np.random.default_rng(seed)
-    num_tasks, num_columns = values.shape
-    means = np.empty((NUM_RESAMPLES, num_columns))
-    for begin in range(0, NUM_RESAMPLES, _CHUNK):
-        drawn = rng.multinomial(num_tasks, np.full(num_tasks, 1 / num_tasks), _CHUNK)
-        weights = drawn.astype(np.float64)
-        with np.errstate(invalid="ignore"):
-            means[begin : begin + _CHUNK] = (weights @ filled) / (weights @ known)
-    bounds = np.full((num_columns, 2), np.nan)
-    for column, num in enumerate(known.sum(axis=0).tolist()):
-        if num > 1:
-            tail = _expanded_tail((1 - level) / 2, num)
-            bounds[column] = np.nanquantile(means[:, column], [tail, 1 - tail])
+    bounds = np.tile([-np.inf, np.inf], (values.shape[1], 1))
+    for column, one in enumerate(values.T):
+        known = one[np.isfinite(one)]
+        scale = np.abs(known).max(initial=0.0)
+        if len(known) < 2 or not scale:
+            continue
+        known = known / scale  # squares neither overflow nor vanish
+        is_equal = is_rounding(np.ptp(known), 1.0)
+        if is_equal:
+            known = np.append(known, 0.0)
+        num, mean = len(known), known.mean()
+        error, q = known.std(ddof=1) / math.sqrt(num), _student_quantile(level, num - 1)
+        a = np.mean((known - mean) ** 3) / known.std() ** 3 / math.sqrt(num)
+        ends = np.array([-q, q])
+        is_skewed = abs(a) > _TIE and not is_equal
+        hall = 3 / a * (np.cbrt(1 + a * (ends - a / 6)) - 1) if is_skewed else ends
+        both = mean - error * np.stack([ends, hall])
+        bounds[column] = scale * both.min(), scale * both.max()
     return bounds
 
 
-def _expanded_tail(tail: float, num: int) -> float:
-    normal = NormalDist()
-    z, free = -normal.inv_cdf(tail), num - 1
-    # Quantile of Student's t by its expansion in 1 / degrees of freedom (Abramowitz 26.7.5).
-    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    return normal.cdf(-math.sqrt(num / free) * t)
+@lru_cache
+def _student_quantile(level: float, free: int) -> float:
+    """Return q with P(-q < t < q) = level for Student's t, by bisection."""
+    low, high = 0.0, 1.0
+    while _student_inside(high, free) < level:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_inside(middle, free) < level else (low, middle)
+    return high
+
+
+def _student_inside(t: float, free: int) -> float:
+    """Return P(-t < T < t) for Student's T (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(free))
+    is_odd, cos = free % 2, math.cos(angle)
+    index = np.arange(1, (free - is_odd) // 2)
+    factors = (2 * index - 1 + is_odd) / (2 * index + is_odd) * cos**2
+    total = math.sin(angle) * (1 + np.cumprod(factors).sum())
+    if not is_odd:
+        return float(total)
+    return 2 / math.pi * (angle + (cos * float(total) if free > 1 else 0.0))
 
 
 def permutation_test(first: Floats, second: Floats) -> float:
@@ -94,6 +113,8 @@ def permutation_test(first: Floats, second: Floats) -> float:
         return 1.0
     both = np.concatenate([first, second])
     both = both / (np.abs(both).max() or 1.0)  # sums neither overflow nor lose a small difference
+    if is_rounding(np.ptp(both), 1.0):
+        return 1.0
     both -= both.mean()
     observed = abs(both[: len(first)].mean() - both[len(first) :].mean())
     least, num, num_splits = observed - _TIE * np.abs(both).max(), 0, 0
@@ -149,3 +170,33 @@ def discoveries(probabilities: Iterable[float], rate: float = 0.05) -> list[bool
     if len(below):
         found[order[: below[-1] + 1]] = True
     return found.tolist()
+
+
+def least_changed(sizes: Iterable[tuple[int, int]], rate: float = 0.05) -> int | None:
+    """Return how many tasks must change completely before `discoveries` can contain one.
+
+    The smallest probability of a task with n and m attempts is that of the split itself, and of the
+    opposite one if n = m: 1 / C(n + m, n), or twice as much.
+
+    Args:
+        sizes: Numbers of attempts of each task under A and under B.
+        rate: False discovery rate.
+
+    Returns:
+        The number of tasks; None if even all of them would not be enough.
+
+    Example:
+        Four attempts each of 20 tasks have at best p = 2 / 70, which is below 0.05 k / 20 from k = 12:
+
+        >>> least_changed([(4, 4)] * 20), least_changed([(8, 8)] * 20), least_changed([(3, 3)] * 20)
+        (12, 1, None)
+    """
+    best = [
+        max((1 + (n == m)) / math.comb(n + m, n), 1 / (MOST_SPLITS + 1)) if n and m else 1.0
+        for n, m in sizes
+    ]
+    limits = (rate * k / len(best) for k in range(1, len(best) + 1))
+    enough = (
+        k for k, (p, limit) in enumerate(zip(sorted(best), limits, strict=True), 1) if p <= limit
+    )
+    return next(enough, None)

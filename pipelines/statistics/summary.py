@@ -13,7 +13,7 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines.merging.segments import sampled_lengths
-from pipelines.rewards import Outcome, are_equal, trajectory_returns
+from pipelines.rewards import Outcome, are_equal, mean_of, trajectory_returns
 from pipelines.tables import Frame, as_lazy
 from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.prefix_layout import is_encoded
@@ -191,7 +191,7 @@ def _returns(returns: pl.DataFrame) -> dict[str, Any]:
         "num_groups_with_failed": int(groups["has_failed"].sum()),
         "num_failed": int(failed.sum()),
         "num_unknown_reward": int((value.is_null() & ~failed).sum()),
-        "reward_mean": value.mean(),
+        "reward_mean": mean_of(value),
         "reward_min": value.min(),
         "reward_max": value.max(),
     }

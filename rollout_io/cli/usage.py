@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -26,6 +28,17 @@ _OTHER_TOOLS = {
 
 _REPLACED = {"--where-all": 'write --where "all(CONDITION)"'}
 """Hints for options of earlier versions."""
+
+
+class Number(click.FloatRange):
+    """A number in a range; NaN, which no bound excludes, is none."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """Convert the text of an option."""
+        found: float = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail("nan is not a number", param, ctx)
+        return found
 
 
 class HintedUsageError(click.UsageError):

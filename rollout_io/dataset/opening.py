@@ -75,27 +75,29 @@ def open_input(path: str | os.PathLike[str]) -> BufferedReader:
             return BufferedReader(FileIO(os.dup(int(is_given[1] or 0))), _BUFFER_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
         got = (getattr(error, "strerror", None) or str(error)).lower()
-        near = similar_path(where) if isinstance(error, FileNotFoundError) else None
-        hint = f"did you mean {near}?" if near else f"check the path: ls {Path(where).parent}"
+        hint = missing_hint(where) if isinstance(error, FileNotFoundError) else None
+        hint = hint or f"check the path: ls {Path(where).parent}"
         message = f"cannot read {where}: {got}"
         raise InputError("input_file", where, got, "", hint, message=message) from None
     raise _irregular(where, mode)
 
 
-def similar_path(missing: str) -> str | None:
-    """Return a path with a similar name in the same directory; None if there is none."""
+def missing_hint(missing: str) -> str | None:
+    """Name the target of a broken link, or a path with a similar name; None if there is neither."""
     from difflib import get_close_matches  # imported here because only errors need it
 
     path = Path(missing)
     try:
-        names = [child.name for child in path.parent.iterdir()]
-    except OSError:
+        if path.is_symlink():
+            return f"the link points to {path.readlink()}, which does not exist"
+        names = [child.name for child in path.parent.iterdir() if child.exists()]
+    except (OSError, ValueError):  # ValueError: a NUL byte in the name
         return None
     # Compare without suffixes: a common suffix would make unrelated names similar.
     stems = get_close_matches(path.stem, {Path(name).stem for name in names}, 1)
     named = [name for name in names if Path(name).stem in stems]
     near = get_close_matches(path.name, named, 1, cutoff=0)
-    return str(path.parent / near[0]) if near else None
+    return f"did you mean {path.parent / near[0]}?" if near else None
 
 
 def too_many_open_files(error: OSError, where: str) -> InputError | None:

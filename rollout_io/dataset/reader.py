@@ -227,10 +227,12 @@ class RowReader:
         shard = self._groups[number][0]
         decodes = shard.encoded and "prompt_token_ids" in names
         wanted = dict.fromkeys([*names, *(DECODE_COLUMNS if decodes else ())])
-        stored = tuple(name for name in wanted if name in shard.names)
+        present = frozenset(shard.names)
+        stored = tuple(name for name in wanted if name in present)
         table = self._row_group(number, stored)[part]
         table = decode_prefixes(table) if decodes else table
-        return table.select([name for name in names if name in table.column_names])
+        present = frozenset(table.column_names)
+        return table.select([name for name in names if name in present])
 
     def _row_group(self, number: int, names: tuple[str, ...]) -> pa.Table:
         shard, index = self._groups[number]
@@ -276,7 +278,8 @@ def _tables(
     *,
     decode: bool = True,
 ) -> Iterator[pa.Table]:
-    unknown = [n for n in names if n not in schema.names]
+    present = frozenset(schema.names)
+    unknown = [n for n in names if n not in present]
     if unknown:
         where, got = shards[0].location.path, f"the dataset has no column {unknown[0]!r}"
         near = difflib.get_close_matches(unknown[0], schema.names, 1)

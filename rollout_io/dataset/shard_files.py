@@ -142,10 +142,12 @@ class Shard:
     ) -> pa.Table:
         with _readable(self.location, index):
             # Threads that read through a Python file object can outlive the interpreter.
-            columns = [name for name in names if name in self._stored]
+            present = frozenset(self._stored)
+            columns = [name for name in names if name in present]
             table = file.read_row_group(index, columns=columns, use_threads=self.location.is_local)
             # A name with dots also selects the fields of a struct, and "a" also selects "a.b".
-            kept = [i for i, name in enumerate(table.column_names) if name in columns]
+            wanted = frozenset(columns)
+            kept = [i for i, name in enumerate(table.column_names) if name in wanted]
             # Polars aborts on metadata that is not UTF-8, and nothing reads that of the columns.
             stored = table.select(kept)
             if kept:  # without columns, the number of rows would be lost
@@ -175,7 +177,8 @@ class Shard:
                 raise_errors(check_references(table), f"{self.location.path}, row group {index}")
                 table = table if predicate is None else _trajectories_with(table, predicate)
                 table = decode_prefixes(table) if decode else table
-            yield table.select([n for n in wanted if n in table.column_names])
+            present = frozenset(table.column_names)
+            yield table.select([n for n in wanted if n in present])
 
 
 # Verbs open a dataset of many small shards several times. A file that changed has another state.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollout_io.dataset.atomic_files import settle, settle_new
 from rollout_io.dataset.local_files import LocalFiles, local_path
-from rollout_io.dataset.opening import similar_path
+from rollout_io.dataset.opening import missing_hint
 from rollout_io.dataset.remote_files import RemoteFiles
 from schemas.errors import InputError, InvariantError, count
 
@@ -170,9 +170,8 @@ def find_shards(path: PathLike) -> list[Location]:
         paths = [p for f in found for p in (f.shards() if f.fs.isdir(f.path) else [f.path])]
     if not paths:
         hint = "check the path, or create a dataset with `rollouts convert` or `rollouts generate`"
-        near = similar_path(os.fspath(path)) if location.is_local else None
-        if near and not location.fs.exists(location.path):
-            hint = f"did you mean {near}?"
+        if location.is_local and not location.fs.exists(location.path):
+            hint = missing_hint(os.fspath(path)) or hint
         if location.fs.exists(location.join(STAGING).path):
             hint = "run the interrupted command again to resume"
         is_there = location.fs.exists(location.path)

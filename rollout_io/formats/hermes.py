@@ -12,15 +12,15 @@ no token ids.
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Annotated
 
 import msgspec
 
-from rollout_io.formats.base import Adapter
-from rollout_io.formats.contents import Contents
-from rollout_io.formats.openai_messages import find_conversations, read_conversation
+from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.grammar import inner
+from rollout_io.formats.openai_messages import Line, read, run_of, with_groups
+from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.messages import MESSAGE
-from rollout_io.formats.start import Start
 
 _MESSAGE = MESSAGE.plus(
     leaves={
@@ -31,50 +31,41 @@ _MESSAGE = MESSAGE.plus(
         "message/codex_reasoning_items message/codex_message_items",
     },
 )
-CONTENTS = Contents(
-    reads={
-        "": "id system_prompt message_count tool_call_count api_call_count rewind_count "
-        "input_tokens output_tokens cache_read_tokens cache_write_tokens reasoning_tokens "
-        "estimated_cost_usd actual_cost_usd archived started_at ended_at"
-    },
-    leaves={
-        "settings of the harness": "model model_config source cwd user_id platform chat_id",
-        "facts about the session that are shown to the user": "title end_reason "
-        "parent_session_id billing_provider billing_base_url billing_mode cost_status "
-        "cost_source pricing_version handoff_state handoff_platform handoff_error",
-    },
-    inner={"messages": _MESSAGE},
-)
+_LEAVES = {
+    "settings of the harness": "model model_config source cwd user_id platform chat_id",
+    "facts about the session that are shown to the user": "title end_reason "
+    "parent_session_id billing_provider billing_base_url billing_mode cost_status "
+    "cost_source pricing_version handoff_state handoff_platform handoff_error",
+}
 
 
-class _Role(msgspec.Struct, gc=False):
-    role: str
+class Session(Line, gc=False, kw_only=True):
+    """A session, whose numbers become metrics."""
 
-
-class _Shape(msgspec.Struct, gc=False):
-    id: str
-    source: str
-    system_prompt: str | None
+    messages: Annotated[list[msgspec.Raw], inner(_MESSAGE)]
     message_count: int
-    messages: list[_Role]
+    tool_call_count: msgspec.Raw = NO_JSON
+    api_call_count: msgspec.Raw = NO_JSON
+    rewind_count: msgspec.Raw = NO_JSON
+    input_tokens: msgspec.Raw = NO_JSON
+    output_tokens: msgspec.Raw = NO_JSON
+    cache_read_tokens: msgspec.Raw = NO_JSON
+    cache_write_tokens: msgspec.Raw = NO_JSON
+    reasoning_tokens: msgspec.Raw = NO_JSON
+    estimated_cost_usd: msgspec.Raw = NO_JSON
+    actual_cost_usd: msgspec.Raw = NO_JSON
+    archived: msgspec.Raw = NO_JSON
+    started_at: msgspec.Raw = NO_JSON
+    ended_at: msgspec.Raw = NO_JSON
 
 
-_DECODER = msgspec.json.Decoder(_Shape)
-
-
-def recognizes(start: Start) -> bool:
-    """True if a file has sessions with Hermes's own fields beside the messages."""
-    return start.has_record(_DECODER)
-
-
-ADAPTER = Adapter(
-    summary="sessions of Hermes Agent, as it exports them: JSONL; text only",
-    recognizes=recognizes,
-    find=find_conversations,
-    read=partial(read_conversation, contents=CONTENTS),
-    is_text=True,
-    noun="session",
-    is_agent=True,
-    line=_Shape,
-    contents=CONTENTS,
+ADAPTER = Records(
+    records={"": Session},
+    leaves=_LEAVES,
+    run=run_of,
+    read=read,
+    is_record=is_object_with(["id", "source", "system_prompt", "message_count", "messages"]),
+    finish=with_groups,
+).adapter(
+    "sessions of Hermes Agent, as it exports them: JSONL; text only", "session", is_agent=True
 )

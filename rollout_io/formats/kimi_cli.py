@@ -283,6 +283,11 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
                 wire.undo(record.count or 0)
 
 
+def identity(kind: str, record: bytes) -> str | None:
+    """Return a record that is a part of the conversation; a fork begins with copies of them."""
+    return repr(record) if kind.startswith("context.") or kind == "message" else None
+
+
 def names(path: Path, _: Sequence[Any]) -> Names:
     """Return the names that are in a file's path."""
     if path.name == "wire.jsonl" and path.parent.parent.name == "agents":
@@ -320,4 +325,7 @@ ADAPTER = Sessions(
     names=names,
     read=read,
     is_record=_is_session,
+    identity=identity,
+    is_prefix=True,
+    names_origin=False,
 ).adapter("sessions of Kimi CLI and Kimi Code (wire.jsonl, context.jsonl); text only")

@@ -15,26 +15,16 @@ Messages that are marked as not `active` (a user took them back) are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import (
-    About,
-    Adapter,
-    Conversation,
-    Found,
-    Input,
-    Options,
-    Progress,
-    Run,
-    Trajectory,
-)
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.base import About, Conversation, Found, Options, Place, Run, Trajectory
+from rollout_io.formats.engines.records import Records, fields_of
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_in, shown
-from rollout_io.formats.parsing.jsonl import decode_line, decoded
-from rollout_io.formats.parsing.lines import Record, find_lines, read_record
+from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, prompt_key, read_messages
 from rollout_io.formats.parsing.naming import (
     TASK_LABELS,
@@ -60,36 +50,26 @@ _OF_NAMES = frozenset({*_NAMES, "repetition_id"})
 _SYSTEM = ("system_prompt", "system", "system_message", "instructions")
 _TEXT = (b'"', b"[")
 INACTIVE = "messages that were taken back (not `active`): left out"
-_GROUPS_OF_NUMBERS = frozenset({"metrics", "rewards", "scores"})
-CONTENTS = Contents(
-    reads={
-        "": "tools instance_id task_id task problem_id question_id instance id repetition_id reward score metrics rewards scores "
-        "system_prompt system system_message instructions"
-    },
-    inner={"messages": MESSAGE},
-)
 
 
-class _Role(msgspec.Struct, gc=False):
-    """The role of a message whose content is where OpenAI's format has it."""
+class Line(msgspec.Struct, gc=False, kw_only=True):
+    """A conversation."""
 
-    role: str
-    blocks: list[Any] | None = None
-    parts: list[Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.blocks is not None or self.parts is not None:
-            raise ValueError("the message has another framework's shape")
-
-
-_Roles = Annotated[list[_Role], msgspec.Meta(min_length=1)]
-
-
-class _Line(msgspec.Struct, gc=False):
-    messages: list[msgspec.Raw]
+    messages: Annotated[list[msgspec.Raw], inner(MESSAGE)]
     tools: list[Any] | None = None
+    instance_id: msgspec.Raw = NO_JSON
+    task_id: msgspec.Raw = NO_JSON
+    task: msgspec.Raw = NO_JSON
+    problem_id: msgspec.Raw = NO_JSON
+    question_id: msgspec.Raw = NO_JSON
+    instance: msgspec.Raw = NO_JSON
+    id: msgspec.Raw = NO_JSON
+    repetition_id: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)] | None = None
     reward: float | None = None
     score: float | None = None
+    metrics: msgspec.Raw = NO_JSON
+    rewards: msgspec.Raw = NO_JSON
+    scores: msgspec.Raw = NO_JSON
     system_prompt: msgspec.Raw = NO_JSON
     system: msgspec.Raw = NO_JSON
     system_message: msgspec.Raw = NO_JSON
@@ -100,78 +80,40 @@ class _State(msgspec.Struct, gc=False):
     active: int | bool | None = None
 
 
-class _Names(msgspec.Struct, gc=False):
-    id: msgspec.Raw = NO_JSON
-    instance_id: msgspec.Raw = NO_JSON
-    task_id: msgspec.Raw = NO_JSON
-    task: msgspec.Raw = NO_JSON
-    problem_id: msgspec.Raw = NO_JSON
-    question_id: msgspec.Raw = NO_JSON
-    instance: msgspec.Raw = NO_JSON
-    repetition_id: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)] | None = None
-
-
-class _Shape(msgspec.Struct, gc=False):
-    messages: _Roles
-
-
-_LINE_DECODER = msgspec.json.Decoder(_Line)
-_BARE_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
 _SYSTEM_DECODER = msgspec.json.Decoder(Content)
 _STATE_DECODER = msgspec.json.Decoder(_State)
-_NAMES_DECODER = msgspec.json.Decoder(_Names)
-_SHAPE_DECODER = msgspec.json.Decoder(_Shape | _Roles)
-_LIST_DECODER = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
-_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def find_conversations(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per line, in the order of the lines."""
+def with_groups(items: Iterable[Found]) -> Iterator[Found]:
+    """Yield what was found in a log, and by which labels its runs are grouped."""
     keys: dict[str, None] = {}
-    for found in find_lines(inputs, progress, _find):
-        if isinstance(found, Run):
-            keys |= dict.fromkeys([*found.labels][:1])
-        yield found
-    if told := groups_told(keys, GROUPS):
-        yield About("groups", told)
+    for item in items:
+        if isinstance(item, Run):
+            keys |= dict.fromkeys([*item.labels][:1])
+        yield item
+    if rule := groups_told(keys, GROUPS):
+        yield About("groups", rule)
 
 
-def _find(record: Record) -> Run:
-    place = record.place
-    names, labels, unread = _Names(), dict[str, str](), dict[str, str]()
-    if not _is_bare(record.content):
-        names = decode_line(_NAMES_DECODER, record.content, place.where)
-        found = {name: label(getattr(names, name), place.where) for name in _NAMES}
-        labels = {name: value for name, value in found.items() if value and _is_label(name, value)}
-        fields = decode_line(_FIELDS_DECODER, record.content, place.where)
-        unread = unread_labels(fields)
-    instance = next((labels[name] for name in _NAMES if name in labels), None)
-    if instance is None:
-        line = _decode(record.content, place.where)
-        instance = prompt_key(_messages(line, place.where))
+def run_of(line: Line, place: Place) -> Run:
+    """Return the run of a line."""
+    values = {name: label(getattr(line, name), place.where) for name in _NAMES}
+    labels = {
+        name: value
+        for name, value in values.items()
+        if value and (name not in TASK_LABELS or is_name(value))
+    }
+    instance = next(iter(labels.values()), None) or prompt_key(_messages(line, place.where))
     return Run(
         instance_id=instance,
-        repetition_id=names.repetition_id,
+        repetition_id=line.repetition_id,
         places=[place],
-        labels=(labels or {"prompt": instance}) | unread,
+        labels=(labels or {"prompt": instance}) | unread_labels(fields_of(place)),
     )
 
 
-def _is_label(name: str, value: str) -> bool:
-    return name not in TASK_LABELS or is_name(value)
-
-
-def _is_bare(content: bytes) -> bool:
-    return content.lstrip().startswith(b"[")
-
-
-def _decode(content: bytes, where: str) -> _Line:
-    if _is_bare(content):
-        return _Line(messages=decode_line(_BARE_DECODER, content, where))
-    return decode_line(_LINE_DECODER, content, where)
-
-
-def _messages(line: _Line, where: str) -> list[Message]:
+def _messages(line: Line, where: str) -> list[Message]:
     """Return the messages of a line, after the system prompt beside them."""
     states = [
         decode_line(_STATE_DECODER, bytes(raw), f"{where}, messages") for raw in line.messages
@@ -199,77 +141,71 @@ def _messages(line: _Line, where: str) -> list[Message]:
     return messages
 
 
-def read_conversation(run: Run, _: Options, contents: Contents = CONTENTS) -> Trajectory:
+def read(line: Line, run: Run, _: Options) -> Trajectory:
     """Read the conversation of a line; all numbers of the line become metrics.
 
-    Args:
-        run: The line.
-        contents: What is read of a line, and what is left out on purpose.
-
     Raises:
-        InputError: `record_type`: a field has the wrong type; `message`: there are two system
-            prompts; `no_calls`: there is no assistant message.
+        InputError: `message`: there are two system prompts; `no_calls`: there is no assistant message.
     """
     (place,) = run.places
-    content = read_record(place)
-    line = _decode(content, place.where)
-    account(contents, b'{"messages":%s}' % content if _is_bare(content) else content)
     messages = _messages(line, place.where)
     if all(message["role"] != "assistant" for message in messages):
         raise InputError("no_calls", place.where, "the conversation has no assistant message")
     step = Conversation(source=place.where, messages=messages, tools=openai_tools(line.tools))
     note_unread_labels(run.labels, run.instance_id)
-    reward = line.score if line.reward is None else line.reward
     return Trajectory(
         steps=[step],
-        reward=reward,
-        metrics=_metrics(content, place.where),
+        reward=line.score if line.reward is None else line.reward,
+        metrics=_metrics(line, place),
         user_values=task_labels(run.labels),
     )
 
 
-def _metrics(content: bytes, where: str) -> dict[str, float]:
-    if _is_bare(content):
-        return {}
-    fields = decode_line(_FIELDS_DECODER, content, where)
-    known = {name: raw for name, raw in fields.items() if name not in _OF_NAMES}
-    found = numbers(known, where)
-    for name in _GROUPS_OF_NUMBERS & known.keys():
-        inner = decode_line(_FIELDS_DECODER, bytes(known[name]), f"{where}, {name}")
-        found |= {f"{name}.{key}": v for key, v in numbers(inner, f"{where}, {name}").items()}
-    return found
+def _metrics(line: Line, place: Place) -> dict[str, float]:
+    fields = {name: raw for name, raw in fields_of(place).items() if name not in _OF_NAMES}
+    metrics = numbers(fields, place.where)
+    for name in ("metrics", "rewards", "scores"):
+        raw = bytes(getattr(line, name))
+        if raw != b"null":
+            where = f"{place.where}, {name}"
+            values: dict[str, msgspec.Raw] = decode_line(_FIELDS, raw, where)
+            metrics |= {f"{name}.{key}": v for key, v in numbers(values, where).items()}
+    return metrics
 
 
-def recognizes(start: Start) -> bool:
+def _is_log(start: Start) -> bool:
     """True if a file has lines of messages with roles, and no lines or fields of another format."""
-    lines = start.lines
-    return any(map(_is_line, lines)) and not any(map(_is_of_another, lines))
+    is_lines = not start.is_document and any(map(_is_line, start.values))
+    return is_lines and not any(map(_is_of_another, start.values))
 
 
-def _is_of_another(content: bytes) -> bool:
+def _is_of_another(line: Any) -> bool:
     """True if a line is an object without messages, or a list of messages with times (`ts`)."""
-    try:
-        if _is_bare(content):
-            return all("ts" in message for message in decoded(_LIST_DECODER, content))
-        return "messages" not in decoded(_FIELDS_DECODER, content)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    if isinstance(line, list):
+        return all(isinstance(message, dict) and "ts" in message for message in line)
+    return "messages" not in line
+
+
+def _is_line(line: Any) -> bool:
+    messages = line if isinstance(line, list) else line.get("messages")
+    if isinstance(line, dict) and _ANOTHER & line.keys():
         return False
+    return isinstance(messages, list) and len(messages) > 0 and all(map(_has_role, messages))
 
 
-def _is_line(content: bytes) -> bool:
-    try:
-        decoded(_SHAPE_DECODER, content)
-        return _is_bare(content) or not _ANOTHER & decoded(_FIELDS_DECODER, content).keys()
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+def _has_role(message: Any) -> bool:
+    """True for a message whose content is where OpenAI's format has it."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
+    return message.get("blocks") is None and message.get("parts") is None
 
 
-ADAPTER = Adapter(
-    summary="OpenAI-style messages: JSONL, one conversation per line; text only",
-    recognizes=recognizes,
-    find=find_conversations,
-    read=read_conversation,
-    is_text=True,
-    is_own=True,
-    contents=CONTENTS,
-)
+ADAPTER = Records(
+    records={"": Line},
+    bare="messages",
+    run=run_of,
+    read=read,
+    is_log=_is_log,
+    is_whole=lambda _: False,
+    finish=with_groups,
+).adapter("OpenAI-style messages: JSONL, one conversation per line; text only", is_own=True)

@@ -22,11 +22,8 @@ the program adds to a prompt when it sends it.
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -35,8 +32,9 @@ from rollout_io.formats.contents import Contents
 from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
 from rollout_io.formats.dialects.pi import CUT
 from rollout_io.formats.engines.rows import Rows
-from rollout_io.formats.engines.sessions import Line, Names
+from rollout_io.formats.engines.sessions import Line
 from rollout_io.formats.grammar import inner
+from rollout_io.formats.opencode_stores import Span, is_store, open_store
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,
@@ -47,12 +45,7 @@ from rollout_io.formats.parsing.content import (
     shown,
     tool_call,
 )
-from rollout_io.formats.parsing.jsonl import decode_document
-from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.parsing.sqlite import columns_in, opened
-from rollout_io.formats.start import Start
-from schemas.errors import RolloutError
 
 _PARTS = Contents(
     kind="type",
@@ -108,7 +101,6 @@ INVALID = (
 INVALID += "that was taken back): part of the prompt"
 UNENDED = "answers that broke off, of which the log may lack a part: part of the prompt"
 _PLAN, _INVALID, _CALLED = "plan", "invalid", "tool-calls"
-_V1, _V2 = {"session", "message", "part"}, {"session_v2", "session_message"}
 
 
 class _ErrorData(msgspec.Struct, gc=False):
@@ -120,11 +112,6 @@ class _Error(msgspec.Struct, gc=False):
     data: _ErrorData | None = None
 
 
-class _Span(msgspec.Struct, gc=False):
-    created: int | float | None = None
-    completed: int | float | None = None
-
-
 class _Message(msgspec.Struct, gc=False):
     role: str
     summary: Any = None
@@ -133,7 +120,7 @@ class _Message(msgspec.Struct, gc=False):
     agent: str | None = None
     error: _Error | None = None
     finish: str | None = None
-    time: _Span | None = None
+    time: Span | None = None
 
 
 class _Times(msgspec.Struct, gc=False):
@@ -175,168 +162,6 @@ class Row(msgspec.Struct, gc=False):
     id: str
     message: Annotated[_Message, inner(_MESSAGE)]
     parts: Annotated[list[_Part], inner(_PARTS)]
-
-
-class _Database:
-    """An open database: sessions of version 2, and those of version 1 that it has not taken over."""
-
-    def __init__(self, database: sqlite3.Connection) -> None:
-        self.database = database
-        self.columns = {name: columns_in(database, name) for name in ("session", "session_v2")}
-        self.new = {name for (name,) in self._ids("session_v2")}
-
-    def _ids(self, table: str) -> list[Any]:
-        if not self.columns[table]:
-            return []
-        return self.database.execute(f"SELECT id FROM {table} ORDER BY id").fetchall()
-
-    def sessions(self) -> list[str]:
-        """Return the ids of all sessions."""
-        return sorted({str(name) for (name,) in self._ids("session")} | {*map(str, self.new)})
-
-    def names(self, session: str) -> Names:
-        """Return the names of a session; older versions lack some columns."""
-        table = "session_v2" if session in self.new else "session"
-        wanted = ("parent_id", "directory", "fork_session_id")
-        columns = [name if name in self.columns[table] else "NULL" for name in wanted]
-        query = f"SELECT {', '.join(columns)} FROM {table} WHERE id = ?"
-        parent, directory, origin = (
-            value if isinstance(value, str) and value else None
-            for value in self.database.execute(query, (session,)).fetchone()
-        )
-        return Names(session, parent, origin=origin, labels={"directory": directory})
-
-    def records(self, session: str) -> Iterator[tuple[str, bytes]]:
-        """Yield the messages of a session."""
-        if session in self.new:
-            query = "SELECT id, type, data FROM session_message WHERE session_id = ? ORDER BY seq"
-            for message, kind, data in self.database.execute(query, (session,)).fetchall():
-                yield f"message {message}", _of_version_2(str(message), str(kind), _bytes(data))
-            return
-        parts: dict[str, list[bytes]] = {}
-        query = "SELECT message_id, data FROM part WHERE session_id = ? ORDER BY id"
-        for message, data in self.database.execute(query, (session,)):
-            parts.setdefault(str(message), []).append(_bytes(data))
-        query = "SELECT id, data FROM message WHERE session_id = ? ORDER BY time_created, id"
-        for message, data in self.database.execute(query, (session,)).fetchall():
-            row = _row(str(message), _bytes(data), parts.get(str(message), []))
-            yield f"message {message}", row
-
-
-class _Spoken2(msgspec.Struct, gc=False):
-    """A message of version 2, as far as its form differs."""
-
-    text: str | None = None
-    content: list[dict[str, Any]] | None = None
-    model: Any = None
-    summary: Any = None
-
-
-def _of_version_2(name: str, kind: str, data: bytes) -> bytes:
-    """Return a message of version 2 in the form of version 1; damaged JSON as it is."""
-    try:
-        fields: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
-        spoken = msgspec.convert(fields, _Spoken2)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return _row(name, data, [])
-    parts = [_part_of_version_2(part) for part in spoken.content or ()]
-    parts = parts or [{"type": "text", "text": spoken.text or ""}]
-    rest = {key: value for key, value in fields.items() if key not in {"text", "content"}}
-    model = spoken.model.get("id") if isinstance(spoken.model, Mapping) else None
-    role = {"synthetic": "user", "shell": "user"}.get(kind, kind)
-    message = rest | {"role": role} | known({"modelID": model})
-    return _row(name, _encoded(message), [*map(_encoded, parts)])
-
-
-def _part_of_version_2(part: dict[str, Any]) -> dict[str, Any]:
-    if part.get("type") != "tool" or not isinstance(part.get("state"), Mapping):
-        return part
-    state = dict(part["state"])
-    content, error = state.pop("content", None), state.get("error")
-    texts = [p.get("text") for p in content or () if isinstance(p, Mapping)]
-    state.setdefault("output", "\n".join(text for text in texts if isinstance(text, str)))
-    if isinstance(error, Mapping):
-        state["error"] = error.get("message")
-    return {"type": "tool", "callID": part.get("id"), "tool": part.get("name"), "state": state}
-
-
-class _Folder:
-    """A directory of sessions, of older versions."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.files: dict[str, Path] = {}
-        for file in _files(path / "session", "*/*.json"):
-            try:
-                name = decode_document(_HEAD, file.read_bytes(), str(file)).id
-            except RolloutError:
-                name = file.stem  # reported when its names are read
-            self.files.setdefault(name, file)
-
-    def sessions(self) -> list[str]:
-        """Return the ids of all sessions."""
-        return [*self.files]
-
-    def names(self, session: str) -> Names:
-        """Return the names of a session."""
-        file = self.files[session]
-        head = decode_document(_HEAD, file.read_bytes(), str(file))
-        return Names(head.id, head.parent or None, labels={"directory": head.directory})
-
-    def records(self, session: str) -> Iterator[tuple[str, bytes]]:
-        """Yield the messages of a session."""
-        rows = []
-        for file in _files(self.path / "message" / session, "*.json"):
-            data = file.read_bytes()
-            created, key = 0.0, file.stem
-            try:
-                head = msgspec.json.decode(data, type=_FileHead)
-                created = (head.time or _Span()).created or 0.0
-                key = head.id or key
-            except (msgspec.MsgspecError, ValueError, RecursionError):
-                pass  # reported when the message is read
-            parts = [part.read_bytes() for part in _files(self.path / "part" / key, "*.json")]
-            rows.append((created, natural_key(file.name), key, _row(key, data, parts)))
-        for _, _, key, row in sorted(rows, key=lambda each: each[:2]):
-            yield f"message {key}", row
-
-
-class _Head(msgspec.Struct, gc=False):
-    id: str
-    parent: str | None = msgspec.field(name="parentID", default=None)
-    directory: str | None = None
-
-
-class _FileHead(msgspec.Struct, gc=False):
-    id: str | None = None
-    time: _Span | None = None
-
-
-_HEAD = msgspec.json.Decoder(_Head)
-
-
-def _row(name: str, message: bytes, parts: Sequence[bytes]) -> bytes:
-    return b'{"id":%s,"message":%s,"parts":[%s]}' % (_encoded(name), message, b",".join(parts))
-
-
-def _bytes(data: Any) -> bytes:
-    return data if isinstance(data, bytes) else str(data).encode()
-
-
-def _files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files that match; none if a name leaves the folder's tree."""
-    if ".." in folder.parts or not folder.is_dir():
-        return []
-    return sorted(folder.glob(pattern), key=lambda path: natural_key(str(path)))
-
-
-@contextmanager
-def _open(path: Path, where: str) -> Iterator[_Database | _Folder]:
-    if path.is_dir():
-        yield _Folder(path)
-    else:
-        with opened(path, where) as database:
-            yield _Database(database)
 
 
 class _Copy(msgspec.Struct, gc=False):
@@ -406,7 +231,7 @@ def _why_given(message: _Message, parts: Sequence[_Part]) -> str | bool:
     if any(part.tool == _INVALID for part in calls) or (message.finish == _CALLED and not calls):
         return INVALID
     is_ended = message.finish or any(part.type == "step-finish" for part in parts)
-    time = message.time or _Span()
+    time = message.time or Span()
     is_dated = time.created is not None and any(part.type == "step-start" for part in parts)
     return UNENDED if is_dated and not is_ended and time.completed is None else False
 
@@ -533,16 +358,10 @@ def _result(state: _State, call_id: str | None) -> Message:
     return known({"role": "tool", "content": shown(found), "tool_call_id": call_id})
 
 
-def _is_store(start: Start) -> bool:
-    if start.is_file:
-        return start.tables.keys() >= _V1 or start.tables.keys() >= _V2
-    return all(any((start.path / name).glob("*/*.json")) for name in ("session", "message"))
-
-
 ADAPTER = Rows(
     records={"": Row},
     read=read,
     identity=identity,
-    is_store=_is_store,
-    open=_open,
+    is_store=is_store,
+    open=open_store,
 ).adapter("sessions of OpenCode: its database (opencode.db), or its storage directory; text only")

@@ -14,51 +14,31 @@ evaluation is one log.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import msgspec
 
-from rollout_io.dataset.opening import open_input
-from rollout_io.formats.base import (
-    About,
-    Adapter,
-    Completion,
-    Found,
-    Input,
-    Options,
-    Place,
-    Progress,
-    Rejected,
-    Run,
-    Trajectory,
-)
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.base import About, Completion, Found, Input, Options, Place, Run, Trajectory
+from rollout_io.formats.engines.records import Records, is_object_with
 from rollout_io.formats.parsing.content import NO_JSON
-from rollout_io.formats.parsing.documents import decode_record, logs_below
-from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record, find_lines, read_record
+from rollout_io.formats.parsing.documents import logs_below
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.naming import FilesApart
+from rollout_io.formats.parsing.naming import with_files_apart
 from rollout_io.formats.start import Start
-from schemas.errors import InputError, RolloutError
+from schemas.errors import InputError
 
 AGGREGATED = "aggregated_results.jsonl"
 _GROUPS = "inferred: lines of one evaluation and data source with the same prompt"
 _TEXT = "decoded with special tokens: the ids are approximate"
 _HINT = "convert SkyRL's GeneratorOutput, which has the ids, with rollout_io.from_generator_output"
 _BATCH = b"TrainingInputBatch"
-_HEAD_BYTES = 1 << 12
 _FAILED = "error"
 _EVALUATION = re.compile(r"global_step_(\d+)_evals")
 
 
-CONTENTS = Contents(
-    reads={"": "input_prompt output_response env_class score stop_reason data_source env_extras"},
-)
+class Sample(msgspec.Struct, gc=False):
+    """A run."""
 
-
-class _Sample(msgspec.Struct, gc=False):
     input_prompt: str
     output_response: str
     env_class: str | None
@@ -68,75 +48,30 @@ class _Sample(msgspec.Struct, gc=False):
     data_source: str | None = None
 
 
-_DECODER = msgspec.json.Decoder(_Sample)
-
-
-def find_dumps(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per line; in a directory, `aggregated_results.jsonl` is skipped."""
-    yield About("groups", _GROUPS)
-    yield About("text", _TEXT)
-    apart = FilesApart()
-    for given in inputs:
-        if _is_pickle(given.path):
-            yield _refused_pickle(given, progress)
-        else:
-            evals = _evals(given) if given.path.is_dir() else [given]
-            yield from find_lines(evals, progress, lambda record: _run(record, apart))
-
-
-def _evals(given: Input) -> list[Input]:
-    found = logs_below(given.path, _is_evaluation, AGGREGATED.__eq__)
-    found = found if all(path.parent == given.path for path in found) else []
-    return [Input(f"{given.name}/{path.name}", path) for path in found]
-
-
-def _is_evaluation(name: str) -> bool:
-    return name.endswith(".jsonl") and name != AGGREGATED
-
-
-def _run(record: Record, apart: FilesApart) -> Run:
-    place = record.place
-    sample = decode_line(_DECODER, record.content, place.where)
+def run_of(sample: Sample, place: Place) -> Run:
+    """Return the run of a line."""
     evaluation = _EVALUATION.search(place.where)
-    found = {
+    prompt = prompt_key(sample.input_prompt)
+    names = {
         "step": evaluation and evaluation[1],
         "data_source": sample.data_source,
-        "prompt": prompt_key(sample.input_prompt),
+        "prompt": prompt,
     }
-    labels = {name: value for name, value in found.items() if value}
+    labels = {name: value for name, value in names.items() if value}
     step = f"step-{labels['step']}/" if "step" in labels else ""
-    file = apart.name(f"{step}{sample.data_source or 'unknown'}", place.path)
-    return Run(
-        instance_id=f"{file}/{labels['prompt']}",
-        repetition_id=None,
-        places=[place],
-        labels=labels,
-    )
+    instance = f"{step}{sample.data_source or 'unknown'}/{prompt}"
+    return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
 
-def _refused_pickle(given: Input, progress: Progress) -> Rejected:
-    num_bytes = given.path.stat().st_size
-    progress(num_bytes)
-    got = "the file is a pickled TrainingInputBatch, which could run code, so it is not loaded"
-    error = InputError("pickle", given.name, got, hint=_HINT)
-    return Rejected(Place(given.path, given.name, 0, num_bytes), error)
-
-
-def read_sample(run: Run, _: Options) -> Trajectory:
+def read(sample: Sample, run: Run, _: Options) -> Trajectory:
     """Read the text of a line.
 
     The outcome is `score`, or its sum if it is a list (one number per token). A run with the stop
     reason `error` has failed: SkyRL replaced its text with a placeholder.
-
-    Raises:
-        InputError: `record_type`: a field has the wrong type.
     """
-    (place,) = run.places
-    sample = decode_record(_DECODER, place)
-    account(CONTENTS, read_record(place))
     is_failed = sample.stop_reason == _FAILED
     step = Completion(
-        source=place.where,
+        source=run.places[0].where,
         prompt=sample.input_prompt,
         response=sample.output_response,
         stop_reason=sample.stop_reason,
@@ -165,35 +100,43 @@ def _metrics(score: float | list[float] | None) -> dict[str, float]:
     return {} if score is None else {"score": score}
 
 
-def _is_pickle(path: Path) -> bool:
-    try:
-        if not path.is_file():
-            return False
-        with open_input(path) as file:
-            head = file.read(_HEAD_BYTES)
-    except (OSError, RolloutError):
-        return False
-    return head.startswith(b"\x80") and _BATCH in head
+def _finished(items: Iterator[Found]) -> Iterator[Found]:
+    yield About("text", _TEXT)
+    yield from with_files_apart(items)
 
 
-def recognizes(start: Start) -> bool:
-    """True for a file of evaluation lines, a pickled batch, or a directory of evaluations."""
-    path = start.path
-    try:
-        if path.is_dir():
-            evals = _evals(Input("", path))
-            return bool(evals) and all(Start(e.path).has_record(_DECODER) for e in evals)
-    except OSError:
-        return False
-    return _is_pickle(path) or start.has_record(_DECODER)
+def _files(log: Input) -> list[Input]:
+    """Return the evaluations of a directory, without `aggregated_results.jsonl`.
+
+    Raises:
+        InputError: `pickle`: the file is a pickled batch.
+    """
+    if _is_pickle(Start(log.path)):
+        got = "the file is a pickled TrainingInputBatch, which could run code, so it is not loaded"
+        raise InputError("pickle", log.name, got, hint=_HINT)
+    if not log.path.is_dir():
+        return [log]
+    paths = logs_below(log.path, _is_evaluation, AGGREGATED.__eq__)
+    paths = paths if all(path.parent == log.path for path in paths) else []
+    return [Input(f"{log.name}/{path.name}", path) for path in paths]
 
 
-ADAPTER = Adapter(
-    summary="SkyRL's dumped evaluations: decoded text without roles (pickles are rejected)",
-    recognizes=recognizes,
-    find=find_dumps,
-    read=read_sample,
-    is_text=True,
-    contents=CONTENTS,
-    line=_Sample,
-)
+def _is_evaluation(name: str) -> bool:
+    return name.endswith(".jsonl") and name != AGGREGATED
+
+
+def _is_pickle(start: Start) -> bool:
+    return start.head.startswith(b"\x80") and _BATCH in start.head
+
+
+_is_sample = is_object_with(["input_prompt", "output_response", "env_class"])
+
+ADAPTER = Records(
+    records={"": Sample},
+    run=run_of,
+    read=read,
+    is_log=lambda start: _is_pickle(start) or any(map(_is_sample, start.values)),
+    files=_files,
+    groups=_GROUPS,
+    finish=_finished,
+).adapter("SkyRL's dumped evaluations: decoded text without roles (pickles are rejected)")

@@ -13,40 +13,25 @@ history, are accepted too. The file has no reward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import (
-    Adapter,
-    Found,
-    Input,
-    Options,
-    Place,
-    Progress,
-    Run,
-    Trajectory,
-)
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.base import Options, Place, Run, Trajectory
+from rollout_io.formats.contents import Contents
+from rollout_io.formats.engines.records import Records
+from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Message
-from rollout_io.formats.parsing.documents import (
-    find_documents,
-    run_of_file,
-    with_group_rule,
-)
-from rollout_io.formats.parsing.jsonl import decode_document, decode_line
-from rollout_io.formats.parsing.lines import read_record
+from rollout_io.formats.parsing.documents import run_of_file, with_group_rule
+from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_message, read_messages
 from rollout_io.formats.parsing.model_calls import Call, steps_of
-from rollout_io.formats.start import Start
 from schemas.errors import InputError
 
 _SUFFIXES = (".traj", ".json")
-_MARKS = (b'"trajectory"', b'"history"')
 _CRASHES = frozenset({"exit_error", "exit_environment_error", "exit_api"})
-
-
 _MESSAGE = MESSAGE.plus(
     reads={"message": "agent is_demo"},
     leaves={
@@ -54,20 +39,16 @@ _MESSAGE = MESSAGE.plus(
         "facts about the message": "message/message_type",
     },
 )
-CONTENTS = Contents(
-    reads={
-        "": "info.exit_status info.model_stats trajectory.response "
-        "replay_config.problem_statement.id"
-    },
-    leaves={
-        "repeats what is in the history": "trajectory.action trajectory.observation "
-        "trajectory.thought trajectory.state trajectory.extra_info trajectory.thinking_blocks "
-        "trajectory.execution_time",
-        "the result of the run, and facts about it": "info environment",
-        "settings, from which the harness renders messages": "replay_config",
-    },
-    inner={"history": _MESSAGE, "trajectory.query": _MESSAGE, "trajectory.messages": _MESSAGE},
-)
+_SETTINGS = "settings, from which the harness renders messages"
+_REPLAY = Contents(reads={"": "problem_statement.id"}, leaves={_SETTINGS: "*"})
+_LEAVES = {
+    "repeats what is in the history": "trajectory.action trajectory.observation "
+    "trajectory.thought trajectory.state trajectory.extra_info trajectory.thinking_blocks "
+    "trajectory.execution_time",
+    "the result of the run, and facts about it": "info environment",
+    _SETTINGS: "replay_config",
+}
+_Messages = Annotated[list[msgspec.Raw], inner(_MESSAGE)]
 
 
 class _Info(msgspec.Struct, gc=False):
@@ -77,21 +58,23 @@ class _Info(msgspec.Struct, gc=False):
 
 class _Step(msgspec.Struct, gc=False):
     response: str | None = None
-    query: list[msgspec.Raw] | None = None
-    messages: list[msgspec.Raw] | None = None
+    query: _Messages | None = None
+    messages: _Messages | None = None
 
     @property
     def prompt(self) -> list[msgspec.Raw]:
         """The prompt of the step; SWE-agent writes `[{}]` for a step without a model call."""
-        found = self.messages if self.query is None else self.query
-        return [raw for raw in found or () if bytes(raw).strip() != b"{}"]
+        prompt = self.messages if self.query is None else self.query
+        return [raw for raw in prompt or () if bytes(raw).strip() != b"{}"]
 
 
-class _TrajectoryFile(msgspec.Struct, gc=False):
-    history: list[msgspec.Raw]
+class Document(msgspec.Struct, gc=False):
+    """A run."""
+
+    history: _Messages
     trajectory: list[_Step] = []
     info: _Info = msgspec.field(default_factory=_Info)
-    replay_config: msgspec.Raw = NO_JSON
+    replay_config: Annotated[msgspec.Raw, inner(_REPLAY)] = NO_JSON
 
 
 class _Marks(msgspec.Struct, gc=False):
@@ -110,43 +93,27 @@ class _Replay(msgspec.Struct, gc=False):
     problem_statement: _Problem | None = None
 
 
-class _HeadMessage(msgspec.Struct, gc=False):
-    role: str
-    agent: str
-
-
-class _Head(msgspec.Struct, gc=False):
-    history: list[_HeadMessage]
-
-
-_RUN_DECODER = msgspec.json.Decoder(_TrajectoryFile)
 _MARKS_DECODER = msgspec.json.Decoder(_Marks)
 _REPLAY_DECODER = msgspec.json.Decoder(_Replay | str | None)
 _REPLAY_TEXT_DECODER = msgspec.json.Decoder(_Replay)
-_HEAD_DECODER = msgspec.json.Decoder(_Head)
 
 
-def find_runs(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per file; the instance is the problem's id, or inferred from the file name."""
-    yield from with_group_rule(find_documents(inputs, progress, _find))
-
-
-def _find(place: Place, content: bytes) -> Iterator[Run]:
-    run = decode_document(_RUN_DECODER, content, place.where)
-    yield run_of_file(place, _problem(run.replay_config), _SUFFIXES)
+def run_of(document: Document, place: Place) -> Run:
+    """Return the run of a file; the instance is the problem's id, or inferred from the file name."""
+    return run_of_file(place, _problem(document.replay_config), _SUFFIXES)
 
 
 def _problem(config: msgspec.Raw) -> str | None:
     """Return the problem's id in a replay configuration, which is an object or JSON text."""
     try:
-        found = _REPLAY_DECODER.decode(config)
-        replay = _REPLAY_TEXT_DECODER.decode(found) if isinstance(found, str) else found
+        replay = _REPLAY_DECODER.decode(config)
+        replay = _REPLAY_TEXT_DECODER.decode(replay) if isinstance(replay, str) else replay
     except (msgspec.MsgspecError, RecursionError):
         return None
     return replay.problem_statement.id if replay and replay.problem_statement else None
 
 
-def read_run(run: Run, _: Options) -> Trajectory:
+def read(logged: Document, run: Run, _: Options) -> Trajectory:
     """Read the calls of a run.
 
     The exit status becomes the `stop_reason` of the last call and the column `exit_status`. A run
@@ -156,13 +123,10 @@ def read_run(run: Run, _: Options) -> Trajectory:
     Raises:
         InputError: The run cannot be used (`no_calls`, `no_prompt`, `record_type`, ...).
     """
-    (place,) = run.places
-    content = read_record(place)
-    logged = decode_document(_RUN_DECODER, content, place.where)
-    account(CONTENTS, content)
+    where = run.places[0].where
     status, stats = logged.info.exit_status, logged.info.model_stats or {}
     failed = run.failed or status in _CRASHES
-    steps = steps_of(list(_calls(logged, place.where)), place.where, failed=failed)
+    steps = steps_of(list(_calls(logged, where)), where, failed=failed)
     for step in steps[-1:]:
         step.stop_reason = status
     return Trajectory(
@@ -173,14 +137,14 @@ def read_run(run: Run, _: Options) -> Trajectory:
     )
 
 
-def _calls(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
+def _calls(logged: Document, where: str) -> Iterator[Call]:
     if any(step.prompt for step in logged.trajectory):
         yield from _calls_of_steps(logged, where)
     else:
         yield from _calls_of_history(logged, f"{where}, history")
 
 
-def _calls_of_steps(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
+def _calls_of_steps(logged: Document, where: str) -> Iterator[Call]:
     replies = _replies(logged, f"{where}, history")
     calls = []
     for index, step in enumerate(logged.trajectory):
@@ -219,7 +183,7 @@ def _match(response: str, replies: list[tuple[str | None, Message]]) -> tuple[st
     return agent, {"role": "assistant", "content": response}
 
 
-def _replies(logged: _TrajectoryFile, where: str) -> list[tuple[str | None, Message]]:
+def _replies(logged: Document, where: str) -> list[tuple[str | None, Message]]:
     return [
         (marks.agent, message)
         for _, marks, message in _history(logged, where)
@@ -227,7 +191,7 @@ def _replies(logged: _TrajectoryFile, where: str) -> list[tuple[str | None, Mess
     ]
 
 
-def _calls_of_history(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
+def _calls_of_history(logged: Document, where: str) -> Iterator[Call]:
     """Yield the calls of all agents, one context per agent; demonstrations are not calls."""
     seen: dict[str | None, list[Message]] = {}
     for here, marks, message in _history(logged, where):
@@ -237,23 +201,31 @@ def _calls_of_history(logged: _TrajectoryFile, where: str) -> Iterator[Call]:
         before.append(message)
 
 
-def _history(logged: _TrajectoryFile, where: str) -> Iterator[tuple[str, _Marks, Message]]:
+def _history(logged: Document, where: str) -> Iterator[tuple[str, _Marks, Message]]:
     for index, raw in enumerate(logged.history):
         here = f"{where}[{index}]"
         marks = decode_line(_MARKS_DECODER, bytes(raw), here)
         yield here, marks, read_message(raw, here)
 
 
-def recognizes(start: Start) -> bool:
-    """True if a file is a document with a history whose messages name their agent."""
-    return start.is_document_of(_HEAD_DECODER, _MARKS)
+def _is_run(value: Any) -> bool:
+    """True for an object with a history whose messages name their agent."""
+    history = value.get("history") if isinstance(value, dict) else None
+    return isinstance(history, list) and all(map(_names_agent, history))
 
 
-ADAPTER = Adapter(
-    summary="SWE-agent's trajectories (.traj), and its demonstrations",
-    recognizes=recognizes,
-    find=find_runs,
-    read=read_run,
-    is_text=True,
-    contents=CONTENTS,
-)
+def _names_agent(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return all(isinstance(message.get(name), str) for name in ("role", "agent"))
+
+
+ADAPTER = Records(
+    records={"": Document},
+    leaves=_LEAVES,
+    run=run_of,
+    read=read,
+    is_record=_is_run,
+    is_whole=lambda _: True,
+    finish=with_group_rule,
+).adapter("SWE-agent's trajectories (.traj), and its demonstrations")

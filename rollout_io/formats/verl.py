@@ -25,25 +25,15 @@ converted to tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollout_io.formats.base import (
-    About,
-    Adapter,
-    Completion,
-    Found,
-    Input,
-    Options,
-    Progress,
-    Run,
-    Trajectory,
-)
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.base import About, Completion, Found, Options, Place, Run, Trajectory
+from rollout_io.formats.engines.records import Records, fields_of
 from rollout_io.formats.exporting import (
     Exported,
     Failed,
@@ -57,13 +47,9 @@ from rollout_io.formats.exporting import (
     rewards_of,
 )
 from rollout_io.formats.parsing.content import NO_JSON
-from rollout_io.formats.parsing.documents import decode_record
-from rollout_io.formats.parsing.jsonl import decode_line
-from rollout_io.formats.parsing.lines import Record, find_lines, read_record
 from rollout_io.formats.parsing.messages import prompt_key
-from rollout_io.formats.parsing.naming import FilesApart, label, numbers
+from rollout_io.formats.parsing.naming import label, numbers, with_files_apart
 from rollout_io.formats.picture_bytes import PictureBytes
-from rollout_io.formats.start import Start
 from schemas.ragged import Ragged, list_lengths, offsets_of, ranges
 
 _GROUPS = "inferred: lines of one file and step with the same input"
@@ -71,10 +57,9 @@ _TEXT = "decoded without special tokens: the ids are approximate"
 _NO_METRICS = frozenset({"step", "gts", "request_id"})
 
 
-CONTENTS = Contents(reads={"": "input output score step gts request_id"})
+class Sample(msgspec.Struct, gc=False):
+    """A run; its other fields are numbers of the reward."""
 
-
-class _Sample(msgspec.Struct, gc=False):
     input: str
     output: str
     score: float
@@ -83,41 +68,21 @@ class _Sample(msgspec.Struct, gc=False):
     request_id: msgspec.Raw = NO_JSON
 
 
-_DECODER = msgspec.json.Decoder(_Sample)
-_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+def run_of(sample: Sample, place: Place) -> Run:
+    """Return the run of a line."""
+    key = prompt_key(sample.input)
+    labels = {"step": str(sample.step), "prompt": key}
+    instance = f"step-{sample.step}/{key}"
+    return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
 
-def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per line, in the order of the lines."""
-    yield About("groups", _GROUPS)
-    yield About("text", _TEXT)
-    apart = FilesApart()
-
-    def find(record: Record) -> Run:
-        place = record.place
-        sample = decode_line(_DECODER, record.content, place.where)
-        key = prompt_key(sample.input)
-        return Run(
-            instance_id=f"{apart.name(f'step-{sample.step}', place.path)}/{key}",
-            repetition_id=None,
-            places=[place],
-            labels={"step": str(sample.step), "prompt": key},
-        )
-
-    yield from find_lines(inputs, progress, find)
-
-
-def read_sample(run: Run, _: Options) -> Trajectory:
+def read(sample: Sample, run: Run, _: Options) -> Trajectory:
     """Read the text of a line; all numbers of the line become metrics.
 
     Raises:
-        InputError: `record_type`: a field has the wrong type, or a number is too large.
+        InputError: `record_type`: a number is too large.
     """
     (place,) = run.places
-    sample = decode_record(_DECODER, place)
-    content = read_record(place)
-    account(CONTENTS, content)
-    fields = decode_line(_FIELDS_DECODER, content, place.where)
     texts = {
         "step": str(sample.step),
         "gts": label(sample.gts, place.where),
@@ -129,28 +94,23 @@ def read_sample(run: Run, _: Options) -> Trajectory:
         response=sample.output,
         has_special=(False, False),
     )
+    fields = {name: raw for name, raw in fields_of(place).items() if name not in _NO_METRICS}
     return Trajectory(
         steps=[step],
         reward=sample.score,
-        metrics=numbers({n: f for n, f in fields.items() if n not in _NO_METRICS}, place.where),
+        metrics=numbers(fields, place.where),
         user_values={name: text for name, text in texts.items() if text},
     )
 
 
-def recognizes(start: Start) -> bool:
-    """True if a file has lines with `input`, `output`, `score` and `step`."""
-    return start.has_record(_DECODER)
+def _finished(items: Iterator[Found]) -> Iterator[Found]:
+    yield About("text", _TEXT)
+    yield from with_files_apart(items)
 
 
-ADAPTER = Adapter(
-    summary="verl's dumps ({step}.jsonl): decoded text without roles",
-    recognizes=recognizes,
-    find=find_samples,
-    read=read_sample,
-    is_text=True,
-    line=_Sample,
-    contents=CONTENTS,
-)
+ADAPTER = Records(
+    records={"": Sample}, run=run_of, read=read, groups=_GROUPS, finish=_finished
+).adapter("verl's dumps ({step}.jsonl): decoded text without roles")
 
 
 NAMES = {

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import textwrap
+import types
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from schemas import RULES, breakers, check, row_checks
 from schemas.rules import Rule
 from schemas.strategies import broken_tables, rollout_tables
 from tests.conftest import ROOT
+from tests.helpers.adapter_helpers import read_all, write_lines
 from tests.helpers.configs import train_config
 from trainer.algorithms.configured import Targets, policy_loss
 from trainer.config.functions import POLICY_LOSS, bind
@@ -96,7 +98,7 @@ def test_the_format_of_the_page_is_detected_and_converted(tmp_path, monkeypatch,
     importlib.invalidate_caches()
     try:
         assert run(["formats", str(log)]) == 0
-        assert capsys.readouterr().out.strip().endswith(name)
+        assert f"{name} (6 of 6 keys known)" in capsys.readouterr().out
         assert run(["convert", str(log), "--out", str(tmp_path / "ds")]) == 0
     finally:
         sys.modules.pop("my_formats", None)
@@ -104,6 +106,39 @@ def test_the_format_of_the_page_is_detected_and_converted(tmp_path, monkeypatch,
     line = json.loads(log.read_text())
     assert (row["trajectory_id"], row["reward"]) == ("sum_0", 1.0)
     assert (row["prompt_token_ids"], row["response_ids"]) == (line["prompt"], line["response"])
+
+
+def test_the_sessions_of_the_page_go_back_and_are_compacted_in_few_lines(tmp_path) -> None:
+    source = block("python", "# my_agent.py")
+    assert len(source.splitlines()) <= 100
+    module = types.ModuleType("my_agent")
+    sys.modules["my_agent"] = module
+    try:
+        exec(source, module.__dict__)
+    finally:
+        sys.modules.pop("my_agent", None)
+    names = vars(module)
+    lines = [
+        {"type": "head", "session": "s"},
+        {"type": "message", "id": "1", "text": "Hi."},
+        {"type": "message", "id": "2", "after": "1", "role": "assistant", "text": "Ho."},
+        {
+            "type": "message",
+            "id": "3",
+            "after": "1",
+            "role": "assistant",
+            "text": "Hm.",
+            "mood": "a b",
+        },
+        {"type": "summary", "text": "They met."},
+        {"type": "message", "id": "4", "text": "On."},
+        {"type": "message", "id": "5", "after": "4", "role": "assistant", "text": "Yes."},
+    ]
+    path = write_lines(tmp_path / "s.jsonl", *lines)
+    ((run_, found),), _ = read_all(names["ADAPTER"], path)
+    texts = [[message["content"] for message in step.messages] for step in found.steps]
+    assert texts == [["Hi.", "Ho."], ["Hi.", "Hm."], ["They met.", "On.", "Yes."]]
+    assert (run_.instance_id, found.unread) == ("s", {"message.mood": 1})
 
 
 @pytest.fixture

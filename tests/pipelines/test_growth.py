@@ -1,12 +1,17 @@
-"""How the time of every verb grows with the steps of one trajectory: four times as many, not 8x."""
+"""How the time of verbs grows with steps, trajectories and columns: four times as many, not 8x."""
 
 import json
 import time
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 
+from benchmarks.synthetic import short_trajectories
+from pipelines.filtering.filters import best_of_group
+from pipelines.filtering.verdicts import judge, keep
+from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
 from schemas import check
 from schemas.columns import arrow_schema
@@ -104,6 +109,39 @@ def test_four_times_the_steps_take_a_verb_less_than_eight_times_the_cpu_time(
         seconds.append(time.process_time() - begin)
         capsys.readouterr()
     assert seconds[2] < 8 * seconds[1]
+
+
+@pytest.mark.parametrize("verb", ["filter", "merge", "unmerge"])
+def test_four_times_the_own_columns_take_a_verb_less_than_eight_times_the_cpu_time(verb, tmp_path):
+    def writing(num_columns):
+        folder = tmp_path / str(num_columns)
+        rows = pl.from_arrow(short_trajectories(0, 400))
+        own = {f"own_{n}": pl.lit(float(n)) for n in range(num_columns)}
+        with RolloutWriter(folder / "DS") as writer:
+            writer.write(rows.with_columns(**own))
+        dataset = folder / "DS"
+        if verb == "unmerge":
+            dataset = folder / "MERGED"
+            assert run(["merge", str(folder / "DS"), "--out", str(dataset)]) == 0
+        options = ["--best", "2"] if verb == "filter" else []
+        out = str(folder / "OUT")
+        return lambda: run([verb, str(dataset), *options, "--out", out])
+
+    few, many = (cpu_of(1, writing(num)) for num in (2_000, 8_000))
+    assert many < 8 * few
+
+
+def test_four_times_the_trajectories_take_a_selection_less_than_eight_times_the_cpu_time(tmp_path):
+    def selecting(num):
+        with RolloutWriter(tmp_path / str(num), checked=True) as writer:
+            for first in range(0, num, 20_000):
+                writer.write(short_trajectories(first, 20_000))
+        rows = scan(tmp_path / str(num))
+        verdicts = judge(rows, [best_of_group(2)])
+        return lambda: [*keep(rows, verdicts).collect_batches(engine="streaming")]
+
+    few, many = (cpu_of(1, selecting(num)) for num in (100_000, 400_000))
+    assert many < 8 * few
 
 
 def cpu_of(runs, action):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rollout_io.cli.output import emit_json, emit_styled, example, note, shown_log, warn
+from rollout_io.cli.usage import Number
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
 from schemas.errors import InputError, count
 
@@ -45,7 +46,7 @@ EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer
 )
 @click.option(
     "--first-pass",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Number(0, 1, min_open=True),
     metavar="SHARE",
     help="First score only this share of the sampled tokens, spread over each response, under their"
     " labelled weights; then rescore only suspicious rows.",

@@ -15,7 +15,7 @@ from pipelines.generation.dataset import GroupWriter, missing_tasks
 from pipelines.generation.engines.base import Engine
 from pipelines.generation.generator import Generator
 from pipelines.generation.tasks import Task, read_tasks
-from pipelines.rewards import trajectory_returns
+from pipelines.rewards import is_above, trajectory_returns
 from pipelines.statistics.metrics import pass_at_k
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, aggregated
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
@@ -177,7 +177,7 @@ def set_metrics(
 
 
 def _scores(prefix: str, returns: pl.DataFrame, group_size: int) -> dict[str, Any]:
-    correct = (pl.col("return") > 0).sum()
+    correct = is_above(pl.col("return"), 0.0).sum()
     counts = returns.group_by("instance_id").agg(num=pl.len(), num_correct=correct)
     attempts = counts.select("num", "num_correct").rows()
     metrics = {

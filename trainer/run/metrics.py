@@ -11,6 +11,7 @@ import polars as pl
 import torch
 from torch import Tensor
 
+from pipelines.rewards import is_above
 from pipelines.statistics.metrics import USED, rollout_metrics, trajectories
 from rollout_io.dataset.reader import read_metadata
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, aggregated
@@ -129,7 +130,7 @@ def batch_metrics(
 def _passed(trajectories: pl.DataFrame) -> pl.Series:
     """[1] Compute the fraction of groups with a return above 0."""
     known = trajectories.filter(~pl.col("failed"))
-    groups = known.group_by("instance_id").agg(passed=(pl.col("return") > 0).any())
+    groups = known.group_by("instance_id").agg(passed=is_above(pl.col("return"), 0.0).any())
     return groups.select(pl.col("passed").mean())["passed"]
 
 

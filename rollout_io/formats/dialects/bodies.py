@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollout_io.formats.dialects import anthropic, frameworks, gemini, responses
-from rollout_io.formats.parsing.content import Message, extend, raw_of
+from rollout_io.formats.parsing.content import Message, extend, raw_of, tool_call
 from rollout_io.formats.parsing.messages import openai_tools
 
 _MAX_QUOTES = 3
@@ -56,7 +56,7 @@ def prompt_of(logged: Any, where: str) -> Prompt | None:
         return Prompt([{"role": "user", "content": value}], is_plain=True) if value else None
     if isinstance(value, list):
         listed, tools = _without_tools(value)
-        found = frameworks.messages(listed, where) if _are_messages(listed) else []
+        found = _messages(listed, where) if _are_messages(listed) else []
         return Prompt(found, tools) if found else None
     if not isinstance(value, Mapping):
         return None
@@ -117,6 +117,8 @@ def answers_of(logged: Any, where: str) -> list[Message]:
         return [{"role": "assistant", "content": value}] if value else []
     if isinstance(value, list):
         is_choices = all(isinstance(v, Mapping) and "message" in v for v in value)
+        if calls := _listed_calls(value):
+            return [{"role": "assistant", "content": "", "tool_calls": calls}]
         if is_choices or (len(value) == 1 and isinstance(value[0], Mapping | list)):
             return [answer for each in value for answer in answers_of(each, where)]
         return _joined(frameworks.messages(value, where)) if _are_messages(value) else []
@@ -134,9 +136,50 @@ def answers_of(logged: Any, where: str) -> list[Message]:
         return answers_of(value["messages"], f"{where}, messages")
     fields = value if "role" in value or "type" in value else {"role": "assistant"} | dict(value)
     if _are_messages([fields]) and _holds_answer(fields):
-        return _joined(frameworks.messages([fields], where))
+        return _joined(_messages([fields], where))
     text = value.get("text")
     return [{"role": "assistant", "content": text}] if isinstance(text, str) and text else []
+
+
+def _messages(values: list[Any], where: str) -> list[Message]:
+    """Convert messages, of which some have calls as their content, or a tool's name as their role.
+
+    Koog writes calls as the content of a message, LangGraph.js a result under the name of its tool.
+    """
+    messages = frameworks.messages([*map(with_calls, values)], where)
+    names: dict[str, str | None] = {}
+    for message in messages:
+        if message["role"] in names:
+            message["tool_call_id"] = names[message["role"]]
+            message["role"] = "tool"
+        for call in message.get("tool_calls", ()):
+            names[call["function"]["name"]] = call.get("id")
+    return messages
+
+
+def with_calls(value: Any) -> Any:
+    """Return a message whose content is nothing but calls as one that has these calls."""
+    calls = _listed_calls(value_of(value.get("content"))) if isinstance(value, Mapping) else []
+    return {"role": "assistant", "content": "", "tool_calls": calls} if calls else value
+
+
+def _listed_calls(value: Any) -> list[Message]:
+    """Return the calls in a list of nothing else, as OpenAI or the Vercel AI SDK has them."""
+    listed = value if isinstance(value, list) else []
+    calls = []
+    for each in listed:
+        fields = each if isinstance(each, Mapping) else {}
+        function = fields.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            name, arguments, call_id = function["name"], function.get("arguments"), fields.get("id")
+        elif isinstance(fields.get("toolName"), str) and "input" in fields:
+            name, arguments = fields["toolName"], fields["input"]
+            call_id = fields.get("toolCallId")
+        else:
+            return []
+        text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+        calls.append(tool_call(call_id if isinstance(call_id, str) else None, name, text))
+    return calls
 
 
 def _holds_answer(fields: Mapping[str, Any]) -> bool:

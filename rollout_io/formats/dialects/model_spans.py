@@ -22,6 +22,7 @@ from rollout_io.formats.dialects.bodies import (
     response_with_tokens,
     tools_of,
     value_of,
+    with_calls,
 )
 from rollout_io.formats.dialects.spans import Span, at, listed
 from rollout_io.formats.parsing.content import Message, extend, known
@@ -138,8 +139,9 @@ def _indexed(span: Span, where: str) -> ModelCall | None:
         prompt = [_of_tree(each) for each in listed(at(span.attributes, given))]
         answers = [_of_tree(each) for each in listed(at(span.attributes, output))]
         if prompt and answers:
-            raws = [msgspec.Raw(msgspec.json.encode(each)) for each in prompt]
-            replies = [msgspec.Raw(msgspec.json.encode(e | {"role": "assistant"})) for e in answers]
+            raws = [msgspec.Raw(msgspec.json.encode(with_calls(each))) for each in prompt]
+            said = [with_calls(each | {"role": "assistant"}) for each in answers]
+            replies = [msgspec.Raw(msgspec.json.encode(each)) for each in said]
             found = read_messages(raws, f"{where}, {given}")
             return ModelCall(span, found, _one_answer(read_messages(replies, where)), None, None)
     return None

@@ -27,6 +27,7 @@ from rollout_io.formats.parsing.content import (
     bad_message,
     extend,
     function_tool,
+    is_shown,
     json_text,
     known,
     parts_in,
@@ -196,10 +197,12 @@ def read_item(item: Item, where: str) -> Message | None:
     if item.type == "additional_tools":
         return {"role": item.role or "developer", "content": json_text(item.tools, where)}
     if item.type == "agent_message":
-        content = shown(parts_in(item.content))
-        if not isinstance(content, str):
-            raise _refused(where, "a message of another agent with a part that is not text")
-        return {"role": "user", "content": content}
+        parts = parts_in(item.content)
+        if not all(map(is_shown, parts)):
+            raise _refused(
+                where, "a message of another agent with a part that is no text or picture"
+            )
+        return {"role": "user", "content": shown(parts)}
     if item.type == "message":
         if item.role is None:
             raise bad_message(where, "the message has no role")

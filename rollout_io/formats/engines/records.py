@@ -58,24 +58,40 @@ class Records(Grammar):
     Attributes:
         run: Returns the run of a record at a place, or raises an error that rejects it.
         read: Reads a record: `read(record, run, options)`.
-        is_record: True if a decoded value is a record of this format, or a document of them.
+        is_record: True if a decoded value is a record of this format, or a document of them; by default,
+            an object with the required fields of the struct.
+        is_log: True if a file is a log of this format; by default, if a record is among its first.
+        files: Returns the logs of an input, if it may be a directory of them; an error rejects it.
+        is_whole: True if a file is one document, whatever its lines are.
         elements: Key of the list with the runs, if a document has several; a document without it is
             one run. "": a list is the list of its runs; None: each record is one run.
         bare: Key for a record that is a list: it is read as an object with the list there.
-        groups: How runs are grouped, for the history of the dataset; "" if they name their groups.
-        unless: Label of runs that name their group, so that `groups` does not apply to them.
+        is_unique: True if equal lines are copies of one run, not runs with the same text.
+        groups: How runs are grouped, for the history of the dataset; "" if `finish` tells it.
+        finish: Adds facts about the whole log to what was found in it, or names its runs anew.
     """
 
     run: Callable[[Any, Place], Run]
     read: Callable[[Any, Run, Options], Trajectory]
-    is_record: Callable[[Any], bool]
+    is_record: Callable[[Any], bool] | None = None
+    is_log: Callable[[Start], bool] | None = None
+    files: Callable[[Input], list[Input]] = lambda log: [log]
+    is_whole: Callable[[Start], bool] = lambda start: start.is_document
     elements: str | None = None
     bare: str = ""
+    is_unique: bool = False
     groups: str = ""
-    unless: str = ""
+    finish: Callable[[Iterator[Found]], Iterable[Found]] = iter
 
     def adapter(
-        self, summary: str, noun: str = "run", *, is_text: bool = True, is_agent: bool = False
+        self,
+        summary: str,
+        noun: str = "run",
+        *,
+        is_text: bool = True,
+        is_agent: bool = False,
+        is_general: bool = False,
+        is_own: bool = False,
     ) -> Adapter:
         """Return the adapter of the format; for the arguments see `Adapter`."""
         return Adapter(
@@ -85,48 +101,81 @@ class Records(Grammar):
             read=self.read_run,
             is_text=is_text,
             noun=noun,
+            line=self._struct,
+            is_general=is_general,
             is_agent=is_agent,
+            is_own=is_own,
             contents=self.contents,
         )
 
+    @property
+    def _struct(self) -> type[msgspec.Struct] | None:
+        struct = self.records[self.default]
+        return struct if isinstance(struct, type) and issubclass(struct, msgspec.Struct) else None
+
     def recognizes(self, start: Start) -> bool:
-        """True if a file has a record of this format among its first lines, or is a document of it."""
-        return any(map(self.is_record, start.values))
+        """True if a file has a record of this format among its first lines, or is a document of it.
+
+        A directory is recognized by the first of its logs.
+        """
+        if not start.is_file:
+            logs = self.files(Input("", start.path))
+            return logs != [Input("", start.path)] and any(
+                self.recognizes(Start(log.path)) for log in logs[:1]
+            )
+        if self.is_log is not None:
+            return self.is_log(start)
+        is_record = self.is_record or is_object_with(_required(self._struct))
+        values = [start.document] if self.is_whole(start) else start.values
+        return any(map(is_record, values))
 
     def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         """Yield one run per record, in order; a record that cannot be used is rejected."""
-        is_grouped = bool(self.groups) and not self.unless
-        if is_grouped:
+        if self.groups:
             yield About("groups", self.groups)
-        for given in inputs:
-            for found in self._found_in(given, progress, {}):
-                is_grouped |= isinstance(found, Run) and self.unless not in found.labels
-                yield found
-        if is_grouped and self.groups and self.unless:
-            yield About("groups", self.groups)
+        yield from self.finish(self._find(inputs, progress))
 
-    def _found_in(
-        self, given: Input, progress: Progress, first: dict[bytes, str]
-    ) -> Iterator[Found]:
-        for record in _records(given, progress):
-            place, content = record
+    def _find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+        first: dict[bytes, str] = {}
+        for log in inputs:
             try:
-                refuse_lfs_pointer(content, place.where)
-                refuse_not_utf8(content, place.where)
-                if place.part == _WHOLE:
-                    refuse_repeated(content, place.where, first)
-                with contained(place.where):
-                    elements = [*self._elements(record)]
+                files = self.files(log)
             except RolloutError as error:
-                yield Rejected(place, error)
+                num_bytes = log.path.stat().st_size
+                progress(num_bytes)
+                yield Rejected(Place(log.path, log.name, 0, num_bytes), error)
                 continue
-            for element in elements:
-                try:
-                    with contained(element.place.where):
-                        found = self.run(self._decoded(element), element.place)
-                    yield found
-                except RolloutError as error:
-                    yield Rejected(element.place, error)
+            for record in (record for file in files for record in self._records(file, progress)):
+                yield from self._runs(record, first)
+
+    def _runs(self, record: Record, first: dict[bytes, str]) -> Iterator[Found]:
+        place, content = record
+        try:
+            refuse_lfs_pointer(content, place.where)
+            if place.part != _WHOLE:  # a document is refused where it is decoded
+                refuse_not_utf8(content, place.where)
+            if place.part == _WHOLE or self.is_unique:
+                refuse_repeated(content.strip(), place.where, first)
+            with contained(place.where):
+                elements = [*self._elements(record)]
+        except RolloutError as error:
+            yield Rejected(place, error)
+            return
+        for element in elements:
+            try:
+                with contained(element.place.where):
+                    run = self.run(self._decoded(element), element.place)
+                yield run
+            except RolloutError as error:
+                yield Rejected(element.place, error)
+
+    def _records(self, log: Input, progress: Progress) -> Iterator[Record]:
+        if not self.is_whole(Start(log.path)):
+            yield from (Record(place, content) for place, content in lines_of([log], progress))
+            return
+        content = without_lone_surrogates(read_input(log.path))
+        progress(len(content))
+        yield Record(Place(log.path, log.name, 0, len(content), _WHOLE), content)
 
     def _elements(self, record: Record) -> Iterator[Record]:
         """Yield the runs in a record; the record itself if it has no list of them."""
@@ -169,7 +218,7 @@ class Records(Grammar):
         record = self._decoded(Record(place, content))
         account(self.contents, self._as_object(content))
         trajectory = self.read(record, run, options)
-        if trajectory.error is None and not _is_answered(trajectory):
+        if trajectory.error is None and not run.failed and not _is_answered(trajectory):
             raise InputError("no_calls", place.where, "the run has no model response")
         return trajectory
 
@@ -183,16 +232,8 @@ def _is_answered(trajectory: Trajectory) -> bool:
     )
 
 
-def _records(given: Input, progress: Progress) -> Iterator[Record]:
-    if not Start(given.path).is_document:
-        yield from (Record(place, content) for place, content in lines_of([given], progress))
-        return
-    content = without_lone_surrogates(read_input(given.path))
-    progress(len(content))
-    yield Record(Place(given.path, given.name, 0, len(content), _WHOLE), content)
-
-
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _decode(place: Place) -> Callable[..., Any]:
@@ -215,6 +256,19 @@ def beside(place: Place, kind: Any) -> Any:
     if not Start(place.path).is_document:
         return kind()
     return _beside(place.path, Version.of(place.path), kind)
+
+
+def fields_of(place: Place) -> dict[str, msgspec.Raw]:
+    """Return all fields of a record, for formats in which any number is a metric; none of a list."""
+    content = read_record(place)
+    if content.lstrip().startswith(b"["):
+        return {}
+    return decode_line(_FIELDS, content, place.where)
+
+
+def _required(struct: type[msgspec.Struct] | None) -> list[str]:
+    assert struct is not None
+    return [field.encode_name for field in msgspec.structs.fields(struct) if field.required]
 
 
 def is_object_with(names: Iterable[str]) -> Callable[[Any], bool]:

@@ -160,6 +160,7 @@ class Sessions(Grammar):
             other. Its arguments are the type of the record and the JSON of its fields.
         is_prefix: True if a record is a copy only if all before it are, as in forks that begin with the
             records of their origin.
+        names_origin: True if a fork names its origin, so that other sessions have no copies.
     """
 
     names: Callable[[Path, Sequence[Any]], Names] = _by_path
@@ -170,6 +171,7 @@ class Sessions(Grammar):
     has_parts: bool = True
     identity: Callable[[str, bytes], str | None] | None = None
     is_prefix: bool = False
+    names_origin: bool = True
 
     def adapter(self, summary: str, noun: str = "session") -> Adapter:
         """Return the adapter of the format."""
@@ -326,10 +328,11 @@ class Sessions(Grammar):
             answers[key] = file.answers
             if not self.is_prefix:
                 continue
-            family = _last(key[0], origins)
-            before = digest(family, str(file.names.base))
+            family = _last(key[0], origins) if self.names_origin else ""
+            agent = "" if file.names.parent is None else str(file.names.agent)
+            before = digest(family, agent, str(file.names.base))
             answers[key] = {}
-            for at, digests in file.answers.items() if family in forked else ():
+            for at, digests in file.answers.items() if family in {*forked, ""} else ():
                 before = digest(before.hex(), *(each.hex() for each in digests))
                 answers[key][at] = [before]
         order = sorted(

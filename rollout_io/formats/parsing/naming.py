@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rollout_io.formats.base import Found, Run
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.notes import note_run
 from schemas.errors import InputError
@@ -56,23 +56,19 @@ def _number_key(digits: str) -> tuple[int, str]:
     return len(significant), significant
 
 
-@dataclass(slots=True)
-class FilesApart:
-    """Assigns distinct names to files whose records state the same name.
+def with_files_apart(items: Iterable[Found]) -> Iterator[Found]:
+    """Yield what was found; groups "NAME/KEY" of several files with one name become distinct.
 
-    Example:
-        >>> apart = FilesApart()
-        >>> [apart.name("step-3", Path(file)) for file in ("a/3.jsonl", "b/3.jsonl", "a/3.jsonl")]
-        ['step-3', 'step-3/file-1', 'step-3']
+    The groups of the second such file begin with "NAME/file-1".
     """
-
-    _numbers: dict[str, dict[Path, int]] = field(default_factory=dict)
-
-    def name(self, stated: str, path: Path) -> str:
-        """Return the stated name; append a number if another file has stated it before."""
-        numbers = self._numbers.setdefault(stated, {})
-        number = numbers.setdefault(path, len(numbers))
-        return f"{stated}/file-{number}" if number else stated
+    numbers: dict[str, dict[Path, int]] = {}
+    for item in items:
+        if isinstance(item, Run):
+            name, _, key = item.instance_id.rpartition("/")
+            files = numbers.setdefault(name, {})
+            if number := files.setdefault(item.places[0].path, len(files)):
+                item.instance_id = f"{name}/file-{number}/{key}"
+        yield item
 
 
 _LABEL_DECODER = msgspec.json.Decoder(str)

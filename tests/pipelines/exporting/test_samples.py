@@ -89,6 +89,26 @@ def test_kto_labels_each_step_by_the_mean_of_its_group_or_by_a_bar(dataset):
     assert [s["label"] for s in samples] == [False, True, True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("returns", "select", "labels"),
+    [
+        ((0.7, 0.1, 0.4), "mean", [True, False, False]),
+        ((1 / 3, 2 / 3, 0.5), "mean", [False, True, False]),
+        ((0.1 * 3, 0.3, 0.7 - 0.4, 0.2), ">=0.3", [True, True, True, False]),
+    ],
+)
+def test_a_return_that_equals_the_bar_but_for_rounding_is_equal_to_it(
+    returns, select, labels, tmp_path
+):
+    given = [("a", value, [([1], [2 + n])]) for n, value in enumerate(returns)]
+    dataset = write(tmp_path / "ds", attempts(*given))
+    _, samples = exported(dataset, "kto_tokens", select)
+    assert [sample["label"] for sample in samples] == labels
+    if select != "mean":
+        _, samples = exported(dataset, "sft_tokens", select)
+        assert len(samples) == sum(labels)
+
+
 def test_a_row_that_trains_nothing_is_left_out_and_counted(tmp_path):
     given = [
         ("a", 1.0, [([1], [2, 3], [False, False])]),

@@ -260,7 +260,10 @@ def test_a_damaged_file_is_named(shop_dataset, tmp_path, capsys):
     assert not out.exists()
 
 
-@pytest.mark.parametrize("option", ["--min-pass-rate", "--max-pass-rate"])
-def test_a_pass_rate_that_is_no_number_is_refused(dataset, capsys, option):
+@pytest.mark.parametrize(
+    "option",
+    ["--min-pass-rate", "--max-pass-rate", "--min-reward", "--max-reward", "--dedup-similarity"],
+)
+def test_a_bound_that_is_no_number_is_refused(dataset, capsys, option):
     assert run(["filter", str(dataset), option, "nan", "--dry-run"]) == 2
     assert "nan is not a number" in capsys.readouterr().err

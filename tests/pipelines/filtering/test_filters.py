@@ -136,6 +136,13 @@ def test_an_unknown_return_is_not_a_failure():
     assert kept(rows, unknown_return()) == ["a_0", "a_2"]
 
 
+def test_a_bound_includes_what_differs_from_it_by_rounding():
+    rows = table(*one_step(0.1 + 0.2, 0.7 - 0.4, 0.3, 0.2, 0.4))
+    assert kept(rows, reward_range(0.3, 0.3)) == ["a_0", "a_1", "a_2"]
+    passes = table(*one_step(0.3 - 0.2 - 0.1, 1.0))
+    assert kept(passes, pass_rate_range(0.5, 0.5)) == ["a_0", "a_1"]
+
+
 def test_a_null_return_lies_in_no_reward_range():
     rows = table(*one_step(0.5, None, "failed", 1.0, -1.0))
     assert kept(rows, reward_range(0.5, 1.0)) == ["a_0", "a_3"]

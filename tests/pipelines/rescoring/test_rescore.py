@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from pipelines import merge, trajectory_returns
+from pipelines.generation.environments import resolve
 from pipelines.rescoring.attempts import attempts
 from pipelines.rescoring.rescore import rescore
 from pipelines.rescoring.scorers import Scorer
+from pipelines.rescoring.sources import source_digests
 from pipelines.rescoring.versions import digests, read_version, version_path, with_version
 from rollout_io import RolloutWriter, scan, validate
 from rollout_io.cli.main import run
@@ -24,6 +27,7 @@ from tests.helpers.configs import train_config
 from tests.helpers.filter_helpers import one_step, table
 from trainer.run.sampling_checks import scan_rows
 
+OPTIONAL = ("messages", "response_text", "metrics")
 FUNCTIONS = '''
 import os
 import sys
@@ -185,6 +189,123 @@ def test_a_version_is_not_mixed_from_two_functions(functions, tmp_path):
     assert caught.value.rule == "reward_version"
 
 
+IMPORTS = {
+    "import": "import limits_a\n\n\ndef score(attempt):\n    return limits_a.LIMIT\n",
+    "lazily": "def score(attempt):\n    from limits_a import LIMIT\n\n    return LIMIT\n",
+    "over another": "from over import *\n\n\ndef score(attempt):\n    return LIMIT\n",
+    "of a package": "from kit.deep import limits\n\n\ndef score(attempt):\n    return limits.LIMIT\n",
+    "in a subclass": "from kit.scoring import Scoring\n\nscore = Scoring()\n",
+}
+
+
+@pytest.mark.parametrize("how", IMPORTS)
+def test_the_sources_of_a_function_are_all_that_it_imports_from_the_users_files(
+    how, tmp_path, monkeypatch
+):
+    files = {
+        "over.py": "from limits_a import LIMIT\n",
+        "limits_a.py": "LIMIT = 200\n",
+        "kit/deep/limits.py": "LIMIT = 200\n",  # packages without __init__.py
+        "kit/deep/other.py": "",
+        "kit/scoring.py": "from .deep.limits import LIMIT\n\n\nclass Scoring:\n"
+        "    def __call__(self, attempt):\n        return LIMIT\n",
+        "unrelated.py": "LIMIT = 1\n",
+    }
+    (tmp_path / "kit" / "deep").mkdir(parents=True)
+    name = f"scored_{list(IMPORTS).index(how)}"
+    for path, text in (files | {f"{name}.py": f"import json, polars\n{IMPORTS[how]}"}).items():
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def sources():
+        return source_digests(f"{name}:score", resolve(f"{name}:score", "reward_function"))
+
+    before = sources()
+    for path in ("limits_a.py", "kit/deep/limits.py", "kit/deep/other.py", "unrelated.py"):
+        (tmp_path / path).write_text("LIMIT = 1\n")
+    after = sources()
+    assert before.keys() == after.keys()
+    assert {n for n in before if before[n] != after[n]} == {
+        "kit.deep.limits" if "kit" in IMPORTS[how] else "limits_a"
+    }
+    assert not {"json", "polars", "unrelated"} & before.keys()
+
+
+def test_scores_of_a_function_whose_helper_changed_are_not_kept(tmp_path, monkeypatch, capsys):
+    (tmp_path / "limited.py").write_text(IMPORTS["lazily"])
+    (tmp_path / "limits_a.py").write_text("LIMIT = 200\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    dataset = write(tmp_path / "ds", *one_step(0.0))
+    command = ["rescore", dataset, "--reward", "limited:score", "--workers", "1"]
+    assert run(command) == 0
+    (tmp_path / "limits_a.py").write_text("LIMIT = 1\n")
+    assert run(command) == 1
+    assert "source changed since (limits_a). [reward_version]" in capsys.readouterr().err
+    assert scores_of(dataset, "score") == {"a_0": 200.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"truth": "other"},
+        {"messages": '[{"role": "user", "content": "?"}]'},
+        {"prompt_token_ids": [7]},
+        {"response_text": "other"},
+        {"response_text": None},
+        {"metrics": [{"key": "tests", "value": 2.0}]},
+        {"reward": 1.0},
+    ],
+)
+def test_the_digest_of_a_trajectory_changes_with_all_that_its_score_depends_on(change, tmp_path):
+    step = {"truth": "x", "messages": "[]", "response_text": "a", "reward": 0.0}
+    step["metrics"] = [{"key": "tests", "value": 1.0}]
+
+    def digests_of(first, where, layout="prefix"):
+        rows = pl.from_arrow(table(("a", 0, [step | first]), ("b", 0, [step]), optional=OPTIONAL))
+        truths = [(step | first)["truth"], step["truth"]]
+        with RolloutWriter(where, layout=layout) as writer:
+            writer.write(rows.with_columns(truth=pl.Series(truths)))
+        return dict(digests(scan(where)).rows())
+
+    before, after = digests_of({}, tmp_path / "a"), digests_of(change, tmp_path / "b")
+    assert {name for name in before if before[name] != after[name]} == {"a_0"}
+    assert digests_of({}, tmp_path / "c", "full") == before
+
+
+def test_a_judge_that_was_down_is_asked_again_and_its_failures_are_no_scores(
+    tmp_path, monkeypatch, capsys
+):
+    flag = tmp_path / "up"
+    (tmp_path / "judges.py").write_text(
+        "from pathlib import Path\n\n\ndef judge(attempt):\n"
+        f"    if attempt.trajectory_id == 'a_1' and not Path({str(flag)!r}).exists():\n"
+        "        raise ConnectionError('the judge is down')\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    dataset = write(tmp_path / "ds", *one_step(0.0, 0.0, 0.0))
+    command = ["rescore", dataset, "--reward", "judges:judge", "--workers", "1"]
+    assert run(command) == 0
+    assert "ds: 2 scored, 1 without a score" in capsys.readouterr().err
+    out = ["--out", str(tmp_path / "out")]
+    assert run(["filter", dataset, "--reward", "judge", *out]) == 0
+    assert "reward: 1 trajectory without a score, which count as failed" in capsys.readouterr().err
+    assert run(["filter", dataset, "--reward", "judge", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["datasets"][0]["num_unscored"] == 1
+    assert run(["diff", dataset, dataset, "--reward-b", "judge", "--json"]) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["numbers"]}
+    assert (found["return"]["num_attempts_b"], found["return"]["num_unknown_b"]) == (2, 1)
+    assert (found["failed"]["b"], found["pass rate"]["b"]) == (0.0, 1.0)
+    flag.touch()
+    assert run([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    facts = ("num_scored", "num_errors", "num_resumed", "num_retried")
+    assert [told[name] for name in facts] == [3, 0, 2, 1]
+    assert run(command) == 0
+    assert "ds: 3 scored (3 kept from before), 0 without a score" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("functions")
 def test_a_journal_of_another_function_or_with_half_a_line_is_not_trusted(tmp_path):
     dataset = write(tmp_path / "ds", *one_step(0.0, 0.0))
@@ -201,7 +322,7 @@ def test_a_journal_of_another_function_or_with_half_a_line_is_not_trusted(tmp_pa
     assert rescore(dataset, "mine", scorer).num_resumed == 1
     assert scores_of(dataset, "mine") == {"a_0": 77.0, "a_1": 1.0}
     path.unlink()
-    journal.write_text("\n".join([json.dumps(header | {"source_sha256": "0"}), line, ""]))
+    journal.write_text("\n".join([json.dumps(header | {"sources": {}}), line, ""]))
     assert rescore(dataset, "mine", scorer).num_resumed == 0
     assert scores_of(dataset, "mine") == {"a_0": 0.0, "a_1": 1.0}
 

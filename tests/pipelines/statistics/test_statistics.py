@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import warnings
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -23,6 +24,7 @@ from rollout_io.cli.main import run
 from schemas.strategies import rollout_tables
 from tests.conftest import EXAMPLES
 from tests.helpers.examples import examples
+from tests.helpers.filter_helpers import one_step, table
 from tests.helpers.table_helpers import write_example
 
 relaxed = settings(
@@ -233,3 +235,23 @@ def test_stats_loads_no_library_that_it_does_not_need(shop_dataset, tmp_path, fl
     command = [sys.executable, "-c", code, "stats", str(dataset), *flags]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.endswith("[]\n")
+
+
+def test_returns_whose_sum_overflows_have_a_mean_and_bars(tmp_path, capsys):
+    with RolloutWriter(tmp_path / "ds") as writer:
+        writer.write(table(*one_step(1.7e308, 1.6e308, 1.5e308, -1e308, 0.5, 1.0, 2.0)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(["stats", str(tmp_path / "ds")]) == 0
+        assert run(["stats", str(tmp_path / "ds"), "--json"]) == 0
+    printed, found = capsys.readouterr().out.split("{", 1)
+    assert "mean 5.429e+307" in printed
+    numbers = json.loads("{" + found)
+    assert numbers["reward_mean"] == pytest.approx(3.8 / 7 * 1e308)
+    assert numbers["metrics"]["trajectory"]["avg_score"]["value"] == pytest.approx(3.8 / 7 * 1e308)
+
+
+def test_returns_that_differ_by_rounding_share_a_bar():
+    values = [0.3 + n * 2**-54 for n in range(9)]
+    frame = pl.from_arrow(table(*one_step(*values))).lazy()
+    assert reward_distribution(dataset_summary(frame)).bars == (("0.3", 9),)

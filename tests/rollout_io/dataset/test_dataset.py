@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_io import RolloutWriter, check, iter_tables, read, read_metadata, scan, to_hf
+from rollout_io.cli.main import run
 from rollout_io.dataset.prefix_layout import decode_prefixes, encode_prefixes
 from schemas import RULES, DatasetMetadata, ValidationError, upgrade
 from schemas.errors import RolloutError
@@ -414,3 +415,12 @@ def test_a_shard_reaches_the_disk_before_its_name_and_its_name_after(tmp_path, m
     monkeypatch.setattr(os, "link", spied_link)
     shard = write_example(tmp_path)
     assert happened == [shard.stat().st_ino, "named", shard.parent.stat().st_ino]
+
+
+@pytest.mark.parametrize("verb", ["stats", "convert"])
+def test_a_broken_link_is_named_with_its_target(verb, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    out = ["--out", str(tmp_path / "out")] if verb == "convert" else []
+    assert run([verb, str(tmp_path / "link"), *out]) == 1
+    printed = capsys.readouterr().err
+    assert f"Hint: the link points to {tmp_path / 'gone'}, which does not exist" in printed

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rollout_io.formats.parsing.model_calls import contexts_of
 from rollout_io.formats.start import Start
-from rollout_io.formats.swe_agent import ADAPTER, _calls, _TrajectoryFile
+from rollout_io.formats.swe_agent import ADAPTER, Document, _calls
 from schemas.errors import RolloutError
 from tests.helpers.text_log_helpers import check_survives, found_in, mutated, read_one, roles, save
 
@@ -134,7 +134,7 @@ def test_a_history_that_was_cut_is_a_new_context(tmp_path):
 def test_a_context_knows_which_of_its_messages_it_did_not_write():
     cut = [SYSTEM, TASK, ONE, CUT, TWO, TASK]
     record = trajectory([step("one", HISTORY[:2]), step("three", cut)], HISTORY)
-    run = msgspec.json.decode(json.dumps(record), type=_TrajectoryFile)
+    run = msgspec.json.decode(json.dumps(record), type=Document)
     contexts = contexts_of(_calls(run, "a.traj"))
     assert [(c.num_given, len(c.conversation().messages)) for c in contexts] == [(2, 3), (6, 7)]
 
