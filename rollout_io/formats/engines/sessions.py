@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.contents import account
 from rollout_io.formats.contexts import Contexts, Said
+from rollout_io.formats.engines.files import Base, File, Names, by_session, join_agents, logical
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.forks import copied_answers, digest, run_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
@@ -53,58 +54,11 @@ from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
+__all__ = ["GROUPS", "Base", "File", "Line", "Names", "Sessions"]
 GROUPS = "inferred: each session is a separate instance"
 _DOCUMENT, _OF_MANY = "document", "event"
 """Parts of the places of records that are a whole file, and one of a directory's files."""
 _NUM_FIRST = 8
-_MAX_BASES = 100
-
-
-class Base(NamedTuple):
-    """Where a file begins that only refers to what precedes it.
-
-    Attributes:
-        session: Session that it continues.
-        num_records: Number of that session's records that precede those of the file.
-    """
-
-    session: str
-    num_records: int
-
-
-class Names(NamedTuple):
-    """Names of a file.
-
-    Attributes:
-        session: Session of the file.
-        parent: Session that started this one as a sub-agent; None if it is no sub-agent, "" if it is
-            the one whose answers it repeats.
-        agent: Name of the sub-agent.
-        origin: Session with copies of whose records it begins.
-        base: What it continues; None if it begins on its own.
-        labels: Other labels of the run; those without a value are left out.
-        instance: Task of the run; None: the session is one of its own.
-        repetition: Index of the attempt at this task; None: by the order of the log.
-    """
-
-    session: str
-    parent: str | None = None
-    agent: str | None = None
-    origin: str | None = None
-    base: Base | None = None
-    labels: Mapping[str, str | None] = {}
-    instance: str | None = None
-    repetition: int | None = None
-
-    def joined(self, other: Names) -> Names:
-        """Return the names of a session, given those in another record of it; the first ones count."""
-        is_agent = self.parent is not None and other.parent is not None
-        known = {name: value for name, value in self.labels.items() if value}
-        return self._replace(
-            parent=self.parent or other.parent if is_agent else None,
-            origin=self.origin or other.origin,
-            labels={**other.labels, **known},
-        )
 
 
 class Line(NamedTuple):
@@ -113,29 +67,6 @@ class Line(NamedTuple):
     where: str
     kind: str
     record: Any
-
-
-@dataclass(slots=True)
-class File:
-    """The records of a file.
-
-    Attributes:
-        answers: Digests of each record that another session may have too, by the index of its place.
-        kept: Names of records that are no answers of this session where they are logged again.
-    """
-
-    names: Names
-    places: list[Place] = field(default_factory=list)
-    answers: dict[int, list[bytes]] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
-    damage: RolloutError | None = None
-
-    def take(self, other: File) -> None:
-        """Add the records of another file of the same session, or of a sub-agent."""
-        start = len(self.places)
-        self.answers |= {start + at: digests for at, digests in other.answers.items()}
-        self.places += other.places
-        self.damage = self.damage or other.damage
 
 
 def _by_path(path: Path, _: Sequence[Any]) -> Names:
@@ -213,7 +144,7 @@ class Sessions(Grammar):
                     yield from _repeated(file, copy)
                 elif file.places and (self.has_parts or not others):
                     others.append(file)
-        _join_agents(sessions)
+        join_agents(sessions)
         yield from self._runs({name: files for name, files in sessions.items() if files})
 
     def _sessions_in(
@@ -222,7 +153,7 @@ class Sessions(Grammar):
         """Yield the names and the records of each session of an input."""
         records = self._records(given, progress)
         if self.names_in is not None:
-            yield from _by_session(given, records, self.names_in)
+            yield from by_session(given, records, self.names_in)
             return
         first = [*islice(records, _NUM_FIRST)]
         yield self.names(Path(given.name), self._typed(first)), chain(first, records)
@@ -301,7 +232,7 @@ class Sessions(Grammar):
             for file, name, i in files:
                 base = file.names.base
                 if base is not None and base.session not in names:
-                    before = _logical(base, sessions)
+                    before = logical(base, sessions)
                     referred |= {len(places) + at for at in range(len(before))}
                     places += before
                 start = len(places)
@@ -413,44 +344,6 @@ class Sessions(Grammar):
             ends.append(log.tip)
 
 
-def _by_session(
-    given: Input, records: Iterable[Record], names_in: Callable[[Path, bytes], Names | None]
-) -> Iterator[tuple[Names, list[Record]]]:
-    """Yield the sessions of a file whose records name theirs; the first one has those that do not."""
-    names, sessions, rest = dict[str, Names](), dict[str, list[Record]](), list[Record]()
-    for record in records:
-        found = names_in(Path(given.name), record.content)
-        if found is None:
-            rest.append(record)
-            continue
-        name = found.session
-        names[name] = names[name].joined(found) if name in names else found
-        sessions.setdefault(name, []).append(record)
-    first = next((name for name in sessions if name != given.name), given.name)
-    sessions.setdefault(first, []).extend(rest)
-    for name, own in sessions.items():
-        yield names.get(name, Names(name)), own
-
-
-def _join_agents(sessions: dict[str, list[File]]) -> None:
-    """Add the records of sub-agents that do not name their parent to the session they repeat."""
-    files = {name: own[0] for name, own in sessions.items() if own}
-    holders = {
-        one: name
-        for name, file in files.items()
-        for digests in file.answers.values()
-        for one in digests
-        if file.names.parent is None
-    }
-    for name, file in files.items():
-        if file.names.parent == "":
-            repeated = (holders.get(one) for digests in file.answers.values() for one in digests)
-            parent = next(filter(None, repeated), None)
-            if parent is not None:
-                files[parent].take(file)
-                del sessions[name]
-
-
 def _decoder(place: Place) -> Callable[..., Any]:
     return decode_line if place.part is None else decode_document
 
@@ -469,17 +362,6 @@ def _last(start: str, after: Mapping[str, str | None]) -> str:
         seen.add(following)
         name = following
     return name
-
-
-def _logical(base: Base, sessions: Mapping[str, list[File]], depth: int = 0) -> list[Place]:
-    """Return the first records of a session, with those that its files only refer to."""
-    records: list[Place] = []
-    for file in sessions.get(base.session, ()):
-        before = file.names.base
-        if before is not None and before.session != base.session and depth < _MAX_BASES:
-            records = _logical(before, sessions, depth + 1)
-        records = records[: before.num_records if before is not None else 0] + file.places
-    return records[: base.num_records]
 
 
 def _repeated(file: File, other: File) -> Iterator[Rejected]:
