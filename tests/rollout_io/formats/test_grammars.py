@@ -86,4 +86,4 @@ def test_most_formats_of_sessions_state_their_grammar_once():
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_format_is_the_same_in_the_processes_of_a_conversion(name):
     adapter = load_formats().adapters[name]
-    assert pickle.loads(pickle.dumps(adapter)) == adapter
+    assert pickle.loads(pickle.dumps(adapter)) == adapter  # noqa: S301
