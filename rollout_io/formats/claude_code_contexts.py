@@ -1,316 +1,426 @@
-"""Reconstruction of a Claude Code session's contexts, as conversations, from its lines.
+"""The contexts of a Claude Code session, from its lines.
 
 - The main agent's lines are in the order of the log; a sub-agent's lines (`isSidechain`) share an
-  `agentId`, or form a chain of `parentUuid`. A forked sub-agent inherits its parent's context:
+  `agentId`, or form a chain of `parentUuid`. A forked sub-agent begins with its parent's context:
   its file repeats those lines, or names the last of them (`fork-context-ref`).
+- If the request of an answer is logged (`claude_code_requests`), its prompt is what was sent. Else it
+  is what the lines before it say, after the last request that is known.
 - A compaction (`compact_boundary`, or the summary after it) begins a new context. The messages
   that it keeps (`compactMetadata`) follow the summary, or precede it if the boundary is their
   anchor.
-- A prompt or an answer whose parent is not the end of the context branches off at that parent: a
-  new context begins with the lines up to it. So does a prompt without a parent. The abandoned
-  context is kept if the model answered in it.
-- An answer is trained on in the first context that has it. In later contexts, it is part of the
-  prompt, as are answers that another session has and messages that the harness wrote.
-- Lines that the harness retracted (`retractedMessageUuids`, `supersedesUuids`), copies of a line in
-  the same thread, and API errors are omitted. Redacted thoughts are not in the log.
+- A prompt or an answer whose parent is not the end of the context goes back to that parent. So does a
+  prompt without a parent: it begins a context.
+- Lines that the harness retracted (`retractedMessageUuids`, `supersedesUuids`), copies of a line of
+  the same agent, and API errors are omitted. Redacted thoughts are not in the log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 
-from rollout_io.formats.claude_code_lines import Kept, Line, Shape, short
+from rollout_io.formats.claude_code_lines import (
+    Answer,
+    ApiMessage,
+    Attached,
+    Boundary,
+    Command,
+    Entry,
+    Export,
+    Fork,
+    Kept,
+    Queued,
+    Record,
+    Replaced,
+    Spoken,
+    System,
+    Trimmed,
+    entries_of,
+    note_unsent,
+    session_above,
+)
+from rollout_io.formats.claude_code_requests import (
+    Blob,
+    Reply,
+    Request,
+    Requests,
+    Shaped,
+    unknown_in,
+)
+from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
+from rollout_io.formats.dialects.anthropic import messages_of
+from rollout_io.formats.engines.sessions import Line
+from rollout_io.formats.grammar import Grammar
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.notes import note
+from schemas.errors import InputError
 
 MAIN, SIDECHAIN = "main", "sidechain"
-
 _NO_KEPT = "after a compaction that keeps messages which are not in the log"
 _UNKNOWN_PARENT = "of a forked sub-agent whose log does not tell which context it inherited"
 _NO_PARENT = "of a forked sub-agent whose parent's messages are not in the log"
+_UNKNOWN = "requests with a message that is not in the log: the prompt is read from the messages"
+_PROMPTS = {True: "requests", False: "messages"}
+_EDITED = "calls of Edit without the `replace_all` that Claude Code adds: later requests have it"
+
+LINES = Grammar(
+    kind="type",
+    subkind="subtype",
+    default="export",
+    records={
+        "*": Record,
+        "user": Spoken,
+        "assistant": Answer,
+        "system": System,
+        "system:compact_boundary": Boundary,
+        "system:microcompact_boundary": Trimmed,
+        "system:local_command": Command,
+        "attachment": Attached,
+        "queue-operation": Queued,
+        "fork-context-ref": Fork,
+        "content-replacement": Replaced,
+        "api-request-shape": Shaped,
+        "api-request-blob": Blob,
+        "api-request": Request,
+        "export": Export,
+    },
+)
 
 
-@dataclass(slots=True)
-class Context:
-    """One context of an agent.
+class _Session:
+    """What the agents of a session share.
 
     Attributes:
-        agent: "main" or "sidechain".
-        lines: Lines in order, each with a message.
-        problem: Why the log does not tell what the model saw; None if it does.
-        shape: System prompt and tools of the last answer; None if the log does not have them.
-        is_compacted: True if it begins with a compaction.
-        began: ISO time of its beginning; empty for the first context, or if unknown.
+        requests: The requests that it logs.
+        names: Names of the answers that an agent has.
+        answers: The answers, and whether the prompt of each is a logged request.
+        agents: The agents so far.
     """
 
-    agent: str
-    lines: list[Line] = field(default_factory=list)
-    problem: str | None = None
-    shape: Shape | None = None
-    is_compacted: bool = False
-    began: str = ""
+    def __init__(self, requests: Requests) -> None:
+        self.requests = requests
+        self.names: set[str] = set()
+        self.answers: dict[Said, tuple[Reply, bool]] = {}
+        self.agents: list[_Agent] = []
+
+    def read(self, lines: Sequence[Entry], log: Contexts) -> None:
+        """Tell the contexts of the agents what the lines say: the main agent's, then the others'."""
+        groups = _by_agent(lines)
+        pending = sorted(groups, key=lambda key: key != "")
+        while pending:
+            ready = [key for key in pending if self._is_ready(groups[key])]
+            for key in ready or pending[:1]:
+                contexts = log.agent(key, SIDECHAIN) if key else log
+                self.agents.append(_Agent(self, contexts, groups[key]))
+                pending.remove(key)
+        trained = [found for node, found in self.answers.items() if node.trains]
+        note(_EDITED, sum(reply.num_edited for reply, _ in trained))
+        note(_UNKNOWN, self.requests.num_unknown)
+        sources = {is_sent for _, is_sent in trained}
+        kinds = [kind for is_sent, kind in _PROMPTS.items() if is_sent in sources]
+        log.values["prompts"] = " and ".join(kinds or ["messages"])
+        if sources != {True}:
+            note_unsent(lines)
+
+    def _is_ready(self, lines: Iterable[Entry]) -> bool:
+        """True if the agent whose context another one inherits is read, if there is one."""
+        last = _fork_of(lines)
+        return last is None or any(last in agent.at for agent in self.agents)
 
 
-@dataclass(slots=True)
-class _Thread:
-    """The contexts of one agent, in order.
-
-    Attributes:
-        uuids: Uuids of all lines, those to come included.
-        others: Threads of the agents before this one, of whose lines this log may have copies.
-        awaited: Uuids of the lines to come that a compaction keeps; a segment ends with the last.
-        follows: For each uuid, the line with a message that a child of this uuid follows, if any.
-        spoken: Lines with a message, by uuid.
-        kept: Lines that a compaction keeps, by the uuid of the line that they follow.
-        is_cut: True between the boundary of a compaction and its summary.
-        is_linked: True once a line names a parent with a message.
-    """
-
-    contexts: list[Context]
-    uuids: frozenset[str | None] = frozenset()
-    others: Mapping[str, _Thread] = field(default_factory=dict)
-    awaited: Kept | None = None
-    follows: dict[str, Line | None] = field(default_factory=dict)
-    spoken: dict[str, Line] = field(default_factory=dict)
-    kept: dict[str, list[Line]] = field(default_factory=dict)
-    is_cut: bool = False
-    is_linked: bool = False
-    shape: Shape | None = None
-
-    @property
-    def current(self) -> Context:
-        """The last context."""
-        return self.contexts[-1]
-
-    def add(self, line: Line) -> None:
-        """Add a line, unless it is a copy of a line of this thread."""
-        if line.uuid is not None and line.uuid in self.follows:
-            return
-        self.shape = line.shape or self.shape
-        self._await(line)
-        parent = self.follows.get(line.parent or "")
-        follows = self._is_kept_summary(line, parent)
-        if line.is_compaction and not follows:
-            self._compact(line)
-        elif line.message is not None:
-            self._branch(line, parent)
-            self.is_linked |= parent is not None
-        after = None if line.is_compaction and not follows else parent
-        if line.message is not None:
-            self.current.lines.append(line)
-            self.current.shape = self.shape if line.is_answer else self.current.shape
-            after = line
-            if line.uuid is not None:
-                self.spoken[line.uuid] = line
-        kept = self.kept.pop(line.uuid or "", None)
-        if kept:
-            self.current.lines += kept
-            after = kept[-1]
-        if line.uuid is not None:
-            self.follows[line.uuid] = after
-
-    def _is_kept_summary(self, line: Line, parent: Line | None) -> bool:
-        """True if a summary is one that a later compaction kept, and that follows the context.
-
-        It follows the later summary, or is a copy in the log of a forked sub-agent.
-        """
-        if not line.is_compaction or line.message is None or parent is None or self.is_cut:
-            return False
-        is_copy = any(line.uuid in thread.uuids for thread in self.others.values())
-        return self.current.lines[-1:] == [parent] and (parent.is_compaction or is_copy)
-
-    def _await(self, line: Line) -> None:
-        """Mark a line that a compaction keeps although it is logged only after the compaction."""
-        kept = self.awaited
-        if kept is None or line.uuid is None:
-            return
-        if kept.uuids is not None:
-            line.is_kept = line.uuid in kept.uuids
-        elif line.uuid == kept.head or kept.head is None:
-            line.is_kept = True
-            self.awaited = None if line.uuid == kept.tail else Kept(tail=kept.tail)
-
-    def inherit(self, context: Context | str, last: Line | None) -> None:
-        """Begin with the context of the parent up to a line, or with the reason why it is unknown."""
-        if isinstance(context, str) or last is None:
-            self.current.problem = context if isinstance(context, str) else _NO_PARENT
-            return
-        lines = context.lines[: context.lines.index(last) + 1]
-        self.current.lines[:0] = lines
-        self.current.problem = context.problem
-        self.current.is_compacted = context.is_compacted
-        self.shape = self.shape or context.shape
-        self.uuids |= {line.uuid for line in lines}
-        self.spoken |= {line.uuid: line for line in lines if line.uuid}
-        self.follows |= {line.uuid: line for line in lines if line.uuid}
-
-    def _compact(self, line: Line) -> None:
-        """Begin a new context at a boundary, or at a summary without a boundary."""
-        is_boundary = line.message is None
-        kept, problem = self._kept(line), None
-        if kept is None:
-            kept, problem = [], _NO_KEPT
-        if self.current.lines and not self.is_cut:
-            self._begin([], None)
-        self.is_cut = is_boundary
-        self.current.is_compacted = True
-        self.current.began = self.current.began or line.at
-        self.current.problem = problem or self.current.problem
-        if kept and line.kept is not None:
-            self.kept[line.kept.anchor or line.uuid or ""] = kept
-
-    def _kept(self, line: Line) -> list[Line] | None:
-        """Return the messages that a compaction keeps; None if the log lacks one.
-
-        In a session that was forked after a compaction, they are logged after the summary.
-        """
-        kept, context = line.kept, self.current.lines
-        if kept is None:
-            return []
-        ends = {kept.head, kept.tail}
-        if kept.uuids is not None:
-            self.awaited = kept
-            known = self.uuids.issuperset(kept.uuids)
-            return [self.spoken[u] for u in kept.uuids if u in self.spoken] if known else None
-        if ends <= self.uuids and not ends & self.follows.keys():
-            self.awaited = kept
-            return []
-        # What follows a summary comes after the messages that it keeps: the line itself is meant.
-        named = (kept.head or "", kept.tail or "")
-        head, tail = (self.spoken.get(uuid) or self.follows.get(uuid) for uuid in named)
-        if head is None or tail is None or head not in context or tail not in context:
-            return None
-        return context[context.index(head) : context.index(tail) + 1]
-
-    def _begin(self, lines: list[Line], problem: str | None) -> None:
-        self.contexts.append(Context(self.current.agent, lines, problem))
-
-    def _branch(self, line: Line, parent: Line | None) -> None:
-        """Return to the parent of a prompt or an answer if other messages follow the parent."""
-        lines = self.current.lines
-        if not lines or lines[-1] is parent or not _is_turn(line, lines):
-            return
-        if parent is None:
-            if line.parent is None and line.is_prompt and self.is_linked:
-                self._begin([], None)
-            return
-        found = next((c for c in reversed(self.contexts) if parent in c.lines), None)
-        if found is None:
-            return
-        end = found.lines.index(parent) + 1
-        if found is not self.current:
-            self._begin(found.lines[:end], found.problem)
-        elif _goes_on(lines, end):
-            if any(each.is_answer for each in lines[end:]):
-                self._begin(lines[:end], found.problem)
-            else:
-                del lines[end:]
-
-
-def _is_turn(line: Line, lines: Iterable[Line]) -> bool:
-    """True if a line begins a prompt, or an answer of which the context has no line."""
-    if not line.is_answer or line.message is None or line.message.id is None:
-        return line.is_prompt or line.is_answer
-    return all(each.message is None or each.message.id != line.message.id for each in lines)
-
-
-def _goes_on(lines: Sequence[Line], end: int) -> bool:
-    """True if lines from `end` on contain more than the rest of the last answer before `end`."""
-    answers = [line.message for line in lines[:end] if line.is_answer]
-    last = answers[-1] if answers and answers[-1] is not None else None
-    name = last.id if last is not None and last.id is not None else None
-    for line in lines[end:]:
-        is_rest = line.message is not None and name is not None and line.message.id == name
-        if line.is_prompt or (line.is_answer and not is_rest):
-            return True
-    return False
-
-
-def contexts_of(lines: Iterable[Line]) -> list[Context]:
-    """Return the contexts of all agents: the main agent's first, in order.
-
-    Args:
-        lines: Lines of a session in the order of the log.
-    """
-    lines = _not_retracted(lines)
-    groups = _groups(lines)
-    threads: dict[str, _Thread] = {}
-    pending = sorted(groups, key=lambda key: key != MAIN)
-    while pending:
-        ready = [key for key in pending if _parent_of(groups[key], threads) is not None]
-        for key in ready or pending[:1]:
-            threads[key] = _thread(key, groups[key], threads)
-            pending.remove(key)
-    return [context for thread in threads.values() for context in thread.contexts]
-
-
-def _thread(key: str, lines: Sequence[Line], threads: dict[str, _Thread]) -> _Thread:
-    agent = MAIN if key == MAIN else SIDECHAIN
-    thread = _Thread([Context(agent)], frozenset(line.uuid for line in lines), threads)
-    for line in lines:
-        if line.inherited is not None:
-            parent = _parent_of(lines, threads)
-            last = parent.follows.get(line.inherited) if parent else None
-            found = [c for c in parent.contexts if last in c.lines] if parent and last else []
-            at = next((each.at for each in lines if each.at), "")
-            thread.inherit(_inherited(found, last, at), last)
-        else:
-            thread.add(line)
-    return thread
-
-
-def _inherited(contexts: Sequence[Context], last: Line | None, at: str) -> Context | str:
-    """Return the context that a fork inherits, of those with its last line; else a problem.
-
-    A line that a compaction keeps is in the contexts before and after it; the time of the fork
-    tells which one it is.
-    """
-    if not contexts or last is None:
-        return _NO_PARENT
-    starts = [c.lines[: c.lines.index(last) + 1] for c in contexts]
-    if all(start == starts[0] for start in starts):
-        return contexts[0]
-    if not at or not all(c.began for c in contexts[1:]):
-        return _UNKNOWN_PARENT
-    return next((c for c in reversed(contexts) if c.began <= at), _UNKNOWN_PARENT)
-
-
-def _parent_of(lines: Sequence[Line], threads: dict[str, _Thread]) -> _Thread | None:
-    """Return the thread whose context a fork inherits; None if it is not known.
-
-    The lines of an agent that is no fork have no parent; any thread will do.
-    """
-    last = next((line.inherited for line in lines if line.inherited is not None), None)
-    if last is None:
-        return next(iter(threads.values()), None) or _Thread([Context(MAIN)])
-    return next((thread for thread in threads.values() if last in thread.follows), None)
-
-
-def _groups(lines: Iterable[Line]) -> dict[str, list[Line]]:
-    """Return the lines of each agent."""
+def _by_agent(lines: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return the lines of each agent; the name of the main one is empty."""
     keys: dict[str, str] = {}
-    groups: dict[str, list[Line]] = {}
+    groups: dict[str, list[Entry]] = {}
     for number, line in enumerate(lines):
-        key = _key(line, keys, number)
-        if line.uuid is not None:
-            keys.setdefault(line.uuid, key)
+        record, key = line.record, ""
+        if line.is_side and record.agent_id is not None:
+            key = f"agent {record.agent_id}"
+        elif line.is_side:
+            above = keys.get(record.parent_uuid or "")
+            key = above or f"chain {record.uuid or number}"
+        if record.uuid is not None:
+            keys.setdefault(record.uuid, key)
         groups.setdefault(key, []).append(line)
     return groups
 
 
-def _key(line: Line, keys: dict[str, str], number: int) -> str:
-    if not line.is_side:
-        return MAIN
-    if line.agent_id is not None:
-        return f"agent {line.agent_id}"
-    above = keys.get(line.parent or "", MAIN)
-    return above if above != MAIN else f"chain {line.uuid or number}"
+def _fork_of(lines: Iterable[Entry]) -> str | None:
+    """Return the last line that an agent inherits; None if it is no fork, or repeats the lines."""
+    forks = (line.record.parent_last_uuid for line in lines if isinstance(line.record, Fork))
+    return next(filter(None, forks), None)
 
 
-def _not_retracted(lines: Iterable[Line]) -> list[Line]:
-    """Remove the messages that the harness retracted; their children follow their parents."""
-    lines = list(lines)
-    retracted = frozenset[str]().union(*(line.retracted for line in lines))
-    for line in lines:
-        if line.uuid is not None and short(line.uuid) in retracted:
-            line.message = None
-    return lines
+class _Agent:
+    """Tells the contexts of an agent what its lines say.
+
+    Attributes:
+        uuids: Uuids of all its lines, those to come included.
+        at: For each line so far, what its children follow.
+        spoken: For each line with a message, what it says.
+        versions: Copies of what compactions kept, with the times of their contexts; the first is the
+            original, whose time is empty.
+        replies: The answers so far, by name.
+        pending: What a compaction keeps, by the uuid of the line that it follows.
+        awaited: Lines to come that a compaction keeps; a segment ends with its last one.
+        is_cut: True between the boundary of a compaction and its summary.
+        is_linked: True once a line names a parent with a message.
+        began: ISO time of the current context; empty for the first one.
+    """
+
+    def __init__(self, session: _Session, log: Contexts, lines: Sequence[Entry]) -> None:
+        self.session, self.log, self.others = session, log, [*session.agents]
+        self.uuids = {line.record.uuid for line in lines}
+        self.at: dict[str, Said | None] = {}
+        self.spoken: dict[str, Said] = {}
+        self.versions: dict[Said, list[tuple[str, Said]]] = {}
+        self.replies: dict[str, tuple[Said, Reply]] = {}
+        self.prompts, self.summaries = set[Said](), set[Said]()
+        self.pending: dict[str, list[Said]] = {}
+        self.awaited: Kept | None = None
+        self.is_cut = self.is_linked = False
+        self.began = ""
+        shapes = (each.record.shape for each in lines if isinstance(each.record, Shaped))
+        if (shape := next(filter(None, shapes), None)) is not None:
+            log.system, log.tools = session.requests.head(shape)
+        if (last := _fork_of(lines)) is not None:
+            times = (line.record.timestamp for line in lines)
+            self._inherit(
+                last, next((at for at in times if isinstance(at, str)), ""), lines[0].where
+            )
+        for line in lines:
+            self.add(line)
+
+    def _inherit(self, last: str, time: str, where: str) -> None:
+        """Begin with the context of the parent up to a line.
+
+        A line that a compaction keeps is in the contexts before and after it; the time of the fork
+        tells which one it is.
+        """
+        parent = next((agent for agent in self.others if last in agent.at), None)
+        node = None if parent is None else parent.at[last]
+        if parent is None or node is None:
+            self._lose(_NO_PARENT, where)
+            return
+        versions = parent.versions.get(node, [("", node)])
+        if len(versions) > 1 and not (time and all(began for began, _ in versions[1:])):
+            self._lose(_UNKNOWN_PARENT, where)
+            return
+        node = next(each for began, each in reversed(versions) if began <= time)
+        self.log.rewind(node)
+        self.log.system = self.log.system or node.head.system
+        self.log.tools = self.log.tools or node.head.tools
+        path = {*self.log.path()}
+        self.at |= {uuid: each for uuid, each in parent.at.items() if each in path}
+        self.at[last] = node
+        self.spoken = {uuid: each for uuid, each in parent.spoken.items() if each in path}
+        self.uuids |= self.spoken.keys()
+
+    def _lose(self, problem: str, where: str) -> None:
+        self.log.lose(_error(problem, where), where, loss=f"answers {problem}")
+
+    def add(self, line: Entry) -> None:
+        """Add a line, unless it is a copy of a line of this agent."""
+        record, uuid = line.record, line.record.uuid
+        if uuid is not None and uuid in self.at:
+            return
+        if isinstance(record, Shaped) and record.shape is not None:
+            self.log.system, self.log.tools = self.session.requests.head(record.shape)
+        is_kept = self._is_awaited(uuid)
+        parent = self.at.get(record.parent_uuid or "")
+        is_compaction = line.is_compaction and not self._is_kept_summary(line, parent)
+        after = None if is_compaction else parent
+        if is_compaction:
+            self._compact(line)
+        elif line.content is not None:
+            self._go_to(parent, line)
+            self.is_linked |= parent is not None
+        if line.content is not None:
+            after = self._say(line, is_kept=is_kept)
+            if uuid is not None:
+                self.spoken[uuid] = after
+        if kept := self.pending.pop(uuid or "", None):
+            after = self._keep(kept)
+        if uuid is not None:
+            self.at[uuid] = after
+
+    def _is_awaited(self, uuid: str | None) -> bool:
+        """True for a line that a compaction keeps although it is logged only after the compaction."""
+        kept = self.awaited
+        if kept is None or uuid is None:
+            return False
+        if kept.uuids is not None:
+            return uuid in kept.uuids
+        is_kept = kept.head_uuid in {None, uuid}
+        if is_kept:
+            self.awaited = None if uuid == kept.tail_uuid else Kept(tail_uuid=kept.tail_uuid)
+        return is_kept
+
+    def _is_kept_summary(self, line: Entry, parent: Said | None) -> bool:
+        """True if a summary is one that a later compaction kept, and that follows the context.
+
+        It follows the later summary, or is a copy in the log of a forked sub-agent.
+        """
+        if line.content is None or parent is None or parent is not self.log.tip or self.is_cut:
+            return False
+        return parent in self.summaries or self._is_repeated(line)
+
+    def _is_repeated(self, line: Entry) -> bool:
+        """True if another agent has the line too."""
+        return any(line.record.uuid in agent.uuids for agent in self.others)
+
+    def _go_to(self, parent: Said | None, line: Entry) -> None:
+        """Go back to the parent of a prompt or an answer if other messages follow the parent."""
+        log, record = self.log, line.record
+        is_turn = line.is_prompt or (line.api is not None and self._begun(line.name) is None)
+        if log.tip is None or log.tip is parent or not is_turn:
+            return
+        if parent is None:
+            if record.parent_uuid is None and line.is_prompt and self.is_linked:
+                log.rewind(None)
+            return
+        node: Said | None = log.tip
+        goes_on = False
+        while node is not None and node is not parent:
+            goes_on |= node.is_answer or node in self.prompts
+            node = node.before
+        if node is None or goes_on:
+            log.rewind(parent)
+
+    def _begun(self, name: str) -> tuple[Said, Reply] | None:
+        """Return the answer with this name in the current context; None if it has none."""
+        found, node = self.replies.get(name), self.log.tip
+        while found is not None and node is not None and node is not found[0]:
+            node = node.before
+        return None if node is None else found
+
+    def _say(self, line: Entry, *, is_kept: bool) -> Said:
+        log, where = self.log, f"{line.where}, message"
+        log.is_copied = line.is_copied
+        if line.api is not None:
+            return self._answer(line, line.api, is_kept=is_kept)
+        unknown = unknown_in(line.content, where)
+        if unknown is None:
+            log.say(messages_of("user", line.content, where), line.where, line.record.uuid or "")
+        else:
+            self._lose(f"after content of type {unknown!r}", line.where)
+        node = log.tip
+        assert node is not None
+        if line.is_prompt:
+            self.prompts.add(node)
+        if line.is_compaction:
+            self.summaries.add(node)
+        return node
+
+    def _answer(self, line: Entry, api: ApiMessage, *, is_kept: bool) -> Said:
+        """Begin an answer, or add to it what a line says of it."""
+        log, record, name = self.log, line.record, line.name
+        assert isinstance(record, Answer)
+        begun = self._begun(name)
+        if begun is None:
+            is_new = name not in self.session.names
+            request = None
+            if is_new and not is_kept:
+                request = self.session.requests.known(record.request_ref)
+            if request is not None:
+                log.system, log.tools = self.session.requests.head(request.shape_hash)
+                log.show(self.session.requests.history(request))
+            begun = log.say((), line.where, name, given=not is_new), Reply(line.where)
+            if request is not None:
+                params = request.params
+                begun[0].facts = {"temperature": params.temperature, "top_p": params.top_p}
+            self.replies[name] = begun
+            self.session.names.add(name)
+            self.session.answers[begun[0]] = begun[1], request is not None
+        node, reply = begun
+        reply.add(record, line.content)
+        node.where = line.where
+        node.is_copied |= line.is_copied
+        node.is_given |= is_kept or line.is_copied or api.is_synthetic
+        if api.stop_reason is not None:
+            node.facts = {**node.facts, "stop_reason": api.stop_reason}
+        if (unknown := reply.unknown) is not None:
+            problem = f"after content of type {unknown!r}"
+            node.error, node.loss = _error(problem, reply.where), f"answers {problem}"
+            node.messages = [{"role": "assistant", "content": unknown}]  # for the count alone
+        else:
+            node.error, node.messages = None, reply.messages()
+            node.mark = reply.messages(is_sent=True) if reply.num_edited else None
+        return node
+
+    def _compact(self, line: Entry) -> None:
+        """Begin a new context at a boundary, or at a summary without a boundary."""
+        record, is_boundary = line.record, line.content is None
+        kept = self._kept(record.kept if isinstance(record, Boundary) else None)
+        if not self.is_cut:
+            self.log.replace()
+            self.began = record.timestamp if isinstance(record.timestamp, str) else ""
+        self.is_cut = is_boundary
+        note(SUMMARIES, not is_boundary and not self._is_repeated(line))
+        if kept is None:
+            self._lose(_NO_KEPT, line.where)
+        elif kept and isinstance(record, Boundary) and record.kept is not None:
+            self.pending[record.kept.anchor_uuid or record.uuid or ""] = kept
+
+    def _kept(self, kept: Kept | None) -> list[Said] | None:
+        """Return the messages that a compaction keeps; None if the log lacks one.
+
+        In a session that was forked after a compaction, they are logged after the summary.
+        """
+        if kept is None:
+            return []
+        if kept.uuids is not None:
+            self.awaited = kept
+            nodes = dict.fromkeys(self.spoken[uuid] for uuid in kept.uuids if uuid in self.spoken)
+            return [*nodes] if self.uuids.issuperset(kept.uuids) else None
+        ends = [kept.head_uuid or "", kept.tail_uuid or ""]
+        if self.uuids.issuperset(ends) and not any(uuid in self.at for uuid in ends):
+            self.awaited = kept
+            return []
+        # What follows a summary comes after the messages that it keeps: the line itself is meant.
+        first, last = (self.spoken.get(uuid) or self.at.get(uuid) for uuid in ends)
+        path = self.log.path()
+        if first not in path or last not in path:
+            return None
+        return path[path.index(first) : path.index(last) + 1]
+
+    def _keep(self, nodes: Sequence[Said]) -> Said:
+        """Say what a compaction keeps, which is what the names of its lines mean from now on."""
+        copies = dict(zip(nodes, self.log.keep(nodes), strict=True))
+        self.at |= {uuid: copies[n] for uuid, n in self.at.items() if n is not None and n in copies}
+        self.spoken |= {uuid: copies[n] for uuid, n in self.spoken.items() if n in copies}
+        for node, copy in copies.items():
+            self.versions[copy] = self.versions.setdefault(node, [("", node)])
+            self.versions[copy].append((self.began, copy))
+            self.prompts |= {copy} if node in self.prompts else set()
+            self.summaries |= {copy} if node in self.summaries else set()
+        return copies[nodes[-1]]
+
+
+def _error(problem: str, where: str) -> InputError:
+    hint = "remove the content from the log if the answers can do without it"
+    return InputError("message", where, f"all answers are {problem}", "text, or a tool call", hint)
+
+
+def _records(lines: Iterable[Line], log: Contexts) -> Iterator[tuple[str, Record, bool]]:
+    """Yield the records, each with its place and whether another session has it too."""
+    for where, _, record in lines:
+        parts = record.loglines if isinstance(record, Export) else ()
+        places = [f"{where}, loglines[{i}]" for i in range(len(parts))]
+        typed = [
+            LINES.typed(bytes(p), at, decode_line)[1] for p, at in zip(parts, places, strict=True)
+        ]
+        for at, each in [(where, record), *zip(places, typed, strict=True)]:
+            if isinstance(each, Record):
+                yield at, each, log.is_copied
+
+
+def read(lines: Iterator[Line], log: Contexts) -> None:
+    """Read the agents of a session; the lines of sub-agents' files come last, as forks need."""
+    records = sorted(_records(lines, log), key=lambda each: session_above(each[0]) is not None)
+    requests = Requests()
+    for where, record, _ in records:
+        requests.add(record, where)
+    entries = entries_of(records)
+    models = [line.api.model for line in entries if line.api and not line.api.is_synthetic]
+    log.name, log.model = MAIN, next(filter(None, reversed(models)), None)
+    _Session(requests).read(entries, log)

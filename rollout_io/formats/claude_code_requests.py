@@ -1,4 +1,4 @@
-"""The requests that recent versions of Claude Code log: what the model was sent, exactly.
+"""Requests as recent versions of Claude Code log them, and answers as all versions do.
 
     {"type": "api-request-shape", "shapeHash": "s1", "shape": {"system": [...], "tools": [...]}}
     {"type": "api-request-blob", "hash": "h1", "message": {"role": "user", "content": [...]}}
@@ -9,7 +9,13 @@
 The messages of a request are the first `keep` messages of the request `base`, and then those of
 `tail`, each named by the SHA-256 of its canonical JSON (sorted keys, without `cache_control`). A
 message that the session's own lines already have is not logged again: its digest is that of an
-answer, of a line of the user, or of the results of an answer's calls.
+answer, of the results of an answer's calls, or of lines of the user that follow each other.
+
+An answer is one or more lines with the same `message.id`, wherever the results of its tools are
+logged. Versions differ in what the lines contain: one block each, or states of the answer while it
+was streamed, each of which repeats earlier blocks. Of the states of a block, the most complete
+counts. If blocks follow in an order that a chat message cannot express, such as a thought after a
+tool call, the answer becomes several messages.
 """
 
 from __future__ import annotations
@@ -17,18 +23,62 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any
 
 import msgspec
 
+from rollout_io.formats.claude_code_lines import Answer, Record, Spoken
+from rollout_io.formats.contexts import Item
 from rollout_io.formats.dialects import anthropic
-from rollout_io.formats.parsing.content import Message, raw_of
-from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.dialects.anthropic import CALLS, is_server_result, parts_of_result
+from rollout_io.formats.dialects.responses import chat_role
+from rollout_io.formats.grammar import inner
+from rollout_io.formats.parsing.content import (
+    THOUGHTS,
+    Message,
+    Part,
+    Parts,
+    canonical_json,
+    is_shown,
+    parts_in,
+)
+from rollout_io.formats.parsing.media import restored
+from schemas.messages import is_answer
 
-_BLOB, _REQUEST, _SHAPE = "api-request-blob", "api-request", "api-request-shape"
 _CACHE = "cache_control"
+_MAX_LINES = 16
+"""Most lines of the user that are one message."""
+
+_MARKERS = frozenset({"fallback"})
+"""Types of blocks without text: `fallback` records that a different model continued."""
+
+_SENT = anthropic.MESSAGE.plus(
+    leaves={"parameters that are not part of the prompt": "output_config"}
+)
+
+
+class Shape(msgspec.Struct, gc=False):
+    """The system prompt and the tools of a request, as sent."""
+
+    system: Any = None
+    tools: Any = None
+
+
+class Shaped(Record, gc=False, rename="camel"):
+    """The shape of the requests that follow."""
+
+    shape_hash: str | None = None
+    shape: Shape | None = None
+
+
+class Blob(Record, gc=False, kw_only=True):
+    """A message of requests."""
+
+    hash: str
+    message: Annotated[dict[str, Any], inner(_SENT)]
 
 
 class _Thread(msgspec.Struct, gc=False):
@@ -40,124 +90,84 @@ class _Params(msgspec.Struct, gc=False):
     top_p: float | None = None
 
 
-class _Blob(msgspec.Struct, gc=False):
-    hash: str
-    message: dict[str, Any]
-
-
-class _Shape(msgspec.Struct, gc=False):
-    system: Any = None
-    tools: Any = None
-
-
-class _Shaped(msgspec.Struct, gc=False):
-    name: str | None = msgspec.field(name="shapeHash", default=None)
-    shape: _Shape | None = None
-
-
-class Request(msgspec.Struct, gc=False):
-    """A request, as it is logged."""
+class Request(Record, gc=False, kw_only=True):
+    """A request: the first messages of another one, and those of `tail`."""
 
     id: str
     tail: list[str]
     keep: int = 0
     base: str | None = None
-    shape: str | None = msgspec.field(name="shapeHash", default=None)
-    params: _Params | None = None
-    thread: _Thread | None = None
+    shape_hash: str | None = msgspec.field(name="shapeHash", default=None)
+    params: _Params = msgspec.field(default_factory=_Params)
+    thread: _Thread = msgspec.field(default_factory=_Thread)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What the model was sent for an answer.
-
-    Attributes:
-        messages: Chat messages, the system prompt first.
-        shape: Name of the system prompt and the tools.
-        tools: Tool definitions in OpenAI's format; None if there are none.
-    """
-
-    messages: list[Message]
-    shape: str | None
-    tools: list[Message] | None
-    temperature: float | None = None
-    top_p: float | None = None
-
-
-@dataclass(slots=True)
+@dataclass
 class Requests:
     """The requests of a session, with the messages that they name.
 
     Attributes:
-        num_unknown: Number of prompts that could not be found although their request is logged.
+        num_unknown: Number of answers whose prompt could not be found although their request is logged.
     """
 
     num_unknown: int = 0
     _where: str = ""
     _requests: dict[str, Request] = field(default_factory=dict)
-    _shapes: dict[str, _Shape] = field(default_factory=dict)
-    _blobs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _said: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    _answers: dict[tuple[str, str], dict[str, list[Any]]] = field(default_factory=dict)
-    _converted: dict[str, list[Message]] = field(default_factory=dict)
-    _heads: dict[str, tuple[list[Message], list[Message] | None]] = field(default_factory=dict)
-    _is_indexed: bool = False
+    _shapes: dict[str, Shape] = field(default_factory=dict)
+    _sent: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _spoken: list[tuple[str, Spoken]] = field(default_factory=list)
+    _converted: dict[tuple[str, bool], list[Message]] = field(default_factory=dict)
 
-    def add(self, record: dict[str, Any], agent: str, where: str) -> None:
-        """Add a line.
-
-        Args:
-            record: The decoded line.
-            agent: Name of the file of the agent: a copy of an answer there is another answer.
-            where: Location of the line, for error messages.
-
-        Raises:
-            InputError: `record_type`: a field of a request has the wrong type.
-        """
-        kind, message = record.get("type"), record.get("message")
+    def add(self, record: Any, where: str) -> None:
+        """Add a line; a copy of an answer in another file is another answer."""
         self._where = self._where or where
-        if kind == _REQUEST:
-            request = _checked(Request, record, where)
-            self._requests[request.id] = request
-        elif kind == _SHAPE:
-            shaped = _checked(_Shaped, record, where)
-            if shaped.name is not None and shaped.shape is not None:
-                self._shapes[shaped.name] = shaped.shape
-        elif kind == _BLOB:
-            blob = _checked(_Blob, record, where)
-            self._blobs[blob.hash] = blob.message
-        elif kind == "user" and isinstance(message, dict):
-            self._said.append((agent, message))
-        elif kind == "assistant" and isinstance(message, dict):
-            lines = self._answers.setdefault((agent, str(message.get("id"))), {})
-            lines.setdefault(str(record.get("uuid")), message.get("content") or [])
+        match record:
+            case Request():
+                self._requests[record.id] = record
+            case Shaped(shape_hash=str(name), shape=Shape() as shape):
+                self._shapes[name] = shape
+            case Blob():
+                self._sent[record.hash] = record.message
+            case Spoken():
+                self._spoken.append((where.rpartition(":")[0], record))
 
-    def knows(self, name: str | None) -> bool:
-        """True if the log has all messages of a request; counts a request of which it has not."""
+    def known(self, name: str | None) -> Request | None:
+        """Return a request with all its messages; one of which the log lacks some is counted."""
         request = None if name is None else self._requests.get(name)
         if request is None:
-            return False
-        self._index()
+            return None
         digests = self._digests(request)
-        is_whole = request.thread is None or request.thread.type == "none"
-        is_whole &= digests is not None and all(d in self._blobs for d in digests)
-        self.num_unknown += not is_whole
-        return is_whole
+        is_whole = request.thread.type == "none" and digests is not None
+        if is_whole and all(digest in self._messages for digest in digests or ()):
+            return request
+        self.num_unknown += 1
+        return None
 
-    def prompt(self, name: str, since: Iterable[Message] = ()) -> Prompt:
-        """Return what was sent with a request that is known, and after it.
+    def history(self, request: Request) -> list[Item]:
+        """Return the messages of a request that is known. What the model wrote in them is given.
 
         Raises:
             InputError: `record_type`: a message has a field of the wrong type.
         """
-        request = self._requests[name]
-        system, tools = self._head(request.shape)
-        messages = [*system]
-        for each in self._digests(request) or ():
-            messages += self._messages(each)
-        messages += since
-        params = request.params or _Params()
-        return Prompt(messages, request.shape, tools, params.temperature, params.top_p)
+        items, is_answered = list[Item](), False
+        for digest in self._digests(request) or ():
+            where = f"{self._where}, message {digest[:12]}"
+            if (digest, is_answered) not in self._converted:
+                self._converted[digest, is_answered] = [
+                    message | {"role": chat_role(message["role"], is_answered=is_answered)}
+                    for message in anthropic.messages([self._messages[digest]], where)
+                ]
+            messages = self._converted[digest, is_answered]
+            is_answered |= any(map(is_answer, messages))
+            is_of_model = self._messages[digest].get("role") == "assistant"
+            items.append(Item("" if is_of_model else digest, messages, where, given=True))
+        return items
+
+    def head(self, shape: Shape | str | None) -> tuple[str | None, list[Message] | None]:
+        """Return the system prompt and the tools of a shape or its name; None for what it lacks."""
+        found = shape if isinstance(shape, Shape) else self._shapes.get(shape or "", Shape())
+        text = anthropic.system_prompt(found.system, f"{self._where}, shape.system")
+        return text or None, anthropic.tools(found.tools)
 
     def _digests(self, request: Request) -> list[str] | None:
         """Return the digests of a request's messages; None if a base is missing."""
@@ -173,97 +183,52 @@ class Requests:
             need, name = min(need, base.keep), base.base
         return [digest for part in reversed(parts) for digest in part]
 
-    def _index(self) -> None:
-        """Add the messages of the session's own lines to the blobs."""
-        if self._is_indexed:
-            return
-        self._is_indexed = True
-        results: defaultdict[tuple[str, str], list[Any]] = defaultdict(list)
-        callers: dict[tuple[str, str], tuple[str, str]] = {}
-        for key, lines in self._answers.items():
-            content: Any = [block for each in lines.values() for block in _blocks(each)]
-            self._put({"role": "assistant", "content": content})
-            for block in content:
-                if isinstance(block, dict) and block.get("type") == "tool_use":
-                    callers[key[0], str(block.get("id"))] = key
-        for agent, message in self._said:
+    @cached_property
+    def _messages(self) -> dict[str, dict[str, Any]]:
+        """The messages of requests by their digests: those that are logged, and those of the lines."""
+        sent = dict(self._sent)
+
+        def put(role: str, content: Any) -> None:
+            message = {"role": role, "content": content}
+            sent.setdefault(digest_of(message), message)
+
+        answers = defaultdict[Any, dict[str | None, list[Any]]](dict)
+        callers, results = dict[Any, Any](), defaultdict[Any, list[Any]](list)
+        runs = defaultdict[str, list[list[Any]]](list)
+        for file, line in self._spoken:
+            message: Any = _decoded(line.message)
             content = message.get("content")
-            self._put({"role": "user", "content": content})
-            self._put({"role": "user", "content": _blocks(content)})
-            for block in _blocks(content):
-                caller = callers.get((agent, str(block.get("tool_use_id"))))
-                if caller is not None:
+            blocks = _blocks(content)
+            if isinstance(line, Answer):
+                key = file, message.get("id")
+                answers[key].setdefault(line.uuid, blocks)
+                callers |= {(file, each.get("id")): key for each in blocks}
+                runs[file] = []
+                continue
+            put("user", content)
+            runs[file] = [*runs[file][1 - _MAX_LINES :], blocks]
+            joined: list[Any] = []
+            for each in reversed(runs[file]):
+                joined = [*each, *joined]
+                put("user", joined)
+            for block in blocks:
+                if caller := callers.get((file, block.get("tool_use_id"))):
                     results[caller].append(block)
+        for lines in answers.values():
+            put("assistant", [block for blocks in lines.values() for block in blocks])
         for blocks in results.values():
-            self._put({"role": "user", "content": blocks})
-        self._said, self._answers = [], {}
-
-    def _put(self, message: dict[str, Any]) -> None:
-        self._blobs.setdefault(digest_of(message), message)
-
-    def _messages(self, digest: str) -> list[Message]:
-        if digest not in self._converted:
-            where = f"{self._where}, message {digest[:12]}"
-            self._converted[digest] = anthropic.messages([self._blobs[digest]], where)
-        return self._converted[digest]
-
-    def _head(self, name: str | None) -> tuple[list[Message], list[Message] | None]:
-        """Return the system prompt, as a message if there is one, and the tools."""
-        shape = self._shapes.get(name or "", _Shape())
-        if name is None or name not in self._heads:
-            text = anthropic.system_prompt(shape.system, f"{self._where}, shape.system")
-            system: list[Message] = [{"role": "system", "content": text}] if text else []
-            self._heads[name or ""] = system, anthropic.tools(shape.tools)
-        return self._heads[name or ""]
+            put("user", blocks)
+        return sent
 
 
-@dataclass(slots=True)
-class Chain:
-    """Calls of an agent, each of which was sent the prompt and the answer of the one before it."""
-
-    prompt: Prompt
-    reply: list[Message]
-    num_given: int
-    where: str
-    stop_reason: str | None = None
-
-    def is_continued_by(self, prompt: Prompt) -> bool:
-        """True if a prompt is this prompt, the answer to it, and then no other answer."""
-        size = len(self.prompt.messages)
-        end = size + len(self.reply)
-        return (
-            prompt.shape == self.prompt.shape
-            and prompt.messages[:size] == self.prompt.messages
-            and prompt.messages[size:end] == self.reply
-            and all(message["role"] != "assistant" for message in prompt.messages[end:])
-        )
-
-
-def chained(calls: Iterable[tuple[Prompt, list[Message], str, str | None]]) -> list[Chain]:
-    """Return the chains of an agent's calls, in the order in which they begin.
-
-    Args:
-        calls: Prompt, answer, location of the answer's last line, and stop reason of each call.
-    """
-    found: list[Chain] = []
-    for prompt, reply, where, stop_reason in calls:
-        chain = next((c for c in reversed(found) if c.is_continued_by(prompt)), None)
-        if chain is None:
-            chain = Chain(prompt, reply, len(prompt.messages), where)
-            found.append(chain)
-        chain.prompt, chain.reply, chain.where = prompt, reply, where
-        chain.stop_reason = stop_reason or chain.stop_reason
-    return found
-
-
-def digest_of(message: dict[str, Any]) -> str:
+def digest_of(message: Mapping[str, Any]) -> str:
     """Return the name of a message: the SHA-256 of its canonical JSON.
 
     Example:
         >>> digest_of({"role": "user", "content": [{"type": "text", "text": "Hi."}]})[:16]
         'd3eaf30c2b5b1c95'
     """
-    bare = _without_cache(message)
+    bare = _without_cache(restored(message))
     text = json.dumps(bare, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
@@ -274,12 +239,149 @@ def _without_cache(value: Any) -> Any:
     return [_without_cache(each) for each in value] if isinstance(value, list) else value
 
 
-def _blocks(content: Any) -> list[Any]:
+def _decoded(message: msgspec.Raw) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(message)
+    except msgspec.MsgspecError:
+        return {}  # the reader reports the damage
+    return found if isinstance(found, dict) else {}
+
+
+def _blocks(content: Any) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     listed = content if isinstance(content, list) else []
     return [block for block in listed if isinstance(block, dict)]
 
 
-def _checked(kind: type[Any], record: dict[str, Any], where: str) -> Any:
-    return decode_line(msgspec.json.Decoder(kind), bytes(raw_of(record)), where)
+@dataclass(slots=True)
+class Reply:
+    """An answer.
+
+    Attributes:
+        where: Location of its first line.
+        blocks: Blocks in order, each in its most complete state.
+        indices: Index of each block in the answer, if the log has it.
+        uuids: Uuids of its lines.
+    """
+
+    where: str
+    blocks: list[Part] = field(default_factory=list)
+    indices: list[int | None] = field(default_factory=list)
+    uuids: set[str] = field(default_factory=set)
+
+    def add(self, line: Answer, content: Parts) -> None:
+        """Add the blocks of a line, or replace earlier states of them."""
+        states = [part for part in parts_in(content) if part.type not in _MARKERS]
+        is_restart = line.parent_uuid is not None and line.parent_uuid not in self.uuids
+        if line.uuid is not None:
+            self.uuids.add(line.uuid)
+        if not states:
+            return
+        start = self._start(line.api_block_index, states, is_restart=is_restart)
+        for at, state in enumerate(states, start):
+            known = self._calls().get(state.id) if _is_call(state) else None
+            if known is not None or at < len(self.blocks):
+                at = at if known is None else known
+                self.blocks[at] = _more_complete(self.blocks[at], state)
+            else:
+                self.blocks.append(state)
+                self.indices.append(line.api_block_index)
+
+    def _calls(self) -> dict[str | None, int]:
+        """Return the position of each tool call that has an id."""
+        return {part.id: at for at, part in enumerate(self.blocks) if _is_call(part) and part.id}
+
+    def _start(self, index: int | None, states: Sequence[Part], *, is_restart: bool) -> int:
+        """Return the position in `blocks` of the first of these states.
+
+        States repeat the last blocks, unless they contain a call that is already there or the log
+        repeats an answer from its start.
+        """
+        end, calls = len(self.blocks), self._calls()
+        if index is not None and len(states) == 1 and None not in self.indices:
+            return self.indices.index(index) if index in self.indices else end
+        again = (calls[s.id] - i for i, s in enumerate(states) if _is_call(s) and s.id in calls)
+        covering = (at for at in range(end) if at + len(states) >= end)
+        others = (at for at in range(end) if is_restart)
+        starts = (at for at in (*again, *covering, *others) if at >= 0)
+        return next((at for at in starts if self._are_states(at, states)), end)
+
+    def _are_states(self, start: int, states: Sequence[Part]) -> bool:
+        pairs = zip(self.blocks[start:], states, strict=False)
+        return all(_is_state(block, state) for block, state in pairs)
+
+    def messages(self, *, is_sent: bool = False) -> list[Message]:
+        """Return the answer as one message, or several if the order of its blocks needs them.
+
+        Args:
+            is_sent: True for the answer as later requests have it, which is also the log's form.
+
+        Raises:
+            InputError: Any error of `messages_of`.
+        """
+        blocks = self.blocks if is_sent else [*map(_as_written, self.blocks)]
+        return anthropic.messages_of("assistant", blocks, f"{self.where}, message")
+
+    @property
+    def num_edited(self) -> int:
+        """Number of its calls to which Claude Code added something."""
+        return sum(_as_written(block) is not block for block in self.blocks)
+
+    @property
+    def unknown(self) -> str | None:
+        """Type of the first block that is neither text, a thought nor a tool call; None if none."""
+        return next((p.type for p in self.blocks if not _is_written(p)), None)
+
+
+def unknown_in(content: Parts, where: str) -> str | None:
+    """Return the type of the first part of a message that is neither text nor media."""
+    for part in parts_in(content):
+        inner_parts = parts_of_result(part, where) if part.type == "tool_result" else [part]
+        for each in inner_parts:
+            if not is_shown(each):
+                return each.type
+    return None
+
+
+def _is_written(part: Part) -> bool:
+    is_call = _is_call(part) and bool(part.name) and bool(_arguments(part))
+    return is_shown(part) or part.type in THOUGHTS or is_call or is_server_result(part)
+
+
+def _as_written(part: Part) -> Part:
+    """Return a block without what Claude Code adds before all arguments of a call of Edit."""
+    if not _is_call(part) or part.name != "Edit":
+        return part
+    try:
+        arguments = msgspec.json.decode(part.input, type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError:
+        return part
+    if next(iter(arguments), None) != "replace_all" or bytes(arguments["replace_all"]) != b"false":
+        return part
+    del arguments["replace_all"]
+    return msgspec.structs.replace(part, input=msgspec.Raw(msgspec.json.encode(arguments)))
+
+
+def _is_call(part: Part) -> bool:
+    return part.type in CALLS
+
+
+def _is_state(one: Part, other: Part) -> bool:
+    """True if one block may be a later state of the other."""
+    if one.type != other.type:
+        return False
+    if not _is_call(one):
+        return one.said.startswith(other.said) or other.said.startswith(one.said)
+    return one.id == other.id and (one.id is not None or _arguments(one) == _arguments(other))
+
+
+def _more_complete(before: Part, state: Part) -> Part:
+    """Return the later state, unless it has less than the earlier one."""
+    if _is_call(before) and _is_call(state):
+        return before if len(_arguments(before)) > len(_arguments(state)) else state
+    return before if len(before.said) > len(state.said) else state
+
+
+def _arguments(part: Part) -> str:
+    return "" if bytes(part.input) == b"null" else canonical_json(bytes(part.input))

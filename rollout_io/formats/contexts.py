@@ -49,7 +49,7 @@ class Item(NamedTuple):
     """A message of a whole history (`Contexts.show`).
 
     Attributes:
-        key: Name of the message in its session.
+        key: Name of the message in its session; "": any that says the same.
         mark: What tells a changed message from the one of the same key; None: the messages.
         given: See `Contexts.say`.
     """
@@ -74,6 +74,7 @@ class Said:
         is_given: True if its answers are part of the prompt.
         is_copied: True if another session has the record too.
         error: Why it, and all that follows it, cannot be read.
+        loss: Note about the answers that this costs.
         mark: See `Item`.
         for_others: What a model other than the one that wrote it is sent; None: the same.
         facts: Fields of the `Conversation` that ends with this answer, such as its `stop_reason`.
@@ -87,6 +88,7 @@ class Said:
     is_given: bool = False
     is_copied: bool = False
     error: InputError | None = None
+    loss: str = LOST
     mark: Any = None
     for_others: Sequence[Message] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -199,7 +201,7 @@ class Contexts:
         for node in nodes:
             copy = self._add(Said(node.key, node.messages, node.where, is_given=True))
             copy.head = copy.head._replace(model=node.head.model)
-            copy.for_others = node.for_others
+            copy.for_others, copy.error, copy.loss = node.for_others, node.error, node.loss
             copies.append(copy)
         return copies
 
@@ -244,7 +246,7 @@ class Contexts:
             same = (
                 node
                 for node in reversed(self._behind.get(self.tip, ()))
-                if node.key == item.key
+                if item.key in {"", node.key}
                 and (node.messages if node.mark is None else node.mark) == mark
             )
             node = next(same, None)
@@ -268,18 +270,22 @@ class Contexts:
                 result = {"role": "tool", "content": text, "tool_call_id": call.get("id")}
                 self.say([result], where, f"{where} {call.get('id')}")
 
-    def lose(self, error: InputError, where: str = "", *, in_answer: bool = False) -> None:
+    def lose(
+        self, error: InputError, where: str = "", *, in_answer: bool = False, loss: str = LOST
+    ) -> None:
         """Use nothing that follows: it depends on something that cannot be read.
 
         Args:
             error: Why it cannot be read.
             where: Location.
             in_answer: True if it is a part of the answer at the tip, which is lost too.
+            loss: Note about the answers that this costs.
         """
         node = (
             self.tip if in_answer and self.tip is not None else self.say((), where or error.where)
         )
-        node.error = node.error or error
+        if node.error is None:
+            node.error, node.loss = error, loss
 
     @property
     def unread(self) -> InputError | None:
@@ -311,16 +317,27 @@ class Contexts:
         return [step for _, part in parts for step in part]
 
     def _conversations(self, trained: set[Said]) -> Iterator[Conversation]:
-        lost = set[Said]()
-        for node in self._nodes:  # a node comes after those before it
-            if node.error is not None or node.before in lost:
-                lost.add(node)
-        note(LOST, sum(node.trains for node in lost))
+        lost = self._lost()
+        for node, loss in lost.items():
+            note(loss, node.trains)
         note(COPIED, sum(node.is_copied and node.is_answer for node in self._nodes))
         for end in self._ends(lost):
             yield from self._along(end, trained)
 
-    def _ends(self, lost: set[Said]) -> list[Said]:
+    def _lost(self) -> dict[Said, str]:
+        """Return the nodes that cannot be used, each with the note about it."""
+        lost = dict[Said, str]()
+        own = dict.fromkeys(self._nodes)
+        for node in own:  # a node comes after those before it
+            behind = [node] if node.before is None or node.before in own else self.path(node)
+            cause = next((each for each in behind if each.error is not None), None)
+            if node.before in lost:
+                lost[node] = lost[node.before]
+            elif cause is not None:
+                lost[node] = cause.loss
+        return lost
+
+    def _ends(self, lost: Mapping[Said, str]) -> list[Said]:
         """Return the last node of each branch with an answer, with what follows the answer there."""
         inner, ends = set[Said | None](), list[Said]()
         for node in reversed(self._nodes):

@@ -21,7 +21,9 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from rollout_io.formats.contents import SELF, Contents
+from rollout_io.formats.base import Adapter
+from rollout_io.formats.contents import EVERY, SELF, Contents
+from rollout_io.formats.detect import find_adapter, load_formats
 
 _INNER = "contents"
 _VALID = msgspec.json.Decoder(msgspec.Raw)
@@ -46,7 +48,8 @@ class Grammar:
             that is listed.
         default: Name of the type of a record without the key `kind`.
         payload: Key below which the fields of the structs are; "": at the top level.
-        records: Struct of each type that is read; None if nothing but its type is. A record that is a
+        records: Struct of each type that is read; None if nothing but its type is. Types that are not
+            listed have the struct of `*`, whose fields all types have. A record that is a
             list has a list of structs.
         leaves: What is left out, by the reason (`contents.Contents`).
     """
@@ -57,6 +60,11 @@ class Grammar:
     payload: str = ""
     records: Mapping[str, Any]
     leaves: Mapping[str, str] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Callable[[str], Grammar], tuple[str]]:
+        """Be found by the name of the format in another process, as decoders cannot be sent there."""
+        known = load_formats().adapters.items()
+        return _named, (next(name for name, adapter in known if _grammar_of(adapter) is self),)
 
     @cached_property
     def contents(self) -> Contents:
@@ -119,10 +127,19 @@ class Grammar:
         if not self.kind and not self.payload:  # its only decoder finds what is no JSON
             return self.default, decode(self._decoders[self.default], content, where)
         kind, fields = self.split(content, where, decode)
-        decoder = self._decoders.get(kind)
+        decoder = self._decoders.get(kind, self._decoders.get(EVERY))
         if decoder is None:
             return kind, None
         return kind, decode(decoder, fields, f"{where}, {self.payload}" if self.payload else where)
+
+
+def _grammar_of(adapter: Adapter) -> Any:
+    return getattr(adapter.find, "__self__", None)
+
+
+def _named(name: str) -> Grammar:
+    grammar: Grammar = _grammar_of(find_adapter(name))
+    return grammar
 
 
 def _fields(

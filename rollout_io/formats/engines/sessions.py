@@ -8,6 +8,8 @@ what each record says to the contexts of its agent (`read`). The rest is the sam
 - A fork begins with copies of records of another session, or only refers to them. Answers that several
   sessions have are trained on in one; in the others they are part of the prompt.
 - A file that continues another one from a record on (`Names.base`) begins where that record ends.
+- Where each record names its session (`names_in`), a file may have several, and a session is read as
+  one, whatever files its records are in.
 
     file a:  1 2 3 4      file b, with base (a, 2):  5 6      contexts:  1 - 2 - 3 - 4
                                                                              \ 5 - 6
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +39,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.contents import account
 from rollout_io.formats.contexts import Contexts, Said
+from rollout_io.formats.engines.files import Base, File, Names, by_session, join_agents, logical
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.forks import copied_answers, digest, run_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
@@ -51,47 +54,11 @@ from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
+__all__ = ["GROUPS", "Base", "File", "Line", "Names", "Sessions"]
 GROUPS = "inferred: each session is a separate instance"
 _DOCUMENT, _OF_MANY = "document", "event"
 """Parts of the places of records that are a whole file, and one of a directory's files."""
 _NUM_FIRST = 8
-_MAX_BASES = 100
-
-
-class Base(NamedTuple):
-    """Where a file begins that only refers to what precedes it.
-
-    Attributes:
-        session: Session that it continues.
-        num_records: Number of that session's records that precede those of the file.
-    """
-
-    session: str
-    num_records: int
-
-
-class Names(NamedTuple):
-    """Names of a file.
-
-    Attributes:
-        session: Session of the file.
-        parent: Session that started this one as a sub-agent; None if it is no sub-agent.
-        agent: Name of the sub-agent.
-        origin: Session with copies of whose records it begins.
-        base: What it continues; None if it begins on its own.
-        labels: Other labels of the run; those without a value are left out.
-        instance: Task of the run; None: the session is one of its own.
-        repetition: Index of the attempt at this task; None: by the order of the log.
-    """
-
-    session: str
-    parent: str | None = None
-    agent: str | None = None
-    origin: str | None = None
-    base: Base | None = None
-    labels: Mapping[str, str | None] = {}
-    instance: str | None = None
-    repetition: int | None = None
 
 
 class Line(NamedTuple):
@@ -102,14 +69,8 @@ class Line(NamedTuple):
     record: Any
 
 
-@dataclass(slots=True)
-class _File:
-    """The records of a file; `answers` has a digest of each that another session may have too."""
-
-    names: Names
-    places: list[Place] = field(default_factory=list)
-    answers: dict[int, list[bytes]] = field(default_factory=dict)
-    damage: RolloutError | None = None
+def _by_path(path: Path, _: Sequence[Any]) -> Names:
+    return Names(str(path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +80,9 @@ class Sessions(Grammar):
     Attributes:
         names: Returns the names of a file from its path and its first records; by default, the path is
             the session.
+        names_in: Returns the names in a record, given the path of its file and its JSON, if records name
+            their sessions; None for a record of the first session of its file. It raises no error: what
+            cannot be read and names no session has the path as its session.
         read: Tells the contexts of an agent what its records say.
         is_record: True if a decoded record is of this format, for detection.
         files: Pattern of the files with one record each, if a session may be a directory of them.
@@ -130,7 +94,8 @@ class Sessions(Grammar):
         names_origin: True if a fork names its origin, so that other sessions have no copies.
     """
 
-    names: Callable[[Path, Sequence[Any]], Names] = lambda path, _: Names(str(path))
+    names: Callable[[Path, Sequence[Any]], Names] = _by_path
+    names_in: Callable[[Path, bytes], Names | None] | None = None
     read: Callable[[Iterator[Line], Contexts], None]
     is_record: Callable[[Mapping[str, Any]], bool] = lambda _: False
     files: str = ""
@@ -160,21 +125,26 @@ class Sessions(Grammar):
     def find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         """Yield one run per session, with the files of its sub-agents."""
         yield About("groups", GROUPS)
-        sessions: dict[str, list[_File]] = {}
+        sessions: dict[str, list[File]] = {}
         for given in inputs:
             for session in self._sessions_in(given, progress):
                 if isinstance(session, Rejected):
                     yield session
                     continue
                 names, records = session
-                file = _File(names)
+                file = File(names)
                 yield from self._find_file(records, file)
                 others = sessions.setdefault(names.session, [])
+                if self.names_in is not None and others:
+                    others[0].names = others[0].names.joined(names)
+                    others[0].take(file)
+                    continue
                 copy = next((other for other in others if self._is_copy(file, other)), None)
                 if copy is not None:
                     yield from _repeated(file, copy)
                 elif file.places and (self.has_parts or not others):
                     others.append(file)
+        join_agents(sessions)
         yield from self._runs({name: files for name, files in sessions.items() if files})
 
     def _sessions_in(
@@ -182,6 +152,9 @@ class Sessions(Grammar):
     ) -> Iterator[tuple[Names, Iterable[Record]] | Rejected]:
         """Yield the names and the records of each session of an input."""
         records = self._records(given, progress)
+        if self.names_in is not None:
+            yield from by_session(given, records, self.names_in)
+            return
         first = [*islice(records, _NUM_FIRST)]
         yield self.names(Path(given.name), self._typed(first)), chain(first, records)
 
@@ -214,7 +187,7 @@ class Sessions(Grammar):
                 typed.append(self.typed(content, place.where, _decoder(place))[1])
         return typed
 
-    def _is_copy(self, file: _File, other: _File) -> bool:
+    def _is_copy(self, file: File, other: File) -> bool:
         """True if two files have the same records."""
         sizes = [[place.num_bytes for place in each.places] for each in (file, other)]
         if sizes[0] != sizes[1] or not file.places:
@@ -222,20 +195,24 @@ class Sessions(Grammar):
         contents = [[record.content for record in self._read(f.places)[1]] for f in (file, other)]
         return contents[0] == contents[1]
 
-    def _find_file(self, records: Iterable[Record], file: _File) -> Iterator[Rejected]:
+    def _find_file(self, records: Iterable[Record], file: File) -> Iterator[Rejected]:
         for place, content in records:
             try:
                 refuse_not_utf8(content, place.where)
                 kind, fields = self.split(content, place.where, _decoder(place))
-                name = self.identity(kind, fields) if self.identity is not None else None
-                if name is not None:
-                    file.answers[len(file.places)] = [digest(name)]
+                if found := self.names_of(kind, fields, file):
+                    file.answers[len(file.places)] = [digest(name) for name in found]
                 file.places.append(place)
             except RolloutError as error:
                 file.damage = file.damage or error
                 yield Rejected(place, error)
 
-    def _runs(self, sessions: Mapping[str, list[_File]]) -> Iterator[Found]:
+    def names_of(self, kind: str, fields: bytes, _: File) -> Sequence[str]:
+        """Return what identifies a record that other sessions may have copies of; () for any other."""
+        name = self.identity(kind, fields) if self.identity is not None else None
+        return () if name is None else (name,)
+
+    def _runs(self, sessions: Mapping[str, list[File]]) -> Iterator[Found]:
         parents = {name: files[0].names.parent for name, files in sessions.items()}
         parents = {name: parent for name, parent in parents.items() if parent in sessions}
         members: dict[str, list[str]] = {}
@@ -255,7 +232,7 @@ class Sessions(Grammar):
             for file, name, i in files:
                 base = file.names.base
                 if base is not None and base.session not in names:
-                    before = _logical(base, sessions)
+                    before = logical(base, sessions)
                     referred |= {len(places) + at for at in range(len(before))}
                     places += before
                 start = len(places)
@@ -272,7 +249,7 @@ class Sessions(Grammar):
                         found.instance_id, found.repetition_id = task, repetition
                 yield found
 
-    def _copies(self, sessions: Mapping[str, list[_File]]) -> dict[tuple[str, int], dict[int, str]]:
+    def _copies(self, sessions: Mapping[str, list[File]]) -> dict[tuple[str, int], dict[int, str]]:
         """Return the copied answers of each file, each with the session that keeps it."""
         files = {(name, i): f for name, files in sessions.items() for i, f in enumerate(files)}
         origins = {name: own[0].names.origin for name, own in sessions.items()}
@@ -307,7 +284,7 @@ class Sessions(Grammar):
         for _file, group in groupby(enumerate(run.places), lambda each: self._file_of(each[1])):
             places = [*group]
             names, records = self._read([place for _, place in places])
-            is_main = names.session == run.labels["session"]
+            is_main = self.names_in is not None or names.session == run.labels["session"]
             log = main if is_main else main.agent(names.session, names.agent)
             ends = self._begin(log, names, tips)
             self.read(self._lines(records, [i in run.copied for i, _ in places], log, ends), log)
@@ -324,7 +301,9 @@ class Sessions(Grammar):
         )
 
     def _file_of(self, place: Place) -> Any:
-        """Return the file of a record, or the directory of a session of many files."""
+        """Return the file of a record, the directory of a session of many files, or None for all."""
+        if self.names_in is not None:
+            return None
         return _above(place.path, self.files) if place.part == _OF_MANY else place.path
 
     def _name_of(self, place: Place) -> str:
@@ -385,18 +364,7 @@ def _last(start: str, after: Mapping[str, str | None]) -> str:
     return name
 
 
-def _logical(base: Base, sessions: Mapping[str, list[_File]], depth: int = 0) -> list[Place]:
-    """Return the first records of a session, with those that its files only refer to."""
-    records: list[Place] = []
-    for file in sessions.get(base.session, ()):
-        before = file.names.base
-        if before is not None and before.session != base.session and depth < _MAX_BASES:
-            records = _logical(before, sessions, depth + 1)
-        records = records[: before.num_records if before is not None else 0] + file.places
-    return records[: base.num_records]
-
-
-def _repeated(file: _File, other: _File) -> Iterator[Rejected]:
+def _repeated(file: File, other: File) -> Iterator[Rejected]:
     hint = "delete the copy of the file"
     for place, first in zip(file.places, other.places, strict=True):
         got = f"the record is a copy of {first.where}"

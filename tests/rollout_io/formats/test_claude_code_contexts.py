@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.formats.claude_code import ADAPTER
+from rollout_io.formats.contexts import SUMMARIES
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all, write_lines
 from tests.helpers.examples import examples
@@ -178,7 +179,8 @@ def test_answers_after_a_compaction_whose_kept_messages_are_missing_are_counted(
     made = session(*BEFORE, boundary("b1", **kept), SUMMARY, *after)
     assert rows(made) == [([], ["Count.", "Three.", "Remember zebra.", "Noted."])]
     assert made.notes == {
-        "answers after a compaction that keeps messages which are not in the log": 1
+        "answers after a compaction that keeps messages which are not in the log": 1,
+        SUMMARIES: 1,
     }
 
 
@@ -704,7 +706,8 @@ def test_every_text_that_the_model_saw_is_before_its_answer_in_order_once(script
         main = write_lines(Path(folder) / "s.jsonl", *harness.log)
         ((_, made),), rejected = read_all(ADAPTER, main, fork_file(Path(folder), *harness.side))
     assert rejected == []
-    assert made.notes == {}
+    num_compactions = sum(name == "compact" for name, *_ in script)
+    assert made.notes == ({SUMMARIES: num_compactions} if num_compactions else {})
     found = {}
     for step in made.steps:
         texts = [shown(message) for message in step.messages]
@@ -732,5 +735,101 @@ def test_a_fork_of_a_kept_message_without_times_is_left_out_and_counted(tmp_path
     ((_, made),), rejected = read_all(ADAPTER, *paths)
     assert rejected == []
     reason = "answers of a forked sub-agent whose log does not tell which context it inherited"
-    assert made.notes == {reason: 1}
+    assert made.notes == {reason: 1, SUMMARIES: 1}
     assert rows(made) == [([], ["Hi.", "Ho."])]
+
+
+def test_the_picture_of_a_file_is_sent_and_other_attachments_are_counted_by_kind(session):
+    data = {"type": "image", "file": {"base64": "iVBORw0KGgo=", "type": "image/png"}}
+    made = session(
+        user("u1", "Look at @a.png"),
+        attached("x", "u1", {"type": "date"}, rendered=[{"content": "It is May."}]),
+        attached("y", "x", {"type": "file", "filename": "/w/a.png", "content": data}),
+        attached("z", "y", {"type": "todo_reminder", "content": []}),
+        attached("w", "z", {"type": "session_context"}),
+        reply("a1", text("A dot."), parent="w", id="m1"),
+    )
+    (step,) = made.steps
+    lead, picture = step.messages[2]["content"]
+    assert '{"file_path":"/w/a.png"}' in lead["text"]
+    assert picture["source"] == {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": "iVBORw0KGgo=",
+    }
+    assert made.notes == {"attachments without the text that was sent (todo_reminder)": 1}
+
+
+def test_what_says_where_the_text_of_a_hook_comes_from_is_sent_with_it(session):
+    made = session(
+        user("u1", "Go."),
+        reply("a1", text("On."), parent="u1", id="m1"),
+        user("u2", "Keep going.", parent="a1", isMeta=True, hookTextLead="A hook says:"),
+        reply("a2", text("Done."), parent="u2", id="m2"),
+    )
+    assert rows(made) == [([], ["Go.", "On.", "A hook says:\nKeep going.", "Done."])]
+    assert made.unread == {}
+
+
+def test_a_mark_of_a_message_that_is_not_known_is_reported_and_facts_about_calls_are_not(session):
+    made = session(
+        user("u1", "Go.", mcpCallNotReadOnly="no_hint", isHidden=True),
+        reply("a1", text("On."), parent="u1", attributionMcpServer="z", attributionMcpTool="t"),
+        system("l", "a1", "local_command", content="x", commandRun={"command": "usage"}, level="i"),
+    )
+    assert made.unread == {"user.isHidden": 1}
+
+
+@pytest.mark.parametrize("kept", [KEPT, SEGMENT])
+def test_what_cannot_be_read_is_not_read_again_where_a_compaction_keeps_it(kept, session):
+    made = session(
+        *BEFORE[:2],
+        user("u2", [{"type": "a_new_type"}], parent="a1"),
+        BEFORE[3],
+        boundary("b1", **kept),
+        SUMMARY,
+        user("u3", "Which?", parent="s1"),
+        reply("a3", text("Zebra."), parent="u3", id="m3"),
+    )
+    assert rows(made) == [([], ["Count.", "Three."])]
+    assert made.notes == {"answers after content of type 'a_new_type'": 2, SUMMARIES: 1}
+
+
+def test_a_fork_of_what_cannot_be_read_is_left_out_and_counted(tmp_path):
+    main = [*AUDIT[:2], user("r1", [{"type": "a_new_type"}], parent="a1"), *AUDIT[3:]]
+    side = [
+        REF,
+        user("f1", "Check.", parent="r1", **SIDE),
+        reply("f2", text("Fine."), parent="f1", id="m9", **SIDE),
+    ]
+    paths = [write_lines(tmp_path / "s.jsonl", *main), fork_file(tmp_path, *side)]
+    ((_, made),), rejected = read_all(ADAPTER, *paths)
+    assert rejected == []
+    assert [step.agent for step in made.steps] == ["main"]
+    assert made.notes == {"answers after content of type 'a_new_type'": 3}
+
+
+def test_an_answer_that_a_fork_keeps_from_before_a_compaction_is_its_origins(tmp_path):
+    log = [
+        *BEFORE,
+        user("u3", "More?", parent="a2"),
+        reply("a3", text("No."), parent="u3", id="m3"),
+    ]
+    fork = [
+        boundary("b1", **KEPT),
+        SUMMARY,
+        BEFORE[2] | {"parentUuid": "s1"},
+        BEFORE[3],
+        user("u4", "Which?", parent="a2"),
+        reply("a4", text("Zebra."), parent="u4", id="m4"),
+    ]
+    paths = [
+        write_lines(tmp_path / "a.jsonl", *in_session("a", fork)),
+        write_lines(tmp_path / "b.jsonl", *in_session("b", log)),
+    ]
+    found, rejected = read_all(ADAPTER, *paths)
+    assert rejected == []
+    assert [rows(made) for _, made in found] == [
+        [ANSWERED],
+        [([], ["Count.", "Three.", "Remember zebra.", "Noted.", "More?", "No."])],
+    ]

@@ -1,11 +1,15 @@
 """Prompts from the requests that Claude Code logs, on sessions of our own."""
 
+import base64
 import hashlib
 import json
+from contextlib import nullcontext
 
 import pytest
 
+from rollout_io.conversion.text import with_answers
 from rollout_io.formats.claude_code import ADAPTER
+from rollout_io.formats.parsing.media import storing
 from tests.helpers.adapter_helpers import read_all, write_lines
 
 TOOLS = [{"name": "Bash", "description": "Run.", "input_schema": {"type": "object"}}]
@@ -83,6 +87,7 @@ SESSION = [
 def read_one(tmp_path, *records):
     ((_, made),), rejected = read_all(ADAPTER, write_lines(tmp_path / "s.jsonl", *records))
     assert rejected == []
+    made.steps = with_answers(made)
     return made
 
 
@@ -174,3 +179,90 @@ def test_a_damaged_request_is_refused_by_its_field(tmp_path):
     _, rejected = read_all(ADAPTER, write_lines(tmp_path / "s.jsonl", *lines))
     assert {r.error.rule for r in rejected} == {"record_type"}
     assert rejected[0].error.where.endswith(":4, $.tail")
+
+
+LATER = {"role": "system", "content": [text("A hook says: be brief.")]}
+
+
+def test_a_system_message_after_the_first_answer_is_the_users(tmp_path):
+    early = {"role": "system", "content": "# Environment"}
+    lines = [
+        user("u1", "Go."),
+        shape(),
+        *map(blob, (FIRST, early, LATER)),
+        request("r1", FIRST, early),
+        reply("a1", text("One."), parent="u1", request="r1"),
+        request("r2", {"role": "assistant", "content": [text("One.")]}, LATER, base="r1", keep=2),
+        reply("a2", text("Two."), parent="a1", request="r2"),
+    ]
+    (step,) = read_one(tmp_path, *lines).steps
+    assert [m["role"] for m in step.messages] == [
+        *("system", "user", "system", "assistant", "user", "assistant"),
+    ]
+    assert step.messages[4]["content"] == "A hook says: be brief."
+
+
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}
+PICTURE["source"]["data"] = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(9000)).decode()
+
+
+class Store(dict):
+    def add(self, content):
+        name = "sha256:" + hashlib.sha256(content).hexdigest()
+        self[name] = content
+        return name
+
+    read = dict.get
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [[result("a", "x"), result("b", "y")], "# A skill"],
+        [[result("a", "x")], [result("b", "y")], [text("Read this.")], "And this."],
+        [[result("a", "x"), result("b", [PICTURE])], [text("[Image: source: b.png]")]],
+    ],
+)
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_lines_of_the_user_that_follow_each_other_may_be_one_message(parts, is_stored, tmp_path):
+    blocks = [
+        block for part in parts for block in ([text(part)] if isinstance(part, str) else part)
+    ]
+    lines = [
+        *SESSION[:5],
+        *(user(f"v{i}", part, "a1") for i, part in enumerate(parts)),
+        request("r2", CALLS, {"role": "user", "content": blocks}, base="r1", keep=1),
+        reply("a2", text("Done."), parent="v0", request="r2"),
+    ]
+    with storing(Store()) if is_stored else nullcontext():
+        made = read_one(tmp_path, *lines)
+    assert made.user_values["prompts"] == "requests"
+    assert made.notes == {}
+    (step,) = made.steps
+    assert [m["role"] for m in step.messages][3:] == [
+        *("tool", "tool", "user", "assistant"),
+    ]
+
+
+def test_what_claude_code_adds_to_a_call_of_edit_is_not_the_models(tmp_path):
+    arguments = {"file_path": "s", "old_string": "a", "new_string": "b"}
+    edit = {"type": "tool_use", "id": "e", "name": "Edit"}
+    added = edit | {"input": {"replace_all": False} | arguments}
+    own = edit | {"id": "f", "input": arguments | {"replace_all": False}}
+    answer = {"role": "assistant", "content": [added, own]}
+    results = {"role": "user", "content": [result("e", "x"), result("f", "y")]}
+    lines = [
+        *SESSION[:4],
+        reply("a1", added, own, parent="u1", request="r1"),
+        user("u2", results["content"], "a1"),
+        request("r2", answer, results, base="r1", keep=1),
+        reply("a2", text("Done."), parent="u2", request="r2"),
+    ]
+    made = read_one(tmp_path, *lines)
+    (step,) = made.steps
+    calls = [c["function"]["arguments"] for m in step.messages for c in m.get("tool_calls", ())]
+    assert [list(json.loads(call)) for call in calls] == [
+        [*arguments],
+        [*arguments, "replace_all"],
+    ]
+    assert [number for what, number in made.notes.items() if "`replace_all`" in what] == [1]

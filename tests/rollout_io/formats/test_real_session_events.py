@@ -27,7 +27,6 @@ MODULES = {"codex": "codex_cli", "pi1": "pi"}
 SYSTEM_PROMPT = "the system messages of Pi 1.6 have no text: `sections` are not read"
 REMINDER = "the reminder before the first prompt is not in the log, and no note says so"
 WRONG = {
-    "claude_code/picture": "the picture of an `@file` is lost",
     "codex/cut_stream": "the thought of a cut stream is joined to the next answer",
     "codex/fork_by_reference": "the history before a fork is missing",
     "codex/interrupted": "an answer whose stream was cut trains as a whole one",
@@ -51,8 +50,6 @@ WRONG = {
 }  # fmt: skip
 LATER_SYSTEM = "a system message after the first answer is refused"
 REFUSED = {
-    "claude_code/interrupted": LATER_SYSTEM,
-    "claude_code/system_messages": LATER_SYSTEM,
     "codex/rewind": "two files of one thread",
     "gemini_cli/editor": "a file without an answer",
     "gemini_cli/resumed": "three files of one session",
