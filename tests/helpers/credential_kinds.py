@@ -76,7 +76,39 @@ KINDS = {
     "webhook": "POST https://hooks.slack.com/services/«T{d8}/B{d8}/{a24}»",
     "shadow": "root:«$6${a16}${a86}»:19000:0:99999:7:::",
 }
-LATER: dict[str, str] = {}
+LATER = {
+    "rails": 'production:\n  adapter: postgresql\n  password: "«{a16}»"\n',
+    "header_list": '[{"key": "Authorization", "value": "Bearer «{a44}»"}]',
+    "cloudflare": "export CLOUDFLARE_API_TOKEN=«{a40}»",
+    "remote": "origin\thttps://oauth2:«{a20}»@gitlab.x.org/a/b.git (fetch)",
+    "kubernetes_secret": "apiVersion: v1\ndata:\n  password: «{b12}»\nkind: Secret\n",
+    "service_account": '{"type": "service_account", "private_key": "-----BEGIN PRIVATE KEY-----'
+    '\\n«{a64}»\\n«{a64}»\\n«{a32}»\\n-----END PRIVATE KEY-----\\n"}',
+    "tfvars": 'db_admin_password = "«{a18}»"\nregion = "eu-west-1"\n',
+    "ansible": "ansible-playbook site.yml -e ansible_become_pass=«{a12}» -v",
+    "redis_env": "REDISCLI_AUTH=«{a20}» redis-cli -h cache ping",
+    "sentry": "SENTRY_DSN=https://«{x32}»@o{d6}.ingest.sentry.io/{d7}",
+    "stripe": "Stripe.api_key is «rk_live_{a24}»",
+    "heroku": "HEROKU_API_KEY=«{x8}-{x4}-{x4}-{x4}-{x12}»",
+    "openstack": "< X-Auth-Token: «gAAAAAB{a170}»",
+    "java": "java -Djavax.net.ssl.keyStorePassword=«{a12}» -jar app.jar",
+    "php": "define('DB_PASSWORD', '«{a14}»');",
+    "go": 'cfg := Config{User: "app", Password: "«{a12}»", Port: 5432}',
+    "presigned": "https://b.s3.amazonaws.com/k?X-Amz-Date=20260101T000000Z&X-Amz-Signature=«{x64}»",
+    "azure_sas": "https://x.blob.core.windows.net/c?sv=2022-11-02&sp=r&sig=«{a43}%3D»",
+    "proxy": "http_proxy=http://dev:«{a12}»@proxy.x.org:8080",
+    "minio": "mc alias set local http://127.0.0.1:9000 admin «{a20}»",
+}
+
+# `docs/guides/redact.md` lists these.
+NOT_FOUND = {
+    "minio": LATER["minio"],
+    "word": "config:\n  password: «{l14}»\n",
+    "half": "second half: «{a20}»",
+    "bare": "«{x40}»",
+    "middle_of_key": "$ sed -n 5,6p key\n«{a64}»\n{a64}\n",
+    "spaces": 'password: "«correct horse {l6} staple»"',
+}
 
 TRAPS = [
     "password: str = Field(..., description='The password')",

@@ -9,7 +9,7 @@ from rollout_io.redaction.credentials import credentials
 from rollout_io.redaction.literals import Literals
 from rollout_io.redaction.redact import Findings
 from rollout_io.redaction.scanner import Rules
-from tests.helpers.credential_kinds import KINDS, LATER, TRAPS, drawn
+from tests.helpers.credential_kinds import KINDS, LATER, NOT_FOUND, TRAPS, drawn
 
 RULES = Rules()
 KEY = "ghp_Kx7mQ2rT9vLzW4cYbN8dFj3Hs6Pa1GuE5oRi"
@@ -27,7 +27,7 @@ def redacted(text, *seen):
 
 
 @pytest.mark.usefixtures("no_rules")
-@pytest.mark.parametrize("kind", [*KINDS, *LATER])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS | LATER if kind not in NOT_FOUND])
 def test_a_credential_is_found_by_its_place_or_shape(kind):
     for seed in range(5):
         text, secrets = drawn((KINDS | LATER)[kind], seed)
@@ -40,6 +40,13 @@ def test_a_credential_is_found_by_its_place_or_shape(kind):
 def test_what_only_looks_like_a_place_is_kept(text):
     for shown in (text, json.dumps({"content": text})):
         assert [shown.encode()[a:b] for _, a, b in credentials(shown.encode())] == []
+
+
+@pytest.mark.usefixtures("no_rules")
+@pytest.mark.parametrize("kind", NOT_FOUND)
+def test_the_page_lists_what_is_not_found(kind):
+    text, secrets = drawn((KINDS | LATER | NOT_FOUND)[kind])
+    assert secrets[0] in redacted(text)
 
 
 FORMS = {
