@@ -33,6 +33,9 @@ MAY_CHANGE = {
 }
 """Keys that do not affect past updates. `max_updates` and `num_epochs` may only grow, and
 are fixed if the learning rate decays towards the last update."""
+SETTINGS = "config.json"
+"""File of a checkpoint's state: the configuration of the updates before it."""
+_PATHS = {"data.dataset", "model.path", "critic.critic_model", "loss.reference_model"}  # may move
 _HINT = "resume with the configuration of the run, or start a new run"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -61,7 +64,12 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         may_change = MAY_CHANGE - fixed_keys(config)
         before, now = (flat(values) for values in (saved, dataclasses.asdict(config)))
         check_same(before, now, may_change, out, growing="batch.num_epochs")
-    return latest_checkpoint(out)
+    latest = latest_checkpoint(out)
+    if saved and latest and (latest / "state" / SETTINGS).exists():
+        # The run's file is a user's to edit; what past updates used is not.
+        used = flat(json.loads((latest / "state" / SETTINGS).read_bytes()))
+        check_same(used, now, may_change | _PATHS, latest / "state", growing="batch.num_epochs")
+    return latest
 
 
 def say_if_new(out: Path) -> None:

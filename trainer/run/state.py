@@ -108,9 +108,8 @@ def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: 
 
 
 def dataset_digest(plan: Plan, index: pl.DataFrame) -> str:
-    """Hash the plan's trajectories, returns and masks, and every row's lengths and token sum."""
-    counted = ("num_prompt_tokens", "num_trained_tokens", "num_forwarded_tokens", "token_sum")
-    tables = plan.trajectories, index.select("trajectory_id", "step_index", *counted)
+    """Hash the plan's trajectories, returns and masks, and every row's values that train, in order."""
+    tables = plan.trajectories, index.select("trajectory_id", "step_index", "digest")
     return hashlib.sha256("".join(table.write_csv() for table in tables).encode()).hexdigest()
 
 
@@ -138,7 +137,7 @@ def load_progress(path: Path, digest: str | None = None) -> Progress:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _unreadable(path, error) from error
     if not same:
-        got = "its trajectories, returns or tokens have changed since the run started"
+        got = "its trajectories, returns, tokens or log-probabilities have changed since the run started"
         hint = "resume with the original dataset, or start a new run"
         raise InputError("resume_dataset", "dataset", got, hint=hint)
     return progress
