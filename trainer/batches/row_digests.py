@@ -47,11 +47,12 @@ def _digests(array: pa.Array) -> Digests:
             hashlib.sha256(str(t).encode()).digest()[:8] for t in texts.dictionary.to_pylist()
         ]
         found = np.frombuffer(b"\0" * 8 + b"".join(hashes), "<u8")[filled(texts.indices, -1) + 1]
-    is_valid: npt.NDArray[np.bool_] = to_numpy(array.is_valid())
-    return np.where(is_valid, found, _FACTORS[1])
+    found[~to_numpy(array.is_valid())] = _FACTORS[1]
+    return found
 
 
 def _mixed(values: Digests, with_: Digests) -> Digests:
     found = values + (with_ + np.uint64(1)) * _FACTORS[0]
     found = (found ^ (found >> np.uint64(30))) * _FACTORS[1]
-    return found ^ (found >> np.uint64(27))
+    mixed: Digests = found ^ (found >> np.uint64(27))
+    return mixed

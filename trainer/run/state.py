@@ -137,7 +137,7 @@ def load_progress(path: Path, digest: str | None = None) -> Progress:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _unreadable(path, error) from error
     if not same:
-        got = "its trajectories, returns, tokens or log-probabilities have changed since the run started"
+        got = "its trajectories, returns or tokens have changed since the run started"
         hint = "resume with the original dataset, or start a new run"
         raise InputError("resume_dataset", "dataset", got, hint=hint)
     return progress
