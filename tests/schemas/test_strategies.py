@@ -27,8 +27,7 @@ SHAPES = {
     "several segments": lambda rows: any(len(r.get("segments") or ()) > 1 for r in rows),
     "a repeated prompt": lambda rows: len({str(r["prompt_token_ids"]) for r in rows}) < len(rows),
     "a shortened prompt": lambda rows: any(
-        len(b["prompt_token_ids"]) < len(a["prompt_token_ids"])
-        for a, b in pairwise(rows)
+        len(b["prompt_token_ids"]) < len(a["prompt_token_ids"]) for a, b in pairwise(rows)
     ),
     "an unknown reward": lambda rows: "reward" in rows[-1] and rows[-1]["reward"] is None,
 }
