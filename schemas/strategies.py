@@ -111,7 +111,9 @@ def broken_tables(draw: Draw, rule: str) -> pa.Table:
     """
     assert rule in RULES, rule
     if rule == "columns_and_types":
-        return break_types(draw, draw(rollout_tables(min_trajectories=1)))
+        given = draw(rollout_tables(min_trajectories=1))
+        names = [name for name in given.column_names if name != "images"]  # checked by itself
+        return break_types(draw, given.select(names))
     assert rule in BREAKERS, f"{rule} has no entry in BREAKERS of schemas/breakers.py"
     breaker = BREAKERS[rule]
     given = rollout_tables(
