@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoi
 from trainer.run.directory import stays_in_place
 from trainer.run.open_run import OpenModels, TrainingRun, open_run
 from trainer.run.pass_progress import UNWATCHED
-from trainer.run.resume import SETTINGS, alone_in, stops_when_full
+from trainer.run.resume import SETTINGS, alone_in, lasting_settings, stops_when_full
 from trainer.run.run_log import RunLog
 from trainer.run.start_records import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
@@ -195,7 +195,7 @@ def save(run: OpenModels, progress: Progress, log: RunLog | None = None) -> Path
 
     def write_state(path: Path) -> None:
         save_state(path, optimizers, run.digest, progress)
-        settings = json.dumps(asdict(run.config), indent=2)
+        settings = json.dumps(lasting_settings(run.config), indent=2)
         (path / SETTINGS).write_text(settings + "\n", encoding="utf-8")
 
     def write() -> None:

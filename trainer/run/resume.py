@@ -35,7 +35,7 @@ MAY_CHANGE = {
 are fixed if the learning rate decays towards the last update."""
 SETTINGS = "config.json"
 """File of a checkpoint's state: the configuration of the updates before it."""
-_PATHS = {"data.dataset", "model.path", "critic.critic_model", "loss.reference_model"}  # may move
+_PATHS = {"data.dataset", "model.path", "model.critic_model", "loss.reference_model"}  # may move
 _HINT = "resume with the configuration of the run, or start a new run"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -67,9 +67,16 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     latest = latest_checkpoint(out)
     if saved and latest and (latest / "state" / SETTINGS).exists():
         # The run's file is a user's to edit; what past updates used is not.
-        used = flat(json.loads((latest / "state" / SETTINGS).read_bytes()))
-        check_same(used, now, may_change | _PATHS, latest / "state", growing="batch.num_epochs")
+        used = json.loads((latest / "state" / SETTINGS).read_bytes())
+        may_change = MAY_CHANGE | _PATHS
+        check_same(used, now, may_change, latest / "state", growing="batch.num_epochs")
     return latest
+
+
+def lasting_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings by `section.key`, except paths and what may change."""
+    settings = flat(dataclasses.asdict(config))
+    return {key: settings[key] for key in settings if key not in MAY_CHANGE | _PATHS}
 
 
 def say_if_new(out: Path) -> None:
