@@ -8,7 +8,9 @@ Harbor TrialConfig without a task; the task directory and the model's endpoint a
 the agent is recorded with its exact tokens, so `collect_rollout_details` is not needed.
 
 Outcomes are those of SkyRL's Harbor generator: a trial that exceeded the model's context has reward 0
-and the stop reason `context_length`, which `mask_overlong` masks, and any other exception, a time-out included, fails the trajectory.
+and the stop reason `context_length`, which `mask_overlong` masks; a time-out of the agent fails the
+trajectory; and after any other exception, such as an agent's exit status, the verifier's reward counts if
+there is one.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CONTEXT = "ContextLengthExceededError"
+CONTEXT, TIMEOUT = "ContextLengthExceededError", "AgentTimeoutError"
 REWARD = "reward"
 
 
@@ -47,9 +49,9 @@ def outcome_of(result: Any) -> dict[str, Any]:
         metrics["num_turns"] = float(turns)
     if kind == CONTEXT:
         return {"reward": 0.0, "stop_reason": "context_length", "metrics": metrics}
-    if exception is not None:
-        return {"error": f"{kind}: {exception.exception_message}", "metrics": metrics}
     rewards = (result.verifier_result.rewards or {}) if result.verifier_result else {}
+    if exception is not None and (kind == TIMEOUT or rewards.get(REWARD) is None):
+        return {"error": f"{kind}: {exception.exception_message}", "metrics": metrics}
     if rewards.get(REWARD) is None:
         return {"error": f"the verifier returned no `{REWARD}`", "metrics": metrics}
     return {"reward": float(rewards[REWARD]), "metrics": metrics}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         GeneratorInput,
         GeneratorInterface,
     )
-    from pipelines.merging.merge import merge, part_by_routes, unmerge
+    from pipelines.merging.merge import merge, merge_table, part_by_routes, unmerge, unmerge_table
     from pipelines.mixing import mix
     from pipelines.rewards import (
         place_outcomes,
@@ -67,6 +67,7 @@ __all__ = [
     "judge",
     "keep_rows",
     "merge",
+    "merge_table",
     "mix",
     "near_duplicates",
     "overlapping",
@@ -87,6 +88,7 @@ __all__ = [
     "trajectory_returns",
     "unknown_return",
     "unmerge",
+    "unmerge_table",
     "where",
     "zero_variance",
 ]

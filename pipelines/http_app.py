@@ -32,6 +32,7 @@ STATUS = {
     "foreign_origin": 403,
     "unknown_session": 404,
     "no_such_path": 404,
+    "served_model": 404,
     "method": 405,
     "head_timeout": 408,
     "body_timeout": 408,

@@ -35,9 +35,18 @@ class Plugin(NamedTuple):
         return self._parts()[0]
 
     def load(self) -> Any:
-        """Import the module and return the object, or the module if no attribute is named."""
+        """Import the module and return the object, or the module if no attribute is named.
+
+        Raises:
+            ImportError: The module cannot be found, or ends the process.
+            Exception: What else the module raises.
+        """
         module, attributes = self._parts()
-        return reduce(getattr, filter(None, attributes.split(".")), import_module(module))
+        try:
+            loaded = import_module(module)
+        except SystemExit as error:  # which would end the command
+            raise ImportError(f"the module calls sys.exit({error.code})") from error
+        return reduce(getattr, filter(None, attributes.split(".")), loaded)
 
     def _parts(self) -> tuple[str, str]:
         module, _, attributes = self.value.partition("[")[0].partition(":")

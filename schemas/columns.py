@@ -108,7 +108,7 @@ COLUMNS: tuple[Column, ...] = (
         nullable=True,
         length=Length.RESPONSE,
         meaning=(
-            "true for response tokens whose ids redaction replaced, which are never trained on; null: "
+            "true for sampled tokens whose ids redaction replaced, which are never trained on; null: "
             "the row was not redacted"
         ),
     ),

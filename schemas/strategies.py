@@ -9,6 +9,7 @@ For property tests of your own code (`pip install "rollout-io[testing]"`):
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pyarrow as pa
@@ -28,7 +29,18 @@ USER_FIELD = pa.field("difficulty", pa.float64())
 _HALVES = st.integers(-4, 4).map(lambda n: n / 2)
 _TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LONGEST_PART)
 _LOGPROBS = st.floats(-50.0, 0.0, width=32)
-_PER_TRAJECTORY = ("temperature", "top_p", "top_k", "sampling_extra", "agent")
+_PER_TRAJECTORY = ("temperature", "top_p", "top_k", "sampling_extra", "agent")  # mostly
+_CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "\u00e9?"}, {"type": "text", "text": ""}],
+    },
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}, "id": "c"}]},
+    {"role": "tool", "content": "1", "tool_call_id": "c"},
+]
+_MESSAGES = st.integers(1, len(_CHAT)).map(lambda num: json.dumps(_CHAT[:num]))
+_METRICS = st.dictionaries(st.sampled_from(["calls", "score"]), _HALVES)
 
 
 def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
@@ -49,7 +61,7 @@ def rollout_tables(
     *,
     min_trajectories: int = 0,
     max_trajectories: int = 4,
-    max_steps: int = 4,
+    max_steps: int = 6,
     optional: tuple[str, ...] | None = None,
     errors: bool = True,
     user_column: bool = True,
@@ -57,7 +69,9 @@ def rollout_tables(
     """Draw valid rollout tables, one row per step, that cause neither errors nor warnings.
 
     Prompts often extend, cut or repeat the tokens of earlier steps of their trajectory, to exercise
-    prefix encoding and merging.
+    prefix encoding and merging. Sampling settings and agents mostly stay the same within a trajectory.
+    Left out: rows that `pipelines.merge` made (merge the table for these), and text at random
+    (`messages` and other texts are from small sets).
 
     Args:
         draw: Supplied by Hypothesis.
@@ -97,7 +111,9 @@ def broken_tables(draw: Draw, rule: str) -> pa.Table:
     """
     assert rule in RULES, rule
     if rule == "columns_and_types":
-        return break_types(draw, draw(rollout_tables(min_trajectories=1)))
+        given = draw(rollout_tables(min_trajectories=1))
+        names = [name for name in given.column_names if name != "images"]  # checked by itself
+        return break_types(draw, given.select(names))
     assert rule in BREAKERS, f"{rule} has no entry in BREAKERS of schemas/breakers.py"
     breaker = BREAKERS[rule]
     given = rollout_tables(
@@ -131,7 +147,10 @@ def _trajectory(draw: Draw, num_steps: int, optional: tuple[str, ...]) -> list[R
         shared["error"] = "timeout"
     rows: list[Row] = []
     for index in range(1 if failed and draw(st.booleans()) else num_steps):
-        rows.append(_step(draw, index, rows, optional, failed=failed) | shared)
+        step = _step(draw, index, rows, optional, failed=failed)
+        differs = draw(st.sampled_from([True] + [False] * 7))
+        error = {"error": shared["error"]} if failed else {}
+        rows.append(step | (error if differs else shared))
     rows[-1]["is_last_step"] = True
     _carry_outcome(rows)
     return rows
@@ -198,6 +217,8 @@ def _per_token(draw: Draw, row: Row, optional: tuple[str, ...], *, failed: bool)
     made["segments"] = None
     if "segments" in present and num and draw(st.integers(0, 3)) == 0:
         made["segments"] = _segments(draw, num, row["step_index"])
+    if "images" in present:
+        made["images"] = _images(draw, num + len(row["prompt_token_ids"]))
     made["rollout_expert_indices"] = None
     total = num + len(row["prompt_token_ids"])
     if "rollout_expert_indices" in present and total:
@@ -237,7 +258,28 @@ def _routes(draw: Draw, num_tokens: int) -> list[list[list[int]]]:
     return [[[expert, (t + layer) % 4] for layer in range(NUM_LAYERS)] for t in range(num_tokens)]
 
 
+def _images(draw: Draw, num_tokens: int) -> list[Row]:
+    places = (
+        draw(st.lists(st.integers(0, num_tokens - 1), max_size=2, unique=True))
+        if num_tokens
+        else []
+    )
+    blobs = st.none() | st.sampled_from(["0", "f"]).map(lambda digit: f"sha256:{digit * 64}")
+    return [
+        {"blob": draw(blobs), "position": draw(st.none() | st.just(place))}
+        for place in sorted(places)
+    ]
+
+
+def _entries(metrics: dict[str, float]) -> list[Row]:
+    return [{"key": key, "value": value} for key, value in metrics.items()]
+
+
 def _nullable_value(draw: Draw, name: str) -> Any:
+    if name == "messages":
+        return draw(st.none() | _MESSAGES)
+    if name == "metrics":
+        return draw(st.none() | _METRICS.map(_entries))
     kind = next(c.type for c in COLUMNS if c.name == name)
     if pa.types.is_list(kind):
         return None

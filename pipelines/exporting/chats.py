@@ -114,7 +114,7 @@ def _hermes(message: Message) -> str:
 
 
 def _openai(messages: Sequence[Message], tools: str | None) -> Message:
-    """Each call has an id, which its result names; arguments are JSON."""
+    """Each call has an id, which its result names; arguments are JSON; `weight` 0: does not train."""
     said, unanswered, num_calls = list[Message](), list[str](), 0
     for message in messages:
         found: Message = {"role": message["role"], "content": message["content"]}
@@ -127,7 +127,7 @@ def _openai(messages: Sequence[Message], tools: str | None) -> Message:
             answered = message.get("tool_call_id") or next(iter(unanswered), None)
             unanswered = [name for name in unanswered if name != answered]
             found |= known({"tool_call_id": answered})
-        said.append(found)
+        said.append(found | known({"weight": message.get("weight")}))
     return {"messages": said} | known({"tools": json.loads(tools) if tools else None})
 
 
@@ -170,6 +170,11 @@ class Messages:
             return None
         before, answer = found[-1]
         messages = [plain(message) for message in (*before, answer)]
+        if self._dialect is _openai:  # an answer that another sequence has, too, trains only there
+            own = {len(earlier) for earlier, _ in found}
+            for i, message in enumerate(messages):
+                if message["role"] == "assistant" and i not in own:
+                    message["weight"] = 0
         return self._dialect(messages, self._tools(row))
 
     def step(self, row: int, step: int) -> tuple[Any, Any] | None:

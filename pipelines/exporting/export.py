@@ -10,6 +10,7 @@ all of its tokens were sampled.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -209,16 +210,27 @@ def write(
 
 
 def _write_sft(writing: _Writing, select: str) -> None:
+    done, failing = writing.done, Counter[str]()
     for texts, _, kept in _chosen(writing, selected(writing.returns(), select)):
         for row, facts, _ in kept:
             sample = texts.whole(row)
             if sample is None:
-                writing.done.take_back(NO_TEXT, 1)
-            else:
-                writing.add(sample, facts)
+                done.take_back(NO_TEXT, 1)
+                continue
+            writing.add(sample, facts)
+            failing[facts["trajectory_id"]] += facts["return"] is not None and facts["return"] <= 0
+    if select == "best":
+        num, num_attempts = failing.total(), sum(map(bool, failing.values()))
+        done.counts = {"num_attempts_not_passing": num_attempts, "num_samples_not_passing": num}
+        if num and done.num_samples:
+            done.remarks.append(
+                f"{count(num_attempts, 'chosen attempt')} of {len(failing):,} did not pass (return <= 0):"
+                f" {num / done.num_samples:.0%} of the samples; best_passing leaves them out"
+            )
 
 
 def _write_kto(writing: _Writing, select: str) -> None:
+    sides: dict[bool, list[int]] = {True: [], False: []}
     for texts, tokens, kept in _chosen(writing, labelled(writing.returns(), select)):
         prompt, completion = (f"{name}{texts.suffix}" for name in ("prompt", "completion"))
         for row, facts, label in kept:
@@ -228,6 +240,11 @@ def _write_kto(writing: _Writing, select: str) -> None:
                 writing.done.take_back(NO_TEXT if steps else NO_STEP, 1)
             for before, answer in found:
                 writing.add({prompt: before, completion: answer, "label": label}, facts)
+            sides[label] += [tokens.spans(row)[i][1] for i in steps][: len(found)]
+    for word, lengths in (("desirable", sides[True]), ("undesirable", sides[False])):
+        writing.done.counts |= {f"num_{word}": len(lengths), f"num_{word}_tokens": sum(lengths)}
+        mean = f", {sum(lengths) / len(lengths):,.1f} tokens each on average" if lengths else ""
+        writing.done.remarks.append(f"{word}: {count(len(lengths), 'sample')}{mean}")
 
 
 def _chosen(
@@ -275,6 +292,13 @@ def _write_pairs(writing: _Writing, select: str) -> None:
     done.remarks.append(
         f"{count(len(found), 'fork')}, {equal}; {count(len(chosen), 'pair')} chosen"
     )
+    for name in ("chosen", "rejected") if len(chosen) else ():
+        side = chosen[name].struct.unnest()
+        num_tokens, num_cut = int(side["num_tokens"].sum()), int(side["is_cut_off"].sum())
+        done.counts |= {f"num_{name}_tokens": num_tokens, f"num_{name}_cut_off": num_cut}
+        done.remarks.append(
+            f"{name}: {num_tokens / len(chosen):,.1f} tokens on average, {num_cut / len(chosen):.0%} cut off"
+        )
     untrained = len(steps) - int(steps["trains"].sum())
     if untrained:
         done.remarks.append(f"{count(untrained, 'step')} with tokens that do not train, in no pair")

@@ -1,7 +1,7 @@
 """Formats of supervised and preference data for `rollouts export`, as data.
 
 Kind of samples      one sample is                                       selected by
-sft                  a sequence: steps that continue each other          `all`, `best` or `>=X`
+sft                  a sequence: steps that continue each other          `all`, `best`, `best_passing` or `>=X`
 dpo                  two branches of a fork: chosen and rejected steps   `forks` or `best_worst`
 kto                  a step, with a label                                `mean` or `>=X`
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollout_io.formats.exporting import Exported, Failed, PathLike
 
 SELECTIONS = {
-    "sft": ("all", "best", AT_LEAST),
+    "sft": ("all", "best", "best_passing", AT_LEAST),
     "dpo": ("forks", "best_worst"),
     "kto": ("mean", AT_LEAST),
 }

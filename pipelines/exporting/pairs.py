@@ -30,7 +30,7 @@ def forks(steps: pl.DataFrame) -> pl.DataFrame:
     Returns:
         A row per fork, in the order of first appearance: instance_id, context, num_branches,
         is_equal (the values differ at most by rounding: no preference), and structs `chosen` and
-        `rejected` {row, step, trajectory_id, return (of the branch)}.
+        `rejected` {row, step, trajectory_id, place, num_tokens, is_cut_off, return (of the branch)}.
 
     Example:
         After [1, 2], attempts with returns 1, 0 and 0 sampled [3], [3] and [4]: branch [3] has
@@ -40,14 +40,14 @@ def forks(steps: pl.DataFrame) -> pl.DataFrame:
     taken = known.unique([*_FORK, "trajectory_id", "sampled"], keep="first", maintain_order=True)
     once = pl.len().over([*_FORK, "trajectory_id"]) == 1
     several = pl.col("sampled").n_unique().over(_FORK) > 1
-    first = pl.col("row", "step", "trajectory_id").first()
+    first = pl.col("row", "step", "trajectory_id", "place", "num_tokens", "is_cut_off").first()
     branches = (
         taken.filter(once)
         .filter(several)
         .group_by([*_FORK, "sampled"], maintain_order=True)
         .agg(first, pl.col("return").mean())
     )
-    branch, value = pl.struct("row", "step", "trajectory_id", "return"), pl.col("return")
+    branch, value = pl.struct(pl.exclude(*_FORK, "sampled")), pl.col("return")
     return branches.group_by(_FORK, maintain_order=True).agg(
         num_branches=pl.len(),
         is_equal=are_equal(value),
@@ -81,7 +81,10 @@ def pairs(steps: pl.DataFrame, select: str) -> tuple[pl.DataFrame, pl.DataFrame]
     """
     if select == "best_worst":
         found = forks(best_and_worst(steps))
-        return found, found.filter(~pl.col("is_equal")).unique(
+        places = [pl.col(side).struct.field("place") for side in ("chosen", "rejected")]
+        place = pl.min_horizontal(places)  # rows are ordered by their last step
+        is_first = place == place.min().over("instance_id")
+        return found, found.filter(~pl.col("is_equal"), is_first).unique(
             "instance_id", keep="first", maintain_order=True
         )
     found = forks(steps)
@@ -100,7 +103,8 @@ def selected(returns: pl.DataFrame, select: str) -> pl.DataFrame:
     Args:
         returns: instance_id, trajectory_id, return of the trajectories that may be chosen.
         select: `all`: every trajectory, whatever its return. `best`: the highest return of each
-            group (ties: the first). `>=X`: returns of at least X.
+            group (ties: the first). `best_passing`: the same, if it is above 0. `>=X`: returns of
+            at least X.
 
     Returns:
         The trajectories with `reason` (null if chosen, else why not) and `label` (true).
@@ -115,9 +119,11 @@ def selected(returns: pl.DataFrame, select: str) -> pl.DataFrame:
         reason = _unknown.when(is_above(pl.lit(bar), _known)).then(
             pl.lit(f"with a return below {bar:g}")
         )
-    elif select == "best":
+    elif select in {"best", "best_passing"}:
         others = pl.lit("of attempts that are not the best of their group")
         reason = _unknown.when(~is_best()).then(others)
+        if select == "best_passing":
+            reason = reason.when(_known <= 0).then(pl.lit("of groups that no attempt passed"))
     return returns.with_columns(reason=reason, label=pl.lit(value=True))
 
 

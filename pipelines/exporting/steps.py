@@ -92,7 +92,8 @@ def index_steps(table: pa.Table, first_row: int) -> pl.DataFrame:
     Returns:
         instance_id, trajectory_id; row (int64) and step (int64, its number in the row); context
         and sampled (16-byte digests of the tokens before the step, and of the step); trains (true
-        if every token of the step trains). Time grows with the tokens of the sequences, not with
+        if every token of the step trains); place (step_index before merging), num_tokens, and
+        is_cut_off (true if the engine stopped at its limit). Time grows with the tokens of the sequences, not with
         the sum of the prompts.
 
     Example:
@@ -114,6 +115,8 @@ def index_steps(table: pa.Table, first_row: int) -> pl.DataFrame:
             trains.append(step in trained)
             done = start
     names = table.select(["instance_id", "trajectory_id"]).take(pa.array(rows, pa.int64()))
+    lengths = [length for row in range(table.num_rows) for _, length in tokens.spans(row)]
+    reasons = _per_step(table, "stop_reason", rows)
     frame = pl.from_arrow(names)
     assert isinstance(frame, pl.DataFrame)
     return frame.with_columns(
@@ -122,4 +125,20 @@ def index_steps(table: pa.Table, first_row: int) -> pl.DataFrame:
         pl.Series("context", contexts, pl.Binary),
         pl.Series("sampled", sampled, pl.Binary),
         pl.Series("trains", trains, pl.Boolean),
+        pl.Series("place", _per_step(table, "step_index", rows), pl.Int64),
+        pl.Series("num_tokens", lengths, pl.Int64),
+        pl.Series("is_cut_off", [reason == "length" for reason in reasons], pl.Boolean),
     )
+
+
+def _per_step(table: pa.Table, name: str, rows: list[int]) -> list[Any]:
+    """Return the value of each step: its segment's if that has one, else its row's."""
+    if name not in table.column_names:
+        return [None] * len(rows)
+    values, found = table.column(name).to_pylist(), list[Any]()
+    segments: list[Any] = [None] * len(values)
+    if "segments" in table.column_names:
+        segments = table.column("segments").to_pylist()
+    for own, value in zip(segments, values, strict=True):
+        found += [value] if own is None else [segment.get(name, value) for segment in own]
+    return found

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pipelines.generation.engines.base import Sampling
 from pipelines.harness.commands import shown
-from pipelines.origin_guard import is_host_name
+from pipelines.origin_guard import is_host_name, is_loopback
 from rollout_io.configuration import Count, CountOrZero, Positive, load_record, out_of_bounds
 from schemas.errors import ConfigError, InputError
 from schemas.metadata import Outcome
@@ -96,13 +96,15 @@ class GenerateConfig:
     """Settings that a custom generator reads from `config.generator_config`."""
 
     host: str = "127.0.0.1"
-    """harness: address on which trajectories' base URLs are served. On any other than loopback, each
+    """harness, generator: address on which the model is served. On any other than loopback, each
     trajectory has a token, which its harness gets as `api_key` and in OPENAI_API_KEY, and requests
     without it are rejected."""
     port: CountOrZero = 0
-    """harness: port of the base URLs; 0 picks a free one."""
+    """harness: port of the base URLs; 0 picks a free one. generator: if the port or
+    `served_model_name` is set, the engine is served there too, at `engine.endpoint.base_url`."""
     served_model_name: str | None = None
-    """harness: name of the model for harnesses. None: the engine's."""
+    """harness, generator: name of the model; requests for any other model get status 404. None: the
+    engine's, and requests may use any name."""
 
     history: History = "append"
     """How the prompt of the next turn is built. `append`: sampled tokens are kept, and observations
@@ -245,6 +247,11 @@ def _breaches(c: GenerateConfig) -> Iterator[tuple[str, str, str]]:
         yield "host", repr(c.host), "an address or host name, such as 0.0.0.0"
     if c.port >= 2**16:
         yield "port", str(c.port), "at most 65535"
+    for key, usual in (("host", "127.0.0.1"), ("port", 0), ("served_model_name", None)):
+        if getattr(c, key) != usual and c.harness is None and c.generator is None:
+            yield key, repr(getattr(c, key)), "a harness or a generator, which alone use it"
+    if c.generator is not None and not is_loopback(c.host):
+        yield "host", repr(c.host), "loopback, because a generator's endpoint has no key"
     if c.served_model_name == "":
         yield "served_model_name", "''", "a name"
     if c.generator is not None and given.keys() & {"agent", "harness"}:

@@ -39,7 +39,7 @@ from pipelines.generation.environments import environment_class, environment_of,
 from pipelines.generation.tasks import Task
 from pipelines.generation.trajectory import ENDS_THE_RUN, GymTrajectory, apply_stop_rules
 from pipelines.generation.user_generator import OwnGenerator, TrainingPhase
-from pipelines.harness.launchers import find_harness
+from pipelines.harness.launchers import Endpoint, find_harness
 from rollout_io.formats.base import Step
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import ConfigError, RolloutError
@@ -80,7 +80,7 @@ class Generator:
         engine: An engine whose context has been entered.
         tokenizer: Tokenizer of the engine, with the configured chat template.
         config: Settings; `tasks` and `out` are not used.
-        calls: Server of harness calls, from `open_calls`; None without a harness.
+        calls: Server of harness calls, or endpoint of a custom generator, from `open_calls`; or None.
         phase: Purpose of the batches, passed to a custom generator.
 
     Raises:
@@ -93,13 +93,15 @@ class Generator:
         engine: Engine,
         tokenizer: ChatTokenizer,
         config: GenerateConfig,
-        calls: Calls | None = None,
+        calls: Calls | Endpoint | None = None,
         phase: TrainingPhase = "train",
     ) -> None:
-        self.engine, self.tokenizer, self.config, self._calls = engine, tokenizer, config, calls
+        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        endpoint = calls if isinstance(calls, Endpoint) else None
+        self._calls = None if isinstance(calls, Endpoint) else calls
         self._harness = None if config.harness is None else find_harness(config.harness)
         is_own = config.generator is not None
-        self._own = OwnGenerator(engine, tokenizer, config, phase) if is_own else None
+        self._own = OwnGenerator(engine, tokenizer, config, phase, endpoint) if is_own else None
         self._agent = None if config.agent is None else find_agent(config.agent)
         self._maker, self._pace = maker_of(config), Pace(config.trajectories_per_s)
 
@@ -111,7 +113,7 @@ class Generator:
                 cannot run a task; `extra_installed`: a required package is missing.
         """
         if self._harness is not None:
-            _calls_module()
+            _module("recorded_calls")
             self._harness.check(tasks)
         elif self._agent is None and self._own is None:
             for name in {environment_of(task, self.config) for task in tasks}:
@@ -235,23 +237,31 @@ async def open_calls(
     engine: Engine,
     tokenizer: ChatTokenizer,
     turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
-) -> AsyncIterator[Calls | None]:
+) -> AsyncIterator[Calls | Endpoint | None]:
     """Serve the calls of harnesses (`pipelines.harness.recorded_calls.open_calls`), if configured.
+
+    A custom generator gets an endpoint (`open_endpoint`) if `port` or `served_model_name` is set.
 
     Raises:
         MissingExtra: `extra_installed`: a required package is missing.
         ConfigError: `address`: there is no free port.
     """
+    if config.generator is not None and (config.port or config.served_model_name):
+        async with _module("own_endpoint").open_endpoint(
+            config, engine, tokenizer, turn
+        ) as endpoint:
+            yield endpoint
+        return
     if config.harness is None:
         yield None
         return
-    async with _calls_module().open_calls(config, engine, tokenizer, turn) as opened:
+    async with _module("recorded_calls").open_calls(config, engine, tokenizer, turn) as opened:
         yield opened
 
 
-def _calls_module() -> ModuleType:
+def _module(name: str) -> ModuleType:
     with requires_extra("generate,record", "harness"):
-        return importlib.import_module("pipelines.harness.recorded_calls")
+        return importlib.import_module(f"pipelines.harness.{name}")
 
 
 class Pace:

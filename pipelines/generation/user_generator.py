@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,9 @@ from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.checker import validate
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError, InputError, RolloutError
+
+if TYPE_CHECKING:
+    from pipelines.harness.launchers import Endpoint
 
 TrainingPhase = Literal["train", "eval"]
 
@@ -84,16 +87,24 @@ class OwnGenerator:
         tokenizer: Passed to the generator.
         config: Passed to the generator, which is constructed on the first call.
         phase: Purpose of the generator's batches.
+        endpoint: OpenAI-compatible endpoint of the engine, which the generator reads as
+            `engine.endpoint` (`base_url`, `model`, `api_key`); None: it has none.
 
     Raises:
         ConfigError: `generator`: the class does not exist or has no `async def generate`.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: ChatTokenizer, config: GenerateConfig, phase: TrainingPhase
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        config: GenerateConfig,
+        phase: TrainingPhase,
+        endpoint: Endpoint | None = None,
     ) -> None:
         assert config.generator is not None
         self._engine, self._tokenizer, self._config = Watched(engine), tokenizer, config
+        self._engine.endpoint = endpoint
         self._phase: TrainingPhase = phase
         self._make = resolve(config.generator, _RULE)
         self._made: GeneratorInterface | None = None

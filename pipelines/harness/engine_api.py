@@ -70,6 +70,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Request(msgspec.Struct):
+    model: Any = None
     messages: list[dict[str, Any]] | None = None
     prompt: str | list[int] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -99,14 +100,17 @@ class EngineApp:
     Args:
         engine: An engine whose context has been entered.
         tokenizer: Tokenizer of the engine.
-        name: Name of the model for clients; requests may use any name.
+        name: Name of the model for clients.
+        only: The only name that requests may use; None: any.
 
     Attributes:
         failure: An engine error that all further calls would hit too; None if there was none.
     """
 
-    def __init__(self, engine: Engine, tokenizer: ChatTokenizer, name: str) -> None:
-        self._engine, self._tokenizer, self._name = engine, tokenizer, name
+    def __init__(
+        self, engine: Engine, tokenizer: ChatTokenizer, name: str, only: str | None = None
+    ) -> None:
+        self._engine, self._tokenizer, self._name, self._only = engine, tokenizer, name, only
         self.failure: RolloutError | None = None
         routes = [
             Route(MODELS, self._models),
@@ -138,6 +142,7 @@ class EngineApp:
 
     async def _sampled(self, path: str, body: bytes) -> Response:
         request, sampling = read_request(body, path)
+        check_model(request.model, self._only, path)
         calls = []
         for index in range(request.n or 1):
             seed = None if sampling.seed is None else sampling.seed + index
@@ -182,6 +187,17 @@ class EngineApp:
         )
         name = f"{made}-{uuid.uuid4().hex}"
         return {"id": name, "object": kind, "created": int(time.time()), "model": self._name}
+
+
+def check_model(asked: Any, served: str | None, path: str) -> None:
+    """Refuse a model that is not served, if a name was configured; requests may leave it out.
+
+    Raises:
+        InputError: `served_model`: the name is another one.
+    """
+    if served is not None and asked is not None and asked != served:
+        hint = f"use the model {served!r}, as [generate] served_model_name says"
+        raise InputError("served_model", path, f"the model {asked!r} is not served", hint=hint)
 
 
 def read_request(body: bytes, where: str) -> tuple[_Request, Sampling]:

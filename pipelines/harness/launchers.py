@@ -120,7 +120,8 @@ class Endpoint:
 
     Attributes:
         base_url: Base URL for an OpenAI client: "http://127.0.0.1:8123/s/5f0c.../0/v1".
-        model: Name of the model; requests with any other name are served by the same model.
+        model: Name of the model. Requests with any other name get status 404 if `served_model_name`
+            is configured, else they are served by the same model.
         api_key: The trajectory's token if base URLs are not on loopback, else a placeholder for
             clients that require a key.
     """

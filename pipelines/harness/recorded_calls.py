@@ -38,6 +38,7 @@ from pipelines.harness.engine_api import (
     EngineApp,
     EngineGone,
     PolicyUpstreams,
+    check_model,
     completed,
     usual_fields,
 )
@@ -313,6 +314,7 @@ class Calls:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             got = f"the request is not a JSON object: {error}"
             raise InputError("engine_request", path, got) from None
+        check_model(msgspec.json.decode(fields.get("model", b"null")), self._name, path)
         model = (await self._upstreams.model()).id
         config, task = opened.config, opened.task
         seed = seed_of(config.seed, task.trajectory_id, opened.num_calls)

@@ -68,7 +68,10 @@ def merge(frame: Frame, rule: Rule = "lineage", *, same_routes: bool = False) ->
 
 
 def merge_table(table: pa.Table, rule: Rule = "lineage", *, same_routes: bool = False) -> pa.Table:
-    """Apply `merge` to an Arrow table of complete trajectories, in either layout."""
+    """Apply `merge` to an Arrow table of complete trajectories, in either layout.
+
+    The schema's metadata is kept, such as the `rollout_metrics` of a GeneratorOutput; Polars has none.
+    """
     table = without_views(table)
     _refuse_scattered(table)
     if _has_joined(table):
@@ -279,7 +282,7 @@ def unmerge(frame: Frame) -> pl.LazyFrame:
 
 
 def unmerge_table(table: pa.Table) -> pa.Table:
-    """Apply `unmerge` to an Arrow table of complete trajectories."""
+    """Apply `unmerge` to an Arrow table of complete trajectories; the schema's metadata is kept."""
     table = without_views(table)
     joined = is_joined(table)
     if not joined.any():

@@ -174,7 +174,7 @@ class Redaction:
             ids[: len(step.prompt_token_ids)].astype(np.int32)
             for step, ids in zip(steps, whole, strict=True)
         ]
-        cuts = [int(self._vocabulary.lengths(ids).sum()) for ids in prompts]
+        cuts = [[int(self._vocabulary.lengths(ids).sum())] for ids in prompts]
         self._findings.add_halves(joined, cuts)
         request, said, rest, reason, *asked = self._clean([*given, *ids_asked.values()])
         redactor = self.redactor

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -23,7 +26,7 @@ from rollout_io.cli.output import (
 from rollout_io.cli.redact import show_report
 from rollout_io.retokenize.local import tokenizer_directory
 from rollout_io.startup import keep_pandas_out_of_arrow
-from schemas.errors import InputError, count
+from schemas.errors import InputError, RolloutError, count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -200,8 +203,9 @@ def convert(
     )
     _note_formats(format_name)
     start_s = time.monotonic()
+    kept = f"in {_hidden(out)}, which only you can read" if redacts else "kept"
     with (
-        going_on(lambda: "finished work is kept; run the same command again to resume"),
+        going_on(lambda: f"finished work is {kept}; run the same command again to resume"),
         progress_bar(_num_bytes(inputs), "B", "convert", counts="rows") as advance,
     ):
 
@@ -241,6 +245,10 @@ def convert(
         _report(done, out, time.monotonic() - start_s, _num_bytes(inputs), tokenizer)
 
 
+def _hidden(out: str) -> Path:
+    return Path(out).with_name(f".{Path(out).name}.unredacted")
+
+
 def _converted_and_redacted(
     convert_to: Callable[..., Conversion], out: str, tokenizer: str | None
 ) -> tuple[Conversion, Report]:
@@ -249,10 +257,9 @@ def _converted_and_redacted(
     A secret that is found in one run is removed from all, so the conversion has to end first. An
     interrupted command leaves the directory, which only its owner can read, and resumes from it.
     """
-    from pathlib import Path
     from shutil import rmtree
 
-    from rollout_io.dataset.storage import Location, occupied
+    from rollout_io.dataset.storage import Location, occupied, refuse_open
     from rollout_io.redaction.redact import redact
     from rollout_io.redaction.scanner import Rules
 
@@ -260,14 +267,31 @@ def _converted_and_redacted(
         hint = "convert to a local directory, and copy it"
         raise InputError("out_is_free", out, "--redact needs a local directory", "", hint)
     rules, target = Rules.of({}, personal=False), Path(out)
-    hidden = target.with_name(f".{target.name}.unredacted")
-    if not hidden.exists() and (found := Location.of(out).datasets()):
-        raise occupied(out, len(found))
-    hidden.mkdir(mode=0o700, parents=True, exist_ok=True)
-    done = convert_to(out=str(hidden / target.name))
+    hidden = _hidden(out)
+    shards = Location.of(out).datasets()
+    if not os.path.lexists(hidden):
+        if shards:
+            raise occupied(out, len(shards))
+        hidden.mkdir(mode=0o700, parents=True)
+    refuse_open(hidden)
+    if shards:
+        got = f"the dataset exists, and {hidden} beside it has the unredacted rows of a killed command"
+        hint = f"remove {hidden}; if `rollouts validate {out}` fails, remove both and convert again"
+        raise InputError("out_is_free", out, got, "", hint)
+    try:
+        done = convert_to(out=str(hidden / target.name))
+    except RolloutError as error:
+        raise error.at(error.where, _hint_without_skip(error.hint or "")) from None
     report = redact(str(hidden / target.name), out, rules, tokenizer=tokenizer)
     rmtree(hidden)
     return done, report
+
+
+def _hint_without_skip(hint: str) -> str:
+    """Leave out of a hint what `--redact` does not take."""
+    clauses = [re.sub(r"(?:^|,? )or (?:pass )?--on-error skip.*", "", c) for c in hint.split("; ")]
+    usable = [clause for clause in clauses if clause and "--on-error skip" not in clause]
+    return "; ".join(usable) or "correct or remove the record, and run the same command again"
 
 
 def _note_formats(format_name: str) -> None:
@@ -338,8 +362,6 @@ def _found(done: Conversion) -> str:
 
 
 def _num_bytes(inputs: tuple[str, ...]) -> int:
-    from pathlib import Path
-
     from rollout_io.conversion.inputs import expanded
     from rollout_io.conversion.remote import is_url
 

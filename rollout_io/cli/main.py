@@ -78,8 +78,9 @@ class Verbs(click.Group):
         try:
             require_ours(entry.module.partition(".")[0])
             command: click.Command = entry.load()
-        except ImportError as error:
-            return _unavailable(cmd_name, error)
+        except Exception as error:  # a package's verb that fails must not end the others
+            reason = error if isinstance(error, ImportError) else ImportError(str(error))
+            return _unavailable(cmd_name, reason)
         return with_common_options(command)
 
     def invoke(self, ctx: click.Context) -> Any:

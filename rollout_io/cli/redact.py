@@ -30,7 +30,7 @@ pattern_option = click.option(
     multiple=True,
     callback=_split,
     metavar="NAME=REGEX",
-    help="Also redact what matches; the first group of REGEX is the secret, if it has one.",
+    help="Also redact what matches; the first group that matches is the secret, if REGEX has any.",
 )
 personal_option = click.option(
     "--personal",

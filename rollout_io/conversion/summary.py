@@ -44,6 +44,8 @@ class Summary:
 
     Attributes:
         formats: Number of runs found in the logs, by format.
+        num_exact_without_logprobs: Number of an engine's rows without log-probabilities.
+        num_with_logprobs: Number of rows with log-probabilities, re-tokenized ones included.
         num_without_sampling: Number of an engine's rows that lack a temperature, top_p or top_k.
         unrecorded: Those of these settings that are missing somewhere.
         num_exact: Number of trajectories with token ids from an engine.
@@ -62,6 +64,8 @@ class Summary:
     num_failed: int = 0
     num_without_reward: int = 0
     num_without_logprobs: int = 0
+    num_exact_without_logprobs: int = 0
+    num_with_logprobs: int = 0
     num_without_sampling: int = 0
     num_retokenized: int = 0
     num_restarted: int = 0
@@ -232,12 +236,10 @@ class Summary:
                 "probably because several attempts have the same name: give each attempt a "
                 "different name (calls: `session`)"
             )
-        # Re-tokenized rows are not counted: no engine returned their tokens.
-        if num_without := self.num_without_logprobs - self.num_retokenized:
-            has_some = self.num_without_logprobs < self.num_calls
+        if num := self.num_exact_without_logprobs:
             lines.append(
-                f"{_num(num_without, 'row')} without log-probabilities, so `train` "
-                + (_SOME_LOGPROBS if has_some else _NO_LOGPROBS)
+                f"{_num(num, 'row')} without log-probabilities, so `train` "
+                + (_SOME_LOGPROBS if self.num_with_logprobs else _NO_LOGPROBS)
                 + ': request "logprobs": true from the engine'
             )
         if self.num_without_sampling:
@@ -356,6 +358,10 @@ _COUNTS = {
     "num_calls": pl.col("source").filter(_IS_CALL & ~_IS_TEXT).n_unique()
     + pl.col("segments").list.len().filter(_IS_CALL & _IS_TEXT).sum(),
     "num_without_logprobs": (_IS_CALL & pl.col("rollout_logprobs").is_null()).sum(),
+    "num_exact_without_logprobs": (
+        _IS_CALL & ~_IS_TEXT & pl.col("rollout_logprobs").is_null()
+    ).sum(),
+    "num_with_logprobs": pl.col("rollout_logprobs").is_not_null().sum(),
     "num_retokenized": (_IS_CALL & _IS_TEXT).sum(),
     "num_trajectories": _IS_LAST.sum(),
     "num_failed": (_IS_LAST & ~_IS_HEALTHY).sum(),

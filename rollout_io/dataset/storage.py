@@ -6,6 +6,7 @@ import os
 import posixpath
 import re
 import shlex
+import stat
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +209,25 @@ def occupied(where: str, num_shards: int) -> InputError:
     got = f"the directory already contains a dataset ({count(num_shards, 'shard')})"
     hint = "choose a different --out, or remove the old dataset"
     return InputError("out_is_free", where, got, "", hint)
+
+
+def refuse_open(directory: Path) -> None:
+    """Check that a directory for secrets is no link, and that only its owner, this user, can read it.
+
+    Raises:
+        InputError: `out_is_free`: others can read it, or decide where it is.
+    """
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        got = "is a link" if stat.S_ISLNK(status.st_mode) else "is no directory"
+    elif status.st_uid != os.geteuid():
+        got = "belongs to another user"
+    elif status.st_mode & 0o077:
+        got = f"can be read by others (mode {status.st_mode & 0o777:o})"
+    else:
+        return
+    got = f"the directory for unredacted rows exists and {got}"
+    raise InputError("out_is_free", str(directory), got, "", "remove it, and convert again")
 
 
 def refuse_inside(out: PathLike, dataset: PathLike) -> None:

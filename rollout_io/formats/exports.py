@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rollout_io.plugins import plugins
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from rollout_io.formats.exporting import Exported, Failed, PathLike
@@ -87,12 +87,25 @@ FORMATS = {
 def formats() -> dict[str, Format]:
     """Return all formats by name: those of this package, then the entry points `rollout_io.exports`.
 
-    An entry point is a dictionary of formats by name.
+    An entry point is a dictionary of formats by name. One that cannot be imported is a format with the
+    entry point's name, whose `write` raises the reason.
     """
     found = dict(FORMATS)
     for plugin in plugins("rollout_io.exports"):
-        found |= plugin.load()
+        try:
+            found |= plugin.load()
+        except Exception as error:
+            got = " ".join(f"cannot be imported: {type(error).__name__}: {error}".split())
+            where = f"exports {plugin.name} ({plugin.value})"
+            raised = InputError(
+                "format_loads", where, got, hint="reinstall its package, or remove it"
+            )
+            found.setdefault(plugin.name, Format(got, partial(_refuse, raised)))
     return found
+
+
+def _refuse(error: InputError, *_: object) -> NoReturn:
+    raise error
 
 
 def export(

@@ -163,7 +163,8 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     The entire table is held in memory, because the output is one document. A masked trajectory
     becomes one placeholder row, at the position of its last row. `rollout_metrics` of a converted
-    GeneratorOutput are restored if the dataset was converted from that one file and not changed.
+    GeneratorOutput are restored if the dataset was converted from that one file, and at most merged or
+    unmerged.
 
     Raises:
         RolloutError: `out_is_free`: `out` exists; or any error of `to_generator_output`.
@@ -198,7 +199,8 @@ def _with_metrics(table: pa.Table, dataset: PathLike) -> pa.Table:
     from rollout_io.dataset.reader import read_metadata
 
     history = read_metadata(dataset).made_by
-    by_file = history[0].get(EXPORTED_METRICS) if len(history) == 1 else None
+    is_same = all(each["verb"] in {"merge", "unmerge"} for each in history[1:])
+    by_file = history[0].get(EXPORTED_METRICS) if history and is_same else None
     if not isinstance(by_file, dict) or len(by_file) != 1 or len(history[0]["inputs"]) != 1:
         return table
     (metrics,) = by_file.values()

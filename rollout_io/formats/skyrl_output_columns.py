@@ -149,7 +149,9 @@ def _identities(
         return [trajectory_identity(value, row) for row, value in enumerate(ids)]
     if output.get("is_last_step") is not None:
         got = "is_last_step is given without trajectory_ids"
-        raise field_error("fields", "trajectory_ids", got)
+        hint = "add `trajectory_ids`, one {instance_id, repetition_id} per row; for one row per attempt,"
+        hint += " leave out is_last_step and pass group_size=n (--group-size n)"
+        raise field_error("fields", "trajectory_ids", got, hint=hint)
     num_rows = len(output["response_ids"])
     if group_size is None or group_size < 1 or num_rows % group_size:
         got = "the field is missing"
@@ -196,7 +198,10 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
         found = None
     if found is None or not _is_text(found.instance_id) or abs(found.repetition_id) >= 2**31:
         expected = "an instance_id and an integer repetition_id below 2147483648"
-        raise field_error("trajectory_id", "trajectory_ids", repr(value), expected, row=row)
+        name, _, number = value.rpartition("_") if isinstance(value, str) else ("", "", "")
+        own = {"instance_id": name, "repetition_id": int(number)} if number.isdecimal() else None
+        hint = f"SkyRL's to_string() joined both ids: pass {json.dumps(own)} here" if own else None
+        raise field_error("trajectory_id", "trajectory_ids", repr(value), expected, hint, row=row)
     return found
 
 

@@ -1,28 +1,38 @@
-"""Literal search: every occurrence of known secrets in text, also where they are escaped."""
+"""Search for known secrets in text: escaped, spaced, wrapped, encoded and in parts."""
 
 from __future__ import annotations
 
+import base64
 import codecs
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Literal
 
 import numpy as np
-import polars as pl
 
+from rollout_io.redaction.credentials import decoded, is_random
 from schemas.ragged import IntArray
 
 SHORTEST = 8
 """Bytes of the shortest secret that is searched for; shorter ones include what is around them."""
 
 _SHORTEST_LINE = 16
+_SHORTEST_COMPACT = 12  # shorter secrets are searched for as they are
+_PART = 10  # bytes of the shortest part of a secret that is searched for
+_PREFIX = re.compile(rb"(?:[A-Za-z]{1,12}\d{0,2}[-_.]){0,4}")  # not secret: names what issued it
 _ESCAPE = re.compile(
     rb"\\+(?:u([0-9a-fA-F]{4})(?:\\+u([dD][c-fC-F][0-9a-fA-F]{2}))?|([bfnrt\"'/]))|\\(\\+)"
-    rb"|%(?:25)*([0-9a-fA-F]{2})"
+    rb"|(?:%(?:25)*|\\+x)([0-9a-fA-F]{2})|&(amp|quot|lt|gt|#39);"
 )
 _CONTROL = {b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+_ENTITY = {b"amp": b"&", b"quot": b'"', b"lt": b"<", b"gt": b">", b"#39": b"'"}
+_INVISIBLE = re.compile(rb"\xe2\x80[\x8b-\x8f]|\xe2\x81\xa0|\xef\xbb\xbf|\xc2[\xa0\xad]")
+_IS_SPACE = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
+_ONE_KIND = re.compile(rb"[a-z]+|[A-Z]+|\d+")
+_DEPTH = 8  # times that a text is unescaped
 
 
 def _one_each(error: UnicodeError) -> tuple[str, int]:
@@ -39,92 +49,162 @@ def readable(content: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Unescaped:
-    r"""A text in which each escape is replaced by the character that it stands for.
-
-    Escapes of JSON are undone at any depth: JSON in JSON doubles backslashes, and a run of them
-    counts as one. Escapes of URLs (`%2F`) are undone too, at any depth (`%252F`).
+class View:
+    r"""A text that is read in another way: without its escapes, or without blanks and in lower case.
 
     Attributes:
-        content: The bytes without escapes.
-        ends: [E] end of the replacement of each escape in `content`.
+        content: The bytes of the view.
+        ends: [E] end in `content` of what replaces each escape or blank.
         removed: [E + 1] number of bytes that the escapes before each of them had more.
+        parent: The view that this one was made of; None: the text itself.
+        is_compact: True if blanks are removed.
 
     Example:
-        >>> Unescaped.of(rb'{"a": "x\\ny"}').content
+        >>> View.of(rb'{"a": "x\\ny"}').unescaped().content
         b'{"a": "x\ny"}'
     """
 
     content: bytes
     ends: IntArray
     removed: IntArray
+    parent: View | None = None
+    is_compact: bool = False
 
     @classmethod
-    def of(cls, content: bytes) -> Unescaped:
-        """Undo the escapes of a text."""
+    def of(cls, content: bytes) -> View:
+        """View a text as it is."""
+        return cls(content, np.empty(0, np.int64), np.zeros(1, np.int64))
+
+    def unescaped(self) -> View:
+        """Undo escapes of JSON (at any depth), URLs and HTML; a run of backslashes counts as one."""
         parts: list[bytes] = []
         ends, removed = list[int](), [0]
         at = size = 0
-        for match in _ESCAPE.finditer(content):
+        for match in _ESCAPE.finditer(self.content):
             begin, end = match.span()
             plain = _plain(match)
-            parts += (content[at:begin], plain)
+            parts += (self.content[at:begin], plain)
             size += begin - at + len(plain)
             ends.append(size)
             removed.append(end - size)
             at = end
-        parts.append(content[at:])
-        return cls(b"".join(parts), np.array(ends, np.int64), np.array(removed, np.int64))
+        content = b"".join((*parts, self.content[at:]))
+        return View(content, np.array(ends, np.int64), np.array(removed, np.int64), self)
 
-    def original(self, offset: int) -> int:
-        """Return the position in the original text of a position in `content`."""
-        return offset + int(self.removed[np.searchsorted(self.ends, offset, side="right")])
+    def compact(self) -> View:
+        """Remove blanks and invisible characters, and change letters to lower case."""
+        is_blank = _IS_SPACE[np.frombuffer(self.content, np.uint8)]
+        for match in _INVISIBLE.finditer(self.content):
+            is_blank[slice(*match.span())] = True
+        edges = np.flatnonzero(np.diff(is_blank, prepend=False, append=False)).reshape(-1, 2)
+        removed = np.concatenate([[0], np.cumsum(edges[:, 1] - edges[:, 0])])
+        content = np.frombuffer(self.content, np.uint8)[~is_blank].tobytes().lower()
+        return View(content, edges[:, 0] - removed[:-1], removed, self, is_compact=True)
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """Return the range in the original text of a range of `content` that is not empty."""
+        start += int(self.removed[np.searchsorted(self.ends, start, side="right")])
+        side: Literal["left", "right"] = "left" if self.is_compact else "right"
+        end += int(self.removed[np.searchsorted(self.ends, end, side=side)])
+        return (start, end) if self.parent is None else self.parent.span(start, end)
 
 
 def _plain(match: re.Match[bytes]) -> bytes:
-    code, low, control, backslashes, percent = match.groups()
+    code, low, control, backslashes, number, entity = match.groups()
     if code is not None:
         pair = bytes.fromhex((code + (low or b"")).decode())
         return pair.decode("utf-16-be", "replace").encode()
     if control is not None:
         return _CONTROL.get(control, control)
-    return b"\\" if backslashes is not None else bytes.fromhex(percent.decode())
+    if entity is not None:
+        return _ENTITY[entity]
+    return b"\\" if backslashes is not None else bytes.fromhex(number.decode())
 
 
 @lru_cache(maxsize=8)  # a text is scanned, and then searched
-def views(content: bytes) -> list[Unescaped]:
-    """Return a text as it is and, if it has escapes, without them."""
-    given = Unescaped(content, np.empty(0, np.int64), np.zeros(1, np.int64))
-    if b"\\" not in content and b"%" not in content:
-        return [given]
-    plain = Unescaped.of(content)
-    return [given, plain] if len(plain.ends) else [given]
+def views(content: bytes) -> list[View]:
+    """Return a text as it is and, if it has escapes, without them: escapes may give new escapes."""
+    found = [View.of(content)]
+    while len(found) <= _DEPTH and _ESCAPE.search(found[-1].content):
+        found.append(found[-1].unescaped())
+    return found
 
 
-def forms(content: bytes, start: int, end: int) -> Iterator[bytes]:
-    """Yield the literals to search for after a secret was found in a text.
+def widened(content: bytes, start: int, end: int) -> bytes:
+    """Return a secret of a text; a short one includes the bytes around it.
 
-    A short secret includes the bytes around it, because its own bytes may occur anywhere. The
-    lines of a long one are searched for too: tools print line numbers between them.
+    Its own bytes may occur anywhere.
     """
-    secret = content[start:end]
-    if end - start < SHORTEST:
-        left = max(0, start - (SHORTEST - (end - start) + 1) // 2)
-        right = max(end, left + SHORTEST)
-        # No byte of a character is left out.
-        while left and content[left] & 0xC0 == 0x80:
-            left -= 1
-        while right < len(content) and content[right] & 0xC0 == 0x80:
-            right += 1
-        secret = content[left:right]
-    yield secret
-    yield Unescaped.of(secret).content
-    lines = re.split(rb"[\r\n]+", Unescaped.of(secret).content)
-    if len(lines) > 1:
-        for line in lines:
-            line = line.strip()
-            if len(line) >= _SHORTEST_LINE and not line.startswith(b"-----"):
-                yield line
+    if end - start >= SHORTEST:
+        return content[start:end]
+    left = max(0, start - (SHORTEST - (end - start) + 1) // 2)
+    right = max(end, left + SHORTEST)
+    # No byte of a character is left out.
+    while left and content[left] & 0xC0 == 0x80:
+        left -= 1
+    while right < len(content) and content[right] & 0xC0 == 0x80:
+        right += 1
+    return content[left:right]
+
+
+def forms(secret: bytes) -> Iterator[bytes]:
+    """Yield what to search for: a secret, its encodings, its lines, and what it is base64 of."""
+    plain = views(secret)[-1].content
+    yield from (secret, plain, plain.replace(b" ", b"+"))
+    for line in re.split(rb"[\r\n]+", plain):
+        if len(line.strip()) >= _SHORTEST_LINE and not line.strip().startswith(b"-----"):
+            yield line.strip()
+    if len(plain) >= _SHORTEST_COMPACT:
+        yield plain.hex().encode()
+        for shift in range(3):  # other bytes may precede it
+            encoded = base64.b64encode(b"\0" * shift + plain)
+            inner = encoded[-(-shift * 4 // 3) : (len(plain) + shift) * 4 // 3]
+            yield inner
+            yield inner.translate(bytes.maketrans(b"+/", b"-_"))
+    if len(of := decoded(plain)) >= SHORTEST:
+        yield of
+        yield of.partition(b":")[2] or of
+
+
+def parts(secret: bytes) -> Iterator[bytes]:
+    """Yield all parts of ten bytes of the random words of a secret."""
+    for word in views(secret)[-1].content.split():
+        if len(word) >= _SHORTEST_LINE and is_random(word):
+            prefix = _PREFIX.match(word)
+            begin = max(0, prefix.end() - _PART + 2) if prefix else 0
+            windows = (word[at : at + _PART] for at in range(begin, len(word) - _PART + 1))
+            yield from (part.lower() for part in windows if not _ONE_KIND.fullmatch(part))
+
+
+class _Search:
+    """Finds any of many byte strings in a text."""
+
+    def __init__(self, numbers: Mapping[bytes, int]) -> None:
+        self._num = min((SHORTEST, *map(len, numbers)))
+        self._by_head: dict[bytes, list[tuple[bytes, int]]] = {}
+        for text in sorted(numbers, key=len, reverse=True):
+            self._by_head.setdefault(text[: self._num], []).append((text, numbers[text]))
+        self._is_head = np.zeros(1 << 20, np.bool_)
+        for head in self._by_head:
+            self._is_head[self._slots(head)[0]] = True
+
+    def _slots(self, content: bytes) -> IntArray:
+        """Hash each range of as many bytes as a head has."""
+        padded = content + b"\0" * 8
+        eights = np.ndarray(max(0, len(content) - self._num + 1), "<u8", padded, strides=(1,))
+        mask = np.uint64((1 << 8 * self._num) - 1)
+        slots = ((eights & mask) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(44)
+        return slots.astype(np.int64)
+
+    def __call__(self, content: bytes) -> Iterator[tuple[int, int, int]]:
+        """Yield (start, end, number) of the longest text that begins at each position."""
+        if not self._by_head:
+            return
+        for start in np.flatnonzero(self._is_head[self._slots(content)]).tolist():
+            for text, number in self._by_head.get(content[start : start + self._num], ()):
+                if content.startswith(text, start):
+                    yield start, start + len(text), number
+                    break
 
 
 @dataclass(frozen=True)
@@ -132,33 +212,50 @@ class Literals:
     """Known secrets, and the search for them.
 
     Attributes:
-        secrets: The literals, in the order in which they were found.
+        secrets: The secrets, in the order in which they were found.
+        first: Number of the first one: earlier redactions used the numbers before it.
     """
 
     secrets: tuple[bytes, ...]
+    first: int = 0
 
     @cached_property
     def longest(self) -> int:
-        """Number of bytes of the longest literal."""
-        return max(map(len, self.secrets), default=0)
+        """Number of bytes of the longest text that is searched for."""
+        return max(map(len, (*self._exact, *self._compact)), default=0)
 
     @cached_property
-    def _num_head(self) -> int:
-        return min((SHORTEST, *map(len, self.secrets)))
+    def _numbers(self) -> tuple[dict[bytes, int], dict[bytes, int]]:
+        exact, compact = dict[bytes, int](), dict[bytes, int]()
+        for number, secret in enumerate(self.secrets, self.first):
+            for form in forms(secret):
+                short = View.of(form).compact().content
+                if len(short) >= _SHORTEST_COMPACT:
+                    compact.setdefault(short, number)
+                elif len(form) >= min(SHORTEST, len(secret)):
+                    exact.setdefault(form, number)
+        for number, secret in enumerate(self.secrets, self.first):
+            for part in parts(secret):
+                compact.setdefault(part, number)
+        return exact, compact
 
     @cached_property
-    def _patterns(self) -> list[str]:
-        return [readable(secret) for secret in self.secrets]
+    def _exact(self) -> dict[bytes, int]:
+        return self._numbers[0]
 
     @cached_property
-    def _by_head(self) -> dict[bytes, list[tuple[int, bytes]]]:
-        heads: dict[bytes, list[tuple[int, bytes]]] = {}
-        for number, secret in enumerate(self.secrets):
-            heads.setdefault(secret[: self._num_head], []).append((number, secret))
-        return {head: sorted(found, key=lambda f: -len(f[1])) for head, found in heads.items()}
+    def _compact(self) -> dict[bytes, int]:
+        return self._numbers[1]
+
+    @cached_property
+    def _searches(self) -> tuple[_Search, _Search]:
+        return _Search(self._exact), _Search(self._compact)
 
     def spans(self, texts: Sequence[bytes]) -> list[list[tuple[int, int, int]]]:
         """Find all secrets in texts.
+
+        Secrets of 12 bytes or more are also found with blanks or invisible characters inside, in
+        other cases of letters, and in parts of ten bytes or more if they are random.
 
         Args:
             texts: N texts in UTF-8; invalid bytes match only the same bytes.
@@ -169,45 +266,48 @@ class Literals:
         """
         if not self.secrets:
             return [[] for _ in texts]
-        shown = [(i, view) for i, text in enumerate(texts) for view in views(text)]
-        # Escaped texts are searched as they are and without escapes: a backslash may also be text.
-        series = pl.Series([readable(view.content) for _, view in shown], dtype=pl.String)
-        places = series.str.find_many(self._patterns, overlapping=True)
-        found: list[list[tuple[int, int, int]]] = [[] for _ in texts]
-        for (index, view), offsets in zip(shown, places, strict=True):
-            for start in sorted({*(offsets if offsets is not None else ())}):
-                head = view.content[start : start + self._num_head]
-                for number, secret in self._by_head.get(head, []):
-                    if view.content.startswith(secret, start):
-                        bounds = view.original(start), view.original(start + len(secret))
-                        found[index].append((*bounds, number))
-                        break
-        return [list(_joined(each)) for each in found]
+        exact, compact = self._searches
+        found: list[list[tuple[int, int, int]]] = []
+        for text in texts:
+            hits = set[tuple[int, int, int]]()
+            # Escaped texts are searched as they are and without escapes: a backslash may be text.
+            for view in views(text):
+                hits.update((*view.span(a, b), n) for a, b, n in exact(view.content))
+                if self._compact:
+                    short = view.compact()
+                    hits.update((*short.span(a, b), n) for a, b, n in compact(short.content))
+            found.append(list(_joined(hits)))
+        return found
 
-    def halves(self, texts: Sequence[bytes], cuts: Sequence[int]) -> Iterator[bytes]:
+    def halves(self, texts: Sequence[bytes], cuts: Sequence[Sequence[int]]) -> Iterator[bytes]:
         """Yield the parts of secrets that begin before a cut and end after it.
 
         Where an answer continues a prompt, the texts of both have only a part of a secret.
 
         Args:
-            texts: N prompts, each with its answer.
-            cuts: [N] number of bytes of each prompt.
+            texts: N texts that consist of several.
+            cuts: [N] number of bytes before each of these.
 
         Example:
-            >>> list(Literals((b"abcdefghijklmnop",)).halves([b"is abcdefghijklmnop"], [12]))
+            >>> list(Literals((b"abcdefghijklmnop",)).halves([b"is abcdefghijklmnop"], [[12]]))
             [b'abcdefghi']
         """
         if not self.secrets:
             return
-        near = 2 * self.longest  # escapes take more bytes
-        begins = [max(0, cut - near) for cut in cuts]
-        rows = list(zip(texts, begins, cuts, strict=True))
+        near = 4 * self.longest  # escapes and blanks take more bytes
+        rows = [(t, max(0, c - near), c) for t, each in zip(texts, cuts, strict=True) for c in each]
         found = self.spans([text[begin : cut + near] for text, begin, cut in rows])
         for (text, begin, cut), spans in zip(rows, found, strict=True):
             for start, end, _ in spans:
-                if begin + start < cut < begin + end:
-                    parts = text[begin + start : cut], text[cut : begin + end]
-                    yield from (part for part in parts if len(part) >= SHORTEST)
+                yield from cut_parts(text, begin + start, begin + end, [cut])
+
+
+def cut_parts(text: bytes, start: int, end: int, cuts: Sequence[int]) -> Iterator[bytes]:
+    """Yield the parts, long enough to be searched for, into which cuts divide a secret."""
+    inner = [cut for cut in cuts if start < cut < end]
+    for left, right in pairwise([start, *inner, end]) if inner else ():
+        if right - left >= SHORTEST:
+            yield text[left:right]
 
 
 def _joined(found: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:

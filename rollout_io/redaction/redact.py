@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from rollout_io.dataset.parallel import Workers
 from rollout_io.dataset.reader import iter_tables, pieces, read_metadata
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.dataset.sources import Sources
-from rollout_io.redaction.literals import Literals, forms, views
-from rollout_io.redaction.scanner import Rules, scan
-from rollout_io.redaction.tables import REDACTED, Redactor
+from rollout_io.redaction.literals import Literals, cut_parts, views, widened
+from rollout_io.redaction.scanner import Found, Rules, scan
+from rollout_io.redaction.tables import REDACTED, Redactor, sampled_ranges
 from rollout_io.redaction.values import has_text, texts_in
 from rollout_io.retokenize.local import is_other_tokenizer, not_found, remembered_tokenizer
 from rollout_io.retokenize.token_bytes import TokenBytes, load_token_bytes
@@ -30,7 +31,11 @@ from schemas.ragged import Ragged, zipped
 
 _CONTEXT_BYTES = 8192
 _TOKENS = ("prompt_token_ids", "response_ids")
-_MARK = re.compile(rb"\[REDACTED_\d+\]|\*{4,}|x{8,}")
+_MARK = re.compile(rb"\[REDACTED_(\d{1,15})\]|\*{4,}|x{8,}")
+_PARTS = re.compile(  # between the texts of two parts of a message
+    rb'\\*"\s*(?:,\s*\\*"\w+\\*"\s*:\s*\\*"\w*\\*"\s*)*\}\s*,\s*\{\s*'
+    rb'(?:\\*"\w+\\*"\s*:\s*\\*"\w*\\*"\s*,\s*)*\\*"(?:text|content)\\*"\s*:\s*\\*"'
+)
 
 
 @dataclass(slots=True)
@@ -40,6 +45,7 @@ class Findings:
     Attributes:
         literals: What to search for, in the order in which it was found.
         secrets: The secrets of each kind; some have several literals.
+        num_marks: Number of marks that earlier redactions may have used.
         num_rows: Number of rows whose new text contains a secret of each kind.
         blobs: Names of the pictures and documents of the rows, which are not scanned.
     """
@@ -48,6 +54,7 @@ class Findings:
     secrets: dict[str, set[bytes]] = field(default_factory=dict)
     num_rows: Counter[str] = field(default_factory=Counter)
     blobs: set[str] = field(default_factory=set)
+    num_marks: int = 0
 
     def add(self, other: Findings) -> None:
         """Add what another scan found."""
@@ -56,6 +63,12 @@ class Findings:
             self.secrets.setdefault(kind, set()).update(secrets)
         self.num_rows += other.num_rows
         self.blobs |= other.blobs
+        self.num_marks = max(self.num_marks, other.num_marks)
+
+    @property
+    def known(self) -> Literals:
+        """The search for all secrets that were found; their marks are new."""
+        return Literals(tuple(self.literals), self.num_marks)
 
     def scan(self, text: bytes, rules: Rules, num_known: int = 0) -> set[str]:
         """Scan a text, as it is and without escapes.
@@ -64,16 +77,27 @@ class Findings:
             The kinds of the secrets that end after the first `num_known` bytes.
         """
         kinds: set[str] = set()
+        numbers = [int(mark[1]) + 1 for mark in _MARK.finditer(text) if mark[1]]
+        self.num_marks = max((self.num_marks, *numbers))
         for view in views(text):
-            content = view.content
-            for kind, start, end in scan(content, rules):
-                if _MARK.fullmatch(content[start:end]):
-                    continue
-                self.secrets.setdefault(kind, set()).add(content[start:end])
-                self.literals |= dict.fromkeys(forms(content, start, end))
-                if view.original(end) > num_known:
+            for kind, start, end in self._scanned(view.content, rules):
+                if view.span(start, end)[1] > num_known:
+                    kinds.add(kind)
+        if gaps := [match.span() for match in _PARTS.finditer(text)]:
+            pieces = [text[a:b] for (_, a), (b, _) in pairwise([(0, 0), *gaps, (len(text), 0)])]
+            cuts, whole = list(accumulate(map(len, pieces[:-1]))), b"".join(pieces)
+            for kind, start, end in self._scanned(whole, rules):
+                for part in cut_parts(whole, start, end, cuts):
+                    self.literals[part] = None
                     kinds.add(kind)
         return kinds
+
+    def _scanned(self, content: bytes, rules: Rules) -> Iterator[Found]:
+        for found in scan(content, rules):
+            if not _MARK.fullmatch(content[found.start : found.end]):
+                self.secrets.setdefault(found.kind, set()).add(content[found.start : found.end])
+                self.literals[widened(content, found.start, found.end)] = None
+                yield found
 
     def scan_table(self, table: pa.Table, rules: Rules, vocabulary: TokenBytes) -> None:
         """Scan the tokens and texts of a table with full prompts.
@@ -99,13 +123,18 @@ class Findings:
                     before = text
         for kinds in found:
             self.num_rows.update(kinds)
-        prompts = Ragged.from_arrow(table.column("prompt_token_ids"))
-        cuts = [int(vocabulary.lengths(prompts.row(i)).sum()) for i in range(table.num_rows)]
+        prompts = Ragged.from_arrow(table.column("prompt_token_ids")).lengths
+        rows, starts, lengths = sampled_ranges(table)
+        cuts = []
+        for i in range(table.num_rows):
+            ends = np.cumsum([0, *vocabulary.lengths(whole.row(i))])
+            begin = prompts[i] + starts[rows == i]
+            cuts.append([*ends[begin], *ends[begin + lengths[rows == i]]])
         self.add_halves(tokens, cuts)
 
-    def add_halves(self, texts: Sequence[bytes], cuts: Sequence[int]) -> None:
+    def add_halves(self, texts: Sequence[bytes], cuts: Sequence[Sequence[int]]) -> None:
         """Look for both parts of secrets that begin in a prompt and end in its answer."""
-        self.literals |= dict.fromkeys(Literals(tuple(self.literals)).halves(texts, cuts))
+        self.literals |= dict.fromkeys(self.known.halves(texts, cuts))
 
 
 def _is_scanned(field: pa.Field) -> bool:
@@ -195,7 +224,7 @@ def redact(
     for num_rows, found in workers.map_in_order(scanning, pieces(dataset)):
         findings.add(found)
         tell(num_rows)
-    redactor = Redactor(Literals(tuple(findings.literals)), vocabulary)
+    redactor = Redactor(findings.known, vocabulary)
     made = redacted_metadata(metadata, redactor, rules, [dataset])
     counts = rewrite(
         dataset,

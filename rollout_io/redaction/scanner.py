@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from rollout_io.redaction.credentials import credentials
 from rollout_io.redaction.literals import readable
 from schemas.errors import ConfigError, MissingExtra
 from schemas.extras import requires_extra
@@ -19,11 +20,7 @@ _PERSONAL_SCORE = 0.4
 _EMAIL = re.compile(r"\b[\w.+-]{1,64}@(?:[\w-]{1,63}\.)+[A-Za-z]{2,24}\b")
 _PHONE_MARKS = frozenset("+()- ")  # digits alone are mostly times and ids
 _SPACED = bytes.maketrans(b"<>()[]{},|&", b" " * 11)
-_OWN = {  # the scanner reports these only with others, or not at all
-    "aws-access-key-id": re.compile(rb"\b((?:AKIA|ASIA)[A-Z2-7]{16})\b"),
-    "bearer-token": re.compile(rb"[Bb]earer ([\w.~+/-]{20,}=*)"),
-    "password-in-url": re.compile(rb"://[\w.%-]{1,64}:([^\s/:@'\"<>{}$*]{6,128})@"),
-}
+_ANY_TEXT = "this is any text"
 _SENTENCE_END = re.compile(rb"[.:!?](?=\s|$)")
 
 
@@ -39,8 +36,8 @@ class Rules(NamedTuple):
     """What is looked for.
 
     Attributes:
-        patterns: (name, regular expression) pairs. The first group of an expression is the secret,
-            or the entire match if it has no group.
+        patterns: (name, regular expression) pairs. The first group of an expression that is not
+            empty is the secret, or the entire match if no group takes part in it.
         personal: If true, also look for personal data with Presidio (`PERSONAL`).
     """
 
@@ -68,6 +65,10 @@ class Rules(NamedTuple):
             if is_empty:
                 expected = "a regex that matches no empty text"
                 raise ConfigError("choices", f"pattern {name}", repr(pattern), expected)
+            if re.search(pattern, _ANY_TEXT):
+                got = f"{pattern!r} matches any text, such as {_ANY_TEXT!r}"
+                hint = "the expression follows the first =: NAME=REGEX"
+                raise ConfigError("choices", f"pattern {name}", got, "a regex of secrets", hint)
         rules = cls(tuple(sorted(patterns.items())), personal)
         _require_scanners(rules)
         return rules
@@ -96,7 +97,8 @@ def scan(content: bytes, rules: Rules) -> Iterator[Found]:
 
     for name, pattern in rules.patterns:
         for match in re.finditer(pattern, text):
-            start, end = match.span(1 if match.re.groups else 0)
+            groups = [i for i in range(1, match.re.groups + 1) if match.start(i) >= 0] or [0]
+            start, end = match.span(next((i for i in groups if match[i]), groups[0]))
             if start < end:
                 yield found(name, start, end)
     if rules.personal:
@@ -117,9 +119,8 @@ def _known_secrets(content: bytes) -> Iterator[Found]:
     parted = _SENTENCE_END.sub(b" ", content.translate(_SPACED))
     if parted != content:
         yield from _scanned(parted)
-    for kind, pattern in _OWN.items():
-        for match in pattern.finditer(content):
-            yield Found(kind, *match.span(1))
+    for place in credentials(content):
+        yield Found(*place)
 
 
 def _scanned(content: bytes) -> Iterator[Found]:

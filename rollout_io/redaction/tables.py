@@ -90,8 +90,12 @@ class Redactor:
             if name in table.column_names:
                 column = table.column(name)
                 columns[name] = _without(column, marks[ranges(in_response, list_lengths(column))])
+        # Marked is what was sampled: of a merged row, not the results of tools, as before merging.
+        rows, starts, lengths = sampled_ranges(table)
+        is_sampled = np.zeros(len(responses.values), np.bool_)
+        is_sampled[ranges(responses.offsets[rows] + starts, lengths)] = True
         own = Ragged(
-            marks[ranges(in_response, responses.lengths)],
+            marks[ranges(in_response, responses.lengths)] & is_sampled,
             responses.offsets,
             np.ones(table.num_rows, np.bool_),
         )
@@ -176,6 +180,22 @@ class Redactor:
         if made is None:
             return given
         return Ragged(np.where(is_id, made, given.values), ids.offsets, ids.valid)
+
+
+def sampled_ranges(table: pa.Table) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the row, start and length of each sampled range of `response_ids`."""
+    lengths = list_lengths(table.column("response_ids"))
+    rows = np.arange(table.num_rows)
+    if "segments" not in table.column_names:
+        return rows, np.zeros_like(rows), lengths
+    column = table.column("segments")
+    flat, is_whole = pc.list_flatten(column), ~to_numpy(column.is_valid())
+    starts, sizes = (to_numpy(pc.struct_field(flat, name)) for name in ("start", "length"))
+    return (
+        np.concatenate([rows[is_whole], np.repeat(rows, list_lengths(column))]),
+        np.concatenate([np.zeros(is_whole.sum(), np.int64), starts]),
+        np.concatenate([lengths[is_whole], sizes]),
+    )
 
 
 def _without(column: pa.ChunkedArray, marks: BoolArray) -> pa.Array:

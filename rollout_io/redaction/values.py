@@ -63,7 +63,7 @@ class Replacer:
         if not is_json or _parsed(made) is not None:
             return made
         # The secret contains syntax of JSON: replace it in each string instead.
-        return json.dumps(self.value(_parsed(text)), ensure_ascii=False).encode()
+        return json.dumps(self.value(_parsed(text))).encode()
 
     def value(self, value: Any) -> Any:
         """Return a JSON value without secrets in its strings and keys.
@@ -123,6 +123,10 @@ class Replacer:
         if pa.types.is_nested(kind):
             return self._list(array)
         values = [None if v is None else _bytes(v) for v in array.to_pylist()]
+        if pa.types.is_fixed_size_binary(kind):
+            spans = self.literals.spans([v or b"" for v in values])
+            stars = [v and _starred(v, found) for v, found in zip(values, spans, strict=True)]
+            return pa.array(stars, kind)
         texts = {v for v in values if v is not None and not is_protocol(name, readable(v))}
         made = dict(zip(texts, self.texts(list(texts)), strict=True))
         out = [value if value is None else made.get(value, value) for value in values]
@@ -159,6 +163,13 @@ class Replacer:
         )
 
 
+def _starred(value: bytes, spans: Spans) -> bytes:
+    made = bytearray(value)
+    for start, end, _ in spans:
+        made[start:end] = b"*" * (end - start)
+    return bytes(made)
+
+
 def _replaced(text: bytes, spans: Spans) -> bytes:
     parts, at = list[bytes](), 0
     for start, end, number in spans:
@@ -190,6 +201,7 @@ def has_text(kind: pa.DataType) -> bool:
     kinds = (
         *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
         *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view),
+        pa.types.is_fixed_size_binary,
     )
     return any(is_kind(kind) for is_kind in kinds)
 

@@ -51,6 +51,16 @@ def test_the_toml_of_skyrls_defaults_is_a_configuration() -> None:
     assert (training.batch.groups_per_batch, training.batch.groups_per_mini_batch) == (1024, 256)
     assert (training.batch.sequence_layout, training.data.outcome) == ("step", "last")
     assert config.generation.group_size == 5
+    assert (config.generation.max_turns, training.run.seed) == (1, 42)
+    assert training.model.gradient_checkpointing
+
+
+@pytest.mark.parametrize(("name", "staleness"), [("harbor_sync", 0), ("harbor_async", 4)])
+def test_the_examples_for_harbor_are_configurations(name: str, staleness: int) -> None:
+    path = ROOT / "examples" / f"{name}.toml"
+    config = load_rl_config(path, ["run.out=run", "loop.tasks=t", "model.path=m"])
+    assert config.loop.max_staleness == staleness
+    assert str(config.generation.harness).split()[1] == "examples/harbor_trial.py"
 
 
 def test_the_columns_that_an_output_may_have_are_named() -> None:

@@ -8,7 +8,10 @@ from importlib.metadata import entry_points
 
 import pytest
 
+from rollout_io.formats.detect import load_formats
+from rollout_io.formats.exports import FORMATS, export, formats
 from rollout_io.plugins import Plugin, plugins
+from schemas.errors import InputError
 
 GROUPS = ("rollout_io.verbs", "rollout_io.formats", "console_scripts", "pytest11", "none")
 
@@ -102,3 +105,21 @@ def test_packages_that_are_installed_or_removed_meanwhile_are_noticed(tmp_path, 
     shutil.rmtree(tmp_path / "new-1.dist-info")
     later()
     assert plugins("g") == []
+
+
+def test_a_plugin_that_ends_the_process_or_fails_is_named_and_takes_nothing_down(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "ends_it.py").write_text("import sys\nsys.exit(3)\n")
+    (tmp_path / "fails_it.py").write_text("raise ValueError('no config')\n")
+    text = "[rollout_io.formats]\nending = ends_it:F\n[rollout_io.exports]\n"
+    install(tmp_path, "odd-1", text + "broken = fails_it:F\nending = ends_it:F\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    found = load_formats()
+    assert list(found.failures) == ["ending"]
+    assert "sys.exit(3)" in found.failures["ending"]
+    assert set(FORMATS) < set(formats())
+    for name, reason in (("broken", "ValueError: no config"), ("ending", "sys.exit(3)")):
+        with pytest.raises(InputError) as caught:
+            export("ds", "out", name)
+        assert (caught.value.rule, reason in caught.value.got) == ("format_loads", True)

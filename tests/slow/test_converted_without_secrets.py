@@ -1,6 +1,7 @@
 """`convert --redact`: no secret of the log is in a file that is left."""
 
 import json
+import shutil
 
 import pytest
 
@@ -68,3 +69,47 @@ def test_rejected_records_would_keep_secrets_and_are_refused(log, smollm2_dir, t
     ]
     assert run([*arguments, "--redact", "--on-error", "skip"]) == 2
     assert "--redact writes no rejected records" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hint", ["copy", "unknown_reward"])
+def test_hints_name_only_what_the_command_takes(log, smollm2_dir, tmp_path, capsys, hint):
+    out = ["--tokenizer", str(smollm2_dir), "--out", str(tmp_path / "ds")]
+    if hint == "copy":
+        shutil.copy(log, tmp_path / "again.jsonl")
+        arguments = ["convert", str(tmp_path / "*.jsonl"), *out]
+    else:
+        (tmp_path / "more.rewards").write_text('{"session": "other/0", "reward": 1}\n')
+        arguments = ["convert", str(log), "--rewards", str(tmp_path / "more.rewards"), *out]
+    assert run(arguments) == 1
+    assert "--on-error skip" in capsys.readouterr().err
+    assert run([*arguments, "--redact"]) == 1
+    said = capsys.readouterr().err
+    assert "Hint: " in said
+    assert "--on-error" not in said
+
+
+def test_a_hidden_directory_that_others_can_read_or_place_is_refused(
+    log, smollm2_dir, tmp_path, capsys
+):
+    hidden, other = tmp_path / ".ds.unredacted", tmp_path / "other"
+    options = ["--tokenizer", str(smollm2_dir), "--out", str(tmp_path / "ds"), "--redact"]
+    other.mkdir(mode=0o700)
+    hidden.symlink_to(other)
+    for word in ("is a link", "can be read by others"):
+        assert run(["convert", str(log), *options]) == 1
+        said = capsys.readouterr().err
+        assert word in said
+        assert str(hidden) in said
+        assert not list(other.iterdir())
+        hidden.unlink() if hidden.is_symlink() else hidden.rmdir()
+        hidden.mkdir(mode=0o755)
+        hidden.chmod(0o755)
+    hidden.chmod(0o700)
+    assert run(["convert", str(log), *options]) == 0
+    assert not hidden.exists()
+    # Killed after the dataset was written, and before the unredacted rows were removed.
+    hidden.mkdir(mode=0o700)
+    assert run(["convert", str(log), *options]) == 1
+    said = capsys.readouterr().err
+    assert str(hidden) in said
+    assert "unredacted rows of a killed command" in said

@@ -98,7 +98,7 @@ def check_marks(before, after):
     for old, new in zip(before.to_pylist(), after.to_pylist(), strict=True):
         for at, (was, now) in enumerate(zip(old["response_ids"], new["response_ids"], strict=True)):
             gone = new["redacted"][at]
-            assert gone or was == now
+            assert gone or was == now or not (old["loss_mask"][at] or new["loss_mask"][at])
             assert new["loss_mask"][at] == (old["loss_mask"][at] and not gone)
             if new.get("rollout_logprobs"):
                 kept = old["rollout_logprobs"][at]
@@ -153,7 +153,7 @@ def test_redaction_and_merging_commute(tmp_path, tokenizer, smollm2_dir):
         for rows in pipelines.merge(rollout_io.scan(raw)).collect_batches():
             to.write(rows)
     redact(str(tmp_path / "merged"), str(tmp_path / "both"), RULES, tokenizer=str(smollm2_dir))
-    names = ["prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs"]
+    names = ["prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "redacted"]
     assert rollout_io.read(tmp_path / "both").select(names).equals(merged.select(names))
 
 

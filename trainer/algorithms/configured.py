@@ -213,7 +213,7 @@ def select(
 def _call(function: Function, arrays: Mapping[str, Any]) -> Any:
     """Call a function with its inputs and the values of its keys.
 
-    A user's function gets copies of the arrays, in case it modifies them.
+    A user's function gets copies of the arrays and tensors, in case it modifies them.
 
     Raises:
         InputError: `{rule}_raised`: the user's function raised an exception (the message has the
@@ -221,7 +221,7 @@ def _call(function: Function, arrays: Mapping[str, Any]) -> Any:
     """
     if not function.is_own:
         return function.call(**arrays, **function.values)
-    given = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in arrays.items()}
+    given = {name: _copy(value) for name, value in arrays.items()}
     try:
         return function.call(**given, **function.values)
     except Exception as error:  # a user function may raise anything
@@ -232,6 +232,12 @@ def _call(function: Function, arrays: Mapping[str, Any]) -> Any:
         text = " ".join(str(error).split())[:300]
         got = f"raised {type(error).__name__}: {text}".strip(": ") + place
         raise InputError(f"{function.kind.rule_id}_raised", function.name, got) from error
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _refused(

@@ -13,11 +13,13 @@ from torch import Tensor
 
 import pipelines
 from pipelines.tables import ROUTING
+from schemas.columns import COLUMN_BY_NAME
 from schemas.ragged import BoolArray, IntArray, Ragged
 from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
+from trainer.batches.row_digests import row_digests
 from trainer.batches.support import SUPPORT, TEACHER, covers_trained_tokens, sets_of
 from trainer.config.sections import BatchConfig
 
@@ -93,6 +95,8 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
     if imitates:
         rollouts = rollouts.with_columns(_unscaled())
     greedy = _is_greedy()
+    columns = rollouts.collect_schema().names()
+    trained = [name for name in columns if name in COLUMN_BY_NAME and name not in UNUSED_COLUMNS]
     names = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards")
     prompt, response, mask, logprobs, rewards = (pl.col(name).list for name in names)
     num_prompt, num_response = prompt.len().cast(pl.Int64), response.len().cast(pl.Int64)
@@ -134,7 +138,9 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
             for other, default in ((mask, False), (logprobs, True), (rewards, True))
         ),
         complete=pl.all_horizontal(_holds(name, pl.element().is_not_null()) for name in names[:3]),
-        token_sum=prompt.sum().cast(pl.Int64) + response.sum().cast(pl.Int64),
+        digest=pl.struct(trained).map_batches(
+            row_digests, return_dtype=pl.UInt64, is_elementwise=True
+        ),
         logprobs_finite=_holds("rollout_logprobs", pl.element().is_finite()),
         logprobs_nonpositive=_holds("rollout_logprobs", pl.element() <= 0),
     ).collect(engine="streaming")

@@ -79,6 +79,9 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
     constant = _groups_without_variance(trajectories)
     if data.drop_zero_variance_groups:
         trajectories = trajectories.filter(~pl.col("instance_id").is_in(constant))
+    elif data.mask_zero_variance_groups:
+        differs = ~pl.col("instance_id").is_in(constant)
+        trajectories = trajectories.with_columns(trains=pl.col("trains") & differs)
     groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
     if not groups:
         got = "there are no rows to train on"

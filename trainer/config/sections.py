@@ -71,6 +71,8 @@ class DataConfig:
     drop_zero_variance_groups: bool = False
     """Leave out groups of two or more trajectories with equal returns, before batches are
     planned."""
+    mask_zero_variance_groups: bool = False
+    """Mask these groups instead: they keep their place in batches, but none of their tokens trains."""
 
     def __post_init__(self) -> None:
         check_section("data", self)

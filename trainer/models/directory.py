@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from rollout_io.dataset.opening import read_input
 from schemas.errors import InputError, RolloutError
@@ -40,3 +41,11 @@ def check_model_directory(path: str) -> None:
         name = path if re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) else "ORG/NAME"
         hint = f"download the model: `hf download {name} --local-dir DIR`, then pass DIR"
     raise InputError("model_directory", path, got, hint=hint)
+
+
+def code_of(path: str) -> str:
+    """Return the classes of Python code that the directory of a model asks for (`auto_map`)."""
+    config: Any = json.loads(read_input(Path(path) / "config.json", _MOST_BYTES))
+    named = config.get("auto_map")
+    values = named.values() if isinstance(named, dict) else [named] if named else []
+    return ", ".join(sorted({str(value) for value in values}))

@@ -26,12 +26,13 @@ from trainer.models.attention import (
     use_chain_attention,
 )
 from trainer.models.compiling import SYMBOLIC_SIZES
-from trainer.models.directory import check_model_directory
+from trainer.models.directory import check_model_directory, code_of
 from trainer.models.logprob_head import set_logprobs, target_logprobs, teacher_divergence
 from trainer.models.rotary import fix_frequencies
 from trainer.models.router_replay import make_replayable, replayed, same_routes
 from trainer.models.self_check import check_policy, probe
 
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 SCALING = {"yarn", "longrope"}
 """Kinds of RoPE scaling that extend a stated number of positions by a factor."""
@@ -251,21 +252,25 @@ def load_policy(
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        _check_layers(AutoConfig.from_pretrained(path, local_files_only=True), path)
+        _check_layers(AutoConfig.from_pretrained(path, **_LOCAL), path)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
+            **_LOCAL,
             dtype=torch.float32,
             attn_implementation="sdpa",
-            local_files_only=True,
             output_loading_info=True,
         )
     except InputError:
         raise
     except Exception as error:  # Transformers does not wrap the errors of a configuration
         if "scaled_dot_product_attention" in str(error):
-            kind = AutoConfig.from_pretrained(path, local_files_only=True).model_type
+            kind = AutoConfig.from_pretrained(path, **_LOCAL).model_type
             got = f"Transformers cannot run {kind} with scaled_dot_product_attention"
             raise InputError("model_layers", path, got, hint=PLAIN_ATTENTION) from error
+        if code := code_of(path):
+            got = f"Transformers has no model of this type, and the directory's code is not run: {code}"
+            hint = "use a model that Transformers supports without trust_remote_code"
+            raise InputError("model_load", path, got, hint=hint) from None
         got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         got = f"cannot be loaded as a causal LM by Transformers: {got}"
         raise InputError("model_load", path, got) from error

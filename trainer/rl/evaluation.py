@@ -25,6 +25,7 @@ from trainer.rl.config import EvaluateConfig, RlConfig
 from trainer.rl.sampling_progress import SamplingProgress
 
 if TYPE_CHECKING:
+    from pipelines.harness.launchers import Endpoint
     from pipelines.harness.recorded_calls import Calls
 
 
@@ -71,7 +72,7 @@ async def evaluate(
     sets: Mapping[str, EvaluationSet],
     config: RlConfig,
     version: int,
-    calls: Calls | None = None,
+    calls: Calls | Endpoint | None = None,
     bar: Bar | None = None,
 ) -> dict[str, Any]:
     """Sample the missing evaluation trajectories of a version, set by set, and return the metrics.
@@ -94,7 +95,7 @@ async def _sample(
     engine: Engine,
     evaluated: EvaluationSet,
     sampling: GenerateConfig,
-    calls: Calls | None,
+    calls: Calls | Endpoint | None,
     subject: str,
     bar: Bar | None,
 ) -> None:

@@ -60,6 +60,7 @@ from trainer.run.start_records import record_start
 from trainer.run.token_records import say_size
 
 if TYPE_CHECKING:
+    from pipelines.harness.launchers import Endpoint
     from pipelines.harness.recorded_calls import Calls
 
 T = TypeVar("T")
@@ -265,10 +266,10 @@ class Loop:
                         await self._iterate(collector, groups)
                 await self._evaluate(calls)
 
-    def _open_calls(self) -> AbstractAsyncContextManager[Calls | None]:
+    def _open_calls(self) -> AbstractAsyncContextManager[Calls | Endpoint | None]:
         usual = self.config.generation
         each = (usual, *self.config.evaluations(0).values())
-        sampling = next((one for one in each if one.harness is not None), usual)
+        sampling = next((one for one in each if one.harness or one.generator), usual)
         return open_calls(sampling, self.engine.engine, self.tokenizer, self.engine.turn)
 
     async def _iterate(self, collector: Collector, groups: Groups) -> None:
@@ -341,7 +342,7 @@ class Loop:
         await self.engine.load_weights(str(path), policy_version=self.learning.iteration)
         self.sync_s = time.perf_counter() - begun
 
-    async def _evaluate(self, calls: Calls | None) -> None:
+    async def _evaluate(self, calls: Calls | Endpoint | None) -> None:
         """Evaluate the current weights, if due."""
         version = self.learning.iteration
         if version in self.evaluated or not self.config.evaluates(version):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -11,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollout_io.dataset.atomic_files import replace_text, whole
-from schemas.errors import InputError
+from schemas.errors import InputError, count
 from trainer.models.critic import Critic
 from trainer.models.lora import save_model
 
@@ -35,6 +37,8 @@ WEIGHTS = frozenset(
 OWN = ("state", "critic", "adapter", "adapter_config.json")
 """Parts of a checkpoint that belong to the run that wrote it."""
 PREFIX, LATEST = "global_step_", "latest"
+FILES = "state/files.json"
+"""SHA-256 of all other files of a checkpoint with a state, by their relative path."""
 
 
 def save_checkpoint(
@@ -80,6 +84,8 @@ def save_checkpoint(
                 critic.save(partial / "critic", critic_weights)
             if save_state is not None:
                 save_state(partial / "state")
+                digests = json.dumps(_digests(partial), indent=1)
+                (partial / FILES).write_text(digests + "\n", encoding="utf-8")
     replace_text(final.parent / LATEST, f"{final.name}\n")
     for path in _checkpoints(out)[: -keep if keep else 0]:
         remove_directory(path)
@@ -110,6 +116,39 @@ def latest_checkpoint(out: Path) -> Path | None:
         hint = f"start a new run from it: --model {found[-1]}"
         raise InputError("checkpoint_state", str(found[-1]), got, hint=hint)
     return found[-1] if found else None
+
+
+def check_files(checkpoint: Path) -> None:
+    """Check that all files of a checkpoint are as the run wrote them.
+
+    Raises:
+        InputError: `checkpoint_state`: a file was added, removed or changed, or the list of files is
+            missing.
+    """
+    try:
+        written = dict(json.loads((checkpoint / FILES).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        got, names = f"cannot read the list of its files: {error}", [FILES]
+    else:
+        found = _digests(checkpoint)
+        names = [n for n in sorted({*written, *found}) if written.get(n) != found.get(n)]
+        got = f"the file is not as the run wrote it; {count(len(names), 'file')} differ"
+    if names:
+        hint = (
+            "restore the checkpoint, write an earlier one's name into checkpoints/latest, or start "
+        )
+        hint += f"a new run from it: --model {checkpoint}"
+        raise InputError("checkpoint_state", str(checkpoint / names[0]), got, hint=hint)
+
+
+def _digests(checkpoint: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.is_file() and name != FILES:
+            with path.open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def discard_after(out: Path, global_step: int) -> None:

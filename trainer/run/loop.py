@@ -21,7 +21,7 @@ from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoi
 from trainer.run.directory import stays_in_place
 from trainer.run.open_run import OpenModels, TrainingRun, open_run
 from trainer.run.pass_progress import UNWATCHED
-from trainer.run.resume import alone_in, stops_when_full
+from trainer.run.resume import SETTINGS, alone_in, lasting_settings, stops_when_full
 from trainer.run.run_log import RunLog
 from trainer.run.start_records import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
@@ -193,6 +193,11 @@ def save(run: OpenModels, progress: Progress, log: RunLog | None = None) -> Path
     critic_weights = whole_weights(critic_model, keep=keep) if critic_model else None
     optimizers = optimizer_tensors(learner, critic)
 
+    def write_state(path: Path) -> None:
+        save_state(path, optimizers, run.digest, progress)
+        settings = json.dumps(lasting_settings(run.config), indent=2)
+        (path / SETTINGS).write_text(settings + "\n", encoding="utf-8")
+
     def write() -> None:
         if log:
             log.sync()
@@ -202,7 +207,7 @@ def save(run: OpenModels, progress: Progress, log: RunLog | None = None) -> Path
             out,
             progress.global_step,
             critic_model,
-            save_state=lambda path: save_state(path, optimizers, run.digest, progress),
+            save_state=write_state,
             keep=run.config.run.keep_checkpoints,
             weights=weights,
             critic_weights=critic_weights,

@@ -22,6 +22,7 @@ from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.models.critic import CriticLearner
+from trainer.run.checkpoint import check_files
 from trainer.run.dataset_checks import plan_of
 from trainer.run.load_models import Models, check_dataset, load_models, make_learners
 from trainer.run.loss import Learner
@@ -232,6 +233,7 @@ def _progress(
     """Return the progress at the start, and the lines of metrics up to it, if they are kept."""
     progress = Progress(position=Position(kl_coef=config.loss.kl_reward_coef))
     if start:
+        check_files(start)
         progress = load_progress(start / "state", digest)
     check_max_updates(config.batch.max_updates, progress.global_step)
     metrics = Path(config.run.out) / "metrics.jsonl"

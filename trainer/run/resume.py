@@ -33,6 +33,9 @@ MAY_CHANGE = {
 }
 """Keys that do not affect past updates. `max_updates` and `num_epochs` may only grow, and
 are fixed if the learning rate decays towards the last update."""
+SETTINGS = "config.json"
+"""File of a checkpoint's state: the configuration of the updates before it."""
+_PATHS = {"data.dataset", "model.path", "model.critic_model", "loss.reference_model"}  # may move
 _HINT = "resume with the configuration of the run, or start a new run"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -61,7 +64,19 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         may_change = MAY_CHANGE - fixed_keys(config)
         before, now = (flat(values) for values in (saved, dataclasses.asdict(config)))
         check_same(before, now, may_change, out, growing="batch.num_epochs")
-    return latest_checkpoint(out)
+    latest = latest_checkpoint(out)
+    if saved and latest and (latest / "state" / SETTINGS).exists():
+        # The run's file is a user's to edit; what past updates used is not.
+        used = json.loads((latest / "state" / SETTINGS).read_bytes())
+        may_change = MAY_CHANGE | _PATHS
+        check_same(used, now, may_change, latest / "state", growing="batch.num_epochs")
+    return latest
+
+
+def lasting_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings by `section.key`, except paths and what may change."""
+    settings = flat(dataclasses.asdict(config))
+    return {key: settings[key] for key in settings if key not in MAY_CHANGE | _PATHS}
 
 
 def say_if_new(out: Path) -> None:

@@ -108,9 +108,8 @@ def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: 
 
 
 def dataset_digest(plan: Plan, index: pl.DataFrame) -> str:
-    """Hash the plan's trajectories, returns and masks, and every row's lengths and token sum."""
-    counted = ("num_prompt_tokens", "num_trained_tokens", "num_forwarded_tokens", "token_sum")
-    tables = plan.trajectories, index.select("trajectory_id", "step_index", *counted)
+    """Hash the plan's trajectories, returns and masks, and every row's values that train, in order."""
+    tables = plan.trajectories, index.select("trajectory_id", "step_index", "digest")
     return hashlib.sha256("".join(table.write_csv() for table in tables).encode()).hexdigest()
 
 

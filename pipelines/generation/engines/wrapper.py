@@ -92,7 +92,10 @@ class Watched(WrappedEngine):
 
     Attributes:
         failure: The first such error; None if there was none.
+        endpoint: OpenAI-compatible endpoint that serves the engine, if there is one.
     """
+
+    endpoint: Any = None
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)

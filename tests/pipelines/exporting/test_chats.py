@@ -195,3 +195,21 @@ def test_sessions_of_a_coding_agent_are_chats_with_their_tool_calls(smollm2_dir,
     assert all(isinstance(m["tool_calls"][0]["function"]["arguments"], dict) for m in calls)
     done, steps = exported(out, "openai_sft")
     assert len(steps) == 3
+
+
+def test_answers_of_another_sequence_have_weight_0_in_openai_sft(tmp_path):
+    """A rewind repeats an answer in the prompt of a second sequence, where it must not train again."""
+    first = {"role": "assistant", "content": "One."}
+    ask, again = ASK, {"role": "user", "content": "Sure?"}
+    table = attempts(
+        ("a", 1.0, [([1], [2]), ([1, 7, 8], [3])]),
+        messages=[json.dumps([ask]), json.dumps([ask, first, again])],
+        response_text=["One.", "Yes."],
+    )
+    _, samples = exported(write(tmp_path / "ds", table), "openai_sft")
+    weights = [
+        [m.get("weight") for m in s["messages"] if m["role"] == "assistant"] for s in samples
+    ]
+    assert weights == [[None], [0, None]]
+    _, samples = exported(tmp_path / "ds", "sft")
+    assert all("weight" not in m for s in samples for m in s["messages"])

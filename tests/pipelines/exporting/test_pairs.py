@@ -72,6 +72,28 @@ def test_best_worst_gives_one_pair_where_the_two_attempts_part(tmp_path):
     assert found == [([1, 2, 9], [4], [6]), ([1], [9], [8])]
 
 
+def test_best_worst_parts_where_the_attempts_part_not_where_their_sub_agents_do(tmp_path):
+    best = ("g", 1.0, [([1, 2], [5]), ([9], [1]), ([1, 2, 5, 7], [3])])
+    worst = ("g", 0.0, [([1, 2], [6]), ([9], [2]), ([1, 2, 6, 7], [3])])
+    assert ids_after(tmp_path, best, worst, select="best_worst") == [([1, 2], [5], [6])]
+
+
+def test_pairs_and_labels_count_tokens_and_answers_that_were_cut_off(tmp_path):
+    given = [("a", 1.0, [([1], [2, 3, 4])]), ("a", 0.0, [([1], [5])])]
+    table = attempts(*given, stop_reason=["length", "stop"])
+    done, _ = exported(write(tmp_path / "ds", table), "dpo_tokens")
+    assert (done.counts["num_chosen_tokens"], done.counts["num_rejected_tokens"]) == (3, 1)
+    assert (done.counts["num_chosen_cut_off"], done.counts["num_rejected_cut_off"]) == (1, 0)
+    assert "chosen: 3.0 tokens on average, 100% cut off" in done.remarks
+    done, _ = exported(tmp_path / "ds", "kto_tokens")
+    assert done.counts == {
+        "num_desirable": 1,
+        "num_desirable_tokens": 3,
+        "num_undesirable": 1,
+        "num_undesirable_tokens": 1,
+    }
+
+
 def test_equal_and_unknown_returns_prefer_nothing(tmp_path):
     equal = [("a", 0.1 + 0.2, [([1], [2])]), ("a", 0.3, [([1], [3])])]
     unknown = [("b", None, [([1], [2])]), ("b", 1.0, [([1], [3])])]

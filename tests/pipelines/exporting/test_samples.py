@@ -159,7 +159,7 @@ def test_every_trained_token_is_in_one_sample_after_its_exact_prompt(table, layo
 
 @pytest.mark.parametrize("select", ["first", ">=", ">=nan", ">=inf", "forks"])
 def test_an_unknown_selection_is_refused_with_those_that_exist(select, dataset):
-    with pytest.raises(ConfigError, match=r"all, best, >=X") as error:
+    with pytest.raises(ConfigError, match=r"all, best, best_passing, >=X") as error:
         exported(dataset, "sft", select)
     assert error.value.rule == "choices"
 
@@ -230,3 +230,19 @@ def test_an_export_without_a_row_names_what_is_missing(tmp_path):
     with pytest.raises(InputError, match="every group has a failed") as error:
         exported(write(tmp_path / "group", both), "sft_tokens", failed="group")
     assert "--failed trajectory" in error.value.hint
+
+
+def test_best_counts_what_did_not_pass_and_best_passing_leaves_it_out(tmp_path):
+    given = [
+        ("a", 0.0, [([1], [2]), ([9], [3])]),
+        ("a", -1.0, [([1], [4])]),
+        ("b", 1.0, [([1], [5])]),
+    ]
+    dataset = write(tmp_path / "ds", attempts(*given))
+    done, samples = exported(dataset, "sft_tokens", "best")
+    assert [s["trajectory_id"] for s in samples] == ["a_0", "a_0", "b_0"]
+    assert done.counts == {"num_attempts_not_passing": 1, "num_samples_not_passing": 2}
+    assert "67% of the samples" in " ".join(done.remarks)
+    done, samples = exported(dataset, "sft_tokens", "best_passing")
+    assert [s["trajectory_id"] for s in samples] == ["b_0"]
+    assert done.left_out["of groups that no attempt passed"] == 2

@@ -40,9 +40,21 @@ def test_a_trial_that_exceeds_the_context_has_reward_0_whatever_its_verifier_say
         assert found.stop_reason in RAN_OUT_OF_TOKENS
 
 
-@pytest.mark.parametrize("kind", ["AgentTimeoutError", "RewardFileNotFoundError", "OSError"])
-def test_time_outs_and_failures_have_no_reward(kind: str) -> None:
-    found = checked(EXAMPLE.outcome_of(result(kind, {"reward": 1.0})), "t")
+def test_an_error_of_the_agent_keeps_the_reward_of_the_verifier() -> None:
+    found = checked(EXAMPLE.outcome_of(result("NonZeroAgentExitCodeError", {"reward": 1.0})), "t")
+    assert (found.reward, found.error) == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rewards"),
+    [
+        ("AgentTimeoutError", {"reward": 1.0}),
+        ("RewardFileNotFoundError", None),
+        ("NonZeroAgentExitCodeError", {}),
+    ],
+)
+def test_time_outs_and_failures_without_a_verdict_have_no_reward(kind: str, rewards: Any) -> None:
+    found = checked(EXAMPLE.outcome_of(result(kind, rewards)), "t")
     assert found.reward is None
     assert found.error == f"{kind}: because"
 

@@ -123,6 +123,11 @@ def test_the_endpoint_has_the_port_and_the_model_of_the_configuration(tokenizer)
         engine = Scripted(tokenizer, "one")
         async with calling(engine, tokenizer, **settings) as (_, _, endpoint, client):
             models = (await client.get(f"{endpoint.base_url}/models")).json()
+            url, statuses = f"{endpoint.base_url}/chat/completions", []
+            for model in ("policy", "gpt-5"):
+                answer = await client.post(url, json=CHAT | {"model": model})
+                statuses.append(answer.status_code)
+            assert statuses == [200, 404]
             return endpoint, [model["id"] for model in models["data"]]
 
     endpoint, names = asyncio.run(main())
@@ -149,6 +154,51 @@ def test_a_command_gets_the_token_of_its_base_url(monkeypatch):
 def test_an_address_that_is_none_is_refused_by_name(settings):
     with pytest.raises(RolloutError, match=next(iter(settings))):
         config_of(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"host": "0.0.0.0"}, {"port": 8000}, {"served_model_name": "p"}]
+)
+def test_an_address_that_nothing_uses_is_refused(settings):
+    with pytest.raises(RolloutError, match="a harness or a generator") as caught:
+        config_of(harness=None, environment="m:C", **settings)
+    assert next(iter(settings)) in str(caught.value)
+
+
+class CallsTheEndpoint:
+    def __init__(self, engine, _tokenizer, _config):
+        self.endpoint = engine.endpoint
+
+    async def generate(self, input_batch):
+        url = f"{self.endpoint.base_url}/chat/completions"
+        output = {"trajectory_ids": input_batch["trajectory_ids"], "rewards": []}
+        async with httpx2.AsyncClient(timeout=30) as client:
+            other = await client.post(url, json=CHAT)
+            made = []
+            for prompt in input_batch["prompts"]:
+                body = {"model": self.endpoint.model, "messages": prompt}
+                made.append((await client.post(url, json=body)).json())
+        assert other.status_code == 404
+        output["prompt_token_ids"] = [m["prompt_token_ids"] for m in made]
+        output["response_ids"] = [m["choices"][0]["token_ids"] for m in made]
+        output["rewards"] = [1.0] * len(made)
+        output["loss_masks"] = [[1] * len(ids) for ids in output["response_ids"]]
+        return output
+
+
+def test_a_generator_gets_the_url_of_the_engine(tokenizer):
+    settings = {"harness": None, "generator": f"{__name__}:CallsTheEndpoint"}
+    config = config_of(**settings, served_model_name="policy")
+
+    async def main():
+        engine = Scripted(tokenizer, "one")
+        async with open_calls(config, engine, tokenizer) as endpoint:
+            (finished,) = await Generator(engine, tokenizer, config, endpoint).collect([TASK])
+        return finished
+
+    finished = asyncio.run(main())
+    assert finished.error is None
+    assert finished.rows["reward"].to_pylist() == [1.0]
 
 
 def test_what_a_request_leaves_out_is_as_the_configuration_has_it(tokenizer):

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import pipelines
+import rollout_io
 from rollout_io import (
     Choices,
     TrajectoryID,
@@ -23,8 +25,9 @@ from rollout_io import (
     to_generator_output,
     write_generator_output,
 )
+from rollout_io.cli.main import run
 from schemas import check
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 from schemas.strategies import rollout_tables
 from tests.conftest import EXAMPLES
 
@@ -484,3 +487,54 @@ def test_a_conversion_keeps_other_fields(tmp_path: Path) -> None:
         assert run([*convert, str(tmp_path / "ds"), "--other-fields", "keep"]) == 0
     splits = rollout_io.read(tmp_path / "ds")["splits"].to_pylist()
     assert [split["llm"] for split in splits] == [1.0, 2.0, 3.0]
+
+
+def _output(**fields: Any) -> dict[str, Any]:
+    """Two steps of one attempt, which merge."""
+    own = {"instance_id": "x", "repetition_id": 0}
+    return {
+        "prompt_token_ids": [[1, 2], [1, 2, 3, 4]],
+        "response_ids": [[3], [5]],
+        "rewards": [0.0, 1.0],
+        "loss_masks": [[1], [1]],
+        "is_last_step": [False, True],
+        "trajectory_ids": [own, own],
+        "rollout_metrics": {"a": 1.0},
+        **fields,
+    }
+
+
+def test_rollout_metrics_survive_merge_and_unmerge(tmp_path: Path) -> None:
+    table = rollout_io.from_generator_output(_output())
+    merged = pipelines.merge_table(table)
+    assert merged.num_rows == 1
+    for kept in (merged, pipelines.unmerge_table(merged)):
+        assert rollout_io.to_generator_output(kept)["rollout_metrics"] == {"a": 1.0}
+    (tmp_path / "o.json").write_text(json.dumps(_output()))
+    command = [["convert", "o.json", "--out", "ds"], ["merge", "ds", "--out", "m"]]
+    command += [["unmerge", "m", "--out", "u"]]
+    for words in command:
+        assert (
+            run([str(tmp_path / w) if w in {"o.json", "ds", "m", "u"} else w for w in words]) == 0
+        )
+    for name in ("m", "u"):
+        rollout_io.export(tmp_path / name, tmp_path / f"{name}.json", "skyrl")
+        found = json.loads((tmp_path / f"{name}.json").read_text())
+        assert found["rollout_metrics"] == {"a": 1.0}
+
+
+def test_string_ids_and_missing_ids_say_what_to_do() -> None:
+    with pytest.raises(InputError) as caught:
+        rollout_io.from_generator_output(_output(trajectory_ids=["add-3-4_0"] * 2))
+    assert '{"instance_id": "add-3-4", "repetition_id": 0}' in (caught.value.hint or "")
+    with pytest.raises(InputError) as caught:
+        rollout_io.from_generator_output(_output(trajectory_ids=None))
+    assert "group_size" in (caught.value.hint or "")
+
+
+def test_retokenized_rows_with_log_probabilities_are_no_missing_ones(tmp_path: Path) -> None:
+    output = _output(rollout_logprobs=[[-0.1], [-0.2]], token_source=["retokenized"] * 2)
+    (tmp_path / "o.json").write_text(json.dumps(output))
+    summary = rollout_io.convert([tmp_path / "o.json"], tmp_path / "ds").summary
+    assert summary.num_retokenized == 2
+    assert "log-probabilities" not in summary.text("ds")

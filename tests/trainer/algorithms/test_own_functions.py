@@ -57,6 +57,14 @@ def with_metrics(logprobs: Any, rollout_logprobs: Any, beta: float = 0.5) -> Tok
     return TokenLoss(losses, losses > 0, {"distance": losses.detach()})
 
 
+def editing(logprobs: Any, old_logprobs: Any, advantages: Any, row: Any) -> Any:
+    losses = -advantages * logprobs
+    for values in (old_logprobs, row):
+        values.zero_()
+    advantages.numpy()[:] = 7
+    return losses
+
+
 def scaled(logprobs: Any, advantages: Any, *, sapo_tau_pos: float, beta: float) -> Any:
     return -sapo_tau_pos * beta * advantages * logprobs
 
@@ -247,6 +255,15 @@ def test_a_loss_that_does_not_fit_is_named(make: str, message: str) -> None:
         policy_loss(x, bind(POLICY_LOSS, c))
     if make == "sum":
         assert error.value.hint == "return one loss per target; loss.reduction reduces the losses"
+
+
+def test_a_loss_that_edits_its_inputs_edits_copies() -> None:
+    x, before = some_targets(3), some_targets(3)
+    found = policy_loss(x, bind(POLICY_LOSS, LossConfig(policy_loss_type=own(editing))))
+    found.losses.sum().backward()
+    assert x.logprobs.grad is not None
+    for name in ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "row", "selected"):
+        assert torch.equal(getattr(x, name), getattr(before, name))
 
 
 def some_targets(num: int) -> Targets:

@@ -97,6 +97,12 @@ def test_groups_without_variance_are_counted_and_left_out_only_if_asked() -> Non
     plan = make_plan(table, config(drop_zero_variance_groups=True))
     assert plan.batches == (("g0", "one"),)
     assert plan.num_groups_without_variance == 1
+    masked = make_plan(table, config(mask_zero_variance_groups=True))
+    assert masked.batches == (("g0", "same", "one"),)
+    trains = dict(
+        masked.trajectories.group_by("instance_id").agg(pl.col("trains").any()).iter_rows()
+    )
+    assert trains == {"g0": True, "same": False, "one": True}
     assert make_plan(table, config()).num_groups_without_variance == 1
 
 

@@ -288,7 +288,7 @@ def test_a_damaged_adapter_is_refused(
     if damage == "another rank":
         run(paths, tmp_path / "other", lora_rank=2, max_updates=1)
         shutil.copy(tmp_path / "other/checkpoints/global_step_1/adapter" / file.name, file)
-    with pytest.raises(RolloutError, match=rf"{file}.*\[model_load\]"):
+    with pytest.raises(RolloutError, match=rf"{file}.*\[checkpoint_state\]"):
         run(paths, tmp_path / "run", resume=True, num_epochs=2)
 
 

@@ -1,3 +1,4 @@
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import (
     MistralConfig,
 )
 
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 from tests.helpers.examples import examples
 from tests.helpers.trainer_helpers import (
     VOCAB,
@@ -32,6 +33,7 @@ from tests.helpers.trainer_helpers import (
 )
 from tests.trainer.models.test_attention import tiny
 from trainer.batches.forest import Forest
+from trainer.models.critic import load_critic
 from trainer.models.policy import Policy, load_policy, row_limit
 from trainer.models.self_check import check_policy
 
@@ -285,6 +287,27 @@ def test_weights_that_the_configuration_does_not_describe_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(RolloutError, match=rf".*: ({got}).*\[model_load\]"):
         load_policy(str(tmp_path), logprob_chunk_tokens=8)
+
+
+def test_code_of_a_model_directory_is_neither_run_nor_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "ran.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\n")
+    named = {"AutoConfig": "ran.Config", "AutoModelForCausalLM": "ran.Model"}
+    (model / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": named}))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))
+    for load in (
+        lambda: load_policy(str(model), logprob_chunk_tokens=8),
+        lambda: load_critic(str(model)),
+    ):
+        with pytest.raises(InputError) as caught:
+            load()
+        assert caught.value.rule == "model_load"
+        assert "ran.Config, ran.Model" in caught.value.got
+    assert not (tmp_path / "ran").exists()
+    assert "custom code" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -460,7 +460,7 @@ def test_another_template_is_named_and_the_warning_says_how_to_serve_with_it(
     [
         ("state/run.json", "[checkpoint_state]"),
         ("state/optimizer.safetensors", "[checkpoint_state]"),
-        ("model.safetensors", "[model_load]"),
+        ("model.safetensors", "[checkpoint_state]"),
     ],
 )
 def test_a_broken_checkpoint_is_refused_and_the_run_left_alone(

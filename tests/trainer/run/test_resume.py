@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 
 import trainer
 from rollout_io.cli.main import run as main
-from schemas.errors import RolloutError
+from schemas.errors import InputError, RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
@@ -27,6 +29,7 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
     write_dataset,
 )
+from trainer.batches.data import index_rows
 from trainer.config.sections import AdvantageConfig, BatchConfig
 from trainer.run import update as updates
 from trainer.run.resume import alone_in, find_checkpoint
@@ -213,7 +216,9 @@ def test_a_dataset_with_other_returns_is_refused(
         ("checkpoints/global_step_2/state/run.json", "{}", "checkpoint_state"),
         ("checkpoints/global_step_2/state/rng.json", "[]", "checkpoint_state"),
         ("checkpoints/global_step_2/state/optimizer.safetensors", "", "checkpoint_state"),
-        ("checkpoints/global_step_2/model.safetensors", "", "model_load"),
+        ("checkpoints/global_step_2/model.safetensors", "", "checkpoint_state"),
+        ("checkpoints/global_step_2/state/files.json", "{", "checkpoint_state"),
+        ("checkpoints/global_step_2/added.json", "{}", "checkpoint_state"),
     ],
 )
 def test_a_damaged_run_is_refused_and_left_alone(
@@ -234,6 +239,71 @@ def test_a_checkpoint_without_state_is_refused_and_left_alone(
     with pytest.raises(RolloutError, match=r".* has no state/.*\[checkpoint_state\]"):
         run(paths, out)
     assert files_of(out) == before
+
+
+def test_an_edited_configuration_of_the_run_is_refused(paths: dict[str, str], out: Path) -> None:
+    config = json.loads((out / "config.json").read_text())
+    config["optimizer"]["learning_rate"] = 0.1
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RolloutError, match=r"optimizer.learning_rate: .*\[resume_config\]"):
+        run(paths, out, learning_rate=0.1)
+
+
+def zeros_of(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-4096:] = bytes(4096)
+    path.write_bytes(content)
+
+
+def rope_of(path: Path) -> None:
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+
+
+def of_another_step(path: Path) -> None:
+    shutil.copy(path.parents[2] / "global_step_1" / "state" / path.name, path)
+
+
+@pytest.mark.parametrize(
+    ("file", "edit"),
+    [
+        ("model.safetensors", zeros_of),
+        ("config.json", rope_of),
+        ("state/optimizer.safetensors", of_another_step),
+    ],
+)
+def test_a_checkpoint_whose_files_were_edited_is_refused(
+    file: str, edit: Any, paths: dict[str, str], out: Path
+) -> None:
+    path = out / "checkpoints" / "global_step_2" / file
+    edit(path)
+    before = files_of(out)
+    with pytest.raises(InputError) as caught:
+        run(paths, out)
+    assert (caught.value.rule, caught.value.where) == ("checkpoint_state", str(path))
+    assert files_of(out) == before
+
+
+def permuted(table: pa.Table, name: str) -> pa.Table:
+    values = [v[::-1] for v in table.column(name).to_pylist()]
+    kind = table.schema.field(name).type
+    return table.set_column(table.column_names.index(name), name, pa.array(values, kind))
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards"]
+)
+def test_each_value_that_trains_is_in_the_digest(name: str) -> None:
+    made = [row | {"rollout_logprobs": [-0.1, -0.2, -0.3, -0.4]} for row in rows()]
+    made = [row | {"loss_mask": [True, True, True, False]} for row in made]
+    made = [row | {"prompt_token_ids": [1, 2], "rewards": [0.0, 0.0, 0.25, 0.5]} for row in made]
+    table = pl.DataFrame(made).to_arrow()
+    digests = [
+        index_rows(pl.from_arrow(t).lazy())["digest"] for t in (table, permuted(table, name))
+    ]
+    assert (digests[0] != digests[1]).all()
+    told = table.append_column("response_text", pa.array(["x"] * table.num_rows))
+    assert index_rows(pl.from_arrow(told).lazy())["digest"].equals(digests[0])
 
 
 @pytest.mark.parametrize("change", [{"response_ids": [7, 7, 7]}, {"prompt_token_ids": [9]}])

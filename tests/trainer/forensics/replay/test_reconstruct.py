@@ -240,7 +240,7 @@ def test_recorded_tokens_tell_a_change_where_no_checkpoint_does(run, tmp_path):
         (
             {"checkpoints/global_step_5/model.safetensors": ""},
             6,
-            "model_load",
+            "checkpoint_state",
             "global_step_5",
         ),
     ],

@@ -1,0 +1,58 @@
+"""Digests of rows, which change with any value, its place and its row's other values."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.numpy_arrays import filled, to_numpy
+from schemas.ragged import list_lengths, offsets_of
+
+Digests = npt.NDArray[np.uint64]
+_FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+
+
+def row_digests(rows: pl.Series) -> pl.Series:
+    """Hash each row of a struct, [N] uint64. They are the same on all machines and versions."""
+    return pl.Series(_digests(rows.to_arrow()), dtype=pl.UInt64)
+
+
+def _digests(array: pa.Array) -> Digests:
+    kind = array.type
+    if pa.types.is_struct(kind):
+        found = np.zeros(len(array), np.uint64)
+        for number, field in enumerate(kind):
+            name = np.array([zlib.crc32(field.name.encode())], np.uint64)
+            found += _mixed(_digests(array.field(number)), name)
+    elif pa.types.is_nested(kind):
+        lengths = list_lengths(array)
+        offsets = offsets_of(lengths)
+        place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+        values = _mixed(_digests(pc.list_flatten(array)), place.astype(np.uint64))
+        total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values)])
+        found = _mixed(total[offsets[1:]] - total[offsets[:-1]], lengths.astype(np.uint64))
+    elif pa.types.is_floating(kind):
+        found = filled(array, 0).astype(np.float64).view(np.uint64)
+    elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        found = filled(array, 0).astype(np.int64).view(np.uint64)
+    else:
+        texts = array.cast(pa.large_string()).dictionary_encode()
+        hashes = [
+            hashlib.sha256(str(t).encode()).digest()[:8] for t in texts.dictionary.to_pylist()
+        ]
+        found = np.frombuffer(b"\0" * 8 + b"".join(hashes), "<u8")[filled(texts.indices, -1) + 1]
+    found[~to_numpy(array.is_valid())] = _FACTORS[1]
+    return found
+
+
+def _mixed(values: Digests, with_: Digests) -> Digests:
+    found = values + (with_ + np.uint64(1)) * _FACTORS[0]
+    found = (found ^ (found >> np.uint64(30))) * _FACTORS[1]
+    mixed: Digests = found ^ (found >> np.uint64(27))
+    return mixed
