@@ -9,7 +9,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -40,6 +40,7 @@ from rollout_io.conversion.untokenized import Untokenized
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
 from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Step, Trajectory
+from rollout_io.formats.detect import find_adapter
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
 from rollout_io.formats.parsing.naming import natural_key
@@ -250,6 +251,15 @@ class Settings:
     blobs: str | None = None
     recorded: Recorded | None = None
     strict: bool = False
+
+    def __reduce__(self) -> tuple[Callable[..., Settings], tuple[dict[str, Any]]]:
+        """Be sent with the name of the format alone: decoders cannot be sent to other processes."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _received, (values | {"adapter": None},)
+
+
+def _received(values: dict[str, Any]) -> Settings:
+    return Settings(**values | {"adapter": find_adapter(values["format"])})
 
 
 class RunRows(NamedTuple):

@@ -21,9 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from rollout_io.formats.base import Adapter
 from rollout_io.formats.contents import EVERY, SELF, Contents
-from rollout_io.formats.detect import find_adapter, load_formats
 
 _INNER = "contents"
 _VALID = msgspec.json.Decoder(msgspec.Raw)
@@ -60,11 +58,6 @@ class Grammar:
     payload: str = ""
     records: Mapping[str, Any]
     leaves: Mapping[str, str] = field(default_factory=dict)
-
-    def __reduce__(self) -> tuple[Callable[[str], Grammar], tuple[str]]:
-        """Be found by the name of the format in another process, as decoders cannot be sent there."""
-        known = load_formats().adapters.items()
-        return _named, (next(name for name, adapter in known if _grammar_of(adapter) is self),)
 
     @cached_property
     def contents(self) -> Contents:
@@ -131,15 +124,6 @@ class Grammar:
         if decoder is None:
             return kind, None
         return kind, decode(decoder, fields, f"{where}, {self.payload}" if self.payload else where)
-
-
-def _grammar_of(adapter: Adapter) -> Any:
-    return getattr(adapter.find, "__self__", None)
-
-
-def _named(name: str) -> Grammar:
-    grammar: Grammar = _grammar_of(find_adapter(name))
-    return grammar
 
 
 def _fields(

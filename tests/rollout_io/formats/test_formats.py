@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 import rollout_io
 from rollout_io import Choices
 from rollout_io.cli.main import run
+from rollout_io.conversion.browsing import settings_of
+from rollout_io.conversion.untokenized import Untokenized
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.detect import (
     GROUP,
     adapters,
+    find_adapter,
     load_formats,
     recognize,
     sort_by_format,
@@ -416,3 +420,9 @@ def test_a_rewards_file_beside_a_generator_output_is_refused(tmp_path):
         read_outputs(file, rewards=str(REWARDS))
     with pytest.raises(RolloutError, match="duplicate_input"):
         read_outputs(file, tmp_path / "." / "a.json")
+
+
+@pytest.mark.parametrize("name", load_formats().adapters)
+def test_a_format_is_the_same_in_the_processes_of_a_conversion(name):
+    sent = settings_of(name, find_adapter(name), Untokenized())
+    assert ForkingPickler.loads(ForkingPickler.dumps(sent)).adapter == sent.adapter

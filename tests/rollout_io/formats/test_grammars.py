@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import pickle
 import sys
 import typing
 
@@ -81,9 +80,3 @@ def is_number(hint):
 
 def test_most_formats_of_sessions_state_their_grammar_once():
     assert len(GRAMMARS) > 15
-
-
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_a_format_is_the_same_in_the_processes_of_a_conversion(name):
-    adapter = load_formats().adapters[name]
-    assert pickle.loads(pickle.dumps(adapter)) == adapter  # noqa: S301
