@@ -53,7 +53,8 @@ _LEAVES = {
     "what it sends is in `rendered`; without that, it is counted": "attachment/attachment",
     "other forms of `rendered`, for a turn of the user": "attachment/renderedInHumanTurn",
     "facts about a compaction": "system:compact_boundary/trigger "
-    "system:compact_boundary/compactMetadata system:compact_boundary/originalModel "
+    "system:compact_boundary/compactMetadata.trigger system:compact_boundary/originalModel "
+    "system:compact_boundary/compactMetadata.preCompactDiscoveredTools "
     "system:compact_boundary/fallbackModel",
     "how much a forked sub-agent inherits; the last line tells it": "fork-context-ref/contextLength",
     "for undoing edits": "file-history-snapshot",

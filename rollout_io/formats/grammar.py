@@ -47,7 +47,7 @@ class Grammar:
         default: Name of the type of a record without the key `kind`.
         payload: Key below which the fields of the structs are; "": at the top level.
         records: Struct of each type that is read; None if nothing but its type is. Types that are not
-            listed have the struct of `*`, whose fields all types have. A record that is a
+            listed have the struct of `*`, which comes first and whose fields all types have. A record that is a
             list has a list of structs.
         leaves: What is left out, by the reason (`contents.Contents`).
     """
@@ -63,11 +63,14 @@ class Grammar:
     def contents(self) -> Contents:
         """What is read and what is left out, as lists of keys."""
         reads, below = dict[str, str](), dict[str, Contents | str]()
+        shared = set[str]()
         for kind, struct in self.records.items():
             kind_of = None if struct is None else inspect.type_info(struct)
             listed = [] if kind_of is None else [*_below(kind_of, self.payload)]
             prefix = f"{kind}/" if self.kind else ""
-            reads[kind] = " ".join(path for path, contents in listed if contents is None)
+            own = [path for path, contents in listed if contents is None and path not in shared]
+            reads[kind] = " ".join(own)
+            shared |= {*own} if kind == EVERY else set()
             below |= {f"{prefix}{path}": found for path, found in listed if found is not None}
         return Contents(
             kind=self.kind,
