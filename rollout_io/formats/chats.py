@@ -42,6 +42,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.contexts import by_marks
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.dialects.bodies import tools_of, value_of
 from rollout_io.formats.openai_messages import GROUPS
@@ -173,7 +174,8 @@ def read_chat(run: Run, _: Options) -> Trajectory:
     reward = metrics.get("reward", metrics.get("score"))
     note_unread_labels(run.labels, run.instance_id)
     labels = task_labels(run.labels)
-    return Trajectory(steps=[step], reward=reward, metrics=metrics, user_values=labels)
+    steps = by_marks(step)
+    return Trajectory(steps=steps, reward=reward, metrics=metrics, user_values=labels)
 
 
 def _numbers(fields: Any) -> dict[str, float]:

@@ -10,7 +10,8 @@ answer. The history of the dataset records the rule. The outcome is `reward`, or
 
 A system prompt beside the messages (`system_prompt`, `system`, `system_message`, `instructions`)
 becomes the first message. Other text beside the messages is not read: it is counted by its key.
-Messages that are marked as not `active` (a user took them back) are left out.
+Messages that are marked as not `active` (a user took them back) are left out; answers with `weight` 0,
+or another mark that they are not to be trained on (`parsing.messages.with_marks`), are part of the prompt.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from rollout_io.formats.parsing.naming import (
     task_labels,
     unread_labels,
 )
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from rollout_io.formats.start import Start
 from schemas.errors import InputError
@@ -49,7 +49,6 @@ _NAMES = ("instance_id", *TASK_LABELS, "id")
 _OF_NAMES = frozenset({*_NAMES, "repetition_id"})
 _SYSTEM = ("system_prompt", "system", "system_message", "instructions")
 _TEXT = (b'"', b"[")
-INACTIVE = "messages that were taken back (not `active`): left out"
 
 
 class Line(msgspec.Struct, gc=False, kw_only=True):
@@ -76,12 +75,7 @@ class Line(msgspec.Struct, gc=False, kw_only=True):
     instructions: msgspec.Raw = NO_JSON
 
 
-class _State(msgspec.Struct, gc=False):
-    active: int | bool | None = None
-
-
 _SYSTEM_DECODER = msgspec.json.Decoder(Content)
-_STATE_DECODER = msgspec.json.Decoder(_State)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -115,16 +109,7 @@ def run_of(line: Line, place: Place) -> Run:
 
 def _messages(line: Line, where: str) -> list[Message]:
     """Return the messages of a line, after the system prompt beside them."""
-    states = [
-        decode_line(_STATE_DECODER, bytes(raw), f"{where}, messages") for raw in line.messages
-    ]
-    active = [
-        raw
-        for raw, state in zip(line.messages, states, strict=True)
-        if state.active is None or state.active
-    ]
-    note(INACTIVE, len(states) - len(active))
-    messages = read_messages(active, f"{where}, messages")
+    messages = read_messages(line.messages, f"{where}, messages")
     for name in _SYSTEM:
         place = f"{where}, {name}"
         if not bytes(getattr(line, name)).startswith(_TEXT):

@@ -33,6 +33,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import account
+from rollout_io.formats.contexts import by_marks
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.documents import parts_of
 from rollout_io.formats.parsing.jsonl import (
@@ -218,6 +219,7 @@ class Records(Grammar):
         record = self._decoded(Record(place, content))
         account(self.contents, self._as_object(content))
         trajectory = self.read(record, run, options)
+        trajectory.steps = [each for step in trajectory.steps for each in by_marks(step)]
         if trajectory.error is None and not run.failed and not _is_answered(trajectory):
             raise InputError("no_calls", place.where, "the run has no model response")
         return trajectory

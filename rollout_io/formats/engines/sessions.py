@@ -36,7 +36,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import account
-from rollout_io.formats.contexts import Contexts, Said
+from rollout_io.formats.contexts import Contexts, Said, by_marks
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.forks import copied_answers, digest, run_of
 from rollout_io.formats.parsing.jsonl import decode_document, decode_line, refuse_not_utf8
@@ -311,7 +311,7 @@ class Sessions(Grammar):
             log = main if is_main else main.agent(names.session, names.agent)
             ends = self._begin(log, names, tips)
             self.read(self._lines(records, [i in run.copied for i, _ in places], log, ends), log)
-        steps = main.steps()
+        steps = [each for step in main.steps() for each in by_marks(step)]
         if not steps and main.error is None:
             got = "the session has no model response"
             raise main.unread or InputError("no_calls", run.places[0].where, got)
