@@ -208,16 +208,16 @@ class Records(Grammar):
         return b'{"%s":%s}' % (self.bare.encode(), content) if is_bare else content
 
     def read_run(self, run: Run, options: Options) -> Trajectory:
-        """Read a record.
+        """Read a record, with those that its format made a part of the run.
 
         Raises:
             InputError: `record_type`: a field has the wrong type; `no_calls`: there is no answer; or
                 any error of the format.
         """
-        (place,) = run.places
-        content = read_record(place)
+        for place in reversed(run.places):
+            content = read_record(place)
+            account(self.contents, self._as_object(content))
         record = self._decoded(Record(place, content))
-        account(self.contents, self._as_object(content))
         trajectory = self.read(record, run, options)
         trajectory.steps = [each for step in trajectory.steps for each in by_marks(step)]
         if trajectory.error is None and not run.failed and not _is_answered(trajectory):
