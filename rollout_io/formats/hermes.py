@@ -20,14 +20,14 @@ no token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from rollout_io.formats.base import Found, Options, Place, Run, Trajectory
+from rollout_io.formats.base import Options, Place, Run, Trajectory
 from rollout_io.formats.contexts import SUMMARIES, Contexts
-from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.engines.records import Records, is_object_with, joined
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.openai_messages import (
     Line,
@@ -201,38 +201,20 @@ def _num_written(rows: Sequence[_Row], before: Sequence[_Row], *, is_compressed:
     return num_head + num_marked
 
 
-def _joined(items: Iterable[Found]) -> Iterator[Found]:
-    """Yield one run per session, with the sessions that begin with messages of it."""
-    runs: dict[str, Run] = {}
-    sessions: dict[str, Session] = {}
-    for item in with_groups(items):
-        session = _session(item.places[0]) if isinstance(item, Run) else None
-        if not isinstance(item, Run) or session is None or _name(session) in runs:
-            yield item
-            continue
-        runs[_name(session)], sessions[_name(session)] = item, session
-    children: dict[str | None, list[str]] = {}
-    for name, session in sessions.items():
-        parent = session.parent_session_id
-        is_joined = (
-            parent in sessions and parent != name and _is_continued(session, sessions[parent])
-        )
-        children.setdefault(parent if is_joined else None, []).append(name)
-    for root in children.get(None, ()):
-        names = [root]
-        for name in names:
-            names += children.get(name, ())
-        run = runs[root]
-        run.places = [place for name in names for place in runs[name].places]
-        yield run
+def _names(run: Run) -> tuple[str, str | None]:
+    session = _session(run.places[0])
+    return _name(session), session.parent_session_id
 
 
-def _is_continued(session: Session, parent: Session) -> bool:
-    is_compressed = parent.end_reason == _COMPRESSION
-    rows = [_rows(each, "") for each in (session, parent)]
-    before = _parts(rows[1], is_continued=parent.parent_session_id is not None)[-1:]
-    parts = _parts(rows[0], is_continued=True)[:1]
-    return any(_num_written(p, b, is_compressed=is_compressed) for p in parts for b in before)
+def _is_continued(run: Run, parent: Run) -> bool:
+    """True if a session begins with messages of its parent, or with a summary of them."""
+    session, before = _session(run.places[0]), _session(parent.places[0])
+    is_child = before.parent_session_id is not None
+    (*_, last), (first, *_) = (
+        _parts(_rows(before, ""), is_continued=is_child) or [[]],
+        _parts(_rows(session, ""), is_continued=True) or [[]],
+    )
+    return _num_written(first, last, is_compressed=before.end_reason == _COMPRESSION) > 0
 
 
 def read(session: Session, run: Run, _: Options) -> Trajectory:
@@ -278,7 +260,7 @@ ADAPTER = Records(
     run=run_of,
     read=read,
     is_record=is_object_with(["id", "source", "system_prompt", "message_count", "messages"]),
-    finish=_joined,
+    finish=lambda items: joined(with_groups(items), _names, _is_continued),
 ).adapter(
     "sessions of Hermes Agent, as it exports them: JSONL; text only", "session", is_agent=True
 )

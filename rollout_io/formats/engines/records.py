@@ -260,6 +260,43 @@ def beside(place: Place, kind: Any) -> Any:
     return _beside(place.path, Version.of(place.path), kind)
 
 
+def joined(
+    items: Iterable[Found],
+    names: Callable[[Run], tuple[str, str | None]],
+    belongs: Callable[[Run, Run], bool] = lambda *_: True,
+) -> Iterator[Found]:
+    """Yield what was found; a run has the places of those that it started, or that continue it.
+
+    Args:
+        items: What was found in the logs, for `Records.finish`.
+        names: Returns the name of a run, and that of its parent.
+        belongs: True if a run belongs to its parent.
+    """
+    runs: dict[str, Run] = {}
+    parents: dict[str, str | None] = {}
+    for item in items:
+        name, parent = names(item) if isinstance(item, Run) else ("", None)
+        if not isinstance(item, Run) or name in runs:
+            yield item
+        else:
+            runs[name], parents[name] = item, parent
+    children: dict[str, list[str]] = {}
+    roots = list[str]()
+    for name, parent in parents.items():
+        is_child = parent in runs and parent != name and belongs(runs[name], runs[parent])
+        (children.setdefault(parent or "", []) if is_child else roots).append(name)
+    seen = set[str]()
+    for root in [*roots, *runs]:  # runs that are each other's parents have no root
+        members = [] if root in seen else [root]
+        for name in members:
+            seen.add(name)
+            members += [child for child in children.get(name, ()) if child not in seen]
+        if members:
+            places = [place for name in members for place in runs[name].places]
+            runs[root].places = places
+            yield runs[root]
+
+
 def fields_of(place: Place) -> dict[str, msgspec.Raw]:
     """Return all fields of a record, for formats in which any number is a metric; none of a list."""
     content = read_record(place)
