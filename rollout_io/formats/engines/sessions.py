@@ -80,6 +80,7 @@ class Names(NamedTuple):
         origin: Session with copies of whose records it begins.
         base: What it continues; None if it begins on its own.
         labels: Other labels of the run; those without a value are left out.
+        is_empty: True if the first records say nothing; a file without others is then left out.
         instance: Task of the run; None: the session is one of its own.
         repetition: Index of the attempt at this task; None: by the order of the log.
     """
@@ -90,6 +91,7 @@ class Names(NamedTuple):
     origin: str | None = None
     base: Base | None = None
     labels: Mapping[str, str | None] = {}
+    is_empty: bool = False
     instance: str | None = None
     repetition: int | None = None
 
@@ -173,7 +175,7 @@ class Sessions(Grammar):
                 copy = next((other for other in others if self._is_copy(file, other)), None)
                 if copy is not None:
                     yield from _repeated(file, copy)
-                elif file.places and (self.has_parts or not others):
+                elif file.places and not names.is_empty and (self.has_parts or not others):
                     others.append(file)
         yield from self._runs({name: files for name, files in sessions.items() if files})
 
@@ -183,7 +185,10 @@ class Sessions(Grammar):
         """Yield the names and the records of each session of an input."""
         records = self._records(given, progress)
         first = [*islice(records, _NUM_FIRST)]
-        yield self.names(Path(given.name), self._typed(first)), chain(first, records)
+        typed = self._typed(first)
+        names = self.names(Path(given.name), typed)
+        is_empty = names.is_empty and len(typed) == len(first) < _NUM_FIRST
+        yield names._replace(is_empty=is_empty), chain(first, records)
 
     def _read(self, places: Sequence[Place]) -> tuple[Names, list[Record]]:
         """Return the names and the records of a session at these places, which are of one file."""
