@@ -31,7 +31,7 @@ from rollout_io.formats.dialects import gemini
 from rollout_io.formats.dialects.gemini import Part, Parts, joined_content, parts_in, result_content
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import ITSELF, inner
-from rollout_io.formats.parsing.content import NO_JSON, joined, json_text, tool_call
+from rollout_io.formats.parsing.content import NO_JSON, extend, joined, json_text, tool_call
 from rollout_io.formats.parsing.content import Message as Chat
 from rollout_io.formats.parsing.media import part_of_data
 from rollout_io.formats.parsing.notes import note
@@ -208,9 +208,20 @@ def _show(history: Sequence[Answer], where: str, log: Contexts, logged: set[str]
         given: bool | str = is_unsaid and key in (logged or ())  # the calls of an editor's session
         if is_unsaid and not given and message.type != "user" and message.model is None:
             given = WRITTEN
-        items.append(Item(key, said, f"{where}[{i}]", given=given))
+        is_copy = bool(given) or log.find(key) is not None
+        if logged is not None and is_copy and items and _is_answer(items[-1].messages[-1:], said):
+            last = dict(items[-1].messages[-1])  # they are sent as one
+            extend(last, said[0])
+            items[-1] = items[-1]._replace(messages=[*items[-1].messages[:-1], last, *said[1:]])
+        else:
+            items.append(Item(key, said, f"{where}[{i}]", given=given))
     note(SUMMARIES, any(item.given == WRITTEN for item in items))
     log.show(items)
+
+
+def _is_answer(*messages: Sequence[Chat]) -> bool:
+    """True if all of these begin with an answer."""
+    return all(said and said[0]["role"] == "assistant" for said in messages)
 
 
 def _results(message: Message) -> set[str | None]:

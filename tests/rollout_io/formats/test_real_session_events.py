@@ -61,15 +61,16 @@ def sent_in(cell):
 
 
 def of_gemini(messages):
-    """Messages without what Gemini's API has not: thoughts, ids of results, two answers in a row."""
+    """Messages without what Gemini's API has not: thoughts of earlier answers, ids of results."""
     made = []
     for role, said in messages:
-        rest = [each for each in said if each[0] != "thought"]
-        rest = [["result", None, each[2]] if each[0] == "result" else each for each in rest]
-        if made and made[-1][0] == role == "assistant":
-            made[-1][1].extend(rest)
-        else:
-            made.append([role, rest])
+        rest = []
+        for kind, *facts in said:
+            if kind == "text" and rest and rest[-1][0] == "text":
+                rest[-1] = ["text", f"{rest[-1][1]}\n{facts[0]}"]
+            elif kind != "thought":
+                rest.append([kind, None, facts[1]] if kind == "result" else [kind, *facts])
+        made.append([role, rest])
     return made
 
 
