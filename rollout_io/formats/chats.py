@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import Completion, Conversation, Options, Place, Run, Trajectory
+from rollout_io.formats.contexts import by_marks
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.dialects.bodies import tools_of, value_of
 from rollout_io.formats.engines.records import Open, Records
@@ -110,7 +111,7 @@ def read(chat: Chat, run: Run, _: Options) -> Trajectory:
         metrics |= {f"metrics.{name}": value for name, value in values.items()}
     note_unread_labels(run.labels, run.instance_id)
     return Trajectory(
-        steps=[step],
+        steps=by_marks(step),
         reward=metrics.get("reward", metrics.get("score")),
         metrics=metrics,
         user_values=task_labels(run.labels),

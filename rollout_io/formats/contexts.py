@@ -21,19 +21,21 @@ hold for all of them:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rollout_io.formats.base import Conversation, Logged
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.forks import COPIED
+from rollout_io.formats.parsing.messages import WEIGHT
 from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 from schemas.messages import is_answer
 
 LOST = "answers after items that are encrypted or of an unknown type: left out"
 ORPHANS = "records whose parent is not in the file: read as if they followed the line before"
+MARKED = "answers that are marked as not to be trained on: part of the prompt"
 SUMMARIES = "summaries that the model wrote for a compaction, without their prompt: left out"
 
 
@@ -386,6 +388,40 @@ class Contexts:
             answers = [message for message in rest if is_answer(message)]
             note(self.unsent_thoughts, sum("reasoning_content" in m for m in answers[:-1]))
         return step
+
+
+def by_marks(step: Logged) -> list[Logged]:
+    """Return a conversation without the answers that are marked as not to be trained on: they are given.
+
+    As a conversation has one prompt, it ends before such an answer, and the rest is another one.
+
+    Args:
+        step: The conversation, in which these answers have `weight` 0; any other step is returned.
+
+    Example:
+        >>> chat = [{"role": "assistant", "content": text} for text in "abc"]
+        >>> chat[1]["weight"] = 0
+        >>> [(len(c.messages), c.num_given) for c in by_marks(Conversation("a", chat))]
+        [(1, 0), (3, 2)]
+    """
+    if not isinstance(step, Conversation) or all(WEIGHT not in m for m in step.messages):
+        return [step]
+    messages = [{key: m[key] for key in m if key != WEIGHT} for m in step.messages]
+    answers = [
+        i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= step.num_given
+    ]
+    marked = [i for i in answers if WEIGHT in step.messages[i]]
+    note(MARKED, len(marked))
+    starts = [step.num_given, *(i + 1 for i in marked)]
+    parts = list[Logged]()
+    for start, end in zip(starts, [*marked, len(messages)], strict=True):
+        trained = [i for i in answers if start <= i < end]
+        if trained:
+            part = replace(step, messages=messages[:end], num_given=start)
+            if step.logprobs is not None:
+                part.logprobs = [step.logprobs[answers.index(i)] for i in trained]
+            parts.append(part)
+    return parts
 
 
 def _differ(node: Said, last: Said, before: Sequence[Said]) -> bool:

@@ -31,7 +31,7 @@ from rollout_io.formats.dialects import gemini
 from rollout_io.formats.dialects.gemini import Part, Parts, joined_content, parts_in, result_content
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import ITSELF, inner
-from rollout_io.formats.parsing.content import NO_JSON, joined, json_text, tool_call
+from rollout_io.formats.parsing.content import NO_JSON, extend, joined, json_text, tool_call
 from rollout_io.formats.parsing.content import Message as Chat
 from rollout_io.formats.parsing.media import part_of_data
 from rollout_io.formats.parsing.notes import note
@@ -40,7 +40,8 @@ WRITTEN = "answers that the program wrote, in the history after a compaction: pa
 THOUGHTS = "thoughts that are not sent again, before later answers of their context"
 UNCALLED = "answers with a call that is not in the log, only its result: part of the prompt"
 PLACEHOLDER = "turns that ended with a result, behind which the program puts an answer of its own"
-_BROKEN_OFF = "[The previous response was interrupted before it completed.]"
+BROKEN_OFF = "[The previous response was interrupted before it completed.]"
+_CONTEXT = "<session_context>"
 _LEAVES = {
     "shown to the user, not sent": "info warning error */displayContent user/tokens model/tokens */timestamp "
     "gemini/toolCalls session/summary session/$set.summary",
@@ -100,15 +101,17 @@ class State(msgspec.Struct, gc=False):
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the messages of a file."""
     logged, results, calls = set[str](), set[str](), dict[str | None, _ToolCall]()
+    shown: Said | None = None  # the end of a history, which is what was sent, as it is
     log.unsent_thoughts = THOUGHTS
     for where, _, record in lines:
         if isinstance(record, Answer) and _has_calls_alone(record):
             calls |= {call.id: call for call in record.tool_calls or ()}
-            _attach(calls, where, log)
+            logged.add(record.id or where)
+            _attach(calls, where, log, shown)
         elif isinstance(record, Message):
             _break_off(record, where, log)
             _add(record, where, log, logged)
-            _attach(calls, where, log)
+            _attach(calls, where, log, shown)
             results |= {name for name in _results(record) if name}
         elif isinstance(record, State) and record.rewind is not None:
             back = log.find(record.rewind)
@@ -118,6 +121,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             if history is not None:
                 name = "messages" if record.set is None else "$set.messages"
                 _show(history, f"{where}, {name}", log, None if record.set is None else logged)
+                shown = log.tip
     _give_uncalled(results, log)
 
 
@@ -141,10 +145,13 @@ def _give_uncalled(results: Collection[str], log: Contexts) -> None:
                 note(UNCALLED)
 
 
-def _attach(calls: Mapping[str | None, _ToolCall], where: str, log: Contexts) -> None:
-    """Add calls to the answers whose results the context has."""
+def _attach(
+    calls: Mapping[str | None, _ToolCall], where: str, log: Contexts, shown: Said | None
+) -> None:
+    """Add calls to the answers behind a node whose results the context has."""
     answer: Said | None = None
-    for node in log.path():
+    path = log.path()
+    for node in path[path.index(shown) + 1 :] if shown in path else path:
         answer = node if node.is_answer else answer
         names = {message.get("tool_call_id") for message in node.messages} & calls.keys()
         if answer is None or not names:
@@ -165,7 +172,7 @@ def _break_off(message: Message, where: str, log: Contexts) -> None:
     tip = log.tip
     is_prompt = message.type == "user" and not _results(message)
     if is_prompt and tip is not None and tip.messages and tip.messages[-1]["role"] == "tool":
-        end: Chat = {"role": "assistant", "content": _BROKEN_OFF}
+        end: Chat = {"role": "assistant", "content": BROKEN_OFF}
         log.say([end], where, f"{where} end", given=PLACEHOLDER)
 
 
@@ -197,11 +204,24 @@ def _show(history: Sequence[Answer], where: str, log: Contexts, logged: set[str]
         said = [*_messages(message, f"{where}[{i}]")]
         if message.type != "user":
             said = [m for m in said if m.get("tool_call_id") not in answered]
-        is_new = logged is not None and key not in logged and log.find(key) is None
-        is_own = is_new and message.type != "user" and message.model is None
-        items.append(Item(key, said, f"{where}[{i}]", given=WRITTEN if is_own else False))
-    note(SUMMARIES, any(item.given for item in items))
+        is_unsaid = logged is not None and log.find(key) is None
+        given: bool | str = is_unsaid and key in (logged or ())  # the calls of an editor's session
+        if is_unsaid and not given and message.type != "user" and message.model is None:
+            given = WRITTEN
+        is_copy = bool(given) or log.find(key) is not None
+        if logged is not None and is_copy and items and _is_answer(items[-1].messages[-1:], said):
+            last = dict(items[-1].messages[-1])  # they are sent as one
+            extend(last, said[0])
+            items[-1] = items[-1]._replace(messages=[*items[-1].messages[:-1], last, *said[1:]])
+        else:
+            items.append(Item(key, said, f"{where}[{i}]", given=given))
+    note(SUMMARIES, any(item.given == WRITTEN for item in items))
     log.show(items)
+
+
+def _is_answer(*messages: Sequence[Chat]) -> bool:
+    """True if all of these begin with an answer."""
+    return all(said and said[0]["role"] == "assistant" for said in messages)
 
 
 def _results(message: Message) -> set[str | None]:
@@ -250,7 +270,17 @@ def names(path: Path, first: Sequence[Any]) -> Names:
     head = next((each for each in first if isinstance(each, State) and each.session), State())
     parent = path.parent.name if head.kind == "subagent" else None
     session = head.session or str(path)
-    return Names(session, parent, path.stem, labels={"project": head.project})
+    is_empty = len(first) > 1 and all(map(_is_beginning, first))
+    return Names(session, parent, path.stem, labels={"project": head.project}, is_empty=is_empty)
+
+
+def _is_beginning(record: Any) -> bool:
+    """True for a head, and for the history that each file begins with: what the session is about."""
+    if not isinstance(record, State):
+        return False
+    shown = record.messages or (record.set and record.set.messages) or ()
+    texts = [part.text or "" for message in shown for part in parts_in(message.content)]
+    return len(shown) <= 1 and all(text.startswith(_CONTEXT) for text in texts)
 
 
 def _is_session(record: Mapping[str, Any]) -> bool:

@@ -5,37 +5,67 @@
         {"id": 1, "role": "user", "content": "...", "active": 1},
         {"id": 2, "role": "assistant", "content": "...", "reasoning": "...", "tool_calls": [...]}]}
 
-A session is a run, named by its `id`. The system prompt is the first message; messages that are not
-`active` were taken back by the user and are left out. The log has no tool definitions, no reward and
+A session is a run, named by its `id`. A compression writes the first messages again, then a summary, then
+the last messages again: into a child session (`parent_session_id`, `end_reason`), which belongs to the run
+of its parent, or into the same session, whose earlier messages become `compacted`. What it wrote is part
+of the prompt; the answers before it train in the context in which they were sampled.
+
+    rows        1 2 3 4 5 6 | 1 2 S 5 6 7      contexts     1 2 3 4 5 6
+                (compacted)                                 1 2 S 5 6 7, of which 7 is new
+
+So are the messages of its parent with which a branch begins. Messages that are neither `active` nor
+`compacted` were taken back by the user and are left out. The log has no tool definitions, no reward and
 no token ids.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.base import Options, Place, Run, Trajectory
+from rollout_io.formats.contexts import SUMMARIES, Contexts
+from rollout_io.formats.engines.records import Records, is_object_with, joined
 from rollout_io.formats.grammar import inner
-from rollout_io.formats.openai_messages import Line, read, run_of, with_groups
-from rollout_io.formats.parsing.content import NO_JSON
-from rollout_io.formats.parsing.messages import MESSAGE
+from rollout_io.formats.openai_messages import (
+    Line,
+    metrics_of,
+    run_of,
+    system_of,
+    trajectory_of,
+    with_groups,
+)
+from rollout_io.formats.parsing.content import NO_JSON, Message
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.lines import read_record
+from rollout_io.formats.parsing.messages import INACTIVE, MESSAGE, openai_tools, read_message
+from rollout_io.formats.parsing.notes import note
 
+NO_PARENT = (
+    "compressed sessions whose parent is not in the log: kept answers are not told from new ones"
+)
+_SUMMARY = ("[CONTEXT COMPACTION", "[CONTEXT SUMMARY")
+_NUM_SUMMARIES = 2
+"""Most messages of a compression that are no copies."""
+_COMPRESSION = "compression"
+_FACTS = frozenset({"started_at", "ended_at", "archived"})
 _MESSAGE = MESSAGE.plus(
+    reads={"message": "compacted"},
     leaves={
         "repeats the name of a call": "message/tool_name",
         "names and times of messages": "message/session_id message/timestamp "
-        "message/platform_message_id message/active message/observed",
+        "message/platform_message_id message/observed",
         "repeats the reasoning and the text, for the API": "message/reasoning_details "
         "message/codex_reasoning_items message/codex_message_items",
     },
 )
 _LEAVES = {
     "settings of the harness": "model model_config source cwd user_id platform chat_id",
-    "facts about the session that are shown to the user": "title end_reason "
-    "parent_session_id billing_provider billing_base_url billing_mode cost_status "
-    "cost_source pricing_version handoff_state handoff_platform handoff_error",
+    "facts about the session that are shown to the user": "title billing_provider "
+    "billing_base_url billing_mode cost_status cost_source pricing_version handoff_state "
+    "handoff_platform handoff_error",
 }
 
 
@@ -44,6 +74,8 @@ class Session(Line, kw_only=True):
 
     messages: Annotated[list[msgspec.Raw], inner(_MESSAGE)]
     message_count: int
+    parent_session_id: str | None = None
+    end_reason: str | None = None
     tool_call_count: msgspec.Raw = NO_JSON
     api_call_count: msgspec.Raw = NO_JSON
     rewind_count: msgspec.Raw = NO_JSON
@@ -59,13 +91,176 @@ class Session(Line, kw_only=True):
     ended_at: msgspec.Raw = NO_JSON
 
 
+class _State(msgspec.Struct, gc=False):
+    active: bool | int | None = None
+    compacted: bool | int | None = None
+
+
+class _Row(NamedTuple):
+    """A message.
+
+    Attributes:
+        is_old: True if a later compression took its place.
+    """
+
+    message: Message
+    where: str
+    is_old: bool
+
+    @property
+    def is_summary(self) -> bool:
+        """True if a compression wrote it, by what it says at its start."""
+        return str(self.message["content"]).startswith(_SUMMARY)
+
+    @property
+    def name(self) -> Any:
+        """What a copy of it has too; the result of a call may have been shortened."""
+        call = self.message.get("tool_call_id")
+        return ("tool", call) if call else self.message
+
+
+_STATE = msgspec.json.Decoder(_State)
+_SESSION = msgspec.json.Decoder(Session)
+_NAME = msgspec.json.Decoder(str | int | None)
+
+
+def _session(place: Place) -> Session:
+    return decode_line(_SESSION, read_record(place), place.where)
+
+
+def _name(session: Session) -> str:
+    return str(_NAME.decode(session.id))
+
+
+def _rows(session: Session, where: str) -> list[_Row]:
+    """Return the messages of a session, without those that were taken back."""
+    rows = list[_Row]()
+    for i, raw in enumerate(session.messages):
+        place = f"{where}, messages[{i}]"
+        state = decode_line(_STATE, bytes(raw), place)
+        is_active = state.active is None or bool(state.active)
+        if is_active or state.compacted:
+            rows.append(_Row(read_message(raw, place), place, not is_active))
+        else:
+            note(INACTIVE)
+    return rows
+
+
+def _parts(rows: Iterable[_Row], *, is_continued: bool) -> list[list[_Row]]:
+    """Divide the messages of a session at its compressions: each part begins with what one wrote.
+
+    Args:
+        rows: The messages.
+        is_continued: True if the first part begins with what a compression wrote, too.
+    """
+    parts, is_before_summary = [list[_Row]()], is_continued
+    for row in rows:
+        part = parts[-1]
+        if part and part[-1].is_old and not row.is_old:
+            parts.append([row])
+            is_before_summary = not row.is_summary
+            continue
+        if row.is_summary and row.is_old and part and not part[-1].is_summary:
+            if not is_before_summary:
+                num_head = _num_repeated(part)
+                parts[-1:] = [part[: len(part) - num_head], part[len(part) - num_head :]]
+            is_before_summary = False
+        parts[-1].append(row)
+    return [part for part in parts if part]
+
+
+def _num_repeated(rows: Sequence[_Row]) -> int:
+    """Return the largest number of messages at the end that are copies of the first ones."""
+    names = [row.name for row in rows]
+    sizes = range(len(names) // 2, 0, -1)
+    return next((size for size in sizes if names[:size] == names[-size:]), 0)
+
+
+def _num_written(rows: Sequence[_Row], before: Sequence[_Row], *, is_compressed: bool) -> int:
+    """Return how many messages a compression or a branch wrote: copies, around a summary.
+
+    Args:
+        rows: Messages of a session, or of a part of it.
+        before: Messages of what it continues.
+        is_compressed: True if that ended with a compression.
+    """
+    names, others = [row.name for row in rows], [row.name for row in before]
+    pairs = enumerate(zip(names, others, strict=False))
+    num_head = next(
+        (i for i, (name, other) in pairs if name != other), min(len(names), len(others))
+    )
+    gap = rows[num_head : num_head + _NUM_SUMMARIES]
+    num_marked = max((i + 1 for i, row in enumerate(gap) if row.is_summary), default=0)
+    if not is_compressed and not num_marked:
+        return num_head
+    for start in range(num_head + max(num_marked, 1), num_head + len(gap) + 1):
+        sizes = range(min(len(names) - start, len(others)), 0, -1)
+        size = next((n for n in sizes if names[start : start + n] == others[-n:]), 0)
+        if size:
+            return start + size
+    return num_head + num_marked
+
+
+def _names(run: Run) -> tuple[str, str | None]:
+    session = _session(run.places[0])
+    return _name(session), session.parent_session_id
+
+
+def _is_continued(run: Run, parent: Run) -> bool:
+    """True if a session begins with messages of its parent, or with a summary of them."""
+    session, before = _session(run.places[0]), _session(parent.places[0])
+    is_child = before.parent_session_id is not None
+    (*_, last), (first, *_) = (
+        _parts(_rows(before, ""), is_continued=is_child) or [[]],
+        _parts(_rows(session, ""), is_continued=True) or [[]],
+    )
+    return _num_written(first, last, is_compressed=before.end_reason == _COMPRESSION) > 0
+
+
+def read(session: Session, run: Run, _: Options) -> Trajectory:
+    """Read the contexts of a session, and of those that continue it, whose counts are added up.
+
+    Raises:
+        InputError: `message`: there are two system prompts, or an invalid message.
+    """
+    log = Contexts(tools=openai_tools(session.tools))
+    ends: dict[str, tuple[list[_Row], bool]] = {}
+    for i, place in enumerate(run.places):
+        each = _session(place) if i else session
+        rows = _rows(each, place.where)
+        system = system_of(each, (row.message for row in rows), place.where)
+        parent = each.parent_session_id
+        before, is_compressed = ends.get(parent or "", ([], False))
+        for part in _parts(rows, is_continued=parent is not None):
+            num_written = _num_written(part, before, is_compressed=is_compressed)
+            if not before and parent is not None:
+                num_written = max(
+                    (n + 1 for n, row in enumerate(part) if row.is_summary), default=0
+                )
+                note(NO_PARENT, num_written > 0)
+            note(SUMMARIES, any(row.is_summary for row in part[:num_written]))
+            log.replace()
+            log.say(system, place.where)
+            for n, row in enumerate(part):
+                log.say([row.message], row.where, given=n < num_written)
+            before, is_compressed = part, True
+        ends[_name(each)] = before, each.end_reason == _COMPRESSION
+    trajectory = trajectory_of(session, run, log.steps())
+    totals = dict(trajectory.metrics)
+    for place in run.places[1:]:
+        for name, value in metrics_of(_session(place), place).items():
+            totals[name] = totals.get(name, 0.0) + (value if name not in _FACTS else 0.0)
+    trajectory.metrics = totals
+    return trajectory
+
+
 ADAPTER = Records(
     records={"": Session},
     leaves=_LEAVES,
     run=run_of,
     read=read,
     is_record=is_object_with(["id", "source", "system_prompt", "message_count", "messages"]),
-    finish=with_groups,
+    finish=lambda items: joined(with_groups(items), _names, _is_continued),
 ).adapter(
     "sessions of Hermes Agent, as it exports them: JSONL; text only", "session", is_agent=True
 )

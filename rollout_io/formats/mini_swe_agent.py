@@ -5,7 +5,8 @@
      "messages": [{"role": "assistant", "content": ..., "extra": {"response": {...}}}, ...]}
 
 A run has one context. `extra.response` is the raw response of the API, which may contain the
-engine's tokens. Older files have no `extra`; the oldest are a bare list of messages. The file
+engine's tokens. An answer that the program could not use (`interrupt_type` "FormatError") is in the `extra` of
+the error message that took its place. Older files have no `extra`; the oldest are a bare list of messages. The file
 has no reward: submissions are scored elsewhere.
 """
 
@@ -25,12 +26,15 @@ from rollout_io.formats.parsing.documents import run_of_file, with_group_rule
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
+from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.sampling import sampling_extra
 
 _SUFFIXES = (".traj.json", ".json", ".traj")
 _EXIT = "exit"
+_UNUSED = "FormatError"
+UNREADABLE = "answers that the program could not use, whose text is not in the log: left out"
 _MESSAGE = MESSAGE.plus(
-    reads={"message": "extra.response"},
+    reads={"message": "extra.response extra.interrupt_type extra.model_response"},
     leaves={
         "facts about a call, and its output before it was rendered": "message/extra "
         "message/output message/provider_specific_fields message/usage message/id "
@@ -38,7 +42,8 @@ _MESSAGE = MESSAGE.plus(
     },
 )
 _LEAVES = {
-    "settings, from which the harness renders messages": "info.config info.mini_version",
+    "settings, from which the harness renders messages": "info.config info.config.model "
+    "info.mini_version",
     "the result of the run": "info.submission info.exit_status_details",
     "the version of the format": "trajectory_format",
 }
@@ -71,6 +76,8 @@ class Document(msgspec.Struct, gc=False):
 
 class _Extra(msgspec.Struct, gc=False):
     response: msgspec.Raw = NO_JSON
+    interrupt_type: str | None = None
+    model_response: str | None = None
 
 
 class _Reply(msgspec.Struct, gc=False):
@@ -83,7 +90,17 @@ class _Reply(msgspec.Struct, gc=False):
         return self.role == "assistant" or self.object == "response"
 
 
+class _Choice(msgspec.Struct, gc=False):
+    message: msgspec.Raw = NO_JSON
+
+
+class _Response(msgspec.Struct, gc=False):
+    object: str | None = None
+    choices: list[_Choice] = []
+
+
 _REPLY_DECODER = msgspec.json.Decoder(_Reply)
+_RESPONSE_DECODER = msgspec.json.Decoder(_Response)
 
 
 def run_of(document: Document, place: Place) -> Run:
@@ -125,18 +142,35 @@ def _calls(logged: Document, where: str) -> Iterator[Call]:
         if reply.role == _EXIT:
             continue
         message = read_message(raw, here)
-        if reply.is_call:
+        extra = reply.extra or _Extra()
+        is_unused = extra.interrupt_type == _UNUSED
+        answer = _unused(extra, f"{here}, extra") if is_unused else message
+        note(UNREADABLE, answer is None)
+        if answer is not None and (is_unused or reply.is_call):
             yield Call(
                 where=here,
                 prompt=list(history),
-                reply=message,
-                answer=reply.extra.response if reply.extra else None,
+                reply=answer,
+                answer=extra.response,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 sampling_extra=sampling_extra(sampling),
             )
         history.append(message)
+
+
+def _unused(extra: _Extra, where: str) -> Message | None:
+    """Return the answer in whose place an error message stands; None if the log has not its text."""
+    raw = extra.response
+    if bytes(raw).startswith(b"{"):
+        response = decode_document(_RESPONSE_DECODER, bytes(raw), f"{where}.response")
+        if response.choices:
+            raw = response.choices[0].message
+        if response.choices or response.object == "response":
+            return read_message(raw, f"{where}.response")
+    text = extra.model_response
+    return None if text is None else {"role": "assistant", "content": text}
 
 
 def _error(info: _Info) -> str | None:

@@ -10,17 +10,27 @@ answer. The history of the dataset records the rule. The outcome is `reward`, or
 
 A system prompt beside the messages (`system_prompt`, `system`, `system_message`, `instructions`)
 becomes the first message. Other text beside the messages is not read: it is counted by its key.
-Messages that are marked as not `active` (a user took them back) are left out.
+Messages that are marked as not `active` (a user took them back) are left out; answers with `weight` 0,
+or another mark that they are not to be trained on (`parsing.messages.with_marks`), are part of the prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import About, Conversation, Found, Options, Place, Run, Trajectory
+from rollout_io.formats.base import (
+    About,
+    Conversation,
+    Found,
+    Logged,
+    Options,
+    Place,
+    Run,
+    Trajectory,
+)
 from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Content, Message, parts_in, shown
@@ -36,7 +46,6 @@ from rollout_io.formats.parsing.naming import (
     task_labels,
     unread_labels,
 )
-from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import INT32_MAX
 from rollout_io.formats.start import Start
 from schemas.errors import InputError
@@ -49,7 +58,6 @@ _NAMES = ("instance_id", *TASK_LABELS, "id")
 _OF_NAMES = frozenset({*_NAMES, "repetition_id"})
 _SYSTEM = ("system_prompt", "system", "system_message", "instructions")
 _TEXT = (b'"', b"[")
-INACTIVE = "messages that were taken back (not `active`): left out"
 
 
 class Line(Open, kw_only=True):
@@ -76,12 +84,7 @@ class Line(Open, kw_only=True):
     instructions: msgspec.Raw = NO_JSON
 
 
-class _State(msgspec.Struct, gc=False):
-    active: int | bool | None = None
-
-
 _SYSTEM_DECODER = msgspec.json.Decoder(Content)
-_STATE_DECODER = msgspec.json.Decoder(_State)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -115,30 +118,32 @@ def run_of(line: Line, place: Place) -> Run:
 
 def _messages(line: Line, where: str) -> list[Message]:
     """Return the messages of a line, after the system prompt beside them."""
-    states = [
-        decode_line(_STATE_DECODER, bytes(raw), f"{where}, messages") for raw in line.messages
-    ]
-    active = [
-        raw
-        for raw, state in zip(line.messages, states, strict=True)
-        if state.active is None or state.active
-    ]
-    note(INACTIVE, len(states) - len(active))
-    messages = read_messages(active, f"{where}, messages")
+    messages = read_messages(line.messages, f"{where}, messages")
+    return [*system_of(line, messages, where), *messages]
+
+
+def system_of(line: Line, messages: Iterable[Message], where: str) -> list[Message]:
+    """Return the system prompt beside the messages of a line as a message; none if they have it.
+
+    Raises:
+        InputError: `message`: there is another one.
+    """
+    logged = [m["content"] for m in messages if m["role"] in {"system", "developer"}]
+    stated = list[Message]()
     for name in _SYSTEM:
         place = f"{where}, {name}"
         if not bytes(getattr(line, name)).startswith(_TEXT):
             continue
         prompt = shown(parts_in(decode_line(_SYSTEM_DECODER, bytes(getattr(line, name)), place)))
-        logged = [m["content"] for m in messages if m["role"] in {"system", "developer"}]
         if not prompt or prompt in logged:
             continue
         if logged:
             got = f"`{name}` differs from the system message of the conversation"
             hint = "keep the one that the model saw"
             raise InputError("message", place, got, "one system prompt", hint)
-        messages.insert(0, {"role": "system", "content": prompt})
-    return messages
+        stated.append({"role": "system", "content": prompt})
+        logged.append(prompt)
+    return stated
 
 
 def read(line: Line, run: Run, _: Options) -> Trajectory:
@@ -147,21 +152,27 @@ def read(line: Line, run: Run, _: Options) -> Trajectory:
     Raises:
         InputError: `message`: there are two system prompts; `no_calls`: there is no assistant message.
     """
-    (place,) = run.places
-    messages = _messages(line, place.where)
+    where = run.places[0].where
+    messages = _messages(line, where)
     if all(message["role"] != "assistant" for message in messages):
-        raise InputError("no_calls", place.where, "the conversation has no assistant message")
-    step = Conversation(source=place.where, messages=messages, tools=openai_tools(line.tools))
+        raise InputError("no_calls", where, "the conversation has no assistant message")
+    step = Conversation(source=where, messages=messages, tools=openai_tools(line.tools))
+    return trajectory_of(line, run, [step])
+
+
+def trajectory_of(line: Line, run: Run, steps: Sequence[Logged]) -> Trajectory:
+    """Return what a line says about its steps; all numbers of the line become metrics."""
     note_unread_labels(run.labels, run.instance_id)
     return Trajectory(
-        steps=[step],
+        steps=list(steps),
         reward=line.score if line.reward is None else line.reward,
-        metrics=_metrics(line, place),
+        metrics=metrics_of(line, run.places[0]),
         user_values=task_labels(run.labels),
     )
 
 
-def _metrics(line: Line, place: Place) -> dict[str, float]:
+def metrics_of(line: Line, place: Place) -> dict[str, float]:
+    """Return the numbers of a line, by name."""
     fields = {name: raw for name, raw in line.fields.items() if name not in _OF_NAMES}
     metrics = numbers(fields, place.where)
     for name in ("metrics", "rewards", "scores"):

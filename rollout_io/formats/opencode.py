@@ -92,13 +92,14 @@ _COMPACTION = "What did we do so far?"
 _SUBTASK = "The following tool was executed by the user"
 _NOT_SENT = ("text/plain", "application/x-directory")
 _STOPPED = "[Tool execution was interrupted]"
-
-
-REMINDED = "prompts of the plan agent or after it, without the reminder that OpenCode adds when it sends them"
-INVALID = (
-    "answers with a call of a tool that there is not, of which the log has no arguments: part of "
+REMINDED = (
+    "prompts of the plan agent or after it, without the reminder that OpenCode adds when it sends "
+    "them"
 )
-INVALID += "that was taken back): part of the prompt"
+INVALID = (
+    "answers with a call that the log has not, because there is no such tool or it was taken back: "
+    "part of the prompt"
+)
 UNENDED = "answers that broke off, of which the log may lack a part: part of the prompt"
 _PLAN, _INVALID, _CALLED = "plan", "invalid", "tool-calls"
 

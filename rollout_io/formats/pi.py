@@ -16,13 +16,13 @@ prompt and no tool definitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.contexts import SUMMARIES, Contexts, Said
+from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.dialects import pi
 from rollout_io.formats.dialects.pi import PiMessage
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
@@ -115,19 +115,19 @@ def identity(kind: str, fields: bytes) -> str | None:
 
 def read(lines: Iterator[Line], log: Contexts) -> None:
     """Read the tree of a session."""
-    heads: dict[Said, PiMessage] = {}
+    heads: dict[str, PiMessage] = {}  # by the name of the record, which its copies have too
     for where, _, record in lines:
         if not isinstance(record, Record):
             continue
         if record.id:
             log.follow(record.parent_id)
         if heads:
-            log.system, log.tools = pi.head_of([heads[n] for n in log.path() if n in heads])
+            log.system, log.tools = pi.head_of([heads[n.key] for n in log.path() if n.key in heads])
         key = record.id if record.id and log.find(record.id) is None else where
         if isinstance(record, Spoken | Custom):
             message = _message(record, where)
             if message.is_head:
-                heads[log.say([], where, key)] = message
+                heads[log.say([], where, key).key] = message
             else:
                 _add(message, log, where, key, is_new=bool(heads))
             continue
@@ -135,9 +135,9 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
             _edit(record, log, where)
         if isinstance(record, Compaction):
             note(SUMMARIES)
-            _compact(record, log, where)
+            _compact(record, log, where, heads)
             if record.system_message is not None:
-                heads[log.say([], where, f"{where}, system")] = record.system_message
+                heads[log.say([], where, f"{where}, system").key] = record.system_message
         elif isinstance(record, ModelChange):
             log.model = record.model_id or log.model
         text = record.summary if isinstance(record, BranchSummary) else None
@@ -175,10 +175,12 @@ def _message(record: Spoken | Custom, where: str) -> PiMessage:
     return decode_line(_MESSAGE, fields, f"{where}, content")
 
 
-def _compact(record: Compaction, log: Contexts, where: str) -> None:
+def _compact(record: Compaction, log: Contexts, where: str, heads: Collection[str]) -> None:
     path = log.path()
     first = log.find(record.first_kept_entry_id)
     kept = path[path.index(first) :] if first in path else []
+    if record.system_message is not None:  # it has all that the system messages before it say
+        kept = [node for node in kept if node.key not in heads]
     log.replace()
     log.say([pi.summary_of(record.summary or "", is_branch=False)], where, f"{where}, summary")
     log.keep(kept)

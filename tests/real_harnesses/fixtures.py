@@ -132,7 +132,7 @@ class Scrub:
 
     def text(self, text: str) -> str:
         """A text whose long lines are cut; of a long text, most of these are left out."""
-        lines = [(line, _line(line)) for line in self.name(text).split("\n")]
+        lines = [(line, shortened(line)) for line in self.name(text).split("\n")]
         if self._drops_lines and len(lines) >= LONG_TEXT:
             lines = [(line, cut) for line, cut in lines if line == cut or cut[-1] in "048c"]
         return "\n".join(cut for _, cut in lines)
@@ -153,7 +153,7 @@ class Scrub:
         return made
 
 
-def _line(line: str) -> str:
+def shortened(line: str) -> str:
     if len(line) <= LONGEST_LINE or " " not in line or OWN.search(line):
         return line
     return f"{line[:SHOWN].rstrip()}~{hashlib.sha256(line.encode()).hexdigest()[:4]}"

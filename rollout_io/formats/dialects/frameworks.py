@@ -17,7 +17,7 @@ Each shape is brought into the form of one of the large APIs, whose converter do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rollout_io.formats.dialects import anthropic, gemini
@@ -32,7 +32,7 @@ from rollout_io.formats.dialects.parts import (
     word,
 )
 from rollout_io.formats.parsing.content import Message, bad_message, known, raw_of
-from rollout_io.formats.parsing.messages import read_messages
+from rollout_io.formats.parsing.messages import read_messages, with_marks
 
 Fields = Mapping[str, Any]
 
@@ -85,8 +85,6 @@ def messages(given: Iterable[Any], where: str) -> list[Message]:
         [{'id': 'c', 'type': 'function', 'function': {'name': 'ls', 'arguments': '{}'}}]
     """
     given = list(given)
-    if given and all(_is_of_gemini(each) for each in given):
-        return gemini.messages([gemini.camel(each) for each in given], where)
     found: list[Message] = []
     instructions: str | None = None
     for i, each in enumerate(given):
@@ -100,7 +98,8 @@ def messages(given: Iterable[Any], where: str) -> list[Message]:
         if isinstance(each, list):
             found += messages(each, place)
         else:
-            found += _one(each, place)
+            said = _one(each, place, found)
+            found += with_marks(said, each, place) if isinstance(each, Mapping) else said
     if instructions is not None:
         found.insert(0, {"role": "system", "content": instructions})
     return found
@@ -114,7 +113,7 @@ def _is_of_gemini(given: Any) -> bool:
     )
 
 
-def _one(given: Any, where: str) -> list[Message]:
+def _one(given: Any, where: str, before: Sequence[Message]) -> list[Message]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, Mapping):
@@ -131,7 +130,7 @@ def _one(given: Any, where: str) -> list[Message]:
     if "from" in given and "value" in given:
         return _of_sharegpt(given, where)
     if _is_of_gemini(given):
-        return gemini.messages([gemini.camel(given)], where)
+        return gemini.messages([gemini.camel(given)], where, before)
     if isinstance(given.get("parts"), list):
         blocks = [_semantic_block(part) for part in given["parts"]]
         return _of_blocks(str(given.get("role") or "user"), blocks, where)

@@ -13,7 +13,7 @@ the id of the first open call with their name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -107,12 +107,13 @@ _ANSWER_DECODER = msgspec.json.Decoder(_Answer)
 Parts = str | Part | list[Part | str] | None
 
 
-def messages(given: Iterable[Any], where: str) -> list[Message]:
+def messages(given: Iterable[Any], where: str, before: Sequence[Message] = ()) -> list[Message]:
     """Convert contents to messages.
 
     Args:
         given: Contents as decoded JSON, or the JSON of each.
         where: Location of the list, for error messages.
+        before: Messages that precede the contents; they are not part of the result.
 
     Raises:
         InputError: `record_type`: a field has the wrong type.
@@ -126,7 +127,7 @@ def messages(given: Iterable[Any], where: str) -> list[Message]:
         place = f"{where}[{i}]"
         content = decode_line(_CONTENT_DECODER, bytes(raw_of(each)), place)
         role = _ROLES.get(content.role or "user", content.role or "user")
-        found += messages_of(role, content.parts, place, open_calls(found))
+        found += messages_of(role, content.parts, place, open_calls([*before, *found]))
     return found
 
 

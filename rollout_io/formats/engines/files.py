@@ -37,6 +37,7 @@ class Names(NamedTuple):
         origin: Session with copies of whose records it begins.
         base: What it continues; None if it begins on its own.
         labels: Other labels of the run; those without a value are left out.
+        is_empty: True if the first records say nothing; a file without others is then left out.
         instance: Task of the run; None: the session is one of its own.
         repetition: Index of the attempt at this task; None: by the order of the log.
     """
@@ -47,6 +48,7 @@ class Names(NamedTuple):
     origin: str | None = None
     base: Base | None = None
     labels: Mapping[str, str | None] = {}
+    is_empty: bool = False
     instance: str | None = None
     repetition: int | None = None
 

@@ -33,6 +33,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import account
+from rollout_io.formats.contexts import by_marks
 from rollout_io.formats.engines.tables import is_table, read_row, rows_of
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.documents import parts_of
@@ -202,17 +203,18 @@ class Records(Grammar):
         return typed, content
 
     def read_run(self, run: Run, options: Options) -> Trajectory:
-        """Read a record.
+        """Read a record, with those that its format made a part of the run.
 
         Raises:
             InputError: `record_type`: a field has the wrong type; `no_calls`: there is no answer; or
                 any error of the format.
         """
-        (place,) = run.places
-        content = read_row(place) if place.offset is None else read_record(place)
-        record, content = self._decoded(Record(place, content))
-        account(self.contents, content)
+        for place in reversed(run.places):
+            content = read_row(place) if place.offset is None else read_record(place)
+            record, content = self._decoded(Record(place, content))
+            account(self.contents, content)
         trajectory = self.read(record, run, options)
+        trajectory.steps = [each for step in trajectory.steps for each in by_marks(step)]
         if trajectory.error is None and not run.failed and not _is_answered(trajectory):
             raise InputError("no_calls", place.where, "the run has no model response")
         return trajectory
@@ -313,6 +315,43 @@ def _rejected(log: Input, progress: Progress, error: RolloutError) -> Rejected:
     num_bytes = log.path.stat().st_size
     progress(num_bytes)
     return Rejected(Place(log.path, log.name, 0, num_bytes), error)
+
+
+def joined(
+    items: Iterable[Found],
+    names: Callable[[Run], tuple[str, str | None]],
+    belongs: Callable[[Run, Run], bool] = lambda *_: True,
+) -> Iterator[Found]:
+    """Yield what was found; a run has the places of those that it started, or that continue it.
+
+    Args:
+        items: What was found in the logs, for `Records.finish`.
+        names: Returns the name of a run, and that of its parent.
+        belongs: True if a run belongs to its parent.
+    """
+    runs: dict[str, Run] = {}
+    parents: dict[str, str | None] = {}
+    for item in items:
+        name, parent = names(item) if isinstance(item, Run) else ("", None)
+        if not isinstance(item, Run) or name in runs:
+            yield item
+        else:
+            runs[name], parents[name] = item, parent
+    children: dict[str, list[str]] = {}
+    roots = list[str]()
+    for name, parent in parents.items():
+        is_child = parent in runs and parent != name and belongs(runs[name], runs[parent])
+        (children.setdefault(parent or "", []) if is_child else roots).append(name)
+    seen = set[str]()
+    for root in [*roots, *runs]:  # runs that are each other's parents have no root
+        members = [] if root in seen else [root]
+        for name in members:
+            seen.add(name)
+            members += [child for child in children.get(name, ()) if child not in seen]
+        if members:
+            places = [place for name in members for place in runs[name].places]
+            runs[root].places = places
+            yield runs[root]
 
 
 def _required(struct: type[msgspec.Struct] | None) -> list[str]:

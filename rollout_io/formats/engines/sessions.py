@@ -38,7 +38,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import account
-from rollout_io.formats.contexts import Contexts, Said
+from rollout_io.formats.contexts import Contexts, Said, by_marks
 from rollout_io.formats.engines.files import Base, File, Names, by_session, join_agents, logical
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.forks import copied_answers, digest, run_of
@@ -142,7 +142,7 @@ class Sessions(Grammar):
                 copy = next((other for other in others if self._is_copy(file, other)), None)
                 if copy is not None:
                     yield from _repeated(file, copy)
-                elif file.places and (self.has_parts or not others):
+                elif file.places and not names.is_empty and (self.has_parts or not others):
                     others.append(file)
         join_agents(sessions)
         yield from self._runs({name: files for name, files in sessions.items() if files})
@@ -156,7 +156,10 @@ class Sessions(Grammar):
             yield from by_session(given, records, self.names_in)
             return
         first = [*islice(records, _NUM_FIRST)]
-        yield self.names(Path(given.name), self._typed(first)), chain(first, records)
+        typed = self._typed(first)
+        names = self.names(Path(given.name), typed)
+        is_empty = names.is_empty and len(typed) == len(first) < _NUM_FIRST
+        yield names._replace(is_empty=is_empty), chain(first, records)
 
     def _read(self, places: Sequence[Place]) -> tuple[Names, list[Record]]:
         """Return the names and the records of a session at these places, which are of one file."""
@@ -288,7 +291,7 @@ class Sessions(Grammar):
             log = main if is_main else main.agent(names.session, names.agent)
             ends = self._begin(log, names, tips)
             self.read(self._lines(records, [i in run.copied for i, _ in places], log, ends), log)
-        steps = main.steps()
+        steps = [each for step in main.steps() for each in by_marks(step)]
         if not steps and main.error is None:
             got = "the session has no model response"
             raise main.unread or InputError("no_calls", run.places[0].where, got)

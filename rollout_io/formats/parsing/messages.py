@@ -13,7 +13,8 @@
     Responses objects  `output` of items (message, reasoning, tool calls); and single items that are
                        the output of a tool
 
-The results have `role`, `content`, and if known `reasoning_content`, `tool_calls`, `tool_call_id`,
+A message that is not `active` was taken back, and is left out. `weight` 0 in a result is an answer that
+is marked as not to be trained on (`with_marks`). Otherwise, the results have `role`, `content`, and if known `reasoning_content`, `tool_calls`, `tool_call_id`,
 `name`. Tool arguments are canonical JSON text: their numbers keep all digits.
 """
 
@@ -41,6 +42,7 @@ from rollout_io.formats.parsing.content import (
 )
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.media import READS
+from rollout_io.formats.parsing.notes import note
 
 PARTS = Contents(
     kind="type",
@@ -52,7 +54,7 @@ PARTS = Contents(
 _CHAT = Contents(
     reads={
         "": "role reasoning_content reasoning thinking thinking_blocks tool_calls tool_call_id "
-        "tool_call_ids name"
+        "tool_call_ids name active weight loss_mask step_loss_mask loss train training"
     },
     inner={"content": PARTS},
 )
@@ -70,6 +72,9 @@ MESSAGE = Contents(
 )
 """A message of `read_messages`."""
 
+INACTIVE = "messages that were taken back (not `active`): left out"
+WEIGHT = "weight"
+_MARKS = (WEIGHT, "loss_mask", "step_loss_mask", "loss", "train", "training")
 _SAID = ("reasoning_content", "reasoning", "content", "tool_calls")
 
 
@@ -110,6 +115,19 @@ class _Items(msgspec.Struct, gc=False):
 class _Kind(msgspec.Struct, gc=False):
     type: str | None = None
     object: str | None = None
+    active: bool | int | None = None
+    weight: Any = None
+    loss_mask: Any = None
+    step_loss_mask: Any = None
+    loss: Any = None
+    train: Any = None
+    training: Any = None
+
+    @property
+    def marks(self) -> dict[str, Any]:
+        """What says whether the message is trained on, by key."""
+        values = [(name, getattr(self, name)) for name in _MARKS]
+        return {name: value for name, value in values if value is not None}
 
 
 _KIND_DECODER = msgspec.json.Decoder(_Kind)
@@ -136,11 +154,16 @@ def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
         >>> read_messages([call], "a.jsonl:1")[0]["tool_calls"]
         [{'id': 'c', 'type': 'function', 'function': {'name': 'ls', 'arguments': '{}'}}]
     """
-    return [message for i, raw in enumerate(raws) for message in _read(raw, f"{where}[{i}]")]
+    found: list[Message] = []
+    for i, raw in enumerate(raws):
+        is_active, messages = _read(raw, f"{where}[{i}]")
+        note(INACTIVE, not is_active)
+        found += messages if is_active else ()
+    return found
 
 
 def read_message(raw: msgspec.Raw, where: str) -> Message:
-    """Convert a logged message that corresponds to exactly one message in OpenAI's format.
+    """Convert a logged message that corresponds to exactly one in OpenAI's format, `active` or not.
 
     Args:
         raw: JSON of the message.
@@ -149,23 +172,52 @@ def read_message(raw: msgspec.Raw, where: str) -> Message:
     Raises:
         InputError: `message`: the message has several results; or any error of `read_messages`.
     """
-    found = _read(raw, where)
+    _, found = _read(raw, where)
     if len(found) > 1:
         got = "the message has several tool results, or a tool result and other content"
         raise bad_message(where, got)
     return found[0]
 
 
-def _read(raw: msgspec.Raw, where: str) -> list[Message]:
+def with_marks(messages: list[Message], marks: Mapping[str, Any], where: str) -> list[Message]:
+    """Return messages with `weight` 0 in answers that are marked as not to be trained on.
+
+    The marks are `weight` (OpenAI's fine-tuning format), `loss_mask`, `step_loss_mask`, `loss` (AgentInstruct,
+    ms-swift), `train` and `training` (Axolotl): false or 0 for an answer that is part of the prompt.
+
+    Args:
+        messages: Messages that a logged one becomes.
+        marks: Fields of the logged message.
+        where: Location of the message.
+
+    Raises:
+        InputError: `message`: a mark of an answer is neither of these, such as a weight of 0.5.
+    """
+    stated = {name: marks[name] for name in _MARKS if marks.get(name) is not None}
+    if not stated or all(message["role"] != "assistant" for message in messages):
+        return messages
+    for name, value in stated.items():
+        if value not in (0, 1):
+            got = f"`{name}` of an answer is {msgspec.json.encode(value).decode()[:40]}"
+            raise bad_message(where, got, "1 (trained on) or 0 (part of the prompt)")
+    if all(stated.values()):
+        return messages
+    return [each | {WEIGHT: 0} if each["role"] == "assistant" else each for each in messages]
+
+
+def _read(raw: msgspec.Raw, where: str) -> tuple[bool, list[Message]]:
+    """Return whether a logged message is active, and the messages that it becomes."""
     content = bytes(raw)
     kind = decode_line(_KIND_DECODER, content, where)
+    is_active = kind.active is None or bool(kind.active)
     if kind.object == "response":
-        return [reply_of(decode_line(_ITEMS_DECODER, content, where).output, where)]
+        return is_active, [reply_of(decode_line(_ITEMS_DECODER, content, where).output, where)]
     if kind.type in OUTPUTS:
         output = read_item(decode_line(_ITEM_DECODER, content, where), where)
         assert output is not None
-        return [output]
-    return _of_chat(decode_line(_CHAT_DECODER, content, where), where)
+        return is_active, [output]
+    messages = _of_chat(decode_line(_CHAT_DECODER, content, where), where)
+    return is_active, with_marks(messages, kind.marks, where)
 
 
 def _of_chat(chat: _Chat, where: str) -> list[Message]:

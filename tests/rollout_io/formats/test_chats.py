@@ -9,6 +9,7 @@ import pytest
 
 from rollout_io.formats.base import Options
 from rollout_io.formats.chats import ADAPTER
+from rollout_io.formats.contexts import MARKED
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.dialects import frameworks
 from schemas.errors import RolloutError
@@ -175,6 +176,52 @@ def test_prompt_and_completion_of_messages_train_on_the_completion_alone(tmp_pat
     line = {"prompt": CHAT[:3], "completion": CHAT[3:]}
     _, found = read_one(write_lines(tmp_path / "a.jsonl", line))
     assert (found.steps[0].messages, found.steps[0].num_given) == (CHAT, 3)
+
+
+LOSS_OF_ONE = [
+    {"from": "human", "value": "a?"},
+    {"from": "gpt", "value": "A.", "loss": False},
+    {"from": "human", "value": "b?"},
+    {"from": "gpt", "value": "B.", "loss": True},
+]
+VERTEX = [
+    {"role": "user", "parts": [{"text": "a?"}]},
+    {"role": "model", "parts": [{"text": "A."}], "weight": 0},
+    {"role": "user", "parts": [{"text": "b?"}]},
+    {"role": "model", "parts": [{"text": "B."}]},
+]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": LOSS_OF_ONE},
+        {"messages": VERTEX},
+        {
+            "prompt": [{"role": "user", "content": "a?"}],
+            "completion": [
+                {"role": "assistant", "content": "A.", "train": False},
+                {"role": "user", "content": "b?"},
+                {"role": "assistant", "content": "B.", "train": True},
+            ],
+        },
+        {
+            "messages": [
+                {"type": "human", "content": "a?"},
+                {"type": "ai", "content": "A.", "loss_mask": 0},
+                {"type": "human", "content": "b?"},
+                {"type": "ai", "content": "B.", "loss_mask": 1},
+            ]
+        },
+    ],
+)
+def test_an_answer_marked_as_not_trained_is_context_in_every_shape(record, tmp_path):
+    record = {"id": "x", **record}
+    ((_, found),), rejected = read_all(ADAPTER, write_lines(tmp_path / "a.jsonl", record))
+    (step,) = found.steps
+    texts = [(m["role"], m["content"]) for m in step.messages]
+    assert texts == [("user", "a?"), ("assistant", "A."), ("user", "b?"), ("assistant", "B.")]
+    assert (step.num_given, found.notes, rejected) == (2, {MARKED: 1}, [])
 
 
 def test_prompt_and_completion_of_text_stay_text(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rollout_io.formats.cline import ADAPTER
+from rollout_io.formats.cline import ADAPTER, SHOWN
 from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.detect import load_formats, recognize
 from tests.helpers.adapter_helpers import read_all
@@ -130,6 +130,71 @@ def test_a_summary_whose_messages_are_gone_is_context_alone(tmp_path):
     found = read_one(save(tmp_path / "1" / "api_conversation_history.json", history))[1]
     (step,) = found.steps
     assert (contents(step), step.num_given) == (["Go.", "In short.", "On.", "Two."], 2)
+
+
+def cli(name, *messages, **fields):
+    """A session of Cline's CLI."""
+    fields = {"version": 1, "sessionId": name, "agent": "lead", "updated_at": "now"} | fields
+    origin = {"source": "cli", "mode": "user", "sessionId": name, "version": "3.0.65"}
+    return {**fields, "origin": origin | fields.get("origin", {}), "messages": list(messages)}
+
+
+def typed(text, mode="act"):
+    return {"type": "text", "text": f'<user_input mode="{mode}">{text}</user_input>'}
+
+
+@pytest.mark.parametrize("mode", ["act", "plan", "yolo"])
+def test_the_users_text_in_a_session_is_sent_without_what_surrounds_it(mode, tmp_path):
+    messages = [said("user", typed("Go.\n<b>On.</b>", mode)), said("assistant", "<user_input>")]
+    messages += [said("user") | {"content": typed("More.", mode)["text"]}, said("assistant", "So.")]
+    found = read_one(save(tmp_path / "a.messages.json", cli("a", *messages)))[1]
+    (step,) = found.steps
+    assert contents(step) == ["Go.\n<b>On.</b>", "<user_input>", "More.", "So."]
+    assert (found.unread, found.notes) == ({}, {})
+
+
+def test_results_and_files_in_a_session_are_sent_as_text(tmp_path):
+    outputs = [
+        {"query": "ls", "result": "a\n", "success": True},
+        {"query": "é", "result": "", "error": "no", "success": False},
+    ]
+    listed = {"type": "tool_result", "tool_use_id": "t", "name": "x", "content": outputs}
+    file = {"type": "file", "path": "/p/f.txt", "content": "text\n"}
+    messages = [said("user", typed("See @f.txt"), file), TASK[1], said("user", listed)]
+    messages += [TASK[1], TASK[2], TASK[3]]
+    found = read_one(save(tmp_path / "a.messages.json", cli("a", *messages)))[1]
+    (step,) = found.steps
+    assert (
+        contents(step)[0] == 'See @f.txt\n<file_content path="/p/f.txt">\ntext\n\n</file_content>'
+    )
+    results = [m["content"] for m in step.messages if m["role"] == "tool"]
+    assert results == [json.dumps(outputs, separators=(",", ":"), ensure_ascii=False), "abc"]
+    assert (found.unread, found.notes) == ({}, {})
+
+
+def test_sub_agents_belong_to_the_run_of_their_session_and_errors_do_not_train(tmp_path):
+    error = said("assistant", "fault", metadata={"displayOnly": True, "displayRole": "error"})
+    main = cli("s", *TASK, system_prompt="You lead.")
+    helpers = [
+        cli(
+            f"s__{name}",
+            said("user", "Look."),
+            answer,
+            origin={"parentThreadId": "s", "subagent": name},
+        )
+        for name, answer in (("agent_1", error), ("agent_2", said("assistant", "Seen.")))
+    ]
+    paths = [
+        save(tmp_path / f"{document['sessionId']}.messages.json", document)
+        for document in (helpers[0], main, helpers[1])
+    ]
+    made, rejected = read_all(ADAPTER, *paths)
+    ((run, found),) = made
+    assert (run.instance_id, rejected, found.notes, found.unread) == ("s", [], {SHOWN: 1}, {})
+    assert [(step.agent, contents(step)[-1]) for step in found.steps] == [
+        (None, "Done."),
+        ("agent_2", "Seen."),
+    ]
 
 
 @pytest.mark.parametrize("damage", [{"role": 1}, {"content": {"a": 1}}, {"isSummary": "yes"}])

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 
 from rollout_io.formats.base import Options
 from rollout_io.formats.contexts import SUMMARIES
-from rollout_io.formats.gemini_cli import ADAPTER, THOUGHTS, WRITTEN
+from rollout_io.formats.gemini_cli import (
+    ADAPTER,
+    BROKEN_OFF,
+    PLACEHOLDER,
+    THOUGHTS,
+    UNCALLED,
+    WRITTEN,
+)
 from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
@@ -206,8 +213,9 @@ def test_no_damage_loses_the_record_or_ends_in_a_traceback(content):
 HEAD = {"sessionId": "s", "projectHash": "p", "startTime": "t", "kind": "main"}
 
 
-def asked(id, text):
-    return {"id": id, "type": "user", "content": [{"text": text}]}
+def asked(id, content):
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return {"id": id, "type": "user", "content": parts}
 
 
 def test_an_answer_that_the_program_wrote_into_a_history_is_context_alone(tmp_path):
@@ -230,3 +238,100 @@ def test_an_answer_that_the_program_wrote_into_a_history_is_context_alone(tmp_pa
     said = [([m["content"] for m in s.messages], s.num_given) for s in found.steps]
     assert said == [(["Go.", "One.", "Two."], 0), (["In short.", "Got it.", "On.", "Three."], 2)]
     assert found.notes == {WRITTEN: 1, SUMMARIES: 1, THOUGHTS: 1}
+
+
+CONTEXT = {"id": "0", "type": "user", "content": [{"text": "<session_context>\nIt is May.\n"}]}
+TOKENS = {"tokens": {"input": 1}, "model": "g"}
+
+
+def ran(*names):
+    """The record of an editor's session with the calls of all answers so far."""
+    calls = [call(name, [answered(name)], n=name) for name in names]
+    return {"id": "calls", "type": "gemini", "content": "", "toolCalls": calls}
+
+
+def answered(name):
+    return {"functionResponse": {"id": name, "name": "ls", "response": {"output": f"of {name}"}}}
+
+
+def texts_of(step):
+    return [message["content"] for message in step.messages]
+
+
+def called_in(step):
+    answers = (message.get("tool_calls", ()) for message in step.messages)
+    return [[each["id"] for each in calls] for calls in answers if calls]
+
+
+def editors_session(*, is_cancelled=False):
+    lines = [
+        HEAD,
+        {"$set": {"messages": [CONTEXT]}},
+        asked("1", "Go."),
+        gemini("One.", id="a", **TOKENS),
+        ran("x"),
+        asked("2", [answered("x")]),
+        gemini("Two.", id="b", **TOKENS),
+        asked("3", "On."),
+        gemini("Three.", id="c", **TOKENS),
+    ]
+    lines += [] if is_cancelled else [ran("x", "y")]
+    return [*lines, asked("4", [answered("y")]), gemini("Four.", id="d", **TOKENS)]
+
+
+def test_the_calls_of_an_editors_session_belong_to_the_answers_whose_results_follow(tmp_path):
+    path = write_lines(tmp_path / "s.jsonl", *editors_session())
+    ((_, found),), rejected = read_all(ADAPTER, path)
+    (step,) = found.steps
+    texts = ["Go.", "One.", "of x", "Two.", "On.", "Three.", "of y", "Four."]
+    assert (texts_of(step)[1:], called_in(step), rejected) == (texts, [["x"], ["y"]], [])
+    assert (step.num_given, found.notes) == (0, {})
+
+
+def test_an_answer_whose_call_an_editors_session_lacks_is_context_and_counted(tmp_path):
+    path = write_lines(tmp_path / "s.jsonl", *editors_session(is_cancelled=True))
+    ((_, found),), _ = read_all(ADAPTER, path)
+    trained = [texts_of(step)[step.num_given :] for step in found.steps]
+    assert [
+        [t for t in texts if t in {"One.", "Two.", "Three.", "Four."}] for texts in trained
+    ] == [
+        ["One.", "Two."],
+        ["Four."],
+    ]
+    assert found.notes == {UNCALLED: 1}
+
+
+def test_a_history_that_an_editors_session_shows_is_read_as_it_is(tmp_path):
+    history = [CONTEXT, asked("1", "Go."), gemini([{"text": "One."}], id="a")]
+    parts = [{"functionCall": {"id": n, "name": "ls", "args": {}}} for n in "xy"]
+    history += [gemini(parts, id="calls"), asked("r", [answered("x"), answered("y")])]
+    history += [asked("2", [answered("x")]), gemini([{"text": "Two."}], id="b")]
+    history += [gemini([{"text": "Three."}], id="c")]
+    lines = [*editors_session(), {"$set": {"messages": history}}, asked("5", "Resumed.")]
+    path = write_lines(tmp_path / "s.jsonl", *lines, gemini("Five.", id="e", **TOKENS))
+    ((_, found),), _ = read_all(ADAPTER, path)
+    _, step = found.steps
+    texts = ["Go.", "One.", "of x", "of y", "of x", "Two.\nThree.", "Resumed.", "Five."]
+    assert (texts_of(step)[1:], called_in(step)) == (texts, [["x", "y"]])
+    assert (len(step.messages) - 2, found.notes) == (step.num_given, {})
+
+
+def test_a_file_that_only_says_what_the_session_is_about_is_left_out(tmp_path):
+    begun = [HEAD | {"sessionId": "other"}, {"$set": {"messages": [CONTEXT]}}]
+    empty = write_lines(tmp_path / "a.jsonl", *begun, begun[0])
+    said = write_lines(tmp_path / "b.jsonl", *editors_session())
+    asked_only = write_lines(tmp_path / "c.jsonl", *begun, asked("1", "Go."))
+    found, rejected = read_all(ADAPTER, empty, said)
+    assert ([run.instance_id for run, _ in found], rejected) == (["s"], [])
+    _, rejected = read_all(ADAPTER, asked_only)
+    assert {each.error.rule for each in rejected} == {"no_calls"}
+
+
+def test_a_turn_that_ended_with_a_result_is_closed_before_the_next_prompt(tmp_path):
+    lines = [HEAD, asked("1", "Go."), gemini("One.", id="a", toolCalls=[call("x", None)], **TOKENS)]
+    lines += [asked("2", [answered("x")]), asked("3", "On."), gemini("Two.", id="b", **TOKENS)]
+    ((_, found),), _ = read_all(ADAPTER, write_lines(tmp_path / "s.jsonl", *lines))
+    first, second = found.steps
+    assert texts_of(first)[-1] == "of x"
+    assert texts_of(second) == ["Go.", "One.", "of x", BROKEN_OFF, "On.", "Two."]
+    assert (second.num_given, found.notes) == (4, {PLACEHOLDER: 1})

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.formats.mini_swe_agent import ADAPTER
+from rollout_io.formats.mini_swe_agent import ADAPTER, UNREADABLE
 from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with
+from tests.helpers.adapter_helpers import read_all as read_noted
 from tests.helpers.text_log_helpers import (
     check_survives,
     found_in,
@@ -68,6 +69,51 @@ def test_a_real_run_of_the_first_version_is_one_conversation_without_a_reward(lo
 def test_the_real_bare_list_of_messages_ends_with_the_last_reply(logs):
     (conversation,) = read_one(ADAPTER, logs / "github_issue.traj.json").steps
     assert roles(conversation) == "su" + "au" * 9 + "a"
+
+
+def unused(text="Use the tool.", **extra):
+    """The error message in place of an answer that the program could not use."""
+    extra = {"interrupt_type": "FormatError", "cost": 0.0, **extra}
+    return {"role": "user", "content": text, "extra": extra}
+
+
+ITEM = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {
+            "response": response()
+            | {"choices": [{"message": {"role": "assistant", "content": "a"}}]}
+        },
+        {"response": {"object": "response", "output": [ITEM], "id": "r"}},
+        {"model_response": "a", "n_actions": 0},
+        {"response": "ModelResponse(...)", "model_response": "a"},
+    ],
+)
+def test_an_answer_with_a_format_error_trains_and_its_prompt_ends_before_the_error(extra, tmp_path):
+    record = v2(assistant("first"), unused(**extra), unused(**extra), status="RepeatedFormatError")
+    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", record))
+    texts = [[m["content"] for m in step.messages] for step in found.steps]
+    assert texts == [["s", "u", "first", "a"], ["s", "u", "first", "Use the tool.", "a"]]
+    assert [step.num_given for step in found.steps] == [2, 4]
+    assert [step.stop_reason for step in found.steps] == [None, "RepeatedFormatError"]
+
+
+def test_an_answer_with_a_format_error_is_exact_where_the_engine_gave_its_ids(tmp_path):
+    wrong = response([7, 8]) | {"prompt_token_ids": [1, 2, 3]}
+    wrong["choices"][0]["message"]["role"] = "assistant"
+    right = response([9]) | {"prompt_token_ids": [1, 2, 4]}
+    record = v2(unused(response=wrong), assistant("a", right))
+    found = read_one(ADAPTER, save(tmp_path / "a.traj.json", record))
+    assert [json.loads(bytes(step.response_ids)) for step in found.steps] == [[7, 8], [9]]
+
+
+def test_an_answer_with_a_format_error_that_is_not_in_the_log_is_counted(tmp_path):
+    record = v2(assistant("first"), unused(response="ModelResponse(...)"), assistant("last"))
+    ((_, found),), _ = read_noted(ADAPTER, save(tmp_path / "a.traj.json", record))
+    assert (found.notes, roles(found.steps[0])) == ({UNREADABLE: 1}, "suaua")
 
 
 def test_text_alone_is_refused_with_the_hint_to_retokenize(logs, tmp_path):

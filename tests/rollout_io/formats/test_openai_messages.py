@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollout_io.formats.base import Options
-from rollout_io.formats.openai_messages import ADAPTER, INACTIVE
+from rollout_io.formats.contexts import MARKED
+from rollout_io.formats.openai_messages import ADAPTER
+from rollout_io.formats.parsing.messages import INACTIVE
 from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import convert_with, planned, read_all, write_lines
@@ -93,6 +96,44 @@ def test_messages_that_a_user_took_back_are_left_out_and_counted(tmp_path):
     with noted() as notes:
         (step,) = ADAPTER.read(run, Options()).steps
     assert (step.messages, notes) == (CHAT, {INACTIVE: 2})
+
+
+OFF = [{"weight": 0}, {"loss_mask": 0}, {"loss": False}, {"train": False}, {"training": False}]
+ON = [{"weight": 1}, {"loss_mask": 1}, {"loss": True}, {"train": True}, {}, {"loss": None}]
+
+
+@given(st.lists(st.sampled_from([*OFF, *ON]), min_size=1, max_size=6))
+def test_an_answer_marked_as_not_trained_is_context_of_the_later_ones_and_counted(marks):
+    chat = []
+    for i, mark in enumerate(marks):
+        chat += [{"role": "user", "content": f"{i}?"}]
+        chat += [{"role": "assistant", "content": f"{i}."} | mark]
+    plain = [{name: m[name] for name in ("role", "content")} for m in chat]
+    off = [i for i, mark in enumerate(marks) if mark in OFF]
+    with tempfile.TemporaryDirectory() as folder:
+        made, rejected = read_all(ADAPTER, lines(Path(folder), {"messages": chat}))
+    if len(off) == len(marks):
+        assert [each.error.rule for each in rejected] == ["no_calls"]
+        return
+    ((_, found),) = made
+    trained = []
+    for step in found.steps:
+        assert step.messages == plain[: len(step.messages)]
+        answers = range(step.num_given, len(step.messages))
+        trained += [i // 2 for i in answers if plain[i]["role"] == "assistant"]
+    assert trained == [i for i in range(len(marks)) if i not in off]
+    assert found.notes.get(MARKED, 0) == len(off)
+    assert found.unread == {}
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0.5}, {"loss_mask": [0, 1]}, {"train": "no"}])
+def test_a_mark_that_is_neither_on_nor_off_is_refused_by_name(mark, tmp_path):
+    chat = {"messages": [USER | mark, ANSWER | mark]}
+    _, (rejected,) = read_all(ADAPTER, lines(tmp_path, chat))
+    (name,) = mark
+    assert rejected.error.rule == "message"
+    assert rejected.error.where.endswith("messages[1]")
+    assert f"`{name}`" in rejected.error.got
 
 
 @pytest.mark.parametrize(
