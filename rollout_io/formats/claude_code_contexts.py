@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rollout_io.formats.claude_code_lines import (
     Answer,
@@ -318,19 +319,17 @@ class _Agent:
         begun = self._begun(name)
         if begun is None:
             is_new = name not in self.session.names
-            request = None
-            if is_new and not is_kept:
-                request = self.session.requests.known(record.request_ref)
-            if request is not None:
-                log.system, log.tools = self.session.requests.head(request.shape_hash)
-                log.show(self.session.requests.history(request))
-            begun = log.say((), line.where, name, given=not is_new), Reply(line.where)
-            if request is not None:
-                params = request.params
-                begun[0].facts = {"temperature": params.temperature, "top_p": params.top_p}
-            self.replies[name] = begun
+            requests, facts = self.session.requests, dict[str, Any]()
+            sent = requests.sent(record.request_ref) if is_new and not is_kept else None
+            if sent is not None:
+                request, history = sent
+                log.system, log.tools = requests.head(request.shape_hash)
+                log.show(history)
+                facts = {"temperature": request.params.temperature, "top_p": request.params.top_p}
+            node = log.say((), line.where, name, given=not is_new, facts=facts)
+            begun = self.replies[name] = node, Reply(line.where)
             self.session.names.add(name)
-            self.session.answers[begun[0]] = begun[1], request is not None
+            self.session.answers[node] = begun[1], sent is not None
         node, reply = begun
         reply.add(record, line.content)
         node.where = line.where

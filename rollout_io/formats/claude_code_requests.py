@@ -46,7 +46,6 @@ from rollout_io.formats.parsing.content import (
     parts_in,
 )
 from rollout_io.formats.parsing.media import restored
-from schemas.messages import is_answer
 
 _CACHE = "cache_control"
 _MAX_LINES = 16
@@ -116,7 +115,7 @@ class Requests:
     _shapes: dict[str, Shape] = field(default_factory=dict)
     _sent: dict[str, dict[str, Any]] = field(default_factory=dict)
     _spoken: list[tuple[str, Spoken]] = field(default_factory=list)
-    _converted: dict[tuple[str, bool], list[Message]] = field(default_factory=dict)
+    _items: dict[tuple[str, bool], Item] = field(default_factory=dict)
 
     def add(self, record: Any, where: str) -> None:
         """Add a line; a copy of an answer in another file is another answer."""
@@ -131,37 +130,39 @@ class Requests:
             case Spoken():
                 self._spoken.append((where.rpartition(":")[0], record))
 
-    def known(self, name: str | None) -> Request | None:
-        """Return a request with all its messages; one of which the log lacks some is counted."""
-        request = None if name is None else self._requests.get(name)
-        if request is None:
-            return None
-        digests = self._digests(request)
-        is_whole = request.thread.type == "none" and digests is not None
-        if is_whole and all(digest in self._messages for digest in digests or ()):
-            return request
-        self.num_unknown += 1
-        return None
-
-    def history(self, request: Request) -> list[Item]:
-        """Return the messages of a request that is known. What the model wrote in them is given.
+    def sent(self, name: str | None) -> tuple[Request, list[Item]] | None:
+        """Return a request with its messages; one of which the log lacks some is counted.
 
         Raises:
             InputError: `record_type`: a message has a field of the wrong type.
         """
+        request = None if name is None else self._requests.get(name)
+        if request is None:
+            return None
+        digests = self._digests(request) if request.thread.type == "none" else None
+        if digests is None or not all(digest in self._messages for digest in digests):
+            self.num_unknown += 1
+            return None
         items, is_answered = list[Item](), False
-        for digest in self._digests(request) or ():
-            where = f"{self._where}, message {digest[:12]}"
-            if (digest, is_answered) not in self._converted:
-                self._converted[digest, is_answered] = [
-                    message | {"role": chat_role(message["role"], is_answered=is_answered)}
-                    for message in anthropic.messages([self._messages[digest]], where)
-                ]
-            messages = self._converted[digest, is_answered]
-            is_answered |= any(map(is_answer, messages))
-            is_of_model = self._messages[digest].get("role") == "assistant"
-            items.append(Item("" if is_of_model else digest, messages, where, given=True))
-        return items
+        for digest in digests:
+            item = self._items.get((digest, is_answered))
+            if item is None:
+                item = self._items[digest, is_answered] = self._item(
+                    digest, is_answered=is_answered
+                )
+            is_answered = is_answered or not item.key
+            items.append(item)
+        return request, items
+
+    def _item(self, digest: str, *, is_answered: bool) -> Item:
+        """Return a message; what the model wrote is given, unless it is an answer that was read."""
+        where, message = f"{self._where}, message {digest[:12]}", self._messages[digest]
+        messages = [
+            said | {"role": chat_role(said["role"], is_answered=is_answered)}
+            for said in anthropic.messages([message], where)
+        ]
+        key = "" if message.get("role") == "assistant" else digest
+        return Item(key, messages, where, given=True)
 
     def head(self, shape: Shape | str | None) -> tuple[str | None, list[Message] | None]:
         """Return the system prompt and the tools of a shape or its name; None for what it lacks."""

@@ -245,17 +245,14 @@ class Contexts:
         self.tip = None
         for item in history:
             mark = item.messages if item.mark is None else item.mark
-            same = (
-                node
-                for node in reversed(self._behind.get(self.tip, ()))
-                if item.key in {"", node.key}
-                and (node.messages if node.mark is None else node.mark) == mark
-            )
-            node = next(same, None)
-            if node is None:
+            for node in reversed(self._behind.get(self.tip, ())):
+                other = node.messages if node.mark is None else node.mark
+                if item.key in {"", node.key} and other == mark:
+                    self.tip = node
+                    break
+            else:
                 node = self.say(item.messages, item.where, item.key, given=item.given)
                 node.mark = item.mark
-            self.tip = node
 
     def close_calls(self, text: str, where: str) -> None:
         """Say a result for each call of the last answer that has none, as the program sends it."""
