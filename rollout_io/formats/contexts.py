@@ -119,6 +119,8 @@ class Contexts:
             program that does not send them again; None if it does.
         of_other_model: Returns what is sent of answers that another model wrote; None if it is the same.
         is_copied: True while records are read that another session has too.
+        has_prompts: True if each answer is logged with its whole prompt (`call`): a conversation is named
+            after its first answer, all before that is given, and nothing follows the last one.
         tip: End of the current context; None if it is empty.
     """
 
@@ -134,6 +136,7 @@ class Contexts:
     unsent_thoughts: str | None = None
     of_other_model: Callable[[Sequence[Message]], Sequence[Message]] | None = None
     is_copied: bool = False
+    has_prompts: bool = False
     tip: Said | None = None
     agents: dict[str, Contexts] = field(default_factory=dict)
     _nodes: list[Said] = field(default_factory=list)
@@ -250,6 +253,24 @@ class Contexts:
                 node.mark = item.mark
             self.tip = node
 
+    def call(
+        self, prompt: Sequence[Message], reply: Message, where: str, facts: Mapping[str, Any]
+    ) -> None:
+        """Say the answer of a call whose whole prompt is logged; calls of agents are kept apart.
+
+        Args:
+            prompt: Messages that the model saw.
+            reply: Its answer.
+            where: Location of the call.
+            facts: See `Said`.
+        """
+        agent = facts.get("agent")
+        self.show(
+            Item(f"{agent} {i}", [message], where, given=True) for i, message in enumerate(prompt)
+        )
+        answer = self.say([reply], where, f"{where} {len(self._nodes)}", facts=facts)
+        answer.key = f"{agent} {len(prompt)}"  # as later prompts call it
+
     def close_calls(self, text: str, where: str) -> None:
         """Say a result for each call of the last answer that has none, as the program sends it."""
         answered = set[str | None]()
@@ -346,6 +367,8 @@ class Contexts:
                 num_given, last = len(nodes), None
             nodes.append(node)
             if is_new:
+                if self.has_prompts and last is None:
+                    num_given = len(nodes) - 1
                 last = node
                 trained.add(node)
             elif node.is_answer:
@@ -359,11 +382,13 @@ class Contexts:
         return one.head[:2] != other.head[:2] or not is_same_model
 
     def _conversation(self, nodes: Sequence[Said], num_given: int, last: Said) -> Conversation:
-        head = last.head
+        head, source = last.head, last.where
+        if self.has_prompts:
+            nodes, source = nodes[: nodes.index(last) + 1], nodes[num_given].where
         given: list[Message] = [{"role": "system", "content": head.system}] if head.system else []
         given += [m for node in nodes[:num_given] for m in self._sent(node, head)]
         rest = [m for node in nodes[num_given:] for m in self._sent(node, node.head)]
-        step = Conversation(source=last.where, messages=[*given, *rest], tools=head.tools)
+        step = Conversation(source=source, messages=[*given, *rest], tools=head.tools)
         step.num_given = len(given) if num_given else 0
         for name, value in last.facts.items():
             setattr(step, name, value)
@@ -374,6 +399,8 @@ class Contexts:
 
     def _sent(self, node: Said, head: Head) -> Sequence[Message]:
         """Return the messages of a node as a model is sent them: none for an answer that says nothing."""
+        if self.has_prompts:
+            return node.messages  # as it was sent
         said = [m for m in node.messages if m["role"] != "assistant" or is_answer(m)]
         is_of_other = node.is_answer and node.head.model != head.model
         return self.of_other_model(said) if is_of_other and self.of_other_model else said
