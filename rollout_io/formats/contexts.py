@@ -119,9 +119,9 @@ class Contexts:
             program that does not send them again; None if it does.
         of_other_model: Returns what is sent of answers that another model wrote; None if it is the same.
         is_copied: True while records are read that another session has too.
+        tip: End of the current context; None if it is empty.
         has_prompts: True if each answer is logged with its whole prompt (`call`): a conversation is named
             after its first answer, all before that is given, and nothing follows the last one.
-        tip: End of the current context; None if it is empty.
     """
 
     name: str | None = None
@@ -136,8 +136,8 @@ class Contexts:
     unsent_thoughts: str | None = None
     of_other_model: Callable[[Sequence[Message]], Sequence[Message]] | None = None
     is_copied: bool = False
-    has_prompts: bool = False
     tip: Said | None = None
+    has_prompts: bool = False
     agents: dict[str, Contexts] = field(default_factory=dict)
     _nodes: list[Said] = field(default_factory=list)
     _names: dict[str, Said] = field(default_factory=dict)
@@ -382,14 +382,17 @@ class Contexts:
         return one.head[:2] != other.head[:2] or not is_same_model
 
     def _conversation(self, nodes: Sequence[Said], num_given: int, last: Said) -> Conversation:
-        head, source = last.head, last.where
-        if self.has_prompts:
-            nodes, source = nodes[: nodes.index(last) + 1], nodes[num_given].where
+        head = last.head
         given: list[Message] = [{"role": "system", "content": head.system}] if head.system else []
         given += [m for node in nodes[:num_given] for m in self._sent(node, head)]
         rest = [m for node in nodes[num_given:] for m in self._sent(node, node.head)]
-        step = Conversation(source=source, messages=[*given, *rest], tools=head.tools)
+        step = Conversation(source=last.where, messages=[*given, *rest], tools=head.tools)
         step.num_given = len(given) if num_given else 0
+        if self.has_prompts:
+            step.source = nodes[num_given].where
+            step.num_given = sum(len(node.messages) for node in nodes[:num_given])
+            sent = nodes[: nodes.index(last) + 1]
+            step.messages = [message for node in sent for message in node.messages]
         for name, value in last.facts.items():
             setattr(step, name, value)
         if self.unsent_thoughts is not None:
@@ -399,8 +402,6 @@ class Contexts:
 
     def _sent(self, node: Said, head: Head) -> Sequence[Message]:
         """Return the messages of a node as a model is sent them: none for an answer that says nothing."""
-        if self.has_prompts:
-            return node.messages  # as it was sent
         said = [m for m in node.messages if m["role"] != "assistant" or is_answer(m)]
         is_of_other = node.is_answer and node.head.model != head.model
         return self.of_other_model(said) if is_of_other and self.of_other_model else said
