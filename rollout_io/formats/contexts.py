@@ -125,6 +125,8 @@ class Contexts:
             program that does not send them again; None if it does.
         is_copied: True while records are read that another session has too.
         tip: End of the current context; None if it is empty.
+        has_prompts: True if each answer is logged with its whole prompt (`call`): a conversation is named
+            after its first answer, all before that is given, and nothing follows the last one.
     """
 
     name: str | None = None
@@ -139,6 +141,7 @@ class Contexts:
     unsent_thoughts: str | None = None
     is_copied: bool = False
     tip: Said | None = None
+    has_prompts: bool = False
     agents: dict[str, Contexts] = field(default_factory=dict)
     _nodes: list[Said] = field(default_factory=list)
     _names: dict[str, Said] = field(default_factory=dict)
@@ -254,6 +257,24 @@ class Contexts:
                 node = self.say(item.messages, item.where, item.key, given=item.given)
                 node.mark = item.mark
 
+    def call(
+        self, prompt: Sequence[Message], reply: Message, where: str, facts: Mapping[str, Any]
+    ) -> None:
+        """Say the answer of a call whose whole prompt is logged; calls of agents are kept apart.
+
+        Args:
+            prompt: Messages that the model saw.
+            reply: Its answer.
+            where: Location of the call.
+            facts: See `Said`.
+        """
+        agent = facts.get("agent")
+        self.show(
+            Item(f"{agent} {i}", [message], where, given=True) for i, message in enumerate(prompt)
+        )
+        answer = self.say([reply], where, f"{where} {len(self._nodes)}", facts=facts)
+        answer.key = f"{agent} {len(prompt)}"  # as later prompts call it
+
     def close_calls(self, text: str, where: str) -> None:
         """Say a result for each call of the last answer that has none, as the program sends it."""
         answered = set[str | None]()
@@ -365,6 +386,8 @@ class Contexts:
                 num_given, last = len(nodes), None
             nodes.append(node)
             if is_new:
+                if self.has_prompts and last is None:
+                    num_given = len(nodes) - 1
                 last = node
                 trained.add(node)
             elif node.is_answer:
@@ -379,6 +402,11 @@ class Contexts:
         rest = [m for node in nodes[num_given:] for m in _sent(node, node.head)]
         step = Conversation(source=last.where, messages=[*given, *rest], tools=head.tools)
         step.num_given = len(given) if num_given else 0
+        if self.has_prompts:
+            step.source = nodes[num_given].where
+            step.num_given = sum(len(node.messages) for node in nodes[:num_given])
+            sent = nodes[: nodes.index(last) + 1]
+            step.messages = [message for node in sent for message in node.messages]
         for name, value in last.facts.items():
             setattr(step, name, value)
         if self.unsent_thoughts is not None:

@@ -28,7 +28,7 @@ from rollout_io.formats.parsing.bodies import NO_JSON, Int32
 from rollout_io.formats.parsing.documents import logs_of, with_group_rule
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages, text_of
-from rollout_io.formats.parsing.model_calls import Call, contexts_of
+from rollout_io.formats.parsing.model_calls import Call, conversations_of
 from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.tokens import logprob_array, same_ids, strict_ids
 from schemas.errors import InputError, count
@@ -161,8 +161,7 @@ def read(episode: Episode, run: Run, options: Options) -> Trajectory:
         if has_tokens or failed:
             calls: list[Step | Conversation] = list(_steps(trajectory, agent, where, failed=failed))
         else:
-            contexts = contexts_of(_calls(trajectory, agent, where))
-            calls = [context.conversation() for context in contexts]
+            calls = [*conversations_of(_calls(trajectory, agent, where))]
         if len(names) == 1:
             _place_rewards(trajectory, calls)
         steps += calls

@@ -333,7 +333,7 @@ def _steps(
     for graph in graphs:
         missing = graph.without_tokens
         if not has_tokens and not failed:
-            own: list[Step | Conversation] = list(graph.conversations())
+            own: list[Step | Conversation] = [*graph.conversations()]
         else:
             trains = graph.trace.agent.trainable or len(missing) < len(graph.sampled)
             if missing and trains and not failed:

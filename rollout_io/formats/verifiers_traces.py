@@ -15,7 +15,7 @@ the root. `mask` is true on sampled tokens, and `logprobs` covers only these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from rollout_io.formats.base import Conversation, Step
 from rollout_io.formats.contents import account
+from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
@@ -154,56 +155,46 @@ class Graph:
             if len(self.tokens[index]):
                 yield self._step(index, failed=failed)
 
-    def conversations(self) -> Iterator[Conversation]:
-        """Yield the text of each path from the root to a leaf that has new model output.
+    def conversations(self) -> list[Conversation]:
+        """Return the text of each path from the root to a leaf that has new model output.
 
         A node that several paths share counts as sampled only in the first path that is trained on,
         and is part of the prompt in all other paths. A context ends before an assistant message
         that the model did not sample.
         """
-        sampled = set(self.sampled)
-        for path, num_shared in self._branches():
-            for i in path[num_shared:]:
-                account(MESSAGE, self._message(i), "nodes.message")
-            said = [read_messages([self._message(i)], self._place(i)) for i in path]
-            spoken = [i for i in range(num_shared, len(path)) if _is_spoken(said[i])]
-            is_sampled = np.array([path[i] in sampled for i in spoken], np.bool_)
-            for start, length in runs(is_sampled):
-                first, last = spoken[start], spoken[start + length - 1]
-                yield self._conversation(path[: last + 1], said[: last + 1], first)
+        log, sampled = Contexts(has_prompts=True), set(self.sampled)
+        places = [self._place(i) for i in range(len(self.trace.nodes))]
+        # An answer trains on the first path that has it, so paths that are trained on come first.
+        for i in sorted(range(len(places)), key=lambda i: i not in self.trained):
+            parent, message = self.trace.nodes[i].parent, self._message(i)
+            account(MESSAGE, message, "nodes.message")
+            log.follow(None if parent is None else places[parent])
+            messages = read_messages([message], places[i])
+            log.say(
+                messages,
+                places[i],
+                given=i not in sampled,
+                facts=self._facts(i) if i in sampled else {},
+            )
+        steps = [step for step in log.steps() if isinstance(step, Conversation)]
+        return sorted(steps, key=lambda step: places.index(step.source))
 
-    def _branches(self) -> list[tuple[list[int], int]]:
-        """Return the path to each leaf, and the number of its leading nodes that are not new.
-
-        A node is new in the first path that contains it; paths that are trained on come first.
-        """
-        known: set[int] = set()
-        found = []
-        for leaf in sorted(self.leaves, key=lambda leaf: leaf not in self.trained):
-            path = self._path(leaf)
-            found.append((path, sum(i in known for i in path)))
-            known.update(path)
-        return sorted(found, key=lambda branch: branch[0][-1])
-
-    def _conversation(
-        self, path: Sequence[int], said: Sequence[list[dict[str, Any]]], first: int
-    ) -> Conversation:
-        place, call = self._place(path[-1]), self.calls.get(path[-1], _Call())
+    def _facts(self, index: int) -> dict[str, Any]:
+        """Return the fields of a conversation that ends with a node."""
+        place, call = self._place(index), self.calls.get(index, _Call())
         sampling = call.sampling or Sampling()
-        tools = self.trace.nodes[path[0]].tools
+        tools = self.trace.nodes[self._path(index)[0]].tools
         tools = self.trace.tools if bytes(tools) in {b"null", b"[]"} else tools
-        return Conversation(
-            source=place,
-            messages=list(chain.from_iterable(said)),
-            tools=openai_tools(decode_line(_ANY, bytes(tools), place)),
-            num_given=sum(map(len, said[:first])),
-            trains=self.trace.agent.trainable and path[-1] in self.trained,
-            stop_reason=call.finish_reason,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            agent=self.trace.agent.name,
-            columns=self.annotations.columns,
-        )
+        return {
+            "source": place,
+            "tools": openai_tools(decode_line(_ANY, bytes(tools), place)),
+            "trains": self.trace.agent.trainable and index in self.trained,
+            "stop_reason": call.finish_reason,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "agent": self.trace.agent.name,
+            "columns": self.annotations.columns,
+        }
 
     def missing(self) -> InputError:
         """Return the error for a run in which only some calls have tokens."""
@@ -276,10 +267,6 @@ class Graph:
 
     def _place(self, index: int) -> str:
         return f"{self.where}.nodes[{index}]"
-
-
-def _is_spoken(messages: Sequence[Mapping[str, Any]]) -> bool:
-    return any(message["role"] == "assistant" for message in messages)
 
 
 def _tokens(node: _Node, where: str) -> npt.NDArray[np.int32]:

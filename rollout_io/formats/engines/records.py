@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -60,6 +60,11 @@ class Open(msgspec.Struct, dict=True):
     def fields(self) -> dict[str, msgspec.Raw]:
         """All fields of the record."""
         return _FIELDS.decode(self.__dict__["content"])
+
+    def keeping(self, content: bytes) -> Self:
+        """Return the record with its JSON, as a reader must that decodes further records of a run."""
+        self.__dict__["content"] = without_lone_surrogates(content)
+        return self
 
 
 def _is_document(start: Start) -> bool:
@@ -199,7 +204,7 @@ class Records(Grammar):
             content = b'{"%s":%s}' % (self.bare.encode(), content)
         typed = self.typed(content, place.where, decoder_of(place))[1]
         if isinstance(typed, Open):
-            typed.__dict__["content"] = without_lone_surrogates(content)
+            typed.keeping(content)
         return typed, content
 
     def read_run(self, run: Run, options: Options) -> Trajectory:

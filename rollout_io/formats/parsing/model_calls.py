@@ -14,13 +14,18 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import Conversation, Step
+from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.parsing.bodies import Request, Response
 from rollout_io.formats.parsing.completions import ASK, holds_tokens, read_choices
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
+from schemas.messages import is_answer
 
 _SAMPLED = b'"token_ids"'
+EMPTY = "model calls whose answer says nothing: not trained on"
+_FACTS = ("tools", "agent", "stop_reason", "temperature", "top_p")
 _RESPONSE_DECODER = msgspec.json.Decoder(Response)
 
 
@@ -49,64 +54,21 @@ class Call:
     sampling_extra: str | None = None
 
 
-@dataclass(kw_only=True, slots=True)
-class Context:
-    """A chain of calls, each of which saw the prompt and the reply of the previous one.
+def conversations_of(calls: Iterable[Call]) -> list[Conversation]:
+    """Return the conversations of calls, in the order of their first calls.
 
-    Attributes:
-        first: First call.
-        last: Last call so far.
+    A call continues the latest conversation of its agent that its prompt extends, unless the prompt has
+    another answer behind the last one. Any other call begins a new one (a sub-agent, or a shortened
+    history).
     """
-
-    first: Call
-    last: Call
-
-    @property
-    def num_given(self) -> int:
-        """Number of messages in the first prompt; no call of this context produced them."""
-        return len(self.first.prompt)
-
-    def conversation(self) -> Conversation:
-        """Return the context as a conversation that ends with the last reply."""
-        last = self.last
-        return Conversation(
-            source=self.first.where,
-            messages=[*last.prompt, last.reply],
-            tools=last.tools,
-            num_given=self.num_given,
-            stop_reason=last.stop_reason,
-            temperature=last.temperature,
-            top_p=last.top_p,
-            agent=last.agent,
-        )
-
-
-def contexts_of(calls: Iterable[Call]) -> list[Context]:
-    """Return the contexts of calls, ordered by their first calls.
-
-    A call continues the latest context of its agent that its prompt extends (including the last
-    reply), unless the prompt has another assistant message after that reply. Any other call begins
-    a new context (a sub-agent, or a shortened history).
-    """
-    found: list[Context] = []
+    log, order = Contexts(has_prompts=True), dict[str, int]()
     for call in calls:
-        context = next((c for c in reversed(found) if _continues(call, c.last)), None)
-        if context is None:
-            found.append(Context(first=call, last=call))
-        else:
-            context.last = call
-    return found
-
-
-def _continues(call: Call, last: Call) -> bool:
-    size = len(last.prompt)
-    return (
-        call.agent == last.agent
-        and len(call.prompt) > size
-        and call.prompt[size] == last.reply
-        and list(call.prompt[:size]) == list(last.prompt)
-        and all(message["role"] != "assistant" for message in call.prompt[size + 1 :])
-    )
+        note(EMPTY, not is_answer(call.reply))
+        order.setdefault(call.where, len(order))
+        facts = {name: getattr(call, name) for name in _FACTS}
+        log.call(call.prompt, call.reply, call.where, facts)
+    steps = [step for step in log.steps() if isinstance(step, Conversation)]
+    return sorted(steps, key=lambda step: order[step.source])
 
 
 def steps_of(
@@ -129,7 +91,10 @@ def steps_of(
     answers = [(call, _answer(call)) for call in calls]
     exact = [(call, answer) for call, answer in answers if answer is not None]
     if not exact:
-        return [context.conversation() for context in contexts_of(calls)]
+        conversations = conversations_of(calls)
+        if calls and not conversations and not failed:
+            raise InputError("no_calls", where, "no model call has an answer that says something")
+        return [*conversations]
     if len(exact) < len(calls) and not failed:
         first = next(call for call, answer in answers if answer is None)
         got = f"token ids are missing for {len(calls) - len(exact)} of {len(calls)} calls; "

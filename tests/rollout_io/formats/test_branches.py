@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from rollout_io.conversion.text import Retokenizer, with_answers, with_tokens
 from rollout_io.formats import claude_code, codex_cli, rllm, verifiers
 from rollout_io.formats.base import Trajectory
-from rollout_io.formats.parsing.model_calls import Call, contexts_of
+from rollout_io.formats.parsing.model_calls import EMPTY, Call, conversations_of, steps_of
+from rollout_io.formats.parsing.notes import noted
+from schemas.errors import RolloutError
 from schemas.messages import is_answer
 from tests.helpers.adapter_helpers import read_all, write_lines
 from tests.helpers.examples import examples
@@ -127,8 +129,24 @@ def test_each_answer_of_logged_calls_trains_exactly_once(turns):
     calls = []
     for i, (_, _, answer) in enumerate(turns):
         calls.append(Call(where=f"a:{i}", prompt=chat_of(turns, i)[:-1], reply=said(answer)))
-    steps = [context.conversation() for context in contexts_of(calls)]
-    assert trained(Trajectory(steps=steps)) == Counter(answer for _, _, answer in turns)
+    assert trained(Trajectory(steps=conversations_of(calls))) == Counter(
+        answer for _, _, answer in turns
+    )
+
+
+def test_a_call_whose_answer_says_nothing_is_counted_and_stays_in_the_prompts_that_have_it():
+    first, empty, last = [asked("a")], said(""), said("c")
+    second = [*first, empty, asked("b")]
+    calls = [
+        Call(where=f"a:{i}", prompt=prompt, reply=reply)
+        for i, (prompt, reply) in enumerate([(first, empty), (second, last)])
+    ]
+    with noted() as notes:
+        (conversation,) = conversations_of(calls)
+    assert conversation.messages == [*second, last]
+    assert (conversation.num_given, notes) == (3, {EMPTY: 1})
+    with pytest.raises(RolloutError, match=r"\[no_calls\]"):
+        steps_of(calls[:1], "a")
 
 
 def test_an_answer_that_the_log_marks_as_not_sampled_does_not_train():

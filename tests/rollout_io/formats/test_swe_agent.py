@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.formats.parsing.model_calls import contexts_of
+from rollout_io.formats.parsing.model_calls import conversations_of
 from rollout_io.formats.start import Start
 from rollout_io.formats.swe_agent import ADAPTER, Document, _calls
 from schemas.errors import RolloutError
@@ -135,8 +135,8 @@ def test_a_context_knows_which_of_its_messages_it_did_not_write():
     cut = [SYSTEM, TASK, ONE, CUT, TWO, TASK]
     record = trajectory([step("one", HISTORY[:2]), step("three", cut)], HISTORY)
     run = msgspec.json.decode(json.dumps(record), type=Document)
-    contexts = contexts_of(_calls(run, "a.traj"))
-    assert [(c.num_given, len(c.conversation().messages)) for c in contexts] == [(2, 3), (6, 7)]
+    contexts = conversations_of(_calls(run, "a.traj"))
+    assert [(c.num_given, len(c.messages)) for c in contexts] == [(2, 3), (6, 7)]
 
 
 def test_a_step_that_called_no_model_is_no_call(tmp_path):
