@@ -104,7 +104,7 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
     shown: Said | None = None  # the end of a history, which is what was sent, as it is
     log.unsent_thoughts = THOUGHTS
     for where, _, record in lines:
-        if isinstance(record, Answer) and _has_calls_alone(record):
+        if isinstance(record, Answer) and _has_calls_alone(record, log):
             calls |= {call.id: call for call in record.tool_calls or ()}
             logged.add(record.id or where)
             _attach(calls, where, log, shown)
@@ -125,10 +125,12 @@ def read(lines: Iterator[Line], log: Contexts) -> None:
     _give_uncalled(results, log)
 
 
-def _has_calls_alone(record: Answer) -> bool:
-    """True for a record of an editor's session (ACP), which has the calls of all its answers."""
-    is_empty = record.content in {"", None} if not isinstance(record.content, list) else False
-    return bool(record.tool_calls) and is_empty and not record.thoughts and record.tokens is None
+def _has_calls_alone(record: Answer, log: Contexts) -> bool:
+    """True for a record behind an answer of an editor's session (ACP), with the calls of all of them."""
+    is_said = log.find(record.id) is not None
+    is_behind = log.tip is not None and log.tip.is_answer
+    is_empty = not record.content and not record.thoughts and record.tokens is None
+    return bool(record.tool_calls) and is_empty and is_behind and not is_said
 
 
 def _give_uncalled(results: Collection[str], log: Contexts) -> None:

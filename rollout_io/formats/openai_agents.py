@@ -34,7 +34,8 @@ _LEAVES = {
     "trace max_turns current_turn input_guardrail_results output_guardrail_results "
     "tool_input_guardrail_results tool_output_guardrail_results generated_prompt_cache_key "
     "conversation_id previous_response_id reasoning_item_id_policy "
-    "nested_history_owned_session_item_refs generated_session_item_indexes sandbox",
+    "nested_history_owned_session_item_refs generated_session_item_indexes sandbox "
+    "no_active_agent_run",
 }
 
 

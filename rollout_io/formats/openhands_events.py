@@ -13,7 +13,8 @@ r"""Conversion of OpenHands events to the calls of its agents.
     delegate                          start of a sub-agent with a separate context, which ends at
                                       the observation of this action
 
-Events that concern only the program are ignored: recall, state changes, null. The workspace
+Events that concern only the program are ignored: recall, state changes, null. Events that are `hidden`
+from the agent are left out, and counted. The workspace
 description that OpenHands renders from a recall is missing from the messages, because the log does
 not contain it.
 """
@@ -32,6 +33,7 @@ from rollout_io.formats.parsing.content import Message, same_json
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import read_message
 from rollout_io.formats.parsing.model_calls import Call
+from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 
 _TAGS = {
@@ -44,7 +46,7 @@ EVENT = Contents(
     reads={
         "": "id source action observation args content tool_call_metadata.tool_call_id "
         "tool_call_metadata.function_name tool_call_metadata.model_response thought command code "
-        "summary"
+        "summary extras.hidden"
     },
     leaves={
         "shown to the user: repeats the event": "message",
@@ -55,11 +57,12 @@ EVENT = Contents(
         "details of an observation, of which `content` is the text": "extras.command extras.metadata "
         "extras.path extras.impl_source extras.old_content extras.new_content extras.diff "
         "extras._diff_cache extras.error_id extras.agent_state extras.reason extras.code "
-        "extras.image_urls extras.recall_type",
+        "extras.image_urls extras.recall_type extras.repo_branch",
     },
 )
 """An event. What OpenHands renders from a recall (the rest of `extras`) is not read: it is counted."""
 
+HIDDEN = "events that are hidden from the agent: left out"
 _SAYS = frozenset({"finish", "think", "reject"})
 _ACTS = frozenset({"delegate", "read", "write", "edit", "call_tool_mcp"})
 _SILENT = frozenset({"recall", "agent_state_changed", "null", "change_agent_state", "success"})
@@ -83,6 +86,11 @@ class _Args(msgspec.Struct, gc=False):
     forgotten_events_end_id: int | None = None
     summary: str | None = None
     summary_offset: int | None = None
+    hidden: bool | None = None
+
+
+class _Extras(msgspec.Struct, gc=False):
+    hidden: bool | None = None
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -106,6 +114,7 @@ class _Event(msgspec.Struct, gc=False):
     action: str | None = None
     observation: str | None = None
     args: _Args | None = None
+    extras: _Extras | None = None
     content: msgspec.Raw = NO_JSON
     tool_call_metadata: _ToolCall | None = None
 
@@ -147,6 +156,9 @@ def read_calls(history: Sequence[msgspec.Raw], where: str) -> Iterator[Call]:
         event = decode_line(_EVENT_DECODER, bytes(raw), here)
         args = event.args or decode_line(_ARGS_DECODER, bytes(raw), here)
         identity = number if event.id is None else event.id
+        if args.hidden or (event.extras is not None and event.extras.hidden):
+            note(HIDDEN)
+            continue
         if event.action == "delegate":
             yield from _act(agents[-1], event, args, identity, here)
             agents.append(_delegate(args, identity))

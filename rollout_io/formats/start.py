@@ -53,12 +53,14 @@ class Start:
         """True if the file is one JSON document over several lines, or no JSON at all.
 
         A list with a record a line has lines that are JSON too, so a file whose first line is none
-        is a document if all of it is one.
+        is a document if all of it is one, or if that line only opens a list or an object.
         """
         values = self._line_values
         if not values or values[0] is not _NO_JSON:
             return not values
-        return all(value is _NO_JSON for value in values) or self._whole is not _NO_JSON
+        is_open = self.lines[0].strip() in {b"[", b"{"}
+        is_broken = all(value is _NO_JSON for value in values)
+        return is_open or is_broken or self._whole is not _NO_JSON
 
     @cached_property
     def _whole(self) -> Any:

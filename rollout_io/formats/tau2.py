@@ -5,6 +5,7 @@
         "reward_info": {"reward": 1.0}, "messages": [{"role": "assistant", "content": "Hi! ..."},
             {"role": "user", "content": "..."}, {"role": "tool", "id": "c1", "content": "..."}]}]}
 
+Or each simulation is a file, `simulations/ID.json`, beside the index `results.json` (`simulation_index`).
 A simulation is a run of its task, and `trial` is the attempt. The agent's context has its own
 messages, the user's texts, and the results of the agent's tool calls; calls of the user's own tools
 and their results are not shown to the agent and are left out. The greeting at the beginning, which
@@ -15,25 +16,35 @@ in place of messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import Conversation, Options, Place, Run, Trajectory
+from rollout_io.formats.base import (
+    Conversation,
+    Found,
+    Options,
+    Place,
+    Rejected,
+    Run,
+    Trajectory,
+)
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.engines.records import Records, beside
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Message, known, raw_of
-from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.jsonl import decode_document, decode_line
+from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import read_messages
 from rollout_io.formats.parsing.naming import numbers
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from schemas.errors import InputError
+from schemas.errors import InputError, count
 
 POLICY = "runs whose system prompt is not logged: the domain's policy stands for it"
 NO_POLICY = "runs whose system prompt is not logged"
+_NO_CONVERSATION, _RESULTS, _FOLDER = "no_conversation", "results.json", "simulations"
 _FAILED = frozenset({"too_many_errors", "agent_error", "user_error", "infrastructure_error"})
 _MESSAGE = Contents(
     reads={"": "role content tool_calls id requestor error tool_messages"},
@@ -50,13 +61,22 @@ _LEAVES = {
 class Simulation(msgspec.Struct, gc=False):
     """A run."""
 
-    task_id: str | int
+    task_id: str | int | None = None
     id: str | None = None
+    policy: str | None = None
     trial: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)] | None = None
     termination_reason: str | None = None
     reward_info: msgspec.Raw = NO_JSON
     messages: Annotated[list[dict[str, Any]] | None, inner(_MESSAGE)] = None
     ticks: list[msgspec.Raw] | None = None
+
+
+class _Entry(msgspec.Struct, gc=False):
+    id: str
+
+
+class _Index(msgspec.Struct, gc=False):
+    simulation_index: list[_Entry] = []
 
 
 class _Environment(msgspec.Struct, gc=False):
@@ -71,11 +91,14 @@ class _Experiment(msgspec.Struct, gc=False):
     info: _Info | None = None
 
 
+_INDEX = msgspec.json.Decoder(_Index)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
 
 def run_of(simulation: Simulation, place: Place) -> Run:
-    """Return the run of a simulation."""
+    """Return the run of a simulation; the index of simulations in other files is refused."""
+    if simulation.task_id is None:
+        raise _without_simulations(place.where, len(_indexed(place)))
     task = str(simulation.task_id)
     labels = {"task": task} | ({"id": simulation.id} if simulation.id else {})
     return Run(instance_id=task, repetition_id=simulation.trial, places=[place], labels=labels)
@@ -93,8 +116,7 @@ def read(simulation: Simulation, run: Run, _: Options) -> Trajectory:
         got = "the simulation is of voice: it has ticks in place of messages"
         raise InputError("no_calls", place.where, got, hint="convert simulations of text")
     messages = [*_messages(logged, f"{place.where}, messages")]
-    info = beside(place, _Experiment).info
-    policy = info.environment_info.policy if info and info.environment_info else None
+    policy = simulation.policy or _policy(place)
     note(POLICY if policy else NO_POLICY)
     system: list[Message] = [{"role": "system", "content": policy}] if policy else []
     reason = simulation.termination_reason
@@ -107,6 +129,44 @@ def read(simulation: Simulation, run: Run, _: Options) -> Trajectory:
         error=reason if reason in _FAILED else None,
         metrics=metrics,
     )
+
+
+def _policy(place: Place) -> str | None:
+    """Return the policy in the document of a simulation, or in the index of the simulations' folder."""
+    index = place.path.parent.parent / _RESULTS
+    if place.path.parent.name == _FOLDER and index.is_file():
+        place = Place(index, str(index), 0, index.stat().st_size)
+    info = beside(place, _Experiment).info
+    return info.environment_info.policy if info and info.environment_info else None
+
+
+def _indexed(place: Place) -> list[str]:
+    """Return the names of the simulations that an index lists."""
+    index: _Index = decode_document(_INDEX, read_record(place), place.where)
+    return [entry.id for entry in index.simulation_index]
+
+
+def _without_simulations(where: str, number: int) -> InputError:
+    got = f"an index of {count(number, 'simulation')}, which are not in the file"
+    expected = f"the files of the folder `{_FOLDER}` beside it"
+    hint = "convert the directory that has both, or the results as one file (`save` with `json`)"
+    return InputError(_NO_CONVERSATION, where, got, expected, hint)
+
+
+def _with_index(items: Iterable[Found]) -> Iterator[Found]:
+    """Yield what was found; an index is left out if all its simulations were found."""
+    names, indexes = set[str | None](), list[Rejected]()
+    for item in items:
+        if isinstance(item, Rejected) and item.error.rule == _NO_CONVERSATION:
+            indexes.append(item)
+            continue
+        if isinstance(item, Run):
+            names.add(item.labels.get("id"))
+        yield item
+    for index in indexes:
+        missing = [name for name in _indexed(index.place) if name not in names]
+        if missing or not _indexed(index.place):
+            yield Rejected(index.place, _without_simulations(index.place.where, len(missing)))
 
 
 def _messages(logged: list[Any], where: str) -> Iterator[Message]:
@@ -162,7 +222,13 @@ def _is_results(value: Any) -> bool:
     simulations = value.get("simulations")
     if isinstance(simulations, list):
         return any(isinstance(each, Mapping) and _is_simulation(each) for each in simulations)
-    return _is_simulation(value)
+    return _is_simulation(value) or _is_index(value)
+
+
+def _is_index(value: Mapping[str, Any]) -> bool:
+    """True for an experiment without its simulations."""
+    info = value.get("info")
+    return "tasks" in value and isinstance(info, Mapping) and "environment_info" in info
 
 
 def _is_simulation(value: Mapping[str, Any]) -> bool:
@@ -177,6 +243,7 @@ ADAPTER = Records(
     read=read,
     is_record=_is_results,
     elements="simulations",
+    finish=_with_index,
 ).adapter(
     "results of tau2-bench: one JSON document per experiment or simulation; text only",
     noun="simulation",

@@ -124,6 +124,44 @@ def test_the_agent_of_tau2_sees_no_tools_of_the_user_and_its_greeting_is_given(t
     assert second.error == "too_many_errors"
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_index_of_tau2_is_refused_unless_its_simulations_are_there(indent, tmp_path):
+    info = {"environment_info": {"domain_name": "airline", "policy": "Refuse politely."}}
+    entries = [{"id": name, "task_id": "40", "trial": i} for i, name in enumerate("ab")]
+    index = {"timestamp": "t", "info": info, "tasks": [], "simulation_index": entries}
+    (tmp_path / "simulations").mkdir()
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(index, indent=indent))
+    files = []
+    for i, name in enumerate("ab"):
+        files.append(tmp_path / "simulations" / f"{name}.json")
+        files[-1].write_text(json.dumps(simulation(id=name, trial=i), indent=indent))
+    assert recognize(path, FORMATS) == ["tau2"]
+    for paths, number in (([path], 2), ([path, files[0]], 1)):
+        found, (rejected,) = read_all(tau2.ADAPTER, *paths)
+        assert (len(found), rejected.error.rule) == (len(paths) - 1, "no_conversation")
+        assert f"{number} simulation" in rejected.error.got
+        assert "simulations" in rejected.error.expected
+    found, rejected = read_all(tau2.ADAPTER, path, *files)
+    assert [run.labels["id"] for run, _ in found] == ["a", "b"]
+    assert rejected == []
+    if indent:
+        assert {each.steps[0].messages[0]["content"] for _, each in found} == {"Refuse politely."}
+
+
+def test_an_experiment_of_tau2_without_simulations_is_told_what_is_missing(tmp_path):
+    path = saved(tmp_path, {"info": {"environment_info": {}}, "tasks": [{"id": "1"}]})
+    assert recognize(path, FORMATS) == ["tau2"]
+    found, (rejected,) = read_all(tau2.ADAPTER, path)
+    assert (found, rejected.error.rule) == ([], "no_conversation")
+
+
+def test_the_policy_of_a_simulation_precedes_that_of_its_domain(tmp_path):
+    path = saved(tmp_path, simulation(policy="Know it all."))
+    ((_, found),), _ = read_all(tau2.ADAPTER, path)
+    assert found.steps[0].messages[0]["content"] == "Know it all."
+
+
 def test_a_simulation_of_voice_is_refused_by_name(tmp_path):
     path = saved(tmp_path, simulation(messages=None, ticks=[{"tick_id": 0}]))
     (run,) = planned(tau2.ADAPTER, path).runs

@@ -192,6 +192,43 @@ VERTEX = [
 ]
 
 
+LINED = {
+    "a record a line": lambda parts: "[\n" + ",\n".join(parts) + "\n]\n",
+    "commas in front": lambda parts: "[\n" + "\n,".join(parts) + "\n]",
+    "brackets beside records": lambda parts: "[" + ",\n".join(parts) + "]",
+    "windows": lambda parts: "[\r\n" + ",\r\n".join(parts) + "\r\n]\r\n",
+    "blank lines": lambda parts: "\n[\n\n" + "\n,\n".join(parts) + "\n\n]\n",
+}
+
+
+@pytest.mark.parametrize("layout", LINED)
+@pytest.mark.parametrize("number", [1, 2, 5, 7, 8, 9, 15])
+def test_a_list_with_a_record_a_line_is_read_whole(number, layout, tmp_path):
+    path = tmp_path / "sharegpt.json"
+    records = [{"conversations": LOSS_OF_ONE[2:], "id": i} for i in range(number)]
+    path.write_bytes(LINED[layout]([*map(json.dumps, records)]).encode())
+    assert recognize(path, FORMATS) == ["chats"]
+    runs, rejected = read_all(ADAPTER, path)
+    assert ([run.instance_id for run, _ in runs], rejected) == ([*map(str, range(number))], [])
+
+
+def test_a_list_of_messages_with_one_a_line_is_one_conversation(tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text("[\n" + ",\n".join(json.dumps(message) for message in CHAT) + "\n]")
+    assert recognize(path, FORMATS) == ["chats"]
+    ((_, found),), _ = read_all(ADAPTER, path)
+    assert found.steps[0].messages == CHAT
+
+
+@pytest.mark.parametrize("number", [2, 5, 15])
+def test_a_list_that_is_cut_off_is_refused_whole_so_no_record_of_it_is_lost(number, tmp_path):
+    path = tmp_path / "sharegpt.json"
+    records = [json.dumps({"conversations": LOSS_OF_ONE, "id": i}) for i in range(number)]
+    path.write_text("[\n" + ",\n".join(records) + "\n")
+    runs, (rejected,) = read_all(ADAPTER, path)
+    assert (runs, rejected.error.rule) == ([], "json_document")
+
+
 @pytest.mark.parametrize(
     "record",
     [

@@ -269,6 +269,23 @@ def usage(name):
     return line("token_usage_record", response_id=name, usage={"input_tokens": 1})
 
 
+DOT = "iVBORw0KGgo="
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_picture_in_a_message_of_another_agent_is_kept(is_first, noted_contexts):
+    picture = {"type": "input_image", "image_url": f"data:image/png;base64,{DOT}"}
+    parts = [{"type": "input_text", "text": "Look."}, picture]
+    seen = item("agent_message", author="a", recipient="b", content=parts[:: -1 if is_first else 1])
+    ((*_, asked, reply),), notes = noted_contexts(
+        META, message("user", "Go."), seen, answer("I do.")
+    )
+    source = {"type": "base64", "media_type": "image/png", "data": DOT}
+    expected = [{"type": "text", "text": "Look."}, {"type": "image", "source": source}]
+    assert asked == {"role": "user", "content": expected[:: -1 if is_first else 1]}
+    assert (reply["content"], notes.get(LOST)) == ("I do.", None)
+
+
 def test_the_summary_of_a_compaction_is_no_answer_and_is_counted(noted_contexts):
     found, notes = noted_contexts(
         message("user", "Hi."),

@@ -2,7 +2,9 @@ import json
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
+import rollout_io
 from rollout_io import Choices, read_log
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
@@ -100,3 +102,63 @@ def test_server_sent_lines_are_joined_as_their_objects_are(tmp_path):
         found.append(read_log([tmp_path / f"{name}.jsonl"]).drop_columns("source"))
     assert found[0].equals(found[1])
     assert found[0].equals(found[2])
+
+
+def chunk(*calls, ids=None, **more):
+    delta = {"role": "assistant", "tool_calls": list(calls)} if calls else {"content": ""}
+    choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": ids}
+    return {"object": "chat.completion.chunk", "choices": [choice], **more}
+
+
+def piece(index, id=None, name=None, arguments=None):
+    function = {"name": name, "arguments": arguments}
+    function = {key: value for key, value in function.items() if value is not None}
+    return {"index": index, "id": id, "function": function}
+
+
+PARALLEL = {
+    "an index each": [[piece(0, "a", "ls", '{"n":1}')], [piece(1, "b", "ls", '{"n":2}')]],
+    "one index": [[piece(0, "a", "ls", '{"n":1}')], [piece(0, "b", "ls", '{"n":2}')]],
+    "one index in one chunk": [[piece(0, "a", "ls", '{"n":1}'), piece(0, "b", "ls", '{"n":2}')]],
+    "one index in pieces": [
+        [piece(0, "a", "ls")],
+        [piece(0, "a", None, '{"n"')],
+        [piece(0, "", None, ":1}")],
+        [piece(0, "b", "ls", "")],
+        [piece(0, None, None, '{"n":2}')],
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_streamed_calls_are_as_many_as_their_ids_whatever_their_index(layout, tmp_path):
+    pieces = [chunk(prompt_token_ids=[1, 2, 3])]
+    pieces += [chunk(*calls, ids=[10 + i]) for i, calls in enumerate(PARALLEL[layout])]
+    body = "".join(f"data: {json.dumps(each)}\n\n" for each in pieces) + "data: [DONE]\n\n"
+    request = {"model": "m", "messages": [{"role": "user", "content": "List both."}]}
+    path = tmp_path / "a.calls.jsonl"
+    path.write_text(json.dumps({"session": "a/0", "request": request, "response": body}))
+    (row,) = read_log([path], Choices(format="calls")).to_pylist()
+    calls = json.loads(row["response_text"])
+    functions = [{"name": "ls", "arguments": f'{{"n":{n}}}'} for n in (1, 2)]
+    assert [(c["id"], c["function"]) for c in calls] == [*zip("ab", functions, strict=True)]
+
+
+@pytest.mark.model
+def test_streamed_calls_that_share_an_index_agree_with_their_ids(smollm2_dir, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(str(smollm2_dir))
+    calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Oslo", "Rome")]
+    texts = [f"<tool_call>\n{json.dumps(each)}\n</tool_call>\n" for each in calls]
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    told = [json.dumps(each["arguments"]) for each in calls]
+    pieces = [piece(0, name, "weather", text) for name, text in zip("ab", told, strict=True)]
+    prompt = tokenizer.encode("<|im_start|>user\nWeather?<|im_end|>\n", add_special_tokens=False)
+    chunks = [chunk(prompt_token_ids=prompt)]
+    chunks += [chunk(each, ids=own) for each, own in zip(pieces, ids, strict=True)]
+    body = "".join(f"data: {json.dumps(each)}\n\n" for each in chunks)
+    request = {"model": "m", "messages": [{"role": "user", "content": "Weather?"}]}
+    path = tmp_path / "a.calls.jsonl"
+    path.write_text(json.dumps({"session": "a/0", "request": request, "response": body}))
+    choices = Choices(format="calls", tokenizer=str(smollm2_dir))
+    made = rollout_io.convert(path, tmp_path / "ds", choices)
+    assert (made.summary.num_rows, made.summary.num_rejected) == (1, 0)

@@ -5,9 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_io.formats.openhands import ADAPTER
+from rollout_io.formats.openhands_events import HIDDEN
 from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import convert_with
+from tests.helpers.adapter_helpers import read_all as read_noted
 from tests.helpers.text_log_helpers import (
     check_survives,
     found_in,
@@ -188,6 +190,17 @@ def test_a_delegate_works_in_a_context_of_its_own(tmp_path):
         {"role": "user", "content": "look it up"},
         {"role": "assistant", "content": "found"},
     ]
+
+
+def test_events_that_are_hidden_from_the_agent_are_left_out_and_counted(tmp_path):
+    hidden = [act(20, "run", {"command": "env", "hidden": True}, source="user")]
+    hidden.append(see(21, "SECRET", extras={"hidden": True, "command": "env"}))
+    shown = see(22, "seen", extras={"hidden": False, "command": "ls"})
+    path = write(tmp_path / "a.jsonl", row(*start(), *hidden, shown, *turn(30, "a")))
+    ((_, found),), _ = read_noted(ADAPTER, path)
+    (step,) = found.steps
+    assert [m["content"] for m in step.messages[:-1]] == ["s", "task", "seen"]
+    assert (found.notes, found.unread) == ({HIDDEN: 2}, {})
 
 
 def test_pairs_of_old_logs_are_read(tmp_path):

@@ -279,6 +279,83 @@ def test_langfuse_generations_scores_and_agents_are_read(tmp_path):
     assert run.labels == {"trace": "t", "name": "weather", "session": "s"}
 
 
+SILENT = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+NAMED = {"toolCallId": "c1", "toolName": "weather", "input": {"city": "Rome"}}
+
+
+def of_koog(message):
+    """A call is the content of a message, as OpenAI's part of the type `function`."""
+    if "tool_calls" in message:
+        return {"role": "assistant", "content": message["tool_calls"]}
+    return message
+
+
+def of_koog_as_text(message):
+    made = of_koog(message)
+    return made | {"content": json.dumps(made["content"])} if made is not message else made
+
+
+def of_langgraph(message):
+    """The role of a result is the name of its tool."""
+    return {"role": "weather", "content": "sunny"} if message["role"] == "tool" else message
+
+
+def of_sdk(message):
+    """Calls in the Vercel AI SDK's own keys, without a type."""
+    return {"role": "assistant", "content": [NAMED]} if "tool_calls" in message else message
+
+
+@pytest.mark.parametrize("write", [of_koog, of_koog_as_text, of_langgraph, of_sdk])
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_call_or_a_result_of_any_sdk_is_one_in_langfuse(write, is_listed, tmp_path):
+    record = langfuse()
+    calls = [([SYSTEM, USER], SILENT), ([SYSTEM, USER, SILENT, RESULT], SAYS)]
+    for observation, (prompt, answer) in zip(record["observations"], calls, strict=False):
+        written = [write(message) for message in prompt]
+        observation["input"] = json.dumps(written if is_listed else {"messages": written})
+        observation["output"] = json.dumps(write(answer))
+    path = tmp_path / "t.trace.json"
+    path.write_text(json.dumps(record))
+    (step,), _ = steps_in(path)
+    assert step.messages == [SYSTEM, USER, SILENT, RESULT, SAYS]
+    assert step.num_given == 2
+
+
+@pytest.mark.parametrize("attribute", ["Be kind.", " Be kind. ", "Be\nkind."])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_that_the_messages_have_too_are_said_once(role, attribute, tmp_path):
+    parts = [{"type": "text", "content": attribute}]
+    spans = []
+    for number, (prompt, answer) in enumerate(CALLS):
+        found = genai([SYSTEM | {"role": role}, *prompt[1:]], answer)
+        found["gen_ai.system_instructions"] = json.dumps(parts)
+        spans.append(sdk(number, found))
+    (step,), _ = steps_in(write_lines(tmp_path / "a.jsonl", *spans))
+    texts = [m["content"] for m in step.messages if m["role"] in {"system", "developer"}]
+    assert texts == ["Be kind."]
+
+
+def test_instructions_in_two_parts_that_the_messages_have_too_are_said_once(tmp_path):
+    parts = [{"type": "text", "content": text} for text in ("Be kind.", "Be brief.")]
+    both = [SYSTEM, SYSTEM | {"content": "Be brief."}]
+    found = genai([*both, USER], SAYS) | {"gen_ai.system_instructions": json.dumps(parts)}
+    (step,), _ = steps_in(write_lines(tmp_path / "a.jsonl", sdk(0, found)))
+    assert [m["content"] for m in step.messages if m["role"] == "system"] == [
+        "Be kind.",
+        "Be brief.",
+    ]
+
+
+def test_instructions_that_the_messages_have_not_precede_them(tmp_path):
+    parts = [{"type": "text", "content": "Be brief."}]
+    found = genai([SYSTEM, USER], SAYS) | {"gen_ai.system_instructions": json.dumps(parts)}
+    (step,), _ = steps_in(write_lines(tmp_path / "a.jsonl", sdk(0, found)))
+    assert [m["content"] for m in step.messages if m["role"] == "system"] == [
+        "Be brief.",
+        "Be kind.",
+    ]
+
+
 @pytest.mark.parametrize("mark", [{"source": "EVAL"}, {"observationId": "g0"}])
 def test_the_only_score_is_no_reward_if_a_model_gave_it_or_it_is_about_a_call(mark, tmp_path):
     path, record = tmp_path / "t.trace.json", langfuse()
