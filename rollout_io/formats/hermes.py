@@ -125,7 +125,8 @@ _NAME = msgspec.json.Decoder(str | int | None)
 
 
 def _session(place: Place) -> Session:
-    return decode_line(_SESSION, read_record(place), place.where)
+    content = read_record(place)
+    return decode_line(_SESSION, content, place.where).keeping(content)
 
 
 def _name(session: Session) -> str:
