@@ -223,6 +223,34 @@ def test_a_compaction_of_kimi_keeps_prompts_and_the_summary_and_undo_takes_back(
     ]
 
 
+@pytest.mark.parametrize("kind", ["wire", "context"])
+def test_answers_that_a_fork_of_kimi_copied_train_once(kind, tmp_path):
+    if kind == "wire":
+        head = [wire("metadata", protocol_version="1.4")]
+        turns = [[prompt(f"{i}?"), *step(str(i), f"{i}.")] for i in range(3)]
+    else:
+        head = [{"role": "_system_prompt", "content": "Be."}]
+        turns = [
+            [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}]
+            for i in range(3)
+        ]
+    paths = []
+    for name, later in (("session_1", turns[1]), ("session_2", turns[2])):
+        folder = tmp_path / name / ("agents/main" if kind == "wire" else "")
+        folder.mkdir(parents=True)
+        paths.append(write_lines(folder / f"{kind}.jsonl", *head, *turns[0], *later))
+    found, rejected = read_all(FORMATS["kimi_cli"], *paths)
+    trained = [
+        m["content"]
+        for _, made in found
+        for each in made.steps
+        for m in each.messages[each.num_given :]
+        if m["role"] == "assistant"
+    ]
+    assert (sorted(trained), rejected) == (["0.", "1.", "2."], [])
+    assert sorted(sum(made.notes.values()) for _, made in found) == [0, 1]
+
+
 def test_agents_of_kimi_and_older_contexts_are_one_run(tmp_path):
     head = wire("metadata", protocol_version="1.4")
     agents = tmp_path / "session_1" / "agents"
