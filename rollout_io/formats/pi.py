@@ -10,8 +10,8 @@ message of an extension are messages of the user. Sessions of version 1 have no 
 follows the line before.
 
 A session is a run; a fork begins with records of another session, whose answers are trained on in one
-of them. A run failed if its last answer did. The log has no reward, no token ids, no system
-prompt and no tool definitions.
+of them. A run failed if its last answer did. The log has no reward and no token ids; since 1.6, it has the
+system prompt and the tool definitions, as system messages whose sections and tools add up (`dialects.pi`).
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ def for_others(given: PiMessage, where: str, *, drops_thoughts: bool) -> list[Me
         drops_thoughts: True for versions that leave thoughts out; older ones send them as text.
     """
     blocks = given.content if isinstance(given.content, list) else []
-    if given.role != "assistant" or all(block.type != "thinking" for block in blocks):
+    is_sent = given.role == "assistant" and given.failure is None
+    if not is_sent or all(block.type != "thinking" for block in blocks):
         return None
     texts = [
         Block(text=block.thinking) if block.type == "thinking" else block

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.base import Options
-from rollout_io.formats.codex_cli import ADAPTER, EDITED, LOST, SUMMARIES
+from rollout_io.formats.codex_cli import ADAPTER, EDITED, LOST, SUMMARIES, UNENDED
 from rollout_io.formats.dialects.responses import ENCRYPTED_THOUGHTS, WEB_SEARCHES
 from rollout_io.formats.parsing.notes import UNREAD, noted
 from rollout_io.formats.start import Start
@@ -543,3 +543,117 @@ def test_sub_agents_that_name_each_other_are_runs_of_their_own(tmp_path):
     ]
     made, rejected = read_all(ADAPTER, *paths)
     assert (sorted(run.instance_id for run, _ in made), rejected) == (["a", "b", "c"], [])
+
+
+SETTING = "<permissions instructions>full access</permissions instructions>"
+ENVIRONMENT = "<environment_context>\n<cwd>/a</cwd>\n</environment_context>"
+ABORTED = "<turn_aborted>\nThe user interrupted the turn.\n</turn_aborted>"
+
+
+@pytest.mark.parametrize(
+    ("between", "num_turns", "kept"),
+    [
+        ([], 1, ["1?", "one"]),
+        ([message("user", ABORTED)], 1, ["1?", "one"]),
+        ([message("developer", SETTING), message("user", ENVIRONMENT)], 1, ["1?", "one"]),
+        ([message("developer", SETTING)], 2, []),
+        ([message("user", "# AGENTS.md instructions for /a\nBe brief.")], 2, []),
+    ],
+)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_rollback_counts_what_the_user_wrote_alone(between, num_turns, kept, is_before, contexts):
+    second = [*between, *turn(2, "two")] if is_before else [*turn(2, "two"), *between]
+    back = line("event_msg", type="thread_rolled_back", num_turns=num_turns)
+    found = contexts(META, *turn(1, "one"), *second, back, *turn(3, "three"))
+    assert [m["content"] for m in found[-1]] == [*kept, "3?", "three"]
+
+
+def ended(number):
+    return line("token_usage_record", response_id=f"r{number}", usage={})
+
+
+def thought(text):
+    return item("reasoning", summary=[{"type": "summary_text", "text": text}])
+
+
+def trained_in(found):
+    return [
+        message["content"]
+        for _, made in found
+        for step in made.steps
+        for message in step.messages[step.num_given :]
+        if message["role"] == "assistant"
+    ]
+
+
+def test_an_answer_that_codex_wrote_after_a_review_is_context_and_counted(tmp_path):
+    review = [message("user", "<user_action>review</user_action>"), answer("It is fine.")]
+    lines = [META, *turn(1, "one"), ended(1), *review, *turn(2, "two"), ended(2)]
+    found, _ = read_all(ADAPTER, write_lines(tmp_path / "s", *lines))
+    assert trained_in(found) == ["one", "two"]
+    assert "It is fine." in [m["content"] for m in found[0][1].steps[-1].messages]
+    assert found[0][1].notes == {UNENDED: 1}
+
+
+@pytest.mark.parametrize("more", [[], [call("c1"), output("c1", "x")]])
+def test_the_thought_of_a_stream_that_broke_off_is_no_part_of_the_next_answer(more, tmp_path):
+    retried = [thought("First."), thought("Second."), answer("two"), *more[:1], ended(2), *more[1:]]
+    lines = [META, *turn(1, "one"), ended(1), message("user", "2?"), *retried]
+    found, _ = read_all(ADAPTER, write_lines(tmp_path / "s", *lines))
+    ((_, made),) = found
+    thoughts = [
+        (step.num_given <= i, m["reasoning_content"])
+        for step in made.steps
+        for i, m in enumerate(step.messages)
+        if "reasoning_content" in m
+    ]
+    assert thoughts == [(False, "First."), (True, "Second.")]
+    assert trained_in(found) == ["one", "two"]
+
+
+def test_an_answer_that_was_interrupted_before_its_end_is_context_and_counted(tmp_path):
+    lines = [META, message("user", "1?"), answer("Half of"), message("user", ABORTED)]
+    lines += [*turn(2, "two"), ended(2)]
+    found, _ = read_all(ADAPTER, write_lines(tmp_path / "s", *lines))
+    assert trained_in(found) == ["two"]
+    assert found[0][1].notes == {UNENDED: 1}
+
+
+def referring(name, thread, number, *records, **more):
+    base = {"thread_id": thread, "end_ordinal_exclusive": number}
+    return [line("session_meta", id=name, history_base=base, **more), *records]
+
+
+def test_a_fork_that_only_refers_begins_with_what_it_refers_to(tmp_path):
+    origin = [META, *turn(1, "one"), *turn(2, "two")]
+    fork = referring("f", "s", 3, *turn(3, "three"), forked_from_id="s")
+    again = referring("g", "f", 5, *turn(4, "four"), forked_from_id="f")
+    for order in ((origin, fork, again), (again, fork, origin)):
+        paths = [write_lines(tmp_path / f"{i}", *lines) for i, lines in enumerate(order)]
+        found, rejected = read_all(ADAPTER, *paths)
+        assert rejected == []
+        assert sorted(trained_in(found)) == ["four", "one", "three", "two"]
+        texts = {
+            run.instance_id: [m["content"] for m in made.steps[-1].messages] for run, made in found
+        }
+        assert texts["f"] == ["1?", "one", "3?", "three"]
+        assert texts["g"][:2] == ["1?", "one"]
+        assert texts["g"][-2:] == ["4?", "four"]
+
+
+def test_a_fork_without_what_it_refers_to_has_no_answers(tmp_path):
+    fork = referring("f", "s", 3, *turn(3, "three"), forked_from_id="s")
+    found, rejected = read_all(ADAPTER, write_lines(tmp_path / "f", *fork))
+    assert found == []
+    assert "'s'" in rejected[0].error.got
+
+
+def test_the_second_file_of_a_thread_continues_the_first_where_it_was_taken_back(tmp_path):
+    first = write_lines(tmp_path / "a", META, *turn(1, "one"), *turn(2, "two"))
+    second = write_lines(tmp_path / "b", *referring("s", "s", 3, *turn(3, "three")))
+    found, rejected = read_all(ADAPTER, first, second)
+    ((run, made),) = found
+    assert (run.instance_id, rejected) == ("s", [])
+    texts = [[m["content"] for m in step.messages] for step in made.steps]
+    assert texts == [["1?", "one", "2?", "two"], ["1?", "one", "3?", "three"]]
+    assert trained_in(found) == ["one", "two", "three"]

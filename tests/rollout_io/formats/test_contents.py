@@ -61,6 +61,16 @@ def test_what_is_in_neither_list_is_named(record, names):
     assert unread(json.dumps(record).encode()) == dict.fromkeys(names, 1)
 
 
+@pytest.mark.parametrize("value", [0, False, 0.5, "9e107d9d-372b-4826-bd81-3542a419d6aa", [], {}])
+@pytest.mark.parametrize(
+    "key", ["weight", "loss_mask", "isHidden", "parentId", "history_base", "train"]
+)
+def test_what_links_records_or_marks_a_message_is_named_whatever_its_value(key, value):
+    assert unread({"type": "user", key: value}) == {f"user.{key}": 1}
+    assert unread({"type": "user", key: None}) == {}
+    assert unread({"type": "user", "baseline": 7, "weights": value, "branches": 0}) == {}
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

@@ -9,7 +9,8 @@ from contextlib import closing
 import pytest
 
 from rollout_io.formats.detect import load_formats, recognize
-from rollout_io.formats.opencode import ADAPTER, FILES, WRITTEN
+from rollout_io.formats.opencode import ADAPTER, FILES, INVALID, REMINDED, UNENDED, WRITTEN
+from rollout_io.formats.parsing.forks import COPIED
 from tests.helpers.adapter_helpers import read_all
 from tests.helpers.session_facts import opencode
 from tests.helpers.structural_logs import CONVERSATION
@@ -284,3 +285,138 @@ def test_the_real_files_say_what_a_plain_reader_finds(harness_logs):
         for part in parts:
             is_written = part["type"] == "text" and part.get("synthetic")
             assert not (is_written and part["text"] in answers)
+
+
+def trained_in(*paths):
+    """The text of each answer that trains, and the texts before it; and the notes."""
+    made, rejected = read_all(ADAPTER, *paths)
+    assert rejected == []
+    answers, notes = [], {}
+    for _, found in made:
+        notes |= found.notes
+        for step in found.steps:
+            for i, message in enumerate(step.messages):
+                if i >= step.num_given and message["role"] == "assistant":
+                    answers.append((message["content"], said(step)[:i]))
+    return answers, notes
+
+
+def ended(start=1, **fields):
+    return {"time": {"created": start, "completed": start + 1}, "finish": "stop"} | fields
+
+
+STEP = {"type": "step-start"}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_answers_that_a_fork_copied_under_new_ids_train_once(number, tmp_path):
+    tables = {"session": [], "message": [], "part": []}
+    for i in range(number + 1):
+        tables["session"].append({"id": f"s{i}", "title": f"Sums (fork #{i})"})
+        turns = [("user", {"time": {"created": 1}}, "Go."), ("assistant", ended(2), "One.")]
+        turns += [
+            ("user", {"time": {"created": 9 + i}}, f"{i}?"),
+            ("assistant", ended(20 + i), f"{i}."),
+        ]
+        for j, (role, fields, words) in enumerate(turns):
+            row = {"session_id": f"s{i}", "time_created": j, "time_updated": j}
+            key = f"m{i}{j}"
+            tables["message"].append({"id": key, **row, "data": {"role": role} | fields})
+            tables["part"].append({"id": f"p{key}", "message_id": key, **row, "data": text(words)})
+    path = tmp_path / "opencode.db"
+    save_opencode(path, tables)
+    answers, notes = trained_in(path)
+    assert sorted(answers) == sorted(
+        [("One.", ["Go."]), *((f"{i}.", ["Go.", "One.", f"{i}?"]) for i in range(number + 1))]
+    )
+    assert notes == {COPIED: 1}
+
+
+def test_thoughts_of_another_model_are_sent_to_a_model_as_text(tmp_path):
+    def answer(model, number):
+        parts = [STEP, {"type": "reasoning", "text": f"Hm {number}."}, text(f"Say {number}.")]
+        return ("assistant", ended(number, modelID=model, providerID="p"), parts)
+
+    asked = ("user", {}, [text("Go.")])
+    messages = [asked, answer("m", 1), asked, answer("n", 2)]
+    path = database(tmp_path / "opencode.db", *((f"m{i}", *m) for i, m in enumerate(messages)))
+    first, second = read_one(path)[1].steps
+    assert [m.get("reasoning_content") for m in first.messages[:2]] == [None, "Hm 1."]
+    assert said(second) == ["Go.", "Hm 1.Say 1.", "Go.", "Say 2."]
+    assert [m.get("reasoning_content") for m in second.messages] == [None, None, None, "Hm 2."]
+
+
+@pytest.mark.parametrize("state", [{"input": {"tool": "nosuch", "error": "no"}, "output": "no"}])
+def test_a_call_of_a_tool_that_there_is_not_is_context_and_counted(state, tmp_path):
+    wrong = tool(**state) | {"tool": "invalid"}
+    path = database(
+        tmp_path / "opencode.db",
+        ("m1", "user", {}, [text("Go.")]),
+        ("m2", "assistant", ended(), [STEP, text("One."), wrong]),
+        ("m3", "assistant", ended(3), [STEP, text("Two.")]),
+    )
+    assert trained_in(path) == ([("Two.", ["Go.", "One.", "no"])], {INVALID: 1})
+
+
+def test_an_answer_that_broke_off_is_context_and_counted(tmp_path):
+    half = {"time": {"created": 2}}
+    path = database(
+        tmp_path / "opencode.db",
+        ("m1", "user", {}, [text("Go.")]),
+        ("m2", "assistant", half, [STEP, text("Hal"), tool("running", input={})]),
+        ("m3", "user", {}, [text("On.")]),
+        ("m4", "assistant", ended(3), [STEP, text("Two.")]),
+    )
+    answers, notes = trained_in(path)
+    stopped = "[Tool execution was interrupted]"
+    assert (answers, notes) == ([("Two.", ["Go.", "Hal", stopped, "On."])], {UNENDED: 1})
+
+
+def test_prompts_to_which_the_program_adds_a_reminder_are_counted(tmp_path):
+    turns = [("plan", "Plan."), ("build", "Build."), ("build", "More.")]
+    messages = []
+    for i, (agent, words) in enumerate(turns):
+        messages.append((f"u{i}", "user", {"agent": agent}, [text(words)]))
+        messages.append((f"a{i}", "assistant", ended(i, agent=agent), [STEP, text(f"{i}.")]))
+    _, notes = trained_in(database(tmp_path / "plan.db", *messages))
+    assert notes == {REMINDED: 3}
+    _, notes = trained_in(database(tmp_path / "build.db", *messages[2:]))
+    assert notes == {}
+
+
+V2 = (
+    "CREATE TABLE session_v2(id text, parent_id text, directory text, model text)",
+    "CREATE TABLE session_message(id text, session_id text, type text, seq integer, data text)",
+)
+
+
+def upgraded(path, *, is_used):
+    """A database with the tables of version 2, in which an old session went on, and a new one began."""
+    database(path, ("m1", "user", {}, [text("Go.")]), ("m2", "assistant", ended(), [text("One.")]))
+    with closing(sqlite3.connect(path)) as store:
+        for table in V2:
+            store.execute(table)
+        turns = {"s": ["Go.", "One.", "On.", "Two."], "new": ["Hi.", "Ho."]} if is_used else {}
+        for name, texts in turns.items():
+            store.execute("INSERT INTO session_v2(id) VALUES(?)", (name,))
+            for i, words in enumerate(texts):
+                data = {"text": words} if i % 2 == 0 else {"content": [text(words)]} | ended(i)
+                kind = "user" if i % 2 == 0 else "assistant"
+                row = (f"{name}{i}", name, kind, i, json.dumps(data))
+                store.execute("INSERT INTO session_message VALUES(?,?,?,?,?)", row)
+        store.commit()
+    return path
+
+
+def test_sessions_that_version_2_continues_or_begins_are_read_whole(tmp_path):
+    answers, _ = trained_in(upgraded(tmp_path / "a.db", is_used=True))
+    assert sorted(answers) == [
+        ("Ho.", ["Hi."]),
+        ("One.", ["Go."]),
+        ("Two.", ["Go.", "One.", "On."]),
+    ]
+
+
+def test_new_tables_without_rows_leave_the_old_ones_in_use(tmp_path):
+    answers, _ = trained_in(upgraded(tmp_path / "a.db", is_used=False))
+    assert answers == [("One.", ["Go."])]

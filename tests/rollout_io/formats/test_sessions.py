@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 
 from rollout_io.formats.detect import load_formats, recognize
+from rollout_io.formats.dialects.pi import CUT
+from rollout_io.formats.qwen_code import REMINDER
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 from tests.helpers.examples import examples
 from tests.helpers.line_log_helpers import check_lines, mutated_lines
@@ -219,6 +221,34 @@ def test_a_compaction_of_kimi_keeps_prompts_and_the_summary_and_undo_takes_back(
         (None, [*before, "Wrong.", "Three."], 0),
         (None, ["Be.", "On.", "In short.", "More.", "Four."], 0),
     ]
+
+
+@pytest.mark.parametrize("kind", ["wire", "context"])
+def test_answers_that_a_fork_of_kimi_copied_train_once(kind, tmp_path):
+    if kind == "wire":
+        head = [wire("metadata", protocol_version="1.4")]
+        turns = [[prompt(f"{i}?"), *step(str(i), f"{i}.")] for i in range(3)]
+    else:
+        head = [{"role": "_system_prompt", "content": "Be."}]
+        turns = [
+            [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}]
+            for i in range(3)
+        ]
+    paths = []
+    for name, later in (("session_1", turns[1]), ("session_2", turns[2])):
+        folder = tmp_path / name / ("agents/main" if kind == "wire" else "")
+        folder.mkdir(parents=True)
+        paths.append(write_lines(folder / f"{kind}.jsonl", *head, *turns[0], *later))
+    found, rejected = read_all(FORMATS["kimi_cli"], *paths)
+    trained = [
+        m["content"]
+        for _, made in found
+        for each in made.steps
+        for m in each.messages[each.num_given :]
+        if m["role"] == "assistant"
+    ]
+    assert (sorted(trained), rejected) == (["0.", "1.", "2."], [])
+    assert sorted(sum(made.notes.values()) for _, made in found) == [0, 1]
 
 
 def test_agents_of_kimi_and_older_contexts_are_one_run(tmp_path):
@@ -444,3 +474,138 @@ def test_calls_and_results_of_cursor_without_ids_belong_together_in_order(tmp_pa
     _, reply, *answers = found.steps[0].messages
     assert [m["tool_call_id"] for m in answers] == [c["id"] for c in reply["tool_calls"]]
     assert [m["content"] for m in answers] == ["a", "b"]
+
+
+def spoken_by(id, parent, model, *blocks, **fields):
+    message = {"role": "assistant", "content": list(blocks), "model": model, "stopReason": "stop"}
+    message["api"] = "openai-completions"
+    return {"type": "message", "id": id, "parentId": parent, "message": message | fields}
+
+
+def thinks(text):
+    return {"type": "thinking", "thinking": text}
+
+
+def says(text):
+    return {"type": "text", "text": text}
+
+
+def pi_steps(tmp_path, *lines):
+    ((_, found),), rejected = read_all(FORMATS["pi"], write_lines(tmp_path / "s.jsonl", *lines))
+    assert (rejected, found.unread) == ([], {})
+    return found.steps
+
+
+def texts_of(step):
+    return [m["content"] for m in step.messages]
+
+
+@pytest.mark.parametrize("blocks", [[thinks("Hm."), says("One.")], [says("One."), thinks("Hm.")]])
+def test_thoughts_of_pi_are_sent_to_another_model_as_text_where_they_stand(blocks, tmp_path):
+    lines = [PI_HEAD, said("a", None, "user", "Go."), spoken_by("b", "a", "m", *blocks)]
+    lines += [said("c", "b", "user", "On."), spoken_by("d", "c", "n", thinks("So."), says("Two."))]
+    first, second = pi_steps(tmp_path, *lines)
+    assert first.messages[1]["reasoning_content"] == "Hm."
+    joined = "".join(each.get("thinking", each.get("text")) for each in blocks)
+    assert texts_of(second) == ["Go.", joined, "On.", "Two."]
+    assert [m.get("reasoning_content") for m in second.messages] == [None, None, None, "So."]
+
+
+def test_an_answer_of_pi_that_failed_while_it_thought_is_counted_once(tmp_path):
+    lines = [PI_HEAD, said("a", None, "user", "Go.")]
+    lines += [spoken_by("b", "a", "m", thinks("Hm."), says("Hal"), stopReason="aborted")]
+    lines += [said("c", "b", "user", "On."), spoken_by("d", "c", "n", says("Two."))]
+    ((_, found),), _ = read_all(FORMATS["pi"], write_lines(tmp_path / "s.jsonl", *lines))
+    assert (texts_of(found.steps[0]), found.notes) == (["Go.", "On.", "Two."], {CUT: 1})
+
+
+HEADED = {"role": "system", "content": "", "sections": {"preamble": "You are Pi.", "cwd": "/w"}}
+
+
+def heads(id, parent, **fields):
+    return {"type": "message", "id": id, "parentId": parent, "message": HEADED | fields}
+
+
+def test_thoughts_are_dropped_for_another_model_since_pi_logs_its_system_prompt(tmp_path):
+    lines = [PI_HEAD, heads("h", None), said("a", "h", "user", "Go.")]
+    lines += [spoken_by("b", "a", "m", thinks("Hm."), says("One."))]
+    lines += [said("c", "b", "user", "On."), spoken_by("d", "c", "n", says("Two."))]
+    _, second = pi_steps(tmp_path, *lines)
+    assert texts_of(second) == ["You are Pi.\n\n/w", "Go.", "One.", "On.", "Two."]
+    assert all("reasoning_content" not in message for message in second.messages)
+
+
+def test_a_context_of_pi_begins_with_the_system_prompt_and_tools_at_its_last_answer(tmp_path):
+    tools = [{"name": name, "description": name, "parameters": {}} for name in ("ls", "cat")]
+    lines = [PI_HEAD, heads("h", None, toolsAdded=tools[:1]), said("a", "h", "user", "Go.")]
+    lines += [spoken_by("b", "a", "m", says("One."))]
+    change = {"sections": {"preamble": None, "rules": "Be brief."}, "toolsAdded": tools[1:]}
+    lines += [heads("i", "b", toolsRemoved=[{"name": "ls"}], **change)]
+    lines += [said("c", "i", "user", "On."), spoken_by("d", "c", "m", says("Two."))]
+    first, second = pi_steps(tmp_path, *lines)
+    assert texts_of(first)[:3] == ["You are Pi.\n\n/w", "Go.", "One."]
+    assert texts_of(second) == ["/w\n\nBe brief.", "Go.", "One.", "On.", "Two."]
+    names = [[tool["function"]["name"] for tool in step.tools] for step in (first, second)]
+    assert names == [["ls"], ["cat"]]
+    assert texts_of(second)[second.num_given :] == ["Two."]
+
+
+@pytest.mark.parametrize(
+    ("replacement", "kept"),
+    [(None, []), ({"role": "assistant", "content": "Edited."}, ["Edited."])],
+)
+def test_an_edit_of_pi_begins_a_context_with_the_system_prompt(replacement, kept, tmp_path):
+    lines = [PI_HEAD, heads("h", None), said("a", "h", "user", "Go.")]
+    lines += [spoken_by("b", "a", "m", says("One."))]
+    edit = {"type": "context_edit", "id": "e", "parentId": "b", "targetId": "b"}
+    lines += [edit | {"replacement": replacement}]
+    lines += [said("c", "e", "user", "On."), spoken_by("d", "c", "m", says("Two."))]
+    first, second = pi_steps(tmp_path, *lines)
+    assert texts_of(first)[:3] == ["You are Pi.\n\n/w", "Go.", "One."]
+    assert texts_of(second) == ["You are Pi.\n\n/w", "Go.", *kept, "On.", "Two."]
+    assert all(m["role"] != "assistant" for m in second.messages[second.num_given : -1])
+
+
+@pytest.mark.parametrize("num_results", [0, 1])
+def test_calls_of_pi_without_a_result_are_sent_with_an_empty_one(num_results, tmp_path):
+    calls = [{"type": "toolCall", "id": id, "name": "ls", "arguments": {}} for id in "xy"]
+    lines = [PI_HEAD, said("a", None, "user", "Go."), spoken_by("b", "a", "m", says("."), *calls)]
+    parent = "b"
+    for id in "xy"[:num_results]:
+        parent = f"r{id}"
+        lines.append(said(parent, "b", "toolResult", f"of {id}", toolCallId=id))
+    lines += [said("c", parent, "user", "On."), spoken_by("d", "c", "m", says("Two."))]
+    (step,) = pi_steps(tmp_path, *lines)
+    results = [(m["tool_call_id"], m["content"]) for m in step.messages if m["role"] == "tool"]
+    expected = [("x", "of x"), ("y", "No result provided")]
+    assert results == [expected[0] if num_results else ("x", "No result provided"), expected[1]]
+
+
+def test_sub_agents_of_copilot_are_told_by_their_agents_id(tmp_path):
+    task = {"toolCallId": "c", "name": "task", "arguments": {"prompt": "Look around."}}
+    lines = [
+        copilot("session.start", "1", sessionId="s"),
+        copilot("user.message", "2", content="Go."),
+        copilot("assistant.message", "3", content="One.", toolRequests=[task]),
+        copilot("tool.execution_start", "4", toolCallId="c", arguments={"prompt": "Look around."}),
+        copilot("subagent.started", "5", toolCallId="c", agentName="explore") | {"agentId": "x"},
+        copilot("user.message", "6", content="Look around.") | {"agentId": "x"},
+        copilot("assistant.message", "7", content="Seen.") | {"agentId": "x"},
+        copilot("tool.execution_complete", "8", toolCallId="c", result={"content": "Seen."}),
+        copilot("assistant.message", "9", content="Two."),
+    ]
+    ((_, found),), _ = read_all(FORMATS["copilot_cli"], write_lines(tmp_path / "e.jsonl", *lines))
+    assert [(s.agent, texts_of(s), s.num_given) for s in found.steps] == [
+        (None, ["Go.", "One.", "Seen.", "Two."], 0),
+        ("explore", ["Look around.", "Seen."], 0),
+    ]
+    assert found.unread == {}
+
+
+def test_sessions_of_qwen_code_are_counted_because_their_reminder_is_not_logged(tmp_path):
+    lines = [qwen("1", None, "user", **spoken("user", "Go."))]
+    lines += [qwen("2", "1", "assistant", **spoken("model", "One."))]
+    lines += [qwen("3", "2", "user", **spoken("user", "On."))]
+    lines += [qwen("4", "3", "assistant", **spoken("model", "Two."))]
+    ((_, found),), _ = read_all(FORMATS["qwen_code"], write_lines(tmp_path / "s.jsonl", *lines))
+    assert found.notes == {REMINDER: 1}
