@@ -266,8 +266,9 @@ def elements_of(
         parts = parts if is_list(parts or ()) else None
     elif name:
         parts = decode(_document_with(name), content, place.where).elements
-    if parts is None or (parts and not any(bytes(part)[:1] in {b"{", b"["} for part in parts)):
-        yield record  # a list of numbers or texts has no runs
+    has_runs = any(bytes(part)[:1] in {b"{", b"["} for part in parts or ())
+    if parts is None or not (has_runs or (place.part == _WHOLE and not parts)):
+        yield record  # a list of numbers or texts has no runs, and an empty line is no empty file
         return
     places = parts_of(place, content, "" if start == b"[" else name or "", parts)
     yield from (Record(part, bytes(raw)) for part, raw in zip(places, parts, strict=True))
