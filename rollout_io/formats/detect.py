@@ -2,8 +2,8 @@
 
 Formats are entry points of the group `rollout_io.formats`, each an `Adapter`. If one fails to load,
 the others are still available, and the error is reported. Formats that are detected only so that
-the error can suggest an alternative are in `rollout_io.formats.refused`. Inputs that match no format are explained: empty files, pickles, and
-parts of a Harbor job.
+the error can suggest an alternative are in `rollout_io.formats.refused`. Inputs that match no format
+are explained: empty files, pickles, and parts of a Harbor job.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Grammar:
         default: Name of the type of a record without the key `kind`.
         payload: Key below which the fields of the structs are; "": at the top level.
         records: Struct of each type that is read; None if nothing but its type is. Types that are not
-            listed have the struct of `*`, which comes first and whose fields all types have. A record that is a
-            list has a list of structs.
+            listed have the struct of `*`, which comes first and whose fields all types have. A record
+            that is a list has a list of structs.
         leaves: What is left out, by the reason (`contents.Contents`).
     """
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,44 +106,11 @@ class Start:
         except (OSError, RolloutError):
             return b""
 
-    def has_record(self, decoder: msgspec.json.Decoder[Any]) -> bool:
-        """True if a decoder accepts one of the first lines.
-
-        A damaged line must not hide the format of a log; the reader reports the damage.
-        """
-        return any(_accepts(decoder, line) for line in self.lines)
-
-    def is_document_of(self, decoder: msgspec.json.Decoder[Any], marks: Iterable[bytes]) -> bool:
-        """True if the file is one document that a decoder accepts.
-
-        Args:
-            decoder: Decoder of types without `Raw` fields, which would refer to the memory map.
-            marks: Byte strings, one of which must occur in the first 64 KiB; this check is fast.
-        """
-        if not (self.is_document or self._is_one_line):
-            return False
-        is_json = self.head.lstrip().startswith((b"{", b"["))
-        if not is_json or not any(mark in self.head for mark in marks):
-            return False
-        try:
-            with open_input(self.path) as file:
-                return _accepts(decoder, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        except (OSError, ValueError):
-            return False
-
     def below(self, pattern: str) -> list[Path]:
         """Return the files of a directory that match a pattern; empty for a file."""
         if self.is_file or not pattern:
             return []
         return sorted(self.path.glob(pattern))
-
-
-def _accepts(decoder: msgspec.json.Decoder[Any], content: bytes | mmap.mmap) -> bool:
-    try:
-        decoded(decoder, content)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
-    return True
 
 
 def _value(content: bytes) -> Any:

@@ -8,16 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_io.dataset.opening import read_input
-from rollout_io.formats.base import About, Found, Input, Place, Progress, Rejected, Run
-from rollout_io.formats.parsing.jsonl import (
-    contained,
-    refuse_lfs_pointer,
-    without_lone_surrogates,
-)
-from rollout_io.formats.parsing.lines import refuse_repeated
+from rollout_io.formats.base import About, Found, Input, Place, Run
+from rollout_io.formats.parsing.jsonl import without_lone_surrogates
 from rollout_io.formats.parsing.naming import natural_key
-from schemas.errors import RolloutError
 
 _PACKED = (".gz", ".zst")
 _BY_FILE = (
@@ -25,32 +18,6 @@ _BY_FILE = (
     "same name or the name contains a double underscore (owner__repo-1); any other file is a "
     "separate instance"
 )
-
-
-def find_documents(
-    inputs: Sequence[Input], progress: Progress, find: Callable[[Place, bytes], Iterable[Found]]
-) -> Iterator[Found]:
-    """Find the runs in each file, for `Adapter.find`; a file that cannot be used is rejected.
-
-    Args:
-        inputs: Files with one JSON document each.
-        progress: Called with the size of each file.
-        find: Returns the runs and rejections of a document; raises `RolloutError` if the document
-            cannot be used.
-    """
-    first: dict[bytes, str] = {}
-    for given in inputs:
-        content = without_lone_surrogates(read_input(given.path))
-        progress(len(content))
-        place = Place(given.path, given.name, 0, len(content))
-        try:
-            refuse_lfs_pointer(content, given.name)
-            refuse_repeated(content, given.name, first)
-            with contained(given.name):
-                found = list(find(place, content))
-            yield from found
-        except RolloutError as error:
-            yield Rejected(place, error)
 
 
 def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Run:
