@@ -6,7 +6,7 @@ import math
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_io.formats import chats, smolagents, swe_agent, trl
+from rollout_io.formats import agent_lightning, chats, smolagents, swe_agent, trl
 from rollout_io.formats.start import Start
 from tests.helpers.adapter_helpers import read_all
 
@@ -61,3 +61,12 @@ def test_a_document_of_a_hundred_megabytes_is_recognized(tmp_path):
     path = tmp_path / "big.traj"
     path.write_text(json.dumps({"trajectory": [], "history": history}), encoding="utf-8")
     assert swe_agent.ADAPTER.recognizes(Start(path))
+
+
+def test_an_empty_list_in_a_line_is_a_record_that_is_refused(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("{}\n[]\n", encoding="utf-8")
+    _, rejected = read_all(agent_lightning.ADAPTER, path)
+    assert [(each.place.where, each.error.rule) for each in rejected] == [
+        (f"{path}:{number}", "record_type") for number in (1, 2)
+    ]
