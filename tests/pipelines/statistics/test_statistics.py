@@ -177,7 +177,7 @@ def test_the_screen_shows_no_control_characters_of_the_data(shop_dataset, tmp_pa
 
 @pytest.mark.slow
 @settings(relaxed, max_examples=examples(10))
-@given(rollout_tables())
+@given(rollout_tables(pictures=False))
 def test_the_screen_of_any_dataset_agrees_with_its_statistics(table):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ds"

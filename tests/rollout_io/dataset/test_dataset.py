@@ -120,7 +120,7 @@ def test_a_parent_is_the_latest_of_those_that_share_most(table):
 
 
 @pytest.mark.slow
-@given(rollout_tables(), st.data())
+@given(rollout_tables(pictures=False), st.data())
 @settings(relaxed, max_examples=examples(25))
 def test_write_then_read_is_the_identity(table, data):
     layout = data.draw(st.sampled_from(["prefix", "full"]))

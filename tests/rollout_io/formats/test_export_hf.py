@@ -16,8 +16,6 @@ from schemas.rules import RULES
 from schemas.strategies import OPTIONAL_COLUMNS, rollout_tables
 from tests.helpers.table_helpers import STEPS
 
-WITHOUT_PICTURES = tuple(name for name in OPTIONAL_COLUMNS if name != "images")  # a file each
-
 
 def load(folder, cache):
     return datasets.load_dataset(str(folder), split="train", cache_dir=str(cache))
@@ -37,7 +35,7 @@ def test_load_dataset_gives_the_real_rollouts_back(shop_dataset, tmp_path):
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=8)
-@given(rollout_tables(min_trajectories=1, optional=WITHOUT_PICTURES))
+@given(rollout_tables(min_trajectories=1, optional=OPTIONAL_COLUMNS, pictures=False))
 def test_load_dataset_gives_every_column_of_any_table_back(table):
     with tempfile.TemporaryDirectory() as folder:
         dataset, out = Path(folder) / "ds", Path(folder) / "out"

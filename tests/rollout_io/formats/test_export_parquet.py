@@ -15,8 +15,6 @@ from rollout_io.cli.main import run
 from schemas.strategies import OPTIONAL_COLUMNS, rollout_tables
 from tests.helpers.table_helpers import STEPS
 
-WITHOUT_PICTURES = tuple(name for name in OPTIONAL_COLUMNS if name != "images")  # a file each
-
 
 def exported(dataset, out):
     assert run(["export", str(dataset), "--format", "parquet", "--out", str(out)]) == 0
@@ -51,7 +49,7 @@ def test_every_reader_sees_the_full_prompts_of_the_real_rollouts(shop_dataset, t
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=8)
-@given(rollout_tables(min_trajectories=1, optional=WITHOUT_PICTURES))
+@given(rollout_tables(min_trajectories=1, optional=OPTIONAL_COLUMNS, pictures=False))
 def test_every_reader_sees_every_column_of_any_table(table):
     with tempfile.TemporaryDirectory() as folder:
         dataset = Path(folder) / "ds"
