@@ -16,7 +16,7 @@ group.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,10 +35,12 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import elements_of, is_object_with, records_of
+from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
+from rollout_io.formats.parsing.content import known
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_lfs_pointer, refuse_not_utf8
 from rollout_io.formats.parsing.lines import (
     DUPLICATE,
@@ -64,77 +66,34 @@ _ENDED = "succeeded"
 _ALONE = {DUPLICATE, "unique_trajectory"}
 """Rules that reject a single record instead of its attempt."""
 
-
 ROLLOUTS = (
     "inferred: events do not name a task, so each rollout is a separate group (--group-by prompt "
     "groups rollouts with the same first prompt)"
 )
 INPUTS = "inferred: rollouts with the same `data_id` or, without it, with equal inputs"
-_CALL_KEYS = (
-    "request response model_version server.version routed_experts prompt_token_ids "
-    "response_token_ids response_log_probs usage http_status status"
-)
-CONTENTS = Contents(
-    kind="event_type",
-    default="rollout",
-    reads={
-        "*": "rollout_id attempt_id timestamp",
-        "model_request": " ".join(f"data.{name}" for name in _CALL_KEYS.split()),
-        "reward": "data.value data.source data.reason",
-        "rollout": "input status.state status.last_attempt_id status.error_message",
-    },
-    leaves={
-        "facts about a call": "model_request/data.finish_reason model_request/data.latency_ms "
-        "model_request/data.model model_request/data.retry_count model_request/data.server",
-        "facts about a rollout": "rollout/config rollout/is_train rollout/metadata rollout/status",
-        "notes of the program, not sent": "note",
-    },
-)
+_LEAVES = {
+    "facts about a call": "model_request/data.finish_reason model_request/data.latency_ms "
+    "model_request/data.model model_request/data.retry_count model_request/data.server",
+    "facts about a rollout": "rollout/config rollout/is_train rollout/metadata rollout/status",
+    "notes of the program, not sent": "note",
+}
 
 
-class _Asked(msgspec.Struct, gc=False):
-    messages: msgspec.Raw = NO_JSON
-    prompt: msgspec.Raw = NO_JSON
-
-
-class _DataHead(msgspec.Struct, gc=False):
-    request: _Asked | None = None
-
-
-class _Status(msgspec.Struct, gc=False):
-    state: str | None = None
-    last_attempt_id: str | None = None
-    error_message: str | None = None
-
-
-class _Head(msgspec.Struct, gc=False):
-    """The fields that identify an event or a rollout record."""
-
+class _Event(msgspec.Struct, gc=False):
     rollout_id: str
-    event_type: str | None = None
     attempt_id: str | None = None
     timestamp: float | None = None
-    data: msgspec.Raw = NO_JSON
-    input: msgspec.Raw = NO_JSON
-    status: _Status | None = None
 
 
 class _Server(msgspec.Struct, gc=False):
     version: Int32 | None = None
 
 
-class _Outcome(msgspec.Struct, gc=False):
+class _CallData(msgspec.Struct, gc=False):
+    request: msgspec.Raw = msgspec.Raw(b"{}")
+    response: msgspec.Raw = NO_JSON
     http_status: int | None = None
     status: str | None = None
-
-    @property
-    def is_failed(self) -> bool:
-        return (self.http_status or 200) >= 400 or self.status not in {"ok", None}
-
-
-class _Call(msgspec.Struct, gc=False):
-    request: Request = msgspec.field(default_factory=Request)
-    response: Answer = None
     model_version: Int32 | None = None
     server: _Server | None = None
     routed_experts: msgspec.Raw = NO_JSON
@@ -143,29 +102,59 @@ class _Call(msgspec.Struct, gc=False):
     response_log_probs: list[float] | None = None
     usage: Usage | None = None
 
+    @property
+    def is_refused(self) -> bool:
+        """True if the server did not answer."""
+        return (self.http_status or 200) >= 400 or self.status not in {"ok", None}
 
-class _Reward(msgspec.Struct, gc=False):
+
+class _Call(_Event, kw_only=True, gc=False):
+    data: _CallData = msgspec.field(default_factory=_CallData)
+
+
+class _RewardData(msgspec.Struct, gc=False):
     value: float | bool | None = None
     source: str | None = None
     reason: str | None = None
 
 
-_HEAD = msgspec.json.Decoder(_Head)
-_DATA_HEAD = msgspec.json.Decoder(_DataHead)
-_OUTCOME = msgspec.json.Decoder(_Outcome)
-_CALL = msgspec.json.Decoder(_Call)
-_REWARD = msgspec.json.Decoder(_Reward)
+class _Reward(_Event, kw_only=True, gc=False):
+    data: _RewardData = msgspec.field(default_factory=_RewardData)
+
+
+class _Status(msgspec.Struct, gc=False):
+    state: str | None = None
+    last_attempt_id: str | None = None
+    error_message: str | None = None
+
+
+class _RolloutRecord(_Event, kw_only=True, gc=False):
+    input: msgspec.Raw = NO_JSON
+    status: _Status
+
+
+class _Prompt(msgspec.Struct, gc=False):
+    messages: msgspec.Raw = NO_JSON
+    prompt: msgspec.Raw = NO_JSON
+
+
+_GRAMMAR = Grammar(
+    kind="event_type",
+    default="rollout",
+    records={"*": _Event, "model_request": _Call, "reward": _Reward, "rollout": _RolloutRecord},
+    leaves=_LEAVES,
+)
+_PROMPT = msgspec.json.Decoder(_Prompt | None)
+_REQUEST = msgspec.json.Decoder(Request)
+_ANSWER = msgspec.json.Decoder(Answer)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(slots=True)
 class _Rollout:
-    """The records of a rollout.
+    """A rollout: the time and place of each event, by attempt, and the place of its own record.
 
-    Attributes:
-        attempts: Time and location of each event, by attempt.
-        damaged: Errors of damaged records by attempt; key None: damage to the entire rollout.
-        record: Location of the record about the rollout itself, or None.
+    Damage is by attempt, too; that of None is of the entire rollout.
     """
 
     attempts: dict[str, list[tuple[float, Place]]] = field(default_factory=dict)
@@ -184,13 +173,27 @@ def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     rollouts: dict[str, _Rollout] = {}
     first: dict[bytes, str] = {}
     models = ModelNames()
-    for given in inputs:
+    for log in inputs:
         try:
-            yield from _note_all(_records(given, progress), rollouts, first, models)
+            for record in _records(log, progress):
+                try:
+                    refuse_not_utf8(record.content, record.place.where)
+                    refuse_repeated(record.content.strip(), record.place.where, first)
+                    _note(record, rollouts)
+                    models.see(record.content)
+                except RolloutError as error:
+                    yield Rejected(record.place, error)
+                    name = named_in(record.content, "rollout_id")
+                    if name is not None and error.rule not in _ALONE:
+                        attempt = named_in(record.content, "attempt_id")
+                        rollout = rollouts.setdefault(name, _Rollout())
+                        rollout.damaged.setdefault(attempt, error)
+                        if attempt is not None:
+                            rollout.attempts.setdefault(attempt, [])
         except RolloutError as error:
             if error.rule == "input_file":
                 raise
-            yield Rejected(Place(given.path, given.name, 0, given.path.stat().st_size), error)
+            yield Rejected(Place(log.path, log.name, 0, log.path.stat().st_size), error)
     yield from models.about()
     if rollouts:
         yield About("groups", ROLLOUTS if any(not r.record for r in rollouts.values()) else INPUTS)
@@ -198,84 +201,46 @@ def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
         yield from _runs(name, rollout)
 
 
-def _note_all(
-    records: Iterable[Record],
-    rollouts: dict[str, _Rollout],
-    first: dict[bytes, str],
-    models: ModelNames,
-) -> Iterator[Rejected]:
-    for place, content in records:
-        try:
-            refuse_not_utf8(content, place.where)
-            refuse_repeated(content.strip(), place.where, first)
-            _note(place, decode_line(_HEAD, content, place.where), rollouts)
-            models.see(content)
-        except RolloutError as error:
-            yield Rejected(place, error)
-            name = named_in(content, "rollout_id")
-            if name is not None and error.rule not in _ALONE:
-                _note_damage(rollouts.setdefault(name, _Rollout()), content, error)
-
-
-def _note_damage(rollout: _Rollout, content: bytes, error: RolloutError) -> None:
-    attempt = named_in(content, "attempt_id")
-    rollout.damaged.setdefault(attempt, error)
-    if attempt is not None:
-        rollout.attempts.setdefault(attempt, [])
-
-
 def _records(log: Input, progress: Progress) -> Iterator[Record]:
-    for record in records_of(log, progress, _is_list):
+    for record in records_of(log, progress, lambda start: start.head.lstrip().startswith(b"[")):
         refuse_lfs_pointer(record.content, log.name)
         yield from elements_of(record)
 
 
-def _is_list(start: Start) -> bool:
-    return start.head.lstrip().startswith(b"[")
-
-
-def _note(place: Place, head: _Head, rollouts: dict[str, _Rollout]) -> None:
-    if head.event_type is None and (head.status is None or bytes(head.data) != b"null"):
-        got = "the object is neither an event (`event_type`) nor a rollout (`input` and `status`)"
-        raise InputError("record_type", place.where, got)
-    if head.event_type is None:
-        rollout = rollouts.setdefault(head.rollout_id, _Rollout())
+def _note(record: Record, rollouts: dict[str, _Rollout]) -> None:
+    place, content = record
+    where = place.where
+    kind, event = _GRAMMAR.typed(content, where, decode_line)
+    rollout = rollouts.get(event.rollout_id) or _Rollout()
+    if kind == "rollout":
         if rollout.record is not None:
             hint = "convert the logs of different collections separately"
-            got = f"rollout {head.rollout_id!r} is already in {rollout.record.where}"
-            raise InvariantError("unique_trajectory", place.where, got, hint=hint)
-        rollout.record = place
-        rollout.labels |= _of_input(head.input, place.where)
-        rollout.last = None if head.status is None else head.status.last_attempt_id
-        return
-    if head.attempt_id is None:
-        raise InputError("record_type", place.where, "the event has no `attempt_id`")
-    digest = None
-    if head.event_type == "model_request":
-        digest = _digest_of_prompt(head.data, place.where)
-    rollout = rollouts.setdefault(head.rollout_id, _Rollout())
-    events = rollout.attempts.setdefault(head.attempt_id, [])
-    events.append(
-        (events[-1][0] if head.timestamp is None and events else head.timestamp or 0.0, place)
-    )
-    if digest is not None:
-        rollout.labels.setdefault("prompt", digest)
+            got = f"rollout {event.rollout_id!r} is already in {rollout.record.where}"
+            raise InvariantError("unique_trajectory", where, got, hint=hint)
+        rollout.labels |= _names_in(event.input, where)
+        rollout.record, rollout.last = place, event.status.last_attempt_id
+    elif event.attempt_id is None:
+        raise InputError("record_type", where, "the event has no `attempt_id`")
+    else:
+        if kind == "model_request":
+            request = decode_line(_PROMPT, bytes(event.data.request), f"{where}, data.request")
+            if request is not None:
+                asked = request.prompt if bytes(request.messages) == b"null" else request.messages
+                rollout.labels.setdefault("prompt", f"prompt-{_digest(asked)}")
+        events = rollout.attempts.setdefault(event.attempt_id, [])
+        is_untimed = event.timestamp is None and events
+        events.append((events[-1][0] if is_untimed else event.timestamp or 0.0, place))
+    rollouts[event.rollout_id] = rollout
 
 
-def _of_input(raw: msgspec.Raw, where: str) -> dict[str, str]:
+def _names_in(raw: msgspec.Raw, where: str) -> dict[str, str]:
     text = bytes(raw)
-    found = {"input": f"input-{hashlib.blake2b(text, digest_size=6).hexdigest()}"}
     fields = decode_line(_FIELDS, text, f"{where}, input") if text.startswith(b"{") else {}
-    name = label(fields.get("data_id"), where)
-    return found if name is None else found | {"data_id": name}
+    return known({"input": f"input-{_digest(raw)}", "data_id": label(fields.get("data_id"), where)})
 
 
-def _digest_of_prompt(data: msgspec.Raw, where: str) -> str | None:
-    asked = decode_line(_DATA_HEAD, bytes(data), f"{where}, data").request
-    if asked is None:
-        return None
-    text = bytes(asked.prompt) if bytes(asked.messages) == b"null" else bytes(asked.messages)
-    return f"prompt-{hashlib.blake2b(text, digest_size=6).hexdigest()}"
+def _digest(raw: msgspec.Raw) -> str:
+    return hashlib.blake2b(bytes(raw), digest_size=6).hexdigest()
 
 
 def _runs(name: str, rollout: _Rollout) -> Iterator[Run | Rejected]:
@@ -304,94 +269,77 @@ def read_attempt(run: Run, _: Options) -> Trajectory:
     Failed calls (HTTP status 400 and above) are counted in the metric `num_failed_requests`. A run
     has failed if its rollout failed, if none of its calls succeeded, or if it was retried and has
     no reward.
-
-    Raises:
-        RolloutError: The attempt cannot be used (`no_token_ids`, `no_calls`, `routing_shape`, ...).
     """
-    heads = []
+    calls, rewards, status = list[tuple[str, _CallData]](), list[_RewardData](), None
     for place in run.places:
         content = read_record(place)
-        account(CONTENTS, content)
-        heads.append((place.where, decode_line(_HEAD, content, place.where)))
-    rewards = [_reward(h, where) for where, h in heads if h.event_type == "reward"]
-    known = [reward for reward in rewards if reward.value is not None]
-    requests = [(where, h) for where, h in heads if h.event_type == "model_request"]
-    refused = [outcome for where, h in requests if (outcome := _outcome(h, where)).is_failed]
-    error = _error(run, [h for _, h in heads if h.event_type is None], has_reward=bool(known))
-    if error is None and requests and len(refused) == len(requests):
+        account(_GRAMMAR.contents, content)
+        event = _GRAMMAR.typed(content, place.where, decode_line)[1]
+        if isinstance(event, _Call):
+            calls.append((place.where, event.data))
+        elif isinstance(event, _Reward) and event.data.value is not None:
+            rewards.append(event.data)
+        elif isinstance(event, _RolloutRecord):
+            status = event.status
+    refused = [call for _, call in calls if call.is_refused]
+    error = _error(run, status, has_reward=bool(rewards))
+    if error is None and calls and len(refused) == len(calls):
         error = f"all {len(refused)} model requests failed (HTTP {refused[-1].http_status})"
     failed = run.failed or error is not None
-    steps = [
-        step
-        for where, head in requests
-        if not _outcome(head, where).is_failed
-        for step in _steps(head, where, failed=failed)
-    ]
+    answered = [(where, call) for where, call in calls if not call.is_refused]
+    steps = [step for where, call in answered for step in _steps(call, where, failed=failed)]
     if not steps and not failed:
         where = run.places[0].where
         raise InputError("no_calls", where, "the attempt has no model requests")
-    metrics = {f"reward[{i}]": float(r.value or 0) for i, r in enumerate(known[:-1])}
-    if known:
-        metrics["reward"] = float(known[-1].value or 0)
+    metrics = {f"reward[{i}]": float(r.value or 0) for i, r in enumerate(rewards[:-1])}
+    last = rewards[-1] if rewards else _RewardData()
+    if last.value is not None:
+        metrics["reward"] = float(last.value)
     if refused:
         metrics["num_failed_requests"] = float(len(refused))
+    texts = {name: run.labels.get(name) for name in ("rollout_id", "attempt_id")}
+    texts |= {"reward_source": last.source, "reward_reason": last.reason}
     return Trajectory(
         steps=steps,
         reward=metrics.get("reward"),
         error=error,
         metrics=metrics,
-        user_values=_texts(run, known),
+        user_values={name: text for name, text in texts.items() if text},
     )
 
 
-def _reward(head: _Head, where: str) -> _Reward:
-    return decode_line(_REWARD, bytes(head.data), f"{where}, data")
-
-
-def _outcome(head: _Head, where: str) -> _Outcome:
-    return decode_line(_OUTCOME, bytes(head.data), f"{where}, data")
-
-
-def _error(run: Run, records: Sequence[_Head], *, has_reward: bool) -> str | None:
-    status = (records[0].status if records else None) or _Status(state=_ENDED)
-    if status.state != _ENDED:
-        return f"rollout {status.state}" + (
-            f": {status.error_message}" if status.error_message else ""
-        )
+def _error(run: Run, status: _Status | None, *, has_reward: bool) -> str | None:
+    if status is not None and status.state != _ENDED:
+        message = f": {status.error_message}" if status.error_message else ""
+        return f"rollout {status.state}{message}"
     if "superseded_by" in run.labels and not has_reward:
         return f"superseded by attempt {run.labels['superseded_by']}"
     return None
 
 
-def _texts(run: Run, rewards: Sequence[_Reward]) -> dict[str, str]:
-    last = rewards[-1] if rewards else _Reward()
-    texts = {name: run.labels.get(name) for name in ("rollout_id", "attempt_id")}
-    texts |= {"reward_source": last.source, "reward_reason": last.reason}
-    return {name: text for name, text in texts.items() if text}
-
-
-def _steps(head: _Head, where: str, *, failed: bool) -> list[Step]:
-    call = decode_line(_CALL, bytes(head.data), f"{where}, data")
-    if call.response is None and bytes(call.response_token_ids) != b"null":
+def _steps(call: _CallData, where: str, *, failed: bool) -> list[Step]:
+    if bytes(call.response) == b"null" and bytes(call.response_token_ids) != b"null":
         steps = [_triplet(call, where)]
     else:
+        request = decode_line(_REQUEST, bytes(call.request), f"{where}, data.request")
+        answer = decode_line(_ANSWER, bytes(call.response), f"{where}, data.response")
         with np.errstate(over="ignore"):  # an overflow to infinity is rejected by logprobs_finite
-            steps = read_choices(call.response, call.request, where, failed=failed)
+            steps = read_choices(answer, request, where, failed=failed)
         _refuse_difference(call, steps, where)
     version = call.model_version
     if version is None and call.server is not None:
         version = call.server.version
     for step in steps:
         step.policy_version = version
-    if bytes(call.routed_experts) != b"null":
-        first = steps[0]
-        num_tokens = num_ids(first.prompt_token_ids) + num_ids(first.response_ids)
-        place = f"{where}, data.routed_experts"
-        first.rollout_expert_indices = route_array(call.routed_experts, num_tokens, place)
+    first = steps[0]
+    num_tokens = num_ids(first.prompt_token_ids) + num_ids(first.response_ids)
+    place = f"{where}, data.routed_experts"
+    routes = route_array(call.routed_experts, num_tokens, place)
+    first.rollout_expert_indices = first.rollout_expert_indices if routes is None else routes
     return steps
 
 
-def _refuse_difference(call: _Call, steps: Sequence[Step], where: str) -> None:
+def _refuse_difference(call: _CallData, steps: Sequence[Step], where: str) -> None:
     """Reject a response whose only choice has ids that differ from the event's triplet fields."""
     if len(steps) > 1:
         return
@@ -404,7 +352,7 @@ def _refuse_difference(call: _Call, steps: Sequence[Step], where: str) -> None:
             same_ids(ids, other, name, f"{where}, data")
 
 
-def _triplet(call: _Call, where: str) -> Step:
+def _triplet(call: _CallData, where: str) -> Step:
     """Read a call that was exported with the API's `format=triplet`."""
     prompt = strict_ids(bytes(call.prompt_token_ids), "prompt", where)
     response = strict_ids(bytes(call.response_token_ids), "response", where)
@@ -433,5 +381,5 @@ ADAPTER = Adapter(
     recognizes=recognizes,
     find=find_attempts,
     read=read_attempt,
-    contents=CONTENTS,
+    contents=_GRAMMAR.contents,
 )

@@ -11,109 +11,100 @@ has no reward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollout_io.dataset.opening import read_input
-from rollout_io.formats.base import (
-    About,
-    Adapter,
-    Found,
-    Input,
-    Options,
-    Place,
-    Progress,
-    Rejected,
-    Run,
-    Trajectory,
-)
-from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.base import Found, Options, Place, Run, Trajectory
 from rollout_io.formats.dialects.bodies import answers_of, prompt_of
+from rollout_io.formats.engines.records import Records
 from rollout_io.formats.parsing.content import raw_of
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.naming import natural_key
-from rollout_io.formats.start import Start
-from schemas.errors import InputError, RolloutError
+from schemas.errors import InputError
 
-_GROUPS = "inferred: the calls in one directory are one run, and a separate instance"
-_CONTENTS = Contents(
-    reads={"": "messages tools input instructions response kwargs.temperature kwargs.top_p"},
-    leaves={
-        "settings of the request": "kwargs context_window llm_path include store reasoning",
-        "facts about the call": "cost timestamp latency_sec usage_summary usage error fncall_prompt "
-        "args log_completions",
-        "repeats the response": "raw_response",
-    },
-)
-_OBJECT = msgspec.json.Decoder(dict[str, Any])
+_LEAVES = {
+    "settings of the request": "kwargs context_window llm_path include store reasoning",
+    "facts about the call": "cost timestamp latency_sec usage_summary usage error fncall_prompt "
+    "args log_completions",
+    "repeats the response": "raw_response",
+}
 
 
-def find_calls(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per directory."""
-    yield About("groups", _GROUPS)
-    runs: dict[str, list[tuple[float, Place]]] = {}
-    for given in sorted(inputs, key=lambda each: natural_key(each.name)):
-        content = read_input(given.path)
-        progress(len(content))
-        place = Place(given.path, given.name, 0, len(content))
-        try:
-            time = decode_document(_OBJECT, content, given.name).get("timestamp")
-            number = float(time) if isinstance(time, int | float) else 0.0
-            runs.setdefault(str(Path(given.name).parent), []).append((number, place))
-        except RolloutError as error:
-            yield Rejected(place, error)
-    for folder, calls in runs.items():
-        places = [place for _, place in sorted(calls, key=lambda each: each[0])]
+class _Sampling(msgspec.Struct, gc=False):
+    temperature: Any = None
+    top_p: Any = None
+
+
+class Logged(msgspec.Struct, gc=False):
+    """The log of a call."""
+
+    messages: Any = None
+    tools: Any = None
+    input: Any = None
+    instructions: Any = None
+    response: Any = None
+    timestamp: Any = None
+    kwargs: _Sampling | None = None
+
+
+_LOGGED = msgspec.json.Decoder(Logged)
+
+
+def run_of(call: Logged, place: Place) -> Run:
+    """Return a run of one call, which `_by_folder` joins with the others of its directory."""
+    labels = {"time": str(_number(call.timestamp) or 0.0)}
+    folder = str(Path(place.where).parent)
+    return Run(instance_id=folder, repetition_id=0, places=[place], labels=labels)
+
+
+def _by_folder(items: Iterator[Found]) -> Iterator[Found]:
+    folders: dict[str, list[Run]] = {}
+    for item in items:
+        if isinstance(item, Run):
+            folders.setdefault(item.instance_id, []).append(item)
+        else:
+            yield item
+    for folder in sorted(folders, key=natural_key):
+        calls = sorted(folders[folder], key=lambda call: natural_key(call.places[0].where))
+        calls.sort(key=lambda call: float(call.labels["time"]))
+        places = [call.places[0] for call in calls]
         yield Run(instance_id=folder, repetition_id=0, places=places, labels={"directory": folder})
 
 
-def read_calls(run: Run, _: Options) -> Trajectory:
-    """Read the calls of a directory.
-
-    Raises:
-        InputError: `record_type`: a document is no object, or has no prompt; `message`: a message
-            cannot be read; `no_calls`, `no_token_ids`: see `steps_of`.
-    """
+def read(_: Logged, run: Run, __: Options) -> Trajectory:
+    """Read the calls of a directory."""
     calls: list[Call] = []
     for place in run.places:
         where = place.where
-        value = decode_document(_OBJECT, read_record(place), where)
-        account(_CONTENTS, value)
-        prompt = prompt_of(value, where)
+        logged = decode_document(_LOGGED, read_record(place), where)
+        prompt = prompt_of(msgspec.structs.asdict(logged), where)
         if prompt is None:
             hint = "see docs/formats.md#openhands_llm for the fields of the format"
             raise InputError("record_type", where, "the log has no prompt", "messages", hint)
-        response = value.get("response")
-        answers = answers_of(response, f"{where}, response") if response else []
-        if not answers:
-            continue
-        kwargs = value.get("kwargs")
-        sampling = kwargs if isinstance(kwargs, Mapping) else {}
-        call = Call(
-            where=where,
-            prompt=prompt.messages,
-            reply=answers[0],
-            answer=raw_of(response),
-            tools=prompt.tools,
-            temperature=_number(sampling.get("temperature")),
-            top_p=_number(sampling.get("top_p")),
-        )
-        calls.append(call)
+        answers = answers_of(logged.response, f"{where}, response") if logged.response else []
+        sampling = logged.kwargs or _Sampling()
+        calls += [
+            Call(
+                where=where,
+                prompt=prompt.messages,
+                reply=answer,
+                answer=raw_of(logged.response),
+                tools=prompt.tools,
+                temperature=_number(sampling.temperature),
+                top_p=_number(sampling.top_p),
+            )
+            for answer in answers[:1]
+        ]
     return Trajectory(steps=steps_of(calls, run.places[0].where))
 
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
-
-
-def recognizes(start: Start) -> bool:
-    """True if a file is the log of one call."""
-    return start.is_file and any(map(_is_call, start.values))
 
 
 def _is_call(value: Any) -> bool:
@@ -122,12 +113,13 @@ def _is_call(value: Any) -> bool:
     return isinstance(value.get("messages", value.get("input")), list)
 
 
-ADAPTER = Adapter(
-    summary="logs of model calls by OpenHands, one JSON document each",
-    recognizes=recognizes,
-    find=find_calls,
-    read=read_calls,
-    is_text=True,
-    noun="run",
-    contents=_CONTENTS,
-)
+ADAPTER = Records(
+    records={"": Logged},
+    leaves=_LEAVES,
+    run=run_of,
+    read=read,
+    is_record=_is_call,
+    is_whole=lambda _: True,
+    groups="inferred: the calls in one directory are one run, and a separate instance",
+    finish=_by_folder,
+).adapter("logs of model calls by OpenHands, one JSON document each")

@@ -14,9 +14,10 @@ is found below "llm", whether the log has the dotted name or nested objects.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollout_io.formats.dialects.bodies import value_of
 from schemas.errors import InputError
@@ -37,11 +38,11 @@ FORMS = (
 _VALUES = ("stringValue", "intValue", "doubleValue", "boolValue", "bytesValue")
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
     """A span of a trace.
 
     Attributes:
-        trace: Id of the trace.
         kind: Type of the span in the words of the tool, in upper case; empty if it has none.
         start: Start in seconds; 0.0 if unknown.
         attributes: Attributes as a tree; a value beside values below it has the key "".
@@ -60,10 +61,10 @@ class Span(NamedTuple):
     kind: str
     start: float
     attributes: Tree
-    events: list[Tree]
-    error: str | None
-    scores: dict[str, float]
-    labels: dict[str, str]
+    events: Sequence[Tree] = ()
+    error: str | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     opinions: frozenset[str] = frozenset()
 
 
@@ -89,7 +90,8 @@ def spans_in(record: Any, where: str) -> Iterator[Span]:
         for i, each in enumerate(record):
             yield from spans_in(each, f"{where}[{i}]")
     elif form == "OpenTelemetry":
-        yield _of_sdk(record, where)
+        _object(record["attributes"], f"{where}, attributes")
+        yield _span(record, where)
     elif form == "OTLP":
         yield from _of_otlp(record, where)
     elif form == "Langfuse":
@@ -101,51 +103,42 @@ def spans_in(record: Any, where: str) -> Iterator[Span]:
         raise InputError("record_type", where, "the record has no spans", f"spans of {known}")
 
 
-def _of_sdk(span: Mapping[str, Any], where: str) -> Span:
-    context = _object(span["context"], f"{where}, context")
-    attributes = tree_of(_object(span["attributes"], f"{where}, attributes"))
-    status = span.get("status")
-    status = status if isinstance(status, Mapping) else {}
-    code = str(status.get("status_code", span.get("status_code", "")))
-    message = status.get("description") or span.get("status_message") or code
+def _span(fields: Any, where: str, trace: Any = None, **of_trace: Any) -> Span:
+    """Return a span as OpenTelemetry's SDKs, OTLP and MLflow write it."""
+    fields = _object(fields, where)
+    context, status = _mapping(fields.get("context")), fields.get("status")
+    if not isinstance(status, Mapping):
+        status = {"code": status or fields.get("status_code", "")}
+    code = str(status.get("status_code", status.get("code", ""))).upper()
+    message = status.get("description") or status.get("message") or fields.get("status_message")
+    attributes = tree_of(_pairs(fields.get("attributes")))
+    trace = trace or _first(fields, "traceId", "trace_id") or context.get("trace_id")
+    name = _first(fields, "spanId", "span_id") or context.get("span_id")
+    started = _first(fields, "startTimeUnixNano", "start_time_unix_nano", "start_time")
+    of_trace["labels"] = _labels(attributes) | of_trace.get("labels", {})
     return Span(
-        trace=_id(context.get("trace_id"), f"{where}, context.trace_id"),
-        id=_id(context.get("span_id"), f"{where}, context.span_id"),
-        parent=_parent(span.get("parent_id")),
-        name=str(span.get("name", "")),
-        kind=str(span.get("span_kind") or _kind(attributes)).upper(),
-        start=_seconds(span.get("start_time")),
+        trace=_id(trace, f"{where}, trace_id"),
+        id=_id(name, f"{where}, span_id"),
+        parent=_parent(_first(fields, "parentSpanId", "parent_span_id", "parent_id")),
+        name=str(fields.get("name", "")),
+        kind=str(fields.get("span_kind") or _kind(attributes)).upper(),
+        start=_seconds(started),
         attributes=attributes,
-        events=[_event(event) for event in span.get("events") or () if isinstance(event, Mapping)],
-        error=str(message) if code.upper().endswith("ERROR") else None,
-        scores={},
-        labels=_labels(attributes),
+        events=[
+            tree_of(_pairs(event.get("attributes"))) | {"name": event.get("name")}
+            for event in fields.get("events") or ()
+            if isinstance(event, Mapping)
+        ],
+        error=str(message or "error") if code == "2" or code.endswith("ERROR") else None,
+        **of_trace,
     )
 
 
 def _of_otlp(record: Mapping[str, Any], where: str) -> Iterator[Span]:
-    for resource in _either(record, "resourceSpans", "resource_spans") or ():
-        for scope in _either(resource, "scopeSpans", "scope_spans") or ():
+    for resource in _first(record, "resourceSpans", "resource_spans") or ():
+        for scope in _first(resource, "scopeSpans", "scope_spans") or ():
             for span in scope.get("spans") or ():
-                attributes = tree_of(_pairs(span.get("attributes")))
-                status = span.get("status") or {}
-                failed = status.get("code") in {2, "STATUS_CODE_ERROR"}
-                yield Span(
-                    trace=_id(_either(span, "traceId", "trace_id"), f"{where}, traceId"),
-                    id=_id(_either(span, "spanId", "span_id"), f"{where}, spanId"),
-                    parent=_parent(_either(span, "parentSpanId", "parent_span_id")),
-                    name=str(span.get("name", "")),
-                    kind=_kind(attributes),
-                    start=_seconds(_either(span, "startTimeUnixNano", "start_time_unix_nano")),
-                    attributes=attributes,
-                    events=[
-                        tree_of(_pairs(event.get("attributes"))) | {"name": event.get("name")}
-                        for event in span.get("events") or ()
-                    ],
-                    error=str(status.get("message") or "error") if failed else None,
-                    scores={},
-                    labels=_labels(attributes),
-                )
+                yield _span(span, where)
 
 
 def _of_langfuse(record: Mapping[str, Any], where: str) -> Iterator[Span]:
@@ -181,7 +174,6 @@ def _of_langfuse(record: Mapping[str, Any], where: str) -> Iterator[Span]:
             kind=str(observation.get("type") or "").upper(),
             start=_seconds(observation.get("startTime")),
             attributes=attributes,
-            events=[],
             error=str(observation.get("statusMessage") or "error") if failed else None,
             scores=named,
             labels={name: str(text) for name, text in labels.items() if text},
@@ -203,28 +195,10 @@ def _of_mlflow(record: Mapping[str, Any], where: str) -> Iterator[Span]:
             judge = source.get("source_type") if isinstance(source, Mapping) else None
             if each.get("span_id") or judge in {"LLM_JUDGE", "AI_JUDGE"}:
                 opinions.add(name)
+    labels = {"session": str(info["session"])} if info.get("session") else {}
     for span in spans:
-        context = span.get("context") or {}
-        attributes = tree_of(_mapping(span.get("attributes")))
-        mlflow = attributes.get("mlflow", {})
-        status = span.get("status") or span.get("status_code") or {}
-        code = str(status.get("code", "") if isinstance(status, Mapping) else status)
-        failed = code.endswith("ERROR")
-        message = status.get("message") if isinstance(status, Mapping) else None
-        yield Span(
-            trace=_id(trace_id or span.get("trace_id"), f"{where}, info.trace_id"),
-            id=_id(span.get("span_id") or context.get("span_id"), f"{where}, span_id"),
-            parent=_parent(_either(span, "parent_span_id", "parent_id")),
-            name=str(span.get("name", "")),
-            kind=str(value_of(mlflow.get("spanType")) or "").upper(),
-            start=_seconds(_either(span, "start_time_unix_nano", "start_time")),
-            attributes=attributes,
-            events=[],
-            error=str(message or "error") if failed else None,
-            scores=scores,
-            labels={"session": str(info["session"])} if info.get("session") else {},
-            opinions=frozenset(opinions),
-        )
+        of_trace = {"scores": scores, "labels": labels, "opinions": frozenset(opinions)}
+        yield _span(span, where, trace_id, **of_trace)
 
 
 def tree_of(attributes: Mapping[str, Any]) -> Tree:
@@ -269,11 +243,13 @@ def listed(node: Any) -> list[Any]:
     return [each for _, each in sorted(numbered, key=lambda pair: pair[0])]
 
 
-def _pairs(given: Any) -> dict[str, Any]:
-    """Return OTLP's list of keys and values as an object."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    pairs = [each for each in given or () if isinstance(each, Mapping) and "key" in each]
+def _pairs(logged: Any) -> dict[str, Any]:
+    """Return attributes as an object; OTLP has a list of keys and values."""
+    value = value_of(logged)
+    if isinstance(value, Mapping):
+        return dict(value)
+    listed = value if isinstance(value, list) else ()
+    pairs = [each for each in listed if isinstance(each, Mapping) and "key" in each]
     return {str(pair["key"]): _otlp_value(pair.get("value")) for pair in pairs}
 
 
@@ -282,10 +258,9 @@ def _otlp_value(value: Any) -> Any:
         return value
     for name in _VALUES:
         if name in value:
-            found = value[name]
-            return (
-                int(found) if name == "intValue" and str(found).lstrip("-").isdecimal() else found
-            )
+            number = value[name]
+            is_whole = name == "intValue" and str(number).lstrip("-").isdecimal()
+            return int(number) if is_whole else number
     if "arrayValue" in value:
         return [_otlp_value(each) for each in value["arrayValue"].get("values") or ()]
     if "kvlistValue" in value:
@@ -293,13 +268,10 @@ def _otlp_value(value: Any) -> Any:
     return None
 
 
-def _event(event: Mapping[str, Any]) -> Tree:
-    return tree_of(_mapping(event.get("attributes"))) | {"name": event.get("name")}
-
-
 def _kind(attributes: Tree) -> str:
-    found = at(attributes, "openinference.span.kind") or at(attributes, "langfuse.observation.type")
-    return found.upper() if isinstance(found, str) else ""
+    paths = ("openinference.span.kind", "langfuse.observation.type", "mlflow.spanType")
+    kinds = (value_of(at(attributes, path)) for path in paths)
+    return next((kind for kind in kinds if isinstance(kind, str) and kind), "")
 
 
 def _labels(attributes: Tree) -> dict[str, str]:
@@ -337,10 +309,9 @@ def _parent(value: Any) -> str | None:
     return found if found.strip("0") else None
 
 
-def _either(fields: Any, one: str, other: str) -> Any:
-    if not isinstance(fields, Mapping):
-        return None
-    return fields[one] if one in fields else fields.get(other)
+def _first(fields: Any, *names: str) -> Any:
+    """Return the value of the first of several keys that an object has."""
+    return next((fields[name] for name in names if name in fields), None)
 
 
 def _mapping(given: Any) -> dict[str, Any]:
