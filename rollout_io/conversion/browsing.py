@@ -77,11 +77,7 @@ class Listing:
 
     @classmethod
     def of(cls, path: Path) -> Listing:
-        """List a path.
-
-        Raises:
-            InputError: `input_file`: the path is missing or unreadable, or a directory has no files.
-        """
+        """List a path."""
         found = cls(path, Path(os.path.realpath(path)))
         if path.is_dir():
             for folder, folders, names in os.walk(path, onerror=found._unlisted):
@@ -166,17 +162,7 @@ class Read(NamedTuple):
 def open_listed(
     listing: Listing, spool: Path, format_name: str = AUTO, tell: Tell | None = None
 ) -> Opened:
-    """Open the listed files as a conversion does, without those that cannot be read.
-
-    Args:
-        listing: The files.
-        spool: Directory for decompressed files.
-        format_name: Name of a registered format, or `auto`.
-        tell: Called with each input once its format is known, or with the error that leaves it out.
-
-    Raises:
-        InputError: `known_format`, `input_file`, `lfs_pointer`: the path itself is not a log.
-    """
+    """Open the listed files as a conversion does, without those that cannot be read."""
     refuse = tell or (lambda _name, _error: None)
     # Links to directories are never followed; ignoring one would ignore all that its target holds.
     ignored = [str(path) for path in listing.refused if not (path.is_symlink() and path.is_dir())]
@@ -219,14 +205,8 @@ def read_opened(
 ) -> Iterator[Read]:
     """Yield the runs of opened logs as tables of text, in the order of a conversion.
 
-    The first element has the rejected records that belong to no run.
-
-    Args:
-        opened: The logs.
-        listing: Their files.
-        spool: Directory with decompressed files.
-        progress: Called with what is being done (`find` or `read`), the number of bytes or runs done,
-            and the number of all.
+    The first element has the rejected records that belong to no run. `progress` is called with what is
+    being done (`find` or `read`), the number of bytes or runs done, and the number of all.
     """
     done = 0
     total = sum(file.num_bytes for file in listing.files)
@@ -280,14 +260,6 @@ def reread(
     run: Run, trajectory_id: str, settings: Settings, listing: Listing, spool: Path, blobs: Blobs
 ) -> pa.Table:
     """Read one trajectory again.
-
-    Args:
-        run: Its run.
-        trajectory_id: Its id.
-        settings: See `settings_of`.
-        listing: The files of the logs.
-        spool: Directory with decompressed files.
-        blobs: Where its pictures are stored.
 
     Raises:
         RolloutError: Its files were changed, or its tokens break a rule; `outside_link`: a file is now

@@ -133,11 +133,7 @@ class Report:
 
 
 def _with_columns(known: pa.Schema, table: pa.Table, where: str) -> pa.Schema:
-    """Add the columns of a document to the columns of earlier documents.
-
-    Raises:
-        InvariantError: `columns_and_types`: a column has a different type in this document.
-    """
+    """Add the columns of a document to the columns of earlier documents."""
     try:
         return pa.unify_schemas([known, table.schema], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -156,13 +152,7 @@ def repeated(name: str, first: str, second: str) -> InvariantError:
 def convert_chunk(
     chunk: Chunk, logs: Sequence[Settings], progress: Callable[[int, int], object] | None = None
 ) -> Report:
-    """Write the rows of a chunk to its own directory.
-
-    Args:
-        chunk: The runs to convert.
-        logs: Settings for reading and writing each log.
-        progress: Called with the numbers of bytes and rows since the last call.
-    """
+    """Write the rows of a chunk to its own directory."""
     close_files()  # a process of a Ray cluster may have converted an earlier file of the same name
     report, tell = Report(), progress or (lambda _num_bytes, _num_rows: None)
     settings = logs[chunk.log]
@@ -404,13 +394,7 @@ def _fault(run: Run, settled: Settled, error: Exception) -> RolloutError:
 
 
 def sound(part: RunRows, rejected: list[Rejected], vocab_size: int | None) -> pa.Table:
-    """Remove the trajectories that break a named invariant, and return the remaining rows.
-
-    Args:
-        part: Runs and their rows.
-        rejected: Receives the records of the runs that are removed.
-        vocab_size: Exclusive upper bound of token ids; None if unknown.
-    """
+    """Move trajectories that break a named invariant to `rejected`, and return the remaining rows."""
     runs, table = part
     found = Checker(vocab_size).check(table)
     breaches = found.filter(pl.col("severity") == "error") if len(found) else found

@@ -272,14 +272,7 @@ class _Sources:
         spool: Path,
         staging: Staging | None = None,
     ) -> Self:
-        """Open the logs and the rewards file.
-
-        Args:
-            inputs: As for `convert`.
-            choices: Options of the conversion.
-            spool: Directory for decompressed files and copies of remote directories.
-            staging: The output, which is no input; without one, every invalid record is an error.
-        """
+        """Open the logs and the rewards file."""
         written = () if staging is None else (staging.out, staging.rejected)
         ignored = [choices.rewards] if choices.rewards else []
         ignored += [place.path if place.is_local else place.url for place in written]
@@ -341,11 +334,7 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
 
 
 def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> Conversion | None:
-    """Return the result of an identical earlier conversion, if there is one.
-
-    Raises:
-        InputError: `out_is_free`: a different dataset is in the output directory.
-    """
+    """Return the result of an identical earlier conversion, if there is one."""
     shards, summary = staging.out.datasets(), finished(staging.where, identity)
     if summary is not None:
         staging.clear()
@@ -379,12 +368,7 @@ def _conclude(
     planned: Summary,
     reports: Sequence[Report],
 ) -> Summary:
-    """Write the rejected records, or raise their first error; return the total counts.
-
-    Raises:
-        RolloutError: Chunks contradict each other, a record was rejected and `on_error` is `fail`,
-            or no rows remain.
-    """
+    """Write the rejected records, or raise their first error; return the total counts."""
     opened = sources.opened
     _refuse_mixtures(reports, opened.logs, plans)
     names = ", ".join(given.name for given in opened.inputs)

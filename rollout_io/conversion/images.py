@@ -61,12 +61,7 @@ def images_of(
 
 
 def with_images(step: Step, token: Callable[[], int | None]) -> Step:
-    """Return a step with exact ids, its pictures in the store, and its column `images`.
-
-    Args:
-        step: The step.
-        token: Returns the token that stands for a picture; None if it is unknown.
-    """
+    """Return a step with exact ids, its pictures in the store, and its column `images`."""
     step.messages = stored_messages(step.messages)
     if step.messages is None or ('"blob"' not in step.messages and '"source"' not in step.messages):
         return step

@@ -239,10 +239,6 @@ def _is_text(name: str) -> bool:
 def open_file(name: str, spool: Path) -> Input:
     """Return a file that can be read twice; pipes and compressed files are saved first.
 
-    Args:
-        name: Path or URL of the file, or "-" for standard input.
-        spool: Directory for decompressed and saved files.
-
     Raises:
         InputError: `input_file`: the file cannot be read.
     """
@@ -283,10 +279,8 @@ def versions_of(inputs: Iterable[Input]) -> dict[Path, tuple[str, Version]]:
 def refuse_changed(before: Mapping[Path, tuple[str, Version]]) -> None:
     """Check that files are still those that were found, so that no run mixes two of them.
 
-    A file may have grown: its writer appended records, which this conversion does not read.
-
-    Args:
-        before: `versions_of` the inputs, before the first of them was read.
+    A file may have grown: its writer appended records, which this conversion does not read. `before`
+    are the versions of the inputs before the first of them was read.
 
     Raises:
         InputError: `input_file`: a file was replaced, rewritten or removed.
@@ -384,11 +378,7 @@ def _without_repeated(inputs: Iterable[Input], tell: Tell | None) -> list[Input]
 
 
 def paths_of(inputs: PathLike | Sequence[PathLike]) -> list[str]:
-    """Convert one or several paths to a list of strings.
-
-    Raises:
-        InputError: `input_file`: no path is given.
-    """
+    """Convert one or several paths to a list of strings."""
     paths = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     if not paths:
         got, hint = "the list is empty", "pass files or directories"

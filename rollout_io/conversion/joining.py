@@ -112,11 +112,7 @@ class Recorded:
 
     @classmethod
     def read(cls, path: str) -> Recorded:
-        """Index the calls of a dataset.
-
-        Raises:
-            InputError: `join`: the dataset has no texts of answers, or its rows are merged.
-        """
+        """Index the calls of a dataset."""
         made, reader = cls(path), RowReader(path)
         made._reader = reader
         if "response_text" not in reader.schema.names:
@@ -155,10 +151,6 @@ class Recorded:
 
     def joined(self, trajectory: Trajectory, steps: Sequence[Logged]) -> list[Step]:
         """Return the recorded calls of a trajectory's answers as steps, in the order of recording.
-
-        Args:
-            trajectory: The trajectory of the log.
-            steps: Its contexts, each up to its last answer.
 
         Raises:
             InputError: `join`: the log has token ids itself, or none of its answers was recorded.
@@ -332,12 +324,7 @@ def with_recorded(metadata: DatasetMetadata, path: str) -> DatasetMetadata:
 def recorded_calls(
     join: str | None, convert: Callable[[str, str], object]
 ) -> Iterator[Recorded | None]:
-    """Yield the recorded calls at a path; None if there is none.
-
-    Args:
-        join: A dataset, or a log of calls.
-        convert: Converts a log to a dataset: `convert(log, dataset)`.
-    """
+    """Yield the recorded calls at a path; None if there is none."""
     if join is None:
         yield None
     elif is_dataset(join):

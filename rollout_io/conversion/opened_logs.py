@@ -159,11 +159,7 @@ def _exports_beside_logs(
 
 
 def _refuse_pickles(named: Sequence[Input], adapter: Adapter) -> None:
-    """Reject pickles that the chosen format cannot read, with a clear error.
-
-    Raises:
-        InputError: `pickle`: an input is a pickle that the format does not recognize.
-    """
+    """Reject pickles that the chosen format cannot read, with a clear error."""
     for given in named:
         error = given.path.is_file() and pickle_error(given.name, given.path)
         if error and not adapter.recognizes(Start(given.path)):
@@ -173,11 +169,7 @@ def _refuse_pickles(named: Sequence[Input], adapter: Adapter) -> None:
 def refuse_unknown_only(
     paths: Sequence[str], inputs: Mapping[str, Input], known: Mapping[str, Adapter]
 ) -> None:
-    """Check that directories, if they are the only inputs, contain at least one log.
-
-    Raises:
-        InputError: `known_format`: no file is in a known format.
-    """
+    """Check that directories, if they are the only inputs, contain at least one log."""
     if any(name in paths or _is_log(given.path, known) for name, given in inputs.items()):
         return
     where, got = ", ".join(paths), "no file is in a format that rollouts can read"

@@ -55,11 +55,6 @@ def plan(
 
     Runs without a repetition are numbered in order within their instance; with `group_by`, all runs
     are renumbered. A second run with the same name is rejected, as is an outcome without a run.
-
-    Args:
-        found: Findings of `Adapter.find`.
-        outcomes: Outcomes, keyed by the names in the rewards file (see `outcomes.by_run`).
-        group_by: Labels whose values, joined by "/", replace the instance id.
     """
     (made,), _ = plan_logs([found], outcomes, group_by)
     return made
@@ -68,15 +63,9 @@ def plan(
 def plan_logs(
     logs: Iterable[Iterable[Found]], outcomes: Mapping[str, Outcome], group_by: Sequence[str] = ()
 ) -> tuple[list[Plan], dict[Key, Outcome]]:
-    """Plan several logs of one dataset; the last plan includes the outcomes without a logged run.
+    """Return a plan for each log of a dataset, and the outcomes by run.
 
-    Args:
-        logs: Findings in each log.
-        outcomes: As for `plan`.
-        group_by: As for `plan`.
-
-    Returns:
-        A plan for each log, and the outcomes by run.
+    The last plan includes the outcomes without a logged run.
 
     Raises:
         InputError: `reward_line`: two names in the rewards file refer to the same run.
@@ -109,11 +98,7 @@ def plan_logs(
 
 
 def refuse_nothing(plans: Sequence[Plan], inputs: Sequence[Input]) -> None:
-    """Check that at least one log has a record.
-
-    Raises:
-        InputError: `no_calls`: the logs contain no calls; `input_file`: all files are empty.
-    """
+    """Check that at least one log has a record."""
     if not any(planned.runs or planned.rejected for planned in plans):
         where = ", ".join(given.name for given in inputs)
         if all(given.path.is_file() and not given.path.stat().st_size for given in inputs):

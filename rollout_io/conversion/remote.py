@@ -28,16 +28,6 @@ def copy_directory(url: str, spool: Path, ignored: Collection[str] = ()) -> Path
     The path of the copy contains the path of the URL, because some formats name runs by their
     directories.
 
-    Args:
-        url: URL of the directory.
-        spool: Directory for copies.
-        ignored: Paths and URLs inside the directory that are not copied.
-
-    Raises:
-        InputError: `input_file`: the directory cannot be read, or two of its files have the same
-            path in the copy.
-        OSError: The copy cannot be written.
-
     Example:
         `s3://bucket/job` becomes `SPOOL/0.s3/bucket/job`, and `file:///job` becomes
         `SPOOL/0.file./job`.

@@ -73,10 +73,6 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcom
     unknown) or `error` (a string) or both. Other numbers and booleans become metrics; other strings
     become user columns. `outcomes.by_run` matches the names to the runs of the log.
 
-    Args:
-        name: Name of the file in messages.
-        path: Path to read; None reads `name`.
-
     Raises:
         InputError: `json_line`, `record_type`, `reward_line`, `session_name`: a line is invalid, or
             two lines are about the same trajectory.
@@ -122,10 +118,6 @@ def second_line(session: str, first: Outcome, second: Outcome) -> InputError:
 
 def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
     """Parse the outcome of one trajectory, named "instance/repetition", from one line.
-
-    Args:
-        record: The parsed line; a null `reward` means that it is unknown.
-        where: File and line, for error messages.
 
     Raises:
         InputError: `reward_line`, `record_type`, `session_name`: the line is not a valid outcome.
@@ -218,13 +210,6 @@ def settle(
     outcome is known, earlier steps without a reward get 0.0. The rewards of a failed trajectory
     become null, and their values are kept as `metrics["reward"]`. A trajectory without steps
     becomes one row with empty lists.
-
-    Args:
-        run: Identifies the trajectory.
-        logged: The trajectory as the adapter read it.
-        steps: Its steps with their tokens; modified in place.
-        given: Outcome from the rewards file, or None.
-        reward_key: Name of one of the log's rewards, or None.
 
     Raises:
         ConfigError: `reward_key`: the run has no reward of this name.

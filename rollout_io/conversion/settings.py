@@ -74,17 +74,6 @@ def settings_of(
 
     All settings share the metadata of the dataset. Its history names each format; the fingerprint
     of the chat template is None if it differs between formats.
-
-    Args:
-        choices: Options of the conversion.
-        logs: The logs to read, one per format.
-        abouts: Facts about each log, by name.
-        spool: Directory with copies of remote directories.
-        blobs: Directory to store pictures in; None keeps them in the messages.
-        recorded: Recorded calls with the tokens of the logs' answers; None if there are none.
-
-    Raises:
-        ConfigError: `choices`, `tokenizer`, `chat_template`: an option cannot be used.
     """
     refuse_misfits(choices, logs)
     needs = [
@@ -162,11 +151,7 @@ def _with_template(
 
 
 def refuse_misfits(choices: Choices, logs: Iterable[Log]) -> None:
-    """Check that the options apply to the formats of the logs.
-
-    Raises:
-        ConfigError: `choices`: an option does not apply to a format.
-    """
+    """Check that the options apply to the formats of the logs."""
     for log in logs:
         for name, value in (("--rewards", choices.rewards), ("--group-by", choices.group_by)):
             if value and log.adapter.is_table:

@@ -33,10 +33,6 @@ def check_slips(logged: Trajectory, *, strict: bool) -> None:
 
     A run of calls is checked by its last messages, which contain the earlier ones.
 
-    Args:
-        logged: The run.
-        strict: If true, raise an error for a tool result without a call.
-
     Raises:
         InputError: `message_role`: a role is unknown; `message`: with `strict`, a result has no
             call.

@@ -50,11 +50,7 @@ _OURS = frozenset(
 
 
 class Staging:
-    """The staging directory of a dataset.
-
-    Args:
-        out: The dataset's directory, local or an fsspec URL.
-    """
+    """The staging directory of a dataset."""
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self.out = Location.of(out)
@@ -66,11 +62,7 @@ class Staging:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory against a second conversion, and create it if necessary.
-
-        Raises:
-            InputError: `out_is_free`: another process is writing to it.
-        """
+        """Lock the directory against a second conversion, and create it if necessary."""
         with destination(self.where):
             if _is_link(self.folder):
                 got, hint = "the staging directory is a symbolic link", "remove the link"
@@ -124,9 +116,6 @@ class Staging:
     def resume(self, whole: Part) -> dict[int, dict[str, Any]]:
         """Return the reports of the finished chunks by index, and remove all other chunks.
 
-        Args:
-            whole: Any part of the dataset being written.
-
         Raises:
             InputError: `out_is_free`: the dataset's directory contains shards of something else.
         """
@@ -164,13 +153,7 @@ class Staging:
         return entries
 
     def _places_of(self, index: int, num_shards: int, first: int | None) -> list[Location]:
-        """Return where the shards of a chunk are: still in the chunk, or already in the dataset.
-
-        Args:
-            index: The chunk.
-            num_shards: Its number of shards.
-            first: Number of its first shard in the dataset; None if no shard can be there yet.
-        """
+        """Return where the shards of a chunk are: still in the chunk, or already in the dataset."""
         chunk, places = self._finished(index), list[Location]()
         staged = {shard.path: shard for shard in self.shards(index)}
         for number in range(min(num_shards, _MOST_SHARDS)):
@@ -193,11 +176,7 @@ class Staging:
         return self.folder.join(f"chunk-{index:05d}.{self._mark}.tmp")
 
     def finish_chunk(self, index: int, report: dict[str, Any]) -> None:
-        """Mark a chunk as finished.
-
-        Raises:
-            InputError: `shared_storage`: the shards of another process are not visible here.
-        """
+        """Mark a chunk as finished."""
         written = self._unfinished(index)
         if not written.shards():
             got = "the output of a worker process is not visible to this process"
@@ -231,16 +210,13 @@ class Staging:
     def publish(self, whole: Part, parents: Sequence[str] = ()) -> None:
         """Move the shards of all chunks, which must be finished, into the dataset.
 
-        The pictures that the rows refer to become part of the dataset's store before the first shard.
-
-        Args:
-            whole: Any part of the dataset being written.
-            parents: Datasets that the rows come from, with stores of their own.
+            The pictures that the rows refer to become part of the dataset's store before the first shard;
+        `parents` are datasets that rows come from, which have stores of their own.
 
         Raises:
-            InvariantError: `image_reference`: a picture is missing or was changed.
-            InputError: `out_is_free`: a chunk is not of this conversion, or another writer has
-                published a shard.
+                InvariantError: `image_reference`: a picture is missing or was changed.
+                InputError: `out_is_free`: a chunk is not of this conversion, or another writer has
+                    published a shard.
         """
         if self.resume(whole).keys() != set(range(whole.num_parts)):
             got, hint = "the staging directory was changed", "run the same command again"
@@ -293,11 +269,7 @@ class Staging:
         return bool(self._entries())
 
     def refuse_foreign(self) -> None:
-        """Check that an existing file of rejected records was written by a conversion.
-
-        Raises:
-            InputError: `out_is_free`: a different file or directory has this name.
-        """
+        """Check that an existing file of rejected records was written by a conversion."""
         fs, path = self.rejected.fs, self.rejected.path
         if not _is_link(self.rejected) and not fs.exists(path):
             return

@@ -96,13 +96,7 @@ class Summary:
         compared: AbstractSet[str] = frozenset(),
         notes: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
-        """Add the counts of a table of complete trajectories.
-
-        Args:
-            table: Rows of the trajectories.
-            compared: Ids of trajectories whose token ids were compared with the text in the log.
-            notes: Notes about trajectories, by their ids.
-        """
+        """Add the counts of a table of complete trajectories."""
         frame = pl.DataFrame(
             pl.from_arrow(table.select([n for n in _NAMES if n in table.column_names]))
         )
@@ -254,12 +248,7 @@ class Summary:
         return "\n".join(lines)
 
     def tokenizer_text(self, out: str, tokenizer: str | None) -> str | None:
-        """Return a note about token ids that were not compared with logged text, or None.
-
-        Args:
-            out: Directory of the dataset.
-            tokenizer: Tokenizer that was passed, if any.
-        """
+        """Return a note about token ids that were not compared with logged text, or None."""
         if not self.num_exact:
             return None
         if tokenizer is None:
@@ -309,11 +298,7 @@ def named_counts(counts: Mapping[str, int]) -> str:
 
 
 def refuse_unread(notes: Mapping[str, int], run: Run) -> None:
-    """Reject a run with content that its adapter neither reads nor leaves out on purpose.
-
-    Raises:
-        InputError: `unread_content`: the run has such content.
-    """
+    """Reject a run with content that its adapter neither reads nor leaves out on purpose."""
     unread = unread_in(notes)
     if unread:
         got = f"the record has content that is not read: {named_counts(unread)}"
@@ -397,12 +382,7 @@ Record = Mapping[str, Any]
 
 
 def record_of(identity: Mapping[str, Any], planned: Summary | None) -> Record:
-    """Return the record that identifies the conversion in the footer of a chunk.
-
-    Args:
-        identity: Identity of the conversion, as JSON.
-        planned: Counts of the plan; None for all chunks but the first.
-    """
+    """Return the record that identifies the conversion in the footer of a chunk."""
     text = json.dumps(identity, sort_keys=True).encode()
     digest = hashlib.blake2b(text, digest_size=16).hexdigest()
     return {"identity": digest, "planned": planned and _encoded(planned)}

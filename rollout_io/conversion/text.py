@@ -134,11 +134,7 @@ class Retokenizer:
         return images_of(parts, token, encoded.prompt_token_ids, encoded.response_ids)
 
     def completion(self, text: Completion) -> Step:
-        """Encode a prompt and a response without roles as one row, verbatim, without a template.
-
-        Raises:
-            RolloutError: `nonempty_prompt`, `nonempty_response`: one of the texts is empty.
-        """
+        """Encode a prompt and a response without roles as one row, verbatim, without a template."""
         prompt = self._ids(text.prompt, text.source, has_special=text.has_special[0])
         response = self._ids(text.response, text.source, has_special=text.has_special[1])
         return Step(
@@ -186,11 +182,6 @@ def retokenizer_of(
 ) -> tuple[Retokenizer | None, DatasetMetadata]:
     """Return the re-tokenizer, and the metadata fields that describe its tokenizer.
 
-    Args:
-        tokenizer: Directory, or Hub id in the local cache.
-        chat_template: See `Retokenizer`.
-        is_needed: True if the log contains text to encode.
-
     Raises:
         ConfigError: `tokenizer`, `chat_template`: the option is missing or cannot be used.
         InputError: `tokenizer`: the tokenizer is not found, or cannot be loaded.
@@ -220,16 +211,8 @@ def with_tokens(
 ) -> list[Step]:
     """Return the steps of a trajectory; conversations and completions are re-tokenized.
 
-    Args:
-        trajectory: The trajectory.
-        retokenizer: Tokenizer and template; `Untokenized` if text stays text; None if the log must
-            have token ids.
-        tokenizer: Directory of the tokenizer of exact ids; None if it is unknown.
-        recorded: Recorded calls, which have the tokens of the answers; None if there are none.
-
-    Raises:
-        InputError: `no_token_ids`: there is text but no re-tokenizer; `no_calls`: see `with_answers`.
-        InvariantError: `response_in_prompt`: see `with_answers`.
+    Text stays text with `Untokenized`, and is refused without a re-tokenizer. Recorded calls have the
+    tokens of the log's answers. `tokenizer` is the directory of that of exact ids, if it is known.
     """
     if recorded is not None:
         return recorded.joined(trajectory, with_answers(trajectory))
@@ -299,10 +282,6 @@ def with_answers(trajectory: Trajectory) -> list[Logged]:
     Messages after the last answer are omitted because they were not sent to the model.
     Conversations without an answer are omitted too. Everything before the first answer becomes the
     prompt (`num_given`).
-
-    Raises:
-        InputError: `no_calls`: a run that did not fail has no answer.
-        InvariantError: `response_in_prompt`: see `_refuse_repeated`.
     """
     if not any(isinstance(step, Conversation) for step in trajectory.steps):
         return list(trajectory.steps)
@@ -361,10 +340,6 @@ def check_decoded(steps: Iterable[Step], directory: str) -> bool:
     If the log has the text of each token next to its log-probability, all tokens are compared;
     otherwise only the text of one response per run, and the words of all tool calls. If the harness stored that text in a modified
     form (parsed, or joined with tool calls), only its words are compared (`has_words_of`).
-
-    Args:
-        steps: Steps of one run.
-        directory: Directory of the tokenizer.
 
     Returns:
         True if there was text to compare with the ids of at least one step.

@@ -149,10 +149,6 @@ def read_session(run: Run, options: Options) -> Trajectory:
 
     If all lines have `time`, their order in the file does not matter. The reward of a call is
     assigned to its last choice; the reward of the last call is the outcome.
-
-    Raises:
-        InputError: A call is invalid or lacks token ids, or the order of the calls is ambiguous.
-        InvariantError: A call breaks an invariant, or a call other than the last is `final`.
     """
     session = f"{run.instance_id}/{run.repetition_id}"
     entries = [_read(place, session) for place in run.places]

@@ -96,11 +96,7 @@ def _is_name(name: str, value: Any) -> bool:
 
 
 def read(chat: Chat, run: Run, _: Options) -> Trajectory:
-    """Read a conversation, or a prompt and its completion; numbers beside it become metrics.
-
-    Raises:
-        InputError: `message`: a message has an unknown shape; `no_calls`: there is no answer.
-    """
+    """Read a conversation, or a prompt and its completion; numbers beside it become metrics."""
     (place,) = run.places
     step = _conversation(chat, place.where)
     fields = chat.fields

@@ -72,13 +72,7 @@ def mended(content: bytes) -> bytes | None:
 def damage_in(
     name: str, path: Path, formats_of: Callable[[Path], Sequence[str]]
 ) -> InputError | None:
-    """Return the error for a file that is damaged JSON; None if it is something else.
-
-    Args:
-        name: Name of the file in messages.
-        path: The file, decompressed.
-        formats_of: Returns the formats that a file matches.
-    """
+    """Return the error for a file that is damaged JSON; None if it is something else."""
     for error, content in _broken(name, path):
         repaired = mended(content)
         if repaired is None:

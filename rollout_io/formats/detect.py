@@ -72,11 +72,7 @@ def load_formats(entries: Mapping[str, Plugin] | None = None) -> Formats:
 
 
 def load_adapter(entry: Plugin) -> Adapter:
-    """Import one format.
-
-    Raises:
-        InputError: `format_loads`: the import fails, or the object is not an `Adapter`.
-    """
+    """Import one format."""
     where, hint = f"format {entry.name} ({entry.value})", "reinstall its package, or remove it"
     try:
         found = entry.load()
@@ -287,12 +283,7 @@ _HARBOR = msgspec.json.Decoder(_HarborConfig)
 
 
 def explained(name: str, path: Path) -> InputError | None:
-    """Return the error for an input of a known kind that is not a log; None for unknown content.
-
-    Args:
-        name: Name of the input in messages.
-        path: The file, decompressed.
-    """
+    """Return the error for an input of a known kind that is not a log; None for unknown content."""
     try:
         if not path.is_file():
             return None

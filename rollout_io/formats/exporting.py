@@ -164,12 +164,7 @@ class Groups:
         return found
 
     def remarks(self, peer: str, size: str) -> Iterator[str]:
-        """Yield remarks for users of a trainer that treats every row as a sample.
-
-        Args:
-            peer: Name of the trainer.
-            size: The trainer's name for the number of samples per group.
-        """
+        """Yield remarks for users of a trainer that treats every row as a sample."""
         several = sum(num_rows > 1 for num_rows in self.num_rows_of_trajectory.values())
         if several:
             yield (
@@ -319,11 +314,6 @@ class ParquetFile:
 
 def renamed(table: pa.Table, names: Mapping[str, str], added: Mapping[str, pa.Array]) -> pa.Table:
     """Rename columns to another project's names, convert masks to integers, and add columns.
-
-    Args:
-        table: Rows without an error; the column `error` is dropped.
-        names: Name of each column in the other project.
-        added: Additional columns by name.
 
     Raises:
         InputError: `free_name`: a user column has a name that the export format uses.

@@ -103,14 +103,7 @@ class Statistics:
 def card(
     schema: pa.Schema, statistics: Statistics, num_bytes: int, metadata: DatasetMetadata
 ) -> str:
-    """Return the text of README.md.
-
-    Args:
-        schema: Schema of the Parquet files.
-        statistics: Counts of all rows.
-        num_bytes: Size of all rows in memory.
-        metadata: Metadata of the dataset.
-    """
+    """Return the text of README.md."""
     front = "\n".join(_front(schema, statistics.num_rows, num_bytes))
     parts = [f"---\n{front}\n---", "# Rollouts", ROW]
     parts += ["## Numbers", "\n".join(f"- {line}" for line in statistics.lines())]
@@ -185,11 +178,6 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
     All rows and columns are exported, including failed trajectories. Maps (`metrics`) become lists
     of {key, value}, as `datasets` has no maps. `rollouts` can read `out/data` like any dataset.
-
-    Args:
-        dataset: The rollout dataset.
-        out: Path of the new folder.
-        failed: Ignored, since nothing is masked.
 
     Raises:
         ValidationError: The dataset breaks an invariant.

@@ -114,9 +114,6 @@ def read(logged: Document, run: Run, _: Options) -> Trajectory:
     The exit status (`Submitted`, `LimitsExceeded`, ...) becomes the `stop_reason` of the last call
     and the column `exit_status`; a run that ended with an exception in the program (`traceback`)
     has failed.
-
-    Raises:
-        RolloutError: The run cannot be used (`no_calls`, `no_token_ids`, `record_type`, ...).
     """
     where, info = run.places[0].where, logged.info
     error = _error(info)

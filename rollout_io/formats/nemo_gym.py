@@ -202,10 +202,6 @@ def read(rollout: Rollout, run: Run, _: Options) -> Trajectory:
     that contain only numbers (`scores.style`). With `response.error` or `mask_sample`, the
     trajectory has failed: NeMo Gym says by the latter that the reward is unreliable, because the
     agent, the sandbox or the verifier failed.
-
-    Raises:
-        RolloutError: The run cannot be used (`no_token_ids`, `no_response`, ..., or an error of
-            `read_conversation`).
     """
     (place,) = run.places
     logged = _logged(rollout, place)

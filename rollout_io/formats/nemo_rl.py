@@ -52,11 +52,7 @@ class Logged(msgspec.Struct, gc=False):
 
 
 def run_of(logged: Logged, place: Place) -> Run:
-    """Return the run of a message log.
-
-    Raises:
-        InputError: `no_calls`: the document has two renderings of a prompt.
-    """
+    """Return the run of a message log."""
     if logged.message_log is None:
         is_pair = bytes(logged.seen_token_ids) != b"null"
         got = "the document has two renderings of a prompt, but no response"
@@ -67,12 +63,7 @@ def run_of(logged: Logged, place: Place) -> Run:
 
 
 def read(logged: Logged, run: Run, _: Options) -> Trajectory:
-    """Read the calls of a run, one per answer.
-
-    Raises:
-        RolloutError: `no_calls`: the run has no model response; `no_token_ids`: a message has no
-            ids; or the tokens break an invariant (`lengths_align`, ...).
-    """
+    """Read the calls of a run, one per answer."""
     where, messages = run.places[0].where, logged.message_log or []
     ids = [_ids(m, f"{where}, message_log[{i}]") for i, m in enumerate(messages)]
     reward = None if logged.full_result is None else logged.full_result.reward

@@ -123,11 +123,7 @@ def _messages(line: Line, where: str) -> list[Message]:
 
 
 def system_of(line: Line, messages: Iterable[Message], where: str) -> list[Message]:
-    """Return the system prompt beside the messages of a line as a message; none if they have it.
-
-    Raises:
-        InputError: `message`: there is another one.
-    """
+    """Return the system prompt beside the messages of a line as a message; none if they have it."""
     logged = [m["content"] for m in messages if m["role"] in {"system", "developer"}]
     stated = list[Message]()
     for name in _SYSTEM:
@@ -147,11 +143,7 @@ def system_of(line: Line, messages: Iterable[Message], where: str) -> list[Messa
 
 
 def read(line: Line, run: Run, _: Options) -> Trajectory:
-    """Read the conversation of a line; all numbers of the line become metrics.
-
-    Raises:
-        InputError: `message`: there are two system prompts; `no_calls`: there is no assistant message.
-    """
+    """Read the conversation of a line; all numbers of the line become metrics."""
     where = run.places[0].where
     messages = _messages(line, where)
     if all(message["role"] != "assistant" for message in messages):

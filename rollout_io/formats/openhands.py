@@ -102,9 +102,6 @@ def read(row: Row, run: Run, _: Options) -> Trajectory:
     unknown if the evaluation failed (`error_eval`). All numbers and booleans become metrics.
     `error` marks the run as failed, unless the agent used up its iterations or budget, or was stuck
     in a loop; the error is then only stored as `exit_status`.
-
-    Raises:
-        RolloutError: The run cannot be used (`no_calls`, `no_token_ids`, `record_type`, ...).
     """
     (place,) = run.places
     history = row.history or []

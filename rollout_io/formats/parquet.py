@@ -22,11 +22,6 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
     All rows and columns are exported, including failed trajectories. Repeat the call to resume an
     interrupted export.
 
-    Args:
-        dataset: The rollout dataset.
-        out: Directory to write, local or an fsspec URL.
-        failed: Ignored, since nothing is masked.
-
     Raises:
         ValidationError: The dataset breaks an invariant.
         RolloutError: `out_is_free`: `out` is a file, already contains a dataset, or is inside

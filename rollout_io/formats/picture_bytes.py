@@ -25,11 +25,7 @@ from schemas.errors import InvariantError
 
 
 class PictureBytes:
-    """Restores the bytes of pictures in messages.
-
-    Args:
-        dataset: The dataset whose store has the pictures.
-    """
+    """Restores the bytes of pictures in messages."""
 
     def __init__(self, dataset: PathLike) -> None:
         self._dataset, self._stores = dataset, stores_of(dataset)

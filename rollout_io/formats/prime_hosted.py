@@ -119,12 +119,7 @@ class _Groups:
     first: dict[tuple[str, int, int], Place] = field(default_factory=dict)
 
     def refuse_repeated(self, row: Row, place: Place) -> None:
-        """Raise an error for a sample that an earlier row contains.
-
-        Raises:
-            InputError: `duplicate_record`: the samples are identical.
-            InvariantError: `unique_trajectory`: the earlier sample has different content.
-        """
+        """Raise an error for a sample that an earlier row contains."""
         other = self.first.setdefault((row.run_id, row.step, row.sample_id), place)
         if other != place:
             is_copy = read_record(other).rstrip() == read_record(place).rstrip()
@@ -226,11 +221,7 @@ def _run(place: Place, row: Row, group: str) -> Run:
 
 
 def read(row: Row, run: Run, _: Options) -> Trajectory:
-    """Read the conversation of a row; all numbers of the row become metrics.
-
-    Raises:
-        InputError: `record_type`, `message`: a field has an invalid value.
-    """
+    """Read the conversation of a row; all numbers of the row become metrics."""
     (place,) = run.places
     messages = [*_messages(row.prompt, f"{place.where}, prompt")]
     messages += _messages(row.completion, f"{place.where}, completion")

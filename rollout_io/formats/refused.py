@@ -14,11 +14,7 @@ from schemas.errors import InputError
 def _refused(summary: str, describe: Callable[[Any], str | None], hint: str) -> Adapter:
     """Return an adapter that rejects every record of its logs.
 
-    Args:
-        summary: One-line description of the format.
-        describe: Returns what a record is, for errors; None if it is no record of the format. A log is
-            JSON Lines, or a document that is one record or has a list `results` of records.
-        hint: Hint that names the log to convert instead.
+    `describe` returns what a record is, for errors; None if it is no record of the format.
     """
 
     def run(record: Any, place: Place) -> NoReturn:

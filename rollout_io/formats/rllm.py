@@ -103,11 +103,7 @@ _ANY = msgspec.json.Decoder(Any)
 
 
 def run_of(episode: Episode, place: Place) -> Run:
-    """Return the run of an episode.
-
-    Raises:
-        InputError: `group`: the episode has no id.
-    """
+    """Return the run of an episode."""
     name = episode.id or episode.episode_id
     if not name:
         raise InputError("group", place.where, "the episode has no `id`")
@@ -145,9 +141,6 @@ def read(episode: Episode, run: Run, options: Options) -> Trajectory:
     The outcome is the reward of the first trajectory, as in rLLM's results; all rewards are metrics
     (`solver.reward`). The step rewards of a single trajectory are kept if any differs from 0, the
     default. The episode's metrics, `is_correct` and signals become metrics too.
-
-    Raises:
-        RolloutError: The episode cannot be used (`no_token_ids`, `no_calls`, `lengths_align`, ...).
     """
     (place,) = run.places
     error = _error(episode, options, place.where)

@@ -140,11 +140,6 @@ ADAPTER = replace(
 def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exported:
     """Write a directory with one file per context of a trajectory; all rows are kept.
 
-    Args:
-        dataset: The rollout dataset.
-        out: Path of the new directory.
-        failed: Ignored, since nothing is masked.
-
     Raises:
         ValidationError: The dataset breaks an invariant.
         RolloutError: `out` exists or is inside the dataset, or no row has messages.
@@ -217,12 +212,7 @@ def _said(row: Mapping[str, Any]) -> list[Message]:
 def _files(
     spoken: Sequence[tuple[Mapping[str, Any], list[Message]]], last: Mapping[str, Any]
 ) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """Yield a name and the lines of each context that no later one continues: the last one first.
-
-    Args:
-        spoken: Rows of a trajectory with their messages.
-        last: Its last row, which has the reward of the run.
-    """
+    """Yield a name and the lines of each context that no later one continues: the last one first."""
     ends = [
         i
         for i, (_, messages) in enumerate(spoken)

@@ -113,9 +113,6 @@ def read_output(run: Run, options: Options) -> pa.Table:
     """Read the rows of a file, in order; `source` is the file and the row.
 
     A placeholder row becomes a trajectory with an `error` and a null reward.
-
-    Raises:
-        RolloutError: The file is invalid, or `options.reward` is set.
     """
     (place,) = run.places
     if options.reward is not None:

@@ -106,11 +106,7 @@ def _finished(items: Iterator[Found]) -> Iterator[Found]:
 
 
 def _files(log: Input) -> list[Input]:
-    """Return the evaluations of a directory, without `aggregated_results.jsonl`.
-
-    Raises:
-        InputError: `pickle`: the file is a pickled batch.
-    """
+    """Return the evaluations of a directory, without `aggregated_results.jsonl`."""
     if _is_pickle(Start(log.path)):
         got = "the file is a pickled TrainingInputBatch, which could run code, so it is not loaded"
         raise InputError("pickle", log.name, got, hint=_HINT)

@@ -261,11 +261,7 @@ def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
 
 
 def number(value: Any, name: str, row: int) -> float:
-    """Convert a scalar to a float.
-
-    Raises:
-        InputError: `field_kind`: the value is not a number.
-    """
+    """Convert a scalar to a float."""
     try:
         array = np.asarray(value)
     except ValueError:

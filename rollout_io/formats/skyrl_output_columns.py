@@ -184,11 +184,7 @@ def _check_repeats(
 
 
 def trajectory_identity(value: Any, row: int) -> TrajectoryID:
-    """Convert an object or mapping with `instance_id` and `repetition_id`.
-
-    Raises:
-        InputError: `trajectory_id`: the value lacks one of these ids, or the id is invalid.
-    """
+    """Convert an object or mapping with `instance_id` and `repetition_id`."""
     try:
         if isinstance(value, Mapping):
             found = TrajectoryID(str(value["instance_id"]), operator.index(value["repetition_id"]))

@@ -189,10 +189,6 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
     reward. If the reward is an object, its `reward` or only number is the outcome, and all its
     numbers are metrics. The run has failed if a sequence has the status `failed`, or if there is no
     reward and a sequence has a status other than `completed` and `truncated`.
-
-    Raises:
-        RolloutError: `record_type`: a field has the wrong type; `lengths_align`, `token_range`,
-            `logprobs_*`, `routing_shape`: a sample breaks an invariant.
     """
     path = run.places[0].path
     samples = _load(path, Version.of(path), str(path))

@@ -46,11 +46,7 @@ _BY_TOKEN = ("policy_versions", "trainer_logprobs", "teacher_token_ids", "teache
 
 
 def _exported(metadata: Mapping[Any, Any], where: str) -> Exported | None:
-    """Return the columns in the metadata of an exported sample; None for any other sample.
-
-    Raises:
-        InputError: `record_type`: a column has the wrong type.
-    """
+    """Return the columns in the metadata of an exported sample; None for any other sample."""
     if not {"trajectory_id", "token_source"} <= metadata.keys():
         return None
     try:
@@ -60,17 +56,7 @@ def _exported(metadata: Mapping[Any, Any], where: str) -> Exported | None:
 
 
 def read_back(step: Step, metadata: Mapping[Any, Any], where: str) -> dict[Any, Any]:
-    """Set the columns of a step, and strings in user columns; return what else the metadata holds.
-
-    Args:
-        step: The step; nothing is set if its sample was not exported.
-        metadata: `metadata` of its sample.
-        where: Location of the sample.
-
-    Raises:
-        RolloutError: `record_type`: a column has the wrong type; `lengths_align`: a column does not have one value per response token;
-            `logprobs_finite`, `logprobs_nonpositive`: a log-probability is invalid.
-    """
+    """Set the columns of a step, and strings in user columns; return what else the metadata holds."""
     columns = _exported(metadata, where)
     if columns is None:
         return dict(metadata)

@@ -119,9 +119,6 @@ def read(logged: Document, run: Run, _: Options) -> Trajectory:
     The exit status becomes the `stop_reason` of the last call and the column `exit_status`. A run
     has failed if the environment or the model's server ended it (exit_environment_error,
     exit_error, exit_api), but not if it exhausted its budget or submitted nothing.
-
-    Raises:
-        InputError: The run cannot be used (`no_calls`, `no_prompt`, `record_type`, ...).
     """
     where = run.places[0].where
     status, stats = logged.info.exit_status, logged.info.model_stats or {}

@@ -105,11 +105,7 @@ def run_of(simulation: Simulation, place: Place) -> Run:
 
 
 def read(simulation: Simulation, run: Run, _: Options) -> Trajectory:
-    """Read the agent's conversation in a simulation; numbers of its evaluation become metrics.
-
-    Raises:
-        InputError: `no_calls`: the simulation is of voice; `message`: a message is invalid.
-    """
+    """Read the agent's conversation in a simulation; numbers of its evaluation become metrics."""
     place = run.places[0]
     logged = simulation.messages or []
     if simulation.ticks and not logged:

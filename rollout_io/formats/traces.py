@@ -131,12 +131,7 @@ def _spans(record: Record) -> Iterator[Span]:
 
 
 def read_trace(run: Run, options: Options) -> Trajectory:
-    """Read the model calls of a trace.
-
-    Raises:
-        InputError: `no_calls`: no span has both a prompt and an answer; `message`: a message has an
-            unknown shape; `record_type`: a span has another form.
-    """
+    """Read the model calls of a trace."""
     trace, where = run.instance_id, run.places[0].where
     spans: dict[str, Span] = {}
     for place in run.places:

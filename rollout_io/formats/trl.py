@@ -90,11 +90,7 @@ def run_of(row: Row, place: Place) -> Run:
 
 
 def read(row: Row, run: Run, _: Options) -> Trajectory:
-    """Read the conversation or text of a row; all numbers of the row become metrics.
-
-    Raises:
-        InputError: `message`: a message is invalid; `record_type`: a number is infinite.
-    """
+    """Read the conversation or text of a row; all numbers of the row become metrics."""
     (place,) = run.places
     names = _numeric(place.path, Version.of(place.path))
     fields = {name: raw for name, raw in row.fields.items() if name in names}

@@ -77,11 +77,7 @@ def run_of(sample: Sample, place: Place) -> Run:
 
 
 def read(sample: Sample, run: Run, _: Options) -> Trajectory:
-    """Read the text of a line; all numbers of the line become metrics.
-
-    Raises:
-        InputError: `record_type`: a number is too large.
-    """
+    """Read the text of a line; all numbers of the line become metrics."""
     (place,) = run.places
     texts = {
         "step": str(sample.step),

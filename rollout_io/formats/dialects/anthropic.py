@@ -118,13 +118,6 @@ _TOOL_DECODER = msgspec.json.Decoder(_Tool)
 def messages(given: Iterable[Any], where: str) -> list[Message]:
     """Convert messages; a message with results of tools becomes several.
 
-    Args:
-        given: Messages as decoded JSON, or the JSON of each.
-        where: Location of the list, for error messages.
-
-    Raises:
-        InputError: `record_type`: a field has the wrong type.
-
     Example:
         >>> call = {"type": "tool_use", "id": "t", "name": "ls", "input": {}}
         >>> messages([{"role": "assistant", "content": [call]}], "a.jsonl:1")[0]["tool_calls"]
@@ -138,16 +131,7 @@ def messages(given: Iterable[Any], where: str) -> list[Message]:
 
 
 def messages_of(role: str, content: Parts, where: str) -> list[Message]:
-    """Convert content to messages: results first, then the rest, in one message if its order allows.
-
-    Args:
-        role: Role of the message.
-        content: A string, or parts.
-        where: Location of the message, for error messages.
-
-    Raises:
-        InputError: `record_type`: the content of a result is neither text nor parts.
-    """
+    """Convert content to messages: results first, then the rest, in one message if its order allows."""
     parts = [part for part in parts_in(content) if part.type != "fallback"]
     results = [_result(part, where) for part in parts if part.type == "tool_result"]
     rest = [part for part in parts if part.type != "tool_result"]
@@ -206,11 +190,7 @@ def _result(part: Part, where: str) -> Message:
 
 
 def parts_of_result(part: Part, where: str) -> list[Part]:
-    """Return the parts of a tool result.
-
-    Raises:
-        InputError: `record_type`: the content is neither text nor parts.
-    """
+    """Return the parts of a tool result."""
     return parts_in(decode_line(_CONTENT_DECODER, bytes(part.content), where))
 
 
@@ -242,11 +222,7 @@ def _without_encrypted(value: Any) -> Any:
 
 
 def system_prompt(system: Any, where: str) -> str:
-    """Return the text of a request's `system`: a string, or text blocks.
-
-    Raises:
-        InputError: `record_type`: it is neither.
-    """
+    """Return the text of a request's `system`: a string, or text blocks."""
     parts = parts_in(decode_line(_CONTENT_DECODER, bytes(raw_of(system)), where))
     return "\n".join(part.text or "" for part in parts)
 

@@ -46,11 +46,7 @@ def value_of(logged: Any) -> Any:
 
 
 def prompt_of(logged: Any, where: str) -> Prompt | None:
-    """Return the prompt of a request; None if it has none.
-
-    Raises:
-        InputError: Any error of `frameworks.messages`.
-    """
+    """Return the prompt of a request; None if it has none."""
     value = value_of(logged)
     if isinstance(value, str):
         return Prompt([{"role": "user", "content": value}], is_plain=True) if value else None
@@ -107,11 +103,7 @@ def _with_system(messages: list[Message], system: Any, where: str) -> list[Messa
 
 
 def answers_of(logged: Any, where: str) -> list[Message]:
-    """Return the answer of each choice of a response; none if it has no answer.
-
-    Raises:
-        InputError: Any error of `frameworks.messages`.
-    """
+    """Return the answer of each choice of a response; none if it has no answer."""
     value = value_of(logged)
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}] if value else []

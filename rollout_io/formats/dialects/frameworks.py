@@ -71,10 +71,6 @@ def messages(given: Iterable[Any], where: str) -> list[Message]:
         given: Messages; a list among them is a batch of messages, and a string is a user's text.
         where: Location of the list, for error messages.
 
-    Raises:
-        InputError: `message`: a message has none of the shapes; `record_type`: a field has the wrong
-            type.
-
     Example:
         >>> call = {
         ...     "type": "ai",

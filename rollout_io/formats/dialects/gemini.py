@@ -115,9 +115,6 @@ def messages(given: Iterable[Any], where: str, before: Sequence[Message] = ()) -
         where: Location of the list, for error messages.
         before: Messages that precede the contents; they are not part of the result.
 
-    Raises:
-        InputError: `record_type`: a field has the wrong type.
-
     Example:
         >>> messages([{"role": "model", "parts": [{"text": "Hm.", "thought": True}]}], "a")
         [{'role': 'assistant', 'content': '', 'reasoning_content': 'Hm.'}]
@@ -162,14 +159,7 @@ def open_calls(found: Iterable[Message]) -> list[tuple[str, str]]:
 def messages_of(
     role: str, given: Parts, where: str, calls: Iterable[tuple[str, str]] = ()
 ) -> list[Message]:
-    """Convert the parts of one message; the results of functions precede the rest.
-
-    Args:
-        role: Role of the message: "user", "assistant" or "system".
-        given: Parts, or text.
-        where: Location of the message, for error messages.
-        calls: Calls that await a result: id and name of each.
-    """
+    """Convert the parts of one message; the results of functions precede the rest."""
     results: list[Message] = []
     made: list[Message] = []
     waiting = list(calls)
@@ -273,11 +263,7 @@ def answer_text(raw: msgspec.Raw, where: str) -> str:
 
 
 def system_prompt(given: Any, where: str) -> str:
-    """Return the text of a request's `systemInstruction`: a string, or contents.
-
-    Raises:
-        InputError: `record_type`: it is neither.
-    """
+    """Return the text of a request's `systemInstruction`: a string, or contents."""
     if given is None or isinstance(given, str):
         return given or ""
     content = decode_line(_CONTENT_DECODER, bytes(raw_of(given)), where)
@@ -288,9 +274,6 @@ def tools(given: Any) -> list[Message] | None:
     """Return function declarations in OpenAI's format; None if there are none.
 
     Tools of the API, such as `googleSearch`, are kept by their name.
-
-    Raises:
-        InputError: `record_type`: the declarations are not a list of objects.
     """
     found: list[Message] = []
     for each in given if isinstance(given, list) else ():

@@ -175,10 +175,6 @@ def read_item(item: Item, where: str) -> Message | None:
     Reasoning is taken from its text or, if there is none, from its summary. Return None for an item
     that the model does not see, and for reasoning without any text. Web searches and encrypted
     reasoning are noted.
-
-    Raises:
-        InputError: `message`: the item has an unknown type, is encrypted, or is a message without a
-            role.
     """
     if item.type in _CONTROLS:
         return None
@@ -238,9 +234,6 @@ def messages(given: Iterable[Any], where: str, before: Iterable[Message] = ()) -
         where: Location of the list, for error messages.
         before: Messages that precede the items; they are not part of the result.
 
-    Raises:
-        InputError: `record_type`: a field has the wrong type; `message`: see `read_item`.
-
     Example:
         >>> messages([{"type": "function_call", "call_id": "c", "name": "ls"}], "a")[0][
         ...     "tool_calls"
@@ -272,11 +265,6 @@ def add_piece(found: list[Message], piece: Message, *, is_open: bool) -> bool:
     """Extend the last message by an assistant's piece, or append it; return True.
 
     The piece begins a new message if it does not fit behind what the last one has.
-
-    Args:
-        found: Messages so far.
-        piece: Result of `read_item`.
-        is_open: True if the last message is of the same answer.
     """
     last: Message = found[-1] if is_open and found else {}
     is_late = _rank(piece) < _rank(last)
@@ -337,11 +325,7 @@ def _named(name: str, namespace: str | None) -> str:
 
 
 def reply_of(items: Iterable[Item], where: str) -> Message:
-    """Join the items of a response into one assistant message.
-
-    Raises:
-        InputError: `message`: see `read_item`.
-    """
+    """Join the items of a response into one assistant message."""
     reply: Message = {"role": "assistant", "content": ""}
     for item in items:
         item.role = item.role or "assistant"

@@ -80,11 +80,7 @@ def form_of(record: Any) -> str | None:
 
 
 def spans_in(record: Any, where: str) -> Iterator[Span]:
-    """Yield the spans of a record: a decoded line or document.
-
-    Raises:
-        InputError: `record_type`: the record, or a span of it, has none of the forms.
-    """
+    """Yield the spans of a record: a decoded line or document."""
     form = form_of(record)
     if isinstance(record, list) and form is not None:
         for i, each in enumerate(record):
@@ -327,12 +323,7 @@ def _object(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def protobuf_records(content: bytes, where: str) -> list[Any]:
-    """Decode OTLP protobuf: one message, or the messages of a file with the size before each.
-
-    Raises:
-        InputError: `unreadable_record`: it is neither.
-        MissingExtra: `extra_installed`: `opentelemetry-proto` is not installed.
-    """
+    """Decode OTLP protobuf: one message, or the messages of a file with the size before each."""
     with requires_extra("otel", where):
         from google.protobuf.json_format import MessageToDict
         from google.protobuf.message import DecodeError

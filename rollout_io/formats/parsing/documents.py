@@ -78,13 +78,8 @@ def logs_below(
 ) -> list[Path]:
     """Return the logs in a directory, in natural order; none if it may have other records.
 
-    Hidden directories and files are ignored. The result is also empty for a directory with more
+    A file `is_beside` the logs if it has no records. Hidden files are ignored. The result is also empty for a directory with more
     than 20,000 files or five levels, whose logs must be passed individually.
-
-    Args:
-        directory: Directory to search.
-        is_log: Returns true for the file name of a log.
-        is_beside: Returns true for the name of a file that accompanies the logs and has no records.
     """
     found: list[Path] = []
     num_files = 0
@@ -104,14 +99,7 @@ def logs_below(
 def parts_of(
     place: Place, document: bytes, name: str, parts: Sequence[msgspec.Raw]
 ) -> Iterator[Place]:
-    """Yield the location of each element of a list in a document; each element is a record.
-
-    Args:
-        place: Location of the document.
-        document: Content of the document.
-        name: Name of the list; "": the document is the list.
-        parts: Raw elements of the list, in order.
-    """
+    """Yield the location of each element of a list in a document; each element is a record."""
     document, end = without_lone_surrogates(document), 0  # as decoded: offsets are the same
     for i, part in enumerate(parts):
         start = document.index(bytes(part), end)

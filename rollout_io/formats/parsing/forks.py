@@ -59,15 +59,7 @@ def run_of(
     answers: Answers,
     copied: Mapping[int, str],
 ) -> Iterator[Found]:
-    """Yield the run of a session; one without an answer of its own is rejected as a copy.
-
-    Args:
-        name: Instance of the run.
-        places: Places of the session.
-        labels: Labels of the run.
-        answers: Answers of the session.
-        copied: See `copied_answers`.
-    """
+    """Yield the run of a session; one without an answer of its own is rejected as a copy."""
     if not copied or len(copied) < len(answers):
         yield Run(
             instance_id=name,

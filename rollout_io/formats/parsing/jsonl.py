@@ -200,13 +200,7 @@ def _decode(decoder: msgspec.json.Decoder[T], content: bytes, where: str, unit: 
 
 @contextmanager
 def contained(where: str) -> Iterator[None]:
-    """Convert an unexpected exception while reading a record to an error of that record.
-
-    Raises:
-        RolloutError: Raised unchanged.
-        OSError: Raised unchanged, because it does not concern a single record.
-        InputError: `unreadable_record`: reading the record raised any other exception.
-    """
+    """Convert an unexpected exception while reading a record to an error of that record."""
     try:
         yield
     except (RolloutError, OSError):
@@ -218,11 +212,7 @@ def contained(where: str) -> Iterator[None]:
 
 
 def refuse_not_utf8(content: bytes, where: str, unit: _Unit = _LINE) -> None:
-    """Raise an error for a record that is not UTF-8; `decode_line` only checks decoded fields.
-
-    Raises:
-        InputError: `json_line`, or for a document `json_document`: the record is not UTF-8.
-    """
+    """Raise an error for a record that is not UTF-8; `decode_line` only checks decoded fields."""
     if content.isascii():
         return
     try:
@@ -241,12 +231,7 @@ def refuse_lfs_pointer(content: bytes, where: str) -> None:
 
 
 def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]:
-    """Decode a file that is one JSON document; return the value and the file's size in bytes.
-
-    Raises:
-        InputError: `input_file`: the file is unreadable; `lfs_pointer`: the file is a Git LFS
-            pointer; or any error of `decode_document`.
-    """
+    """Decode a file that is one JSON document; return the value and the file's size in bytes."""
     content = read_input(path)
     refuse_lfs_pointer(content, str(path))
     return decode_document(decoder, content, str(path)), len(content)

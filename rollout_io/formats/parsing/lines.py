@@ -100,9 +100,6 @@ def without_copies(places: Sequence[Place]) -> tuple[list[Place], list[Rejected]
     """Separate lines from copies of an earlier line, which get a `duplicate_record` error.
 
     Only lines of similar size are read again; trailing whitespace is ignored.
-
-    Args:
-        places: Lines in the order of the log.
     """
     sizes = sorted(place.num_bytes for place in places)
     twins = {size for pair in pairwise(sizes) if pair[1] - pair[0] <= _BLANK_BYTES for size in pair}
@@ -120,16 +117,7 @@ def without_copies(places: Sequence[Place]) -> tuple[list[Place], list[Rejected]
 
 
 def refuse_repeated(content: bytes, where: str, first: dict[bytes, str]) -> None:
-    """Raise an error for a byte-for-byte copy of an earlier record.
-
-    Args:
-        content: Content of the record.
-        where: Location of the record.
-        first: Locations of earlier records by digest; this record is added.
-
-    Raises:
-        InputError: `duplicate_record`: the record is a copy.
-    """
+    """Refuse a byte-for-byte copy of a record in `first` (digest: location), and add the record."""
     other = first.setdefault(hashlib.blake2b(content, digest_size=16).digest(), where)
     if other != where:
         hint = "delete the copy, and check whether a file was appended to itself"

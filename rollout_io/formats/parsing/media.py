@@ -88,9 +88,6 @@ _NAMES = ("title", "filename", "name", "displayName")
 def media_part(part: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a part that is not text in the form of this module; None for any other part.
 
-    Args:
-        part: Part of a message, in the form of Anthropic's, OpenAI's or Gemini's API.
-
     Example:
         >>> media_part({"type": "input_image", "image_url": "data:image/png;base64,AAAA"})
         {'type': 'image', 'source': {'type': 'base64', 'media_type': 'image/png', 'data': 'AAAA'}}

@@ -140,10 +140,6 @@ _ITEMS_DECODER = msgspec.json.Decoder(_Items)
 def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
     """Convert logged messages to OpenAI's format; a message with tool results becomes several.
 
-    Args:
-        raws: JSON of each message.
-        where: Location of the list, for error messages.
-
     Raises:
         InputError: `record_type`: a message is not an object with a role, or a field has the wrong
             type; `message`: a call has no name, or an item has an unknown type; `json_line`: a call
@@ -163,15 +159,7 @@ def read_messages(raws: Iterable[msgspec.Raw], where: str) -> list[Message]:
 
 
 def read_message(raw: msgspec.Raw, where: str) -> Message:
-    """Convert a logged message that corresponds to exactly one in OpenAI's format, `active` or not.
-
-    Args:
-        raw: JSON of the message.
-        where: Location of the message, for error messages.
-
-    Raises:
-        InputError: `message`: the message has several results; or any error of `read_messages`.
-    """
+    """Convert a logged message that corresponds to exactly one in OpenAI's format, `active` or not."""
     _, found = _read(raw, where)
     if len(found) > 1:
         got = "the message has several tool results, or a tool result and other content"
@@ -184,14 +172,6 @@ def with_marks(messages: list[Message], marks: Mapping[str, Any], where: str) ->
 
     The marks are `weight` (OpenAI's fine-tuning format), `loss_mask`, `step_loss_mask`, `loss` (AgentInstruct,
     ms-swift), `train` and `training` (Axolotl): false or 0 for an answer that is part of the prompt.
-
-    Args:
-        messages: Messages that a logged one becomes.
-        marks: Fields of the logged message.
-        where: Location of the message.
-
-    Raises:
-        InputError: `message`: a mark of an answer is neither of these, such as a weight of 0.5.
     """
     stated = {name: marks[name] for name in _MARKS if marks.get(name) is not None}
     if not stated or all(message["role"] != "assistant" for message in messages):

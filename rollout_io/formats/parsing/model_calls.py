@@ -76,11 +76,7 @@ def steps_of(
 ) -> list[Step | Conversation]:
     """Convert calls to steps: exact steps if the responses have token ids, otherwise text.
 
-    Args:
-        calls: Calls in order.
-        where: Location of the run, for error messages.
-        failed: True if the run failed. A failed run may have no calls; calls without tokens are left
-            out if other calls have tokens.
+    A failed run may have no calls; its calls without tokens are left out if others have tokens.
 
     Raises:
         InputError: `no_calls`: there are no calls; `no_token_ids`: only some responses have tokens.

@@ -78,15 +78,7 @@ _MOST_DIGITS = 19  # of a 64-bit integer
 
 
 def numbers(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
-    """Return the fields that are numbers or booleans (as 0 and 1).
-
-    Args:
-        fields: Valid JSON by name.
-        where: Location of the fields, for error messages.
-
-    Raises:
-        InputError: `record_type`: a number does not fit into a 64-bit float.
-    """
+    """Return the fields that are numbers or booleans (as 0 and 1)."""
     found: dict[str, float] = {}
     for name, raw in fields.items():
         text = bytes(raw)
@@ -130,9 +122,6 @@ def unread_labels(fields: Mapping[str, Any]) -> dict[str, str]:
 
     Such a value has another key at the top level, or is in `metadata`, `extra`, `extra_info` or
     `info`. `--group-by` accepts these names.
-
-    Args:
-        fields: A record; values may be JSON (`msgspec.Raw`).
 
     Example:
         >>> unread_labels({"taskId": 7, "task_id": "a", "metadata": {"task_id": "b"}})
@@ -188,27 +177,14 @@ def is_name(text: str) -> bool:
 
 
 def groups_told(keys: Container[str], inferred: str) -> str | None:
-    """Describe by which labels runs are grouped; None if all have an `instance_id` or `id`.
-
-    Args:
-        keys: Labels that name the groups of some runs.
-        inferred: Description of the groups of runs with no label but `prompt`.
-    """
+    """Describe by which labels runs are grouped; None if all have an `instance_id` or `id`."""
     told = [name for name in TASK_LABELS if name in keys]
     texts = ["by " + ", ".join(told)] if told else []
     return "; ".join([*texts, *([inferred] if "prompt" in keys else [])]) or None
 
 
 def label(raw: msgspec.Raw | None, where: str) -> str | None:
-    """Return a name that is a string or an integer; None if it is empty or of another type.
-
-    Args:
-        raw: Valid JSON.
-        where: Location of the field, for error messages.
-
-    Raises:
-        InputError: `json_line`: the string is not UTF-8.
-    """
+    """Return a name that is a string or an integer; None if it is empty or of another type."""
     text = bytes(raw or b"null")
     if text.startswith(b'"'):
         return decode_line(_LABEL_DECODER, text, where) or None

@@ -31,34 +31,21 @@ def noted() -> Iterator[Counter[str]]:
 
 
 def note(what: str, number: int = 1) -> None:
-    """Add to the count of a note; nothing is added for 0.
-
-    Args:
-        what: What is counted, in the plural: "answers that ...".
-        number: How many there are.
-    """
+    """Add to the count of a note; nothing is added for 0."""
     notes = _NOTES.get()
     if notes is not None and number:
         notes[what] += number
 
 
 def note_run(what: str) -> None:
-    """Add the current run to the count of a note, once for all its records.
-
-    Args:
-        what: What is counted, in the plural: "runs with ...".
-    """
+    """Add the current run to the count of a note, once for all its records."""
     notes = _NOTES.get()
     if notes is not None:
         notes[what] = 1
 
 
 def note_unread(name: str) -> None:
-    """Count content that the reader does not know; beyond 100 names, all others count as one.
-
-    Args:
-        name: Type and key of the content, such as "user.message.origin".
-    """
+    """Count content that the reader does not know; beyond 100 names, all others count as one."""
     notes = _NOTES.get()
     if notes is None:
         return

@@ -93,11 +93,7 @@ _ANY_ITEM_DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 def holds_tokens(items: Iterable[msgspec.Raw]) -> bool:
-    """True if any item has token fields, and thus ends a model call.
-
-    Raises:
-        msgspec.MsgspecError: An item has a field of the wrong type.
-    """
+    """True if any item has token fields, and thus ends a model call."""
     return any(_ITEM_DECODER.decode(raw).has_tokens for raw in items)
 
 

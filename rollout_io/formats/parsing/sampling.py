@@ -100,11 +100,7 @@ def sampling_extra(fields: SamplingFields | Mapping[str, Any]) -> str | None:
 
 
 def sampling_extra_of(history: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return `sampling_extra` of a dataset that was generated before this column existed.
-
-    Args:
-        history: `made_by` of the dataset, with the configuration of its generation.
-    """
+    """Return `sampling_extra` of a dataset that was generated before this column existed."""
     configs = [config for made in history if isinstance(config := made.get("config"), dict)]
     extras = [config.get("sampling_extra") for config in configs]
     found = [

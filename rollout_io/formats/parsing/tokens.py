@@ -39,17 +39,7 @@ def broken(rule: str, where: str, got: str, expected: str = "") -> InvariantErro
 
 
 def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32]:
-    """Return the ids of a prompt or response, [tokens] int32.
-
-    Args:
-        ids: Ids as logged.
-        what: `prompt` or `response`.
-        where: Location of the call, for error messages.
-
-    Raises:
-        InvariantError: `nonempty_prompt`, `nonempty_response`: there are no ids; `token_range`: an
-            id is out of range.
-    """
+    """Return the ids of a prompt or response, [tokens] int32."""
     if not ids:
         raise broken(f"nonempty_{what}", where, f"the {what} has no tokens")
     if not 0 <= min(ids) <= max(ids) <= INT32_MAX:
@@ -130,17 +120,7 @@ def num_ids(ids: Ids) -> int:
 
 
 def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:
-    """Parse a JSON list of token ids, [n] int32.
-
-    Args:
-        text: Valid JSON.
-        what: Name of the list in errors: "prompt".
-        where: Location of the call, for error messages.
-
-    Raises:
-        InputError: `record_type`: the text is not a list of integers.
-        InvariantError: `token_range`: an id is out of range.
-    """
+    """Parse a JSON list of token ids, [n] int32."""
     found = decode_line(_INTEGERS_DECODER, text, f"{where}, {what} ids")
     bad = next((i for i in found if not 0 <= i <= INT32_MAX), None)
     if bad is not None:
@@ -151,12 +131,7 @@ def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:
 
 
 def same_ids(ids: bytes, others: bytes, what: str, where: str) -> None:
-    """Raise an error unless two JSON lists of ids are equal.
-
-    Raises:
-        InputError: `conflicting_ids`: the lists differ; or any error of `strict_ids`.
-        InvariantError: `token_range`: an id is out of range.
-    """
+    """Raise an error unless two JSON lists of ids are equal."""
     if ids == others:
         return
     first, second = strict_ids(ids, what, where), strict_ids(others, what, where)
@@ -220,11 +195,7 @@ def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np
 
 
 def _numpy_file(file: bytes) -> npt.NDArray[Any]:
-    """Read the array of an .npy file, without trusting its header.
-
-    Raises:
-        ValueError: The file has no array of numbers, or its size does not match the header.
-    """
+    """Read the array of an .npy file, without trusting its header."""
     stream = io.BytesIO(file)
     try:
         version = np.lib.format.read_magic(stream)

@@ -46,9 +46,6 @@ def versions_of_meta(
 
     Returns:
         [num_tokens] versions; None if there are no spans, or if a version is not a number.
-
-    Raises:
-        InvariantError: `lengths_align`: the spans do not cover the response in order.
     """
     try:
         spans = _META.decode(meta_info).weight_versions if bytes(meta_info) != b"null" else None

@@ -34,13 +34,6 @@ def check_tokens(
 ) -> str | None:
     """Compare a response's ids and text with the tokens listed with its log-probabilities.
 
-    Args:
-        logprobs: Log-probabilities as logged.
-        ids: Ids of the response.
-        texts: Verbatim parts of the response's text.
-        where: Location of the call, for error messages.
-        called: Words of the response's tool calls (`words_of_calls`).
-
     Returns:
         The text of all tokens, if the log has it.
 
