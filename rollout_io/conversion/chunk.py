@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
+import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -100,24 +101,13 @@ class Report:
 
     def encode(self) -> dict[str, Any]:
         """Return a JSON-serialisable dict; `decode` reads it."""
-        return {
-            "summary": self.summary.encode(),
-            "rejected": [rejections.encode(r) for r in self.rejected],
-            "trajectory_ids": self.trajectory_ids,
-            "routing": self.routing,
-            "joined": self.joined,
-        }
+        report: dict[str, Any] = msgspec.to_builtins(self, enc_hook=rejections.encoded)
+        return report
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Self:
         """Parse the output of `encode`."""
-        return cls(
-            summary=Summary.decode(values["summary"]),
-            rejected=[rejections.decode(r) for r in values["rejected"]],
-            trajectory_ids=values["trajectory_ids"],
-            routing=values["routing"] and tuple(values["routing"]),
-            joined=values["joined"],
-        )
+        return msgspec.convert(values, cls, dec_hook=rejections.decoded)
 
     def take_names(self, table: pa.Table, where: str) -> None:
         """Record the trajectory ids of a document.

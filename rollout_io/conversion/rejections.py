@@ -27,18 +27,14 @@ DUPLICATES = frozenset({DUPLICATE, DUPLICATE_INPUT})
 _TOLD_BYTES = 64 << 20  # longer records are not copied
 
 
-def encode(rejected: Rejected) -> dict[str, Any]:
-    """Return a JSON-serialisable dict; `decode` reads it."""
-    place, error, kind = rejected
-    at = [str(place.path), place.where, place.offset, place.num_bytes]
-    return {"place": at, "error": errors.encode(error), "kind": kind}
+def encoded(value: Any) -> Any:
+    """Return a path or an error as JSON, for msgspec."""
+    return errors.encode(value) if isinstance(value, RolloutError) else str(value)
 
 
-def decode(values: dict[str, Any]) -> Rejected:
-    """Parse the output of `encode`."""
-    path, where, offset, num_bytes = values["place"]
-    place = Place(Path(path), where, offset, num_bytes)
-    return Rejected(place, errors.decode(values["error"]), values["kind"])
+def decoded(kind: type, value: Any) -> Any:
+    """Return the path or error that `encoded` wrote, for msgspec."""
+    return errors.decode(value) if issubclass(kind, RolloutError) else Path(value)
 
 
 def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:

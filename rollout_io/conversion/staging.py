@@ -210,13 +210,13 @@ class Staging:
     def publish(self, whole: Part, parents: Sequence[str] = ()) -> None:
         """Move the shards of all chunks, which must be finished, into the dataset.
 
-            The pictures that the rows refer to become part of the dataset's store before the first shard;
+        The pictures that the rows refer to become part of the dataset's store before the first shard;
         `parents` are datasets that rows come from, which have stores of their own.
 
         Raises:
-                InvariantError: `image_reference`: a picture is missing or was changed.
-                InputError: `out_is_free`: a chunk is not of this conversion, or another writer has
-                    published a shard.
+            InvariantError: `image_reference`: a picture is missing or was changed.
+            InputError: `out_is_free`: a chunk is not of this conversion, or another writer has
+                published a shard.
         """
         if self.resume(whole).keys() != set(range(whole.num_parts)):
             got, hint = "the staging directory was changed", "run the same command again"

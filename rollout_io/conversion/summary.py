@@ -11,10 +11,11 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -137,39 +138,21 @@ class Summary:
 
     def encode(self) -> dict[str, Any]:
         """Return a JSON-serialisable dict; `decode` reads it."""
-        return asdict(self) | {name: sorted(getattr(self, name)) for name in _SETS}
+        counts: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
+        return counts
 
     @classmethod
     def decode(cls, values: dict[str, Any]) -> Self:
         """Parse the output of `encode`."""
-        sets = {name: set(values[name]) for name in _SETS}
-        return cls(**values | sets)
+        return msgspec.convert(values, cls)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts for `--json`."""
-        return {
-            "formats": self.formats,
-            "num_records": self.num_records,
-            "num_written": self.num_written,
-            "num_rejected": self.num_rejected,
-            "num_duplicates": self.num_duplicates,
-            "reasons": self.reasons,
-            "num_calls": self.num_calls,
-            "num_rows": self.num_rows,
-            "num_trajectories": self.num_trajectories,
-            "num_groups": len(self.instances),
-            "reward_mean": self.reward_mean,
-            "num_without_reward": self.num_without_reward,
-            "num_failed": self.num_failed,
-            "num_without_logprobs": self.num_without_logprobs,
-            "num_without_sampling": self.num_without_sampling,
-            "num_retokenized": self.num_retokenized,
-            "num_restarted": self.num_restarted,
-            "num_exact": self.num_exact,
-            "num_compared": self.num_compared,
-            "notes": dict(self._told()),
-            "unread": self.unread,
-        }
+        names = [f.name for f in fields(self) if f.name not in _INTERNAL]
+        counts = {name: getattr(self, name) for name in ("formats", *names)}
+        counts |= {"num_written": self.num_written, "num_groups": len(self.instances)}
+        counts |= {"reward_mean": self.reward_mean, "unread": self.unread}
+        return counts | {"notes": dict(self._told())}
 
     @property
     def unread(self) -> dict[str, int]:
@@ -306,7 +289,12 @@ def refuse_unread(notes: Mapping[str, int], run: Run) -> None:
         raise InputError("unread_content", run.places[0].where, got, hint=hint)
 
 
-_SETS = ("instances", "numbers", "unrecorded")
+_INTERNAL = frozenset(
+    {
+        *("num_exact_without_logprobs", "num_with_logprobs", "reward_sum"),
+        *("unrecorded", "instances", "numbers"),
+    }
+)
 _SAMPLING = ("temperature", "top_p", "top_k")
 _ABSENT: dict[str, Any] = {
     "temperature": pl.Float32,

@@ -73,7 +73,8 @@ ROLLOUTS = (
 INPUTS = "inferred: rollouts with the same `data_id` or, without it, with equal inputs"
 _LEAVES = {
     "facts about a call": "model_request/data.finish_reason model_request/data.latency_ms "
-    "model_request/data.model model_request/data.retry_count model_request/data.server",
+    "model_request/data.model model_request/data.retry_count model_request/data.server "
+    "model_request/data.usage",
     "facts about a rollout": "rollout/config rollout/is_train rollout/metadata rollout/status",
     "notes of the program, not sent": "note",
 }

@@ -29,7 +29,7 @@ from schemas.errors import InputError
 
 _LEAVES = {
     "settings of the request": "kwargs context_window llm_path include store reasoning",
-    "facts about the call": "cost timestamp latency_sec usage_summary usage error fncall_prompt "
+    "facts about the call": "cost latency_sec usage_summary usage error fncall_prompt "
     "args log_completions",
     "repeats the response": "raw_response",
 }
