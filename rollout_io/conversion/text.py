@@ -19,7 +19,7 @@ import numpy as np
 
 from rollout_io.conversion.images import MEDIA_ROWS, images_of, with_images
 from rollout_io.conversion.joining import Recorded
-from rollout_io.conversion.untokenized import Untokenized
+from rollout_io.conversion.untokenized import Untokenized, json_of, step_of
 from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Completion, Conversation, Logged, Step, Trajectory
 from rollout_io.formats.parsing.media import restored
@@ -87,24 +87,15 @@ class Retokenizer:
         loss_mask = np.zeros_like(encoded.loss_mask)
         for start, length in answers:
             loss_mask[start : start + length] = True
-        return Step(
-            source=conversation.source,
+        return step_of(
+            conversation,
             prompt_token_ids=encoded.prompt_token_ids,
             response_ids=encoded.response_ids,
             rollout_logprobs=encoded.logprobs,
             loss_mask=loss_mask,
-            trains=conversation.trains,
             spans=[(int(start), int(length)) for start, length in answers],
-            token_source=RETOKENIZED,
-            reward=conversation.reward,
-            stop_reason=conversation.stop_reason,
-            temperature=conversation.temperature,
-            top_p=conversation.top_p,
-            agent=conversation.agent,
-            messages=_json(conversation.messages),
             images=self._images(conversation.messages, picture, encoded),
             response_text=_readable(messages[first:]).replace(PICTURE, "[image]"),
-            metrics=conversation.metrics,
             columns=conversation.columns,
         )
 
@@ -117,7 +108,7 @@ class Retokenizer:
         has_pictures = any(part["type"] == "image" for m in messages for part in media_in(m))
         if not has_pictures or self.tokenizer.placeholder is None:
             return None
-        return None if PICTURE in _json(messages) else PICTURE
+        return None if PICTURE in json_of(messages) else PICTURE
 
     def _images(
         self, messages: Sequence[Mapping[str, Any]], picture: str | None, encoded: Retokenized
@@ -137,20 +128,11 @@ class Retokenizer:
         """Encode a prompt and a response without roles as one row, verbatim, without a template."""
         prompt = self._ids(text.prompt, text.source, has_special=text.has_special[0])
         response = self._ids(text.response, text.source, has_special=text.has_special[1])
-        return Step(
-            source=text.source,
+        return step_of(
+            text,
             prompt_token_ids=token_ids(prompt, "prompt", text.source),
             response_ids=token_ids(response, "response", text.source),
-            trains=text.trains,
-            token_source=RETOKENIZED,
-            reward=text.reward,
-            stop_reason=text.stop_reason,
-            temperature=text.temperature,
-            top_p=text.top_p,
-            agent=text.agent,
-            messages=_json(text.prompt),
             response_text=text.response,
-            metrics=text.metrics,
         )
 
     def _ids(self, text: str, where: str, *, has_special: bool) -> list[int]:
@@ -253,10 +235,6 @@ def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | Untokenized 
         "tokenizer",
         retokenizer.directory,
     )
-
-
-def _json(sent: Sequence[Mapping[str, Any]] | str) -> str:
-    return msgspec.json.encode(sent).decode()
 
 
 def _readable(messages: Sequence[dict[str, Any]]) -> str:

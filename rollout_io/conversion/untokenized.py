@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import msgspec
@@ -33,31 +33,24 @@ class Untokenized:
     def conversation(self, conversation: Conversation) -> Step:
         """Return a conversation as one row."""
         said = conversation.messages[conversation.num_given :]
-        step = self._step(conversation, _json(conversation.messages))
-        step.spans = [(0, 0) for message in said if is_answer(message)]
-        step.columns = conversation.columns
-        return step
+        spans = [(0, 0) for message in said if is_answer(message)]
+        return step_of(conversation, spans=spans, columns=conversation.columns)
 
     def completion(self, text: Completion) -> Step:
         """Return a prompt and a response without roles as one row."""
-        step = self._step(text, _json(text.prompt))
-        step.response_text = text.response
-        return step
-
-    def _step(self, logged: Conversation | Completion, messages: str) -> Step:
-        return Step(
-            source=logged.source,
-            trains=logged.trains,
-            token_source=RETOKENIZED,
-            reward=logged.reward,
-            stop_reason=logged.stop_reason,
-            temperature=logged.temperature,
-            top_p=logged.top_p,
-            agent=logged.agent,
-            messages=messages,
-            metrics=logged.metrics,
-        )
+        return step_of(text, response_text=text.response)
 
 
-def _json(sent: Sequence[Mapping[str, Any]] | str) -> str:
+_COMMON = [f.name for f in fields(Completion) if f.name in Step.__struct_fields__]
+
+
+def step_of(logged: Conversation | Completion, **values: Any) -> Step:
+    """Return the step of a logged text: what both have, and these values."""
+    sent = logged.messages if isinstance(logged, Conversation) else logged.prompt
+    common = {name: getattr(logged, name) for name in _COMMON}
+    return Step(**common, **values, token_source=RETOKENIZED, messages=json_of(sent))
+
+
+def json_of(sent: Sequence[Mapping[str, Any]] | str) -> str:
+    """Return messages, or a prompt, as JSON."""
     return msgspec.json.encode(sent).decode()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from schemas.columns import COLUMN_BY_NAME
@@ -160,12 +161,13 @@ COLUMN_FIELDS = (
 """Columns that a GeneratorOutput may have as fields of the same names, though SkyRL has none."""
 
 REQUIRED = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
-OPTIONAL = (
-    *("stop_reasons", "rollout_logprobs", "trajectory_ids", "rollout_expert_indices"),
-    *("is_last_step", "env_metrics", SUPPORT, *USER_FIELDS),
+OPTIONAL = tuple(
+    name
+    for name in GeneratorOutput.__annotations__
+    if name not in {*REQUIRED, "rollout_metrics", "token_source"}
 )
-TOKEN_SOURCES = ("engine", "retokenized")
 
+_DROP = 'drop the field: other_fields="drop" (--other-fields drop)'
 OtherFields = Literal["refuse", "keep", "drop"]
 """Handling of fields that match no column of a rollout table."""
 
@@ -176,49 +178,24 @@ def unknown_fields(output: Mapping[str, Any]) -> list[str]:
     return [name for name, value in output.items() if value is not None and name not in known]
 
 
-def column_fields(output: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the fields that are named like columns, as lists of values of the columns' types.
-
-    Raises:
-        InputError: `field_kind`: a value does not have the type of its column.
-    """
-    found = {}
-    for name in COLUMN_FIELDS:
-        if output.get(name) is not None:
-            found[name] = _typed(name, list(output[name]))
-    sources = found.get("token_source", [])
-    for row, source in enumerate(sources):
-        if source not in TOKEN_SOURCES:
-            expected = " or ".join(TOKEN_SOURCES)
-            raise field_error("field_kind", "token_source", repr(source), expected, row=row)
-    return found
+def array_of(value: Any) -> npt.NDArray[Any]:
+    """Return a value as an array; lists of different lengths are none."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(None)
 
 
-def _typed(name: str, values: list[Any]) -> list[Any]:
-    kind = COLUMN_BY_NAME[name].type
-    usual: tuple[type, ...] = (int, np.integer)
-    if pa.types.is_string(kind):
-        usual = (str,)
-    elif pa.types.is_floating(kind):
-        usual = (*usual, float, np.floating)
-    for row, value in enumerate(values):
-        is_valid = value is None or (isinstance(value, usual) and not isinstance(value, bool))
-        try:
-            pa.scalar(value if is_valid else None, kind)
-        except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            is_valid = False
-        if not is_valid:
-            raise field_error("field_kind", name, repr(value), f"{kind} or null", row=row)
-    return values
+def number(value: Any, name: str, row: int) -> float:
+    """Return a scalar as a float."""
+    array = array_of(value)
+    if array.ndim != 0 or array.dtype.kind not in "fiub":
+        raise field_error("field_kind", name, repr(value), "a number", row=row)
+    return float(array)
 
 
 def user_columns(output: Mapping[str, Any], others: Sequence[str]) -> dict[str, pa.Array]:
-    """Return the user columns: those of SkyRL's fields, and the unknown fields in `others`.
-
-    Raises:
-        InputError: `fields`: an unknown field has the name of a column that is computed;
-            `fields_align`, `field_kind`: a field cannot be a column.
-    """
+    """Return the user columns: those of SkyRL's fields, and the unknown fields in `others`."""
     found = {}
     if output.get(TIMES) is not None:
         times = [None if t is None else number(t, TIMES, r) for r, t in enumerate(output[TIMES])]
@@ -243,32 +220,19 @@ def _kept(output: Mapping[str, Any], name: str) -> pa.Array:
             kind = f"a value of type {type(value).__name__}"
             got = kind if length is None else f"a list of length {length}"
             expected = f"a list of length {num_rows}, as in response_ids"
-            hint = 'drop the field: other_fields="drop" (--other-fields drop)'
-            raise field_error("fields_align", name, got, expected, hint)
+            raise field_error("fields_align", name, got, expected, _DROP)
     try:
         arrays = {
             str(key): pa.array([v.tolist() if isinstance(v, np.ndarray) else v for v in value])
             for key, value in columns.items()
         }
     except (pa.ArrowException, TypeError, ValueError):
-        hint = 'drop the field: other_fields="drop" (--other-fields drop)'
         raise field_error(
-            "field_kind", name, "the values have different types", hint=hint
+            "field_kind", name, "the values have different types", hint=_DROP
         ) from None
     if isinstance(field, Mapping) and arrays:
         return pa.StructArray.from_arrays(list(arrays.values()), names=list(arrays))
     return arrays.get(name, pa.nulls(num_rows))
-
-
-def number(value: Any, name: str, row: int) -> float:
-    """Convert a scalar to a float."""
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        array = np.asarray(None)
-    if array.ndim != 0 or array.dtype.kind not in "fiub":
-        raise field_error("field_kind", name, repr(value), "a number", row=row)
-    return float(array)
 
 
 def field_error(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from rollout_io.formats.skyrl_fields import (
@@ -19,7 +19,7 @@ from rollout_io.formats.skyrl_fields import (
     SUPPORT,
     OtherFields,
     TrajectoryID,
-    column_fields,
+    array_of,
     field_error,
     number,
     unknown_fields,
@@ -31,16 +31,48 @@ from schemas.ragged import ragged_array, routing_array
 
 METRICS_KEY = b"rollout_io.rollout_metrics"
 _ROUTES = "rollout_expert_indices"
+_TOKEN_SOURCES = ("engine", "retokenized")
 ERROR = "failed: a placeholder row in the GeneratorOutput"
 
 
-class Converted(NamedTuple):
-    """A GeneratorOutput as a table.
+class _Numbers(NamedTuple):
+    """A field with an array of numbers in each row.
 
     Attributes:
-        table: The table.
-        warnings: What was left out, for the user.
+        kinds: Kinds of numbers that are accepted, as NumPy names them.
+        bounds: Smallest and largest value; if there are any, numbers are whole.
+        rules: Rule that another type or shape breaks, and rule that another value breaks.
     """
+
+    kinds: str
+    dtype: Any
+    bounds: tuple[int, int] | None = None
+    num_dimensions: int = 1
+    rules: tuple[str, str] = ("field_kind", "token_range")
+
+
+_LAST_ID = 2**31 - 1
+_NUMBERS = {
+    "prompt_token_ids": _Numbers("iu", np.int32, (0, _LAST_ID)),
+    "response_ids": _Numbers("iu", np.int32, (0, _LAST_ID)),
+    "loss_masks": _Numbers("biuf", np.bool_, (0, 1), rules=("field_kind", "mask_kind")),
+    "rollout_logprobs": _Numbers("fiu", np.float32),
+    "rewards": _Numbers("fiu", np.float64),
+    _ROUTES: _Numbers("iu", np.int16, (0, 2**15 - 1), 3, ("routing_shape", "routing_shape")),
+    SUPPORT: _Numbers("iu", np.int64, (-1, _LAST_ID), 2),
+}
+_SHAPES = ("a number", "a flat list of numbers", "numbers [tokens, k]", "[tokens, layers, topk]")
+_LISTS = {
+    "prompt_token_ids": "prompt_token_ids",
+    "response_ids": "response_ids",
+    "loss_mask": "loss_masks",
+    "rollout_logprobs": "rollout_logprobs",
+}
+"""Columns with a number for each token, and their fields."""
+
+
+class Converted(NamedTuple):
+    """A GeneratorOutput as a table, and what was left out, for the user."""
 
     table: pa.Table
     warnings: list[str]
@@ -55,31 +87,24 @@ def table_of(
 ) -> Converted:
     """Convert the fields to a table; check their types and lengths, but not the invariants.
 
-    Args:
-        output: See `from_generator_output`.
-        group_size: See `from_generator_output`.
-        other_fields: See `from_generator_output`.
-        source: Name of the output, for the column `source`; None omits the column.
-        group_prefix: Prefix of the instance ids that `group_size` numbers.
+    The arguments are those of `from_generator_output`, the name of the output for the column `source`,
+    and the prefix of the instance ids that `group_size` numbers.
     """
     others = unknown_fields(output)
     _check_fields(output, others if other_fields == "refuse" else [])
     identities = _identities(output, group_size, group_prefix)
-    last = _flags(output, identities)
-    _check_repeats(identities, last, has_flags=output.get("is_last_step") is not None)
-    lists = {
-        "prompt_token_ids": _integers(output, "prompt_token_ids"),
-        "response_ids": _integers(output, "response_ids"),
-        "loss_mask": _masks(output),
-    }
-    if output.get("rollout_logprobs") is not None:
-        lists["rollout_logprobs"] = _floats(output, "rollout_logprobs", np.float32)
+    has_flags = output.get("is_last_step") is not None
+    flags = _values(output, "is_last_step", _is_flag, "true or false", "last_flag")
+    last = [bool(flag) for flag in flags] if has_flags else [True] * len(identities)
+    _check_repeats(identities, last, has_flags=has_flags)
+    given = {column: name for column, name in _LISTS.items() if output.get(name) is not None}
+    lists = {column: _arrays(output, name) for column, name in given.items()}
     rewards = _rewards(output)
-    stops = _texts(output, "stop_reasons")
+    stops = _values(output, "stop_reasons", _is_text, "a string or null")
     failed = _placeholders([*lists.values(), rewards], stops, identities, last)
-    own = column_fields(output)
-    said = own.get("error", [None] * len(failed))
-    errors = [e or (ERROR if f else None) for e, f in zip(said, failed, strict=True)]
+    own = _column_fields(output)
+    stated = own.get("error", [None] * len(failed))
+    errors = [e or (ERROR if f else None) for e, f in zip(stated, failed, strict=True)]
     has_error = [error is not None for error in errors]
     arrays: dict[str, Any] = own | {
         "instance_id": [i.instance_id for i in identities],
@@ -89,7 +114,7 @@ def table_of(
         "is_last_step": last,
         "token_source": own.get("token_source", ["engine"] * len(failed)),
         "metrics": _metrics(output),
-        "stop_reason": stops,
+        "stop_reason": stops or None,
         "error": errors if any(has_error) else None,
         "rollout_expert_indices": _routes(output, failed),
         "sampling_support": _support(output, failed),
@@ -98,7 +123,11 @@ def table_of(
         arrays["source"] = [f"{source}, row {row}" for row in range(len(failed))]
     for name, rows in lists.items():
         arrays[name] = [row[:0] if f else row for row, f in zip(rows, failed, strict=True)]
-    arrays |= _reward_columns(rewards, has_error)
+    alive = [None if f else value for value, f in zip(rewards, has_error, strict=True)]
+    arrays["reward"] = alive
+    if isinstance(rewards[0], np.ndarray):
+        arrays["rewards"] = alive
+        arrays["reward"] = [None if r is None else float(r.sum()) for r in alive]
     keep, warnings = without_empty_rows(arrays)
     table = _assemble(arrays)
     for name, column in user_columns(output, others if other_fields == "keep" else []).items():
@@ -201,21 +230,6 @@ def trajectory_identity(value: Any, row: int) -> TrajectoryID:
     return found
 
 
-def _is_text(value: Any) -> bool:
-    """True if Arrow can store the string; text from JSON may contain half of a surrogate pair."""
-    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
-
-
-def _flags(output: Mapping[str, Any], identities: Sequence[TrajectoryID]) -> list[bool]:
-    flags = output.get("is_last_step")
-    if flags is None:
-        return [True] * len(identities)
-    for row, flag in enumerate(flags):
-        if not isinstance(flag, bool | np.bool_):
-            raise field_error("last_flag", "is_last_step", repr(flag), "true or false", row=row)
-    return [bool(flag) for flag in flags]
-
-
 def _step_indices(identities: Sequence[TrajectoryID], last: Sequence[bool]) -> list[int]:
     """Number the rows of each trajectory 0..n-1.
 
@@ -231,12 +245,12 @@ def _step_indices(identities: Sequence[TrajectoryID], last: Sequence[bool]) -> l
 
 def _placeholders(
     fields: Sequence[Sequence[Any]],
-    stops: Sequence[str | None] | None,
+    stops: Sequence[str | None],
     identities: Sequence[TrajectoryID],
     last: Sequence[bool],
 ) -> list[bool]:
     """Find the placeholders of failed trajectories: single rows with 0 or [0] in each field."""
-    if stops is None:
+    if not stops:
         return [False] * len(last)
 
     def is_placeholder(row: int) -> bool:
@@ -247,43 +261,91 @@ def _placeholders(
     return [is_placeholder(row) for row in range(len(last))]
 
 
-def _array(output: Mapping[str, Any], name: str, row: int, kinds: str) -> npt.NDArray[Any]:
-    """Return one row of a field as a 1-D array whose NumPy kind is in `kinds`."""
-    value = output[name][row]
-    if "b" not in kinds and isinstance(value, list | tuple) and bool in set(map(type, value)):
-        raise field_error("field_kind", name, "booleans", "a flat list of numbers", row=row)
+def _values(
+    output: Mapping[str, Any],
+    name: str,
+    is_valid: Callable[[Any], bool],
+    expected: str,
+    rule: str = "field_kind",
+) -> list[Any]:
+    """Return the values of a field with one in each row; none if it is missing."""
+    field = output.get(name)
+    values = [] if field is None else list(field)
+    for row, value in enumerate(values):
+        if not is_valid(value):
+            raise field_error(rule, name, repr(value), expected, row=row)
+    return values
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+def _is_text(value: Any) -> bool:
+    """True for null, and text that Arrow can store: JSON may have half of a surrogate pair."""
+    is_text = isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+    return value is None or is_text
+
+
+def _fits(kind: pa.DataType, value: Any) -> bool:
+    """True for null, and for a value that a column of this type can store as it is."""
+    usual: tuple[type, ...] = (int, np.integer)
+    if pa.types.is_string(kind):
+        usual = (str,)
+    elif pa.types.is_floating(kind):
+        usual = (*usual, float, np.floating)
     try:
-        array = np.asarray(value)
-    except ValueError:
-        array = np.asarray(None)
-    if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
-        got = "null" if output[name][row] is None else f"{array.dtype} of shape {array.shape}"
-        raise field_error("field_kind", name, got, "a flat list of numbers", row=row)
-    return array
+        pa.scalar(value, kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        return False
+    return value is None or (isinstance(value, usual) and not isinstance(value, bool))
 
 
-def _integers(output: Mapping[str, Any], name: str) -> list[npt.NDArray[Any]]:
-    rows = [_array(output, name, row, "iu") for row in range(len(output[name]))]
-    for row, ids in enumerate(rows):
-        if len(ids) and not 0 <= ids.min() <= ids.max() < 2**31:
-            got, expected = f"ids in {ids.min()}..{ids.max()}", "ids in 0..2147483647"
-            raise field_error("token_range", name, got, expected, row=row)
-    return [ids.astype(np.int32) for ids in rows]
+def _column_fields(output: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the fields that are named like columns."""
+    found = {}
+    for name in COLUMN_FIELDS:
+        kind = COLUMN_BY_NAME[name].type
+        if output.get(name) is None:
+            continue
+        if name == "token_source":
+            expected = " or ".join(_TOKEN_SOURCES)
+            found[name] = _values(output, name, _TOKEN_SOURCES.__contains__, expected)
+        else:
+            found[name] = _values(output, name, partial(_fits, kind), f"{kind} or null")
+    return found
 
 
-def _floats(output: Mapping[str, Any], name: str, dtype: Any) -> list[npt.NDArray[Any]]:
-    rows = [_array(output, name, r, "fiu") for r in range(len(output[name]))]
-    with np.errstate(over="ignore"):  # overflow gives infinity, which the invariants reject
-        return [row.astype(dtype) for row in rows]
-
-
-def _masks(output: Mapping[str, Any]) -> list[npt.NDArray[np.bool_]]:
-    rows = [_array(output, "loss_masks", r, "biuf") for r in range(len(output["loss_masks"]))]
-    for row, mask in enumerate(rows):
-        if not np.isin(mask, (0, 1)).all():
-            got = f"the value {mask[~np.isin(mask, (0, 1))][0]}"
-            raise field_error("mask_kind", "loss_masks", got, "0 or 1", row=row)
-    return [mask.astype(np.bool_) for mask in rows]
+def _arrays(output: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the rows of a field of `_NUMBERS`; only routing may be null."""
+    kind, arrays = _NUMBERS[name], list[Any]()
+    for row, value in enumerate(output[name]):
+        if value is None and name == _ROUTES:
+            arrays.append(None)
+            continue
+        array, got = array_of(value), "null" if value is None else ""
+        if (
+            "b" not in kind.kinds
+            and isinstance(value, list | tuple)
+            and bool in set(map(type, value))
+        ):
+            got = "booleans"
+        elif array.ndim != kind.num_dimensions or (
+            array.size and array.dtype.kind not in kind.kinds
+        ):
+            got = got or f"{array.dtype} of shape {array.shape}"
+        if got:
+            raise field_error(kind.rules[0], name, got, _SHAPES[kind.num_dimensions], row=row)
+        if kind.bounds is not None and array.size:
+            low, high = kind.bounds
+            is_within = low <= array.min() <= array.max() <= high
+            if not is_within or not np.array_equal(array, np.round(array)):
+                got = f"numbers in {array.min()}..{array.max()}"
+                expected = f"whole numbers in {low}..{high}"
+                raise field_error(kind.rules[1], name, got, expected, row=row)
+        with np.errstate(over="ignore"):  # overflow gives infinity, which the invariants reject
+            arrays.append(array.astype(kind.dtype))
+    return arrays
 
 
 def _rewards(output: Mapping[str, Any]) -> Sequence[Any]:
@@ -296,88 +358,43 @@ def _rewards(output: Mapping[str, Any]) -> Sequence[Any]:
         expected = "only numbers, or only lists with one number per token"
         raise field_error("reward_kind", "rewards", got, expected, row=row)
     if is_list[0]:
-        return _floats(output, "rewards", np.float64)
+        return _arrays(output, "rewards")
     return [number(value, "rewards", row) for row, value in enumerate(values)]
 
 
-def _reward_columns(rewards: Sequence[Any], failed: Sequence[bool]) -> dict[str, Any]:
-    alive = [None if f else value for value, f in zip(rewards, failed, strict=True)]
-    if not isinstance(rewards[0], np.ndarray):
-        return {"reward": alive}
-    return {"reward": [None if r is None else float(r.sum()) for r in alive], "rewards": alive}
-
-
-def _texts(output: Mapping[str, Any], name: str) -> list[str | None] | None:
-    values = output.get(name)
-    if values is None:
-        return None
-    for row, value in enumerate(values):
-        if value is not None and not _is_text(value):
-            raise field_error("field_kind", name, repr(value), "a string or null", row=row)
-    return [None if value is None else str(value) for value in values]
-
-
 def _metrics(output: Mapping[str, Any]) -> list[list[tuple[str, float]] | None] | None:
-    rows = output.get("env_metrics")
-    return None if rows is None else [_metric(metrics, row) for row, metrics in enumerate(rows)]
+    name, rows = "env_metrics", list[list[tuple[str, float]] | None]()
+    for row, metrics in enumerate(_values(output, name, _is_object, "an object or null")):
+        values = [(str(key), number(value, name, row)) for key, value in (metrics or {}).items()]
+        rows.append(None if metrics is None else values)
+    return rows or None
 
 
-def _metric(metrics: Any, row: int) -> list[tuple[str, float]] | None:
-    if metrics is None:
-        return None
-    if not isinstance(metrics, Mapping) or not all(_is_text(str(name)) for name in metrics):
-        raise field_error("field_kind", "env_metrics", repr(metrics), "an object or null", row=row)
-    return [(str(name), number(value, "env_metrics", row)) for name, value in metrics.items()]
+def _is_object(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and all(_is_text(str(n)) for n in value))
 
 
 def _routes(output: Mapping[str, Any], failed: Sequence[bool]) -> pa.Array | None:
     """Return the routing of the rows, null for placeholders, whose token was not sampled."""
-    rows = output.get(_ROUTES)
-    if rows is None:
+    if output.get(_ROUTES) is None:
         return None
-    given = [None if routes is None else _route(routes, row) for row, routes in enumerate(rows)]
-    arrays = [None if f else routes for routes, f in zip(given, failed, strict=True)]
+    rows = zip(_arrays(output, _ROUTES), failed, strict=True)
+    arrays = [None if is_failed else routes for routes, is_failed in rows]
     shapes = {a.shape[1:] for a in arrays if a is not None}
     if not shapes:
         return None
-    if len(shapes) > 1:
+    if len(shapes) > 1 or any(0 in a.shape for a in arrays if a is not None):
         got = f"rows with different (layers, topk): {', '.join(map(str, sorted(shapes)))}"
         raise field_error("routing_shape", _ROUTES, got, "the same layers and topk in every row")
     return routing_array(arrays, *shapes.pop())
-
-
-def _route(routes: Any, row: int) -> npt.NDArray[Any]:
-    try:
-        array = np.asarray(routes)
-    except ValueError:
-        array = np.asarray(None)
-    if array.ndim != 3 or array.dtype.kind not in "iu" or 0 in array.shape:
-        got, expected = f"{array.dtype} of shape {array.shape}", "integers [tokens, layers, topk]"
-        raise field_error("routing_shape", _ROUTES, got, expected, row=row)
-    if not 0 <= array.min() <= array.max() < 2**15:
-        got = f"experts {array.min()}..{array.max()}"
-        raise field_error("routing_shape", _ROUTES, got, "experts in 0..32767", row=row)
-    return array
 
 
 def _support(output: Mapping[str, Any], failed: Sequence[bool]) -> list[Any] | None:
     """Return the sets of ids that could have been drawn, which SkyRL pads with -1."""
     if output.get(SUPPORT) is None:
         return None
-    rows: list[Any] = []
-    for row, (value, is_failed) in enumerate(zip(output[SUPPORT], failed, strict=True)):
-        try:
-            array = np.asarray(value)
-        except ValueError:
-            array = np.asarray(None)
-        if array.ndim != 2 or array.dtype.kind not in "iu":
-            got = "null" if value is None else f"{array.dtype} of shape {array.shape}"
-            raise field_error("field_kind", SUPPORT, got, "integers [tokens, k]", row=row)
-        if array.size and not -1 <= array.min() <= array.max() < 2**31:
-            got, expected = f"ids in {array.min()}..{array.max()}", "ids in 0..2147483647, or -1"
-            raise field_error("token_range", SUPPORT, got, expected, row=row)
-        rows.append([] if is_failed else [[i for i in ids if i >= 0] for ids in array.tolist()])
-    return rows
+    rows = zip(_arrays(output, SUPPORT), failed, strict=True)
+    return [[] if f else [[i for i in ids if i >= 0] for ids in a.tolist()] for a, f in rows]
 
 
 def _assemble(arrays: Mapping[str, Any]) -> pa.Table:
