@@ -40,7 +40,7 @@ from rollout_io.formats.engines.records import elements_of, is_object_with, reco
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
-from rollout_io.formats.parsing.content import known
+from rollout_io.formats.parsing.content import filled, known
 from rollout_io.formats.parsing.jsonl import decode_line, refuse_lfs_pointer, refuse_not_utf8
 from rollout_io.formats.parsing.lines import (
     DUPLICATE,
@@ -257,10 +257,9 @@ def _runs(name: str, rollout: _Rollout) -> Iterator[Run | Rejected]:
         if damage is not None:
             yield from incomplete(places, damage)
             continue
+        superseded_by = last if last is not None and attempt != last else None
         own = {"rollout_id": name, "attempt_id": attempt}
-        if last is not None and attempt != last:
-            own["superseded_by"] = last
-        own |= {key: value for key, value in labels.items() if value}
+        own |= filled(superseded_by=superseded_by, **labels)
         yield Run(instance_id=instance, repetition_id=None, places=places, labels=own)
 
 
@@ -298,14 +297,17 @@ def read_attempt(run: Run, _: Options) -> Trajectory:
         metrics["reward"] = float(last.value)
     if refused:
         metrics["num_failed_requests"] = float(len(refused))
-    texts = {name: run.labels.get(name) for name in ("rollout_id", "attempt_id")}
-    texts |= {"reward_source": last.source, "reward_reason": last.reason}
     return Trajectory(
         steps=steps,
         reward=metrics.get("reward"),
         error=error,
         metrics=metrics,
-        user_values={name: text for name, text in texts.items() if text},
+        user_values=filled(
+            rollout_id=run.labels.get("rollout_id"),
+            attempt_id=run.labels.get("attempt_id"),
+            reward_source=last.source,
+            reward_reason=last.reason,
+        ),
     )
 
 

@@ -22,14 +22,12 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import Completion, Conversation, Options, Place, Run, Trajectory
-from rollout_io.formats.contexts import by_marks
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.dialects.bodies import tools_of, value_of
 from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.engines.tables import is_table, schema_of
 from rollout_io.formats.openai_messages import with_groups
 from rollout_io.formats.parsing.content import NO_JSON, Message
-from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import (
     TASK_LABELS,
@@ -100,14 +98,12 @@ def read(chat: Chat, run: Run, _: Options) -> Trajectory:
     (place,) = run.places
     step = _conversation(chat, place.where)
     fields = chat.fields
-    metrics = numbers({n: raw for n, raw in fields.items() if n not in _NAMES}, place.where)
-    if bytes(chat.metrics).startswith(b"{"):
-        where = f"{place.where}, metrics"
-        values = numbers(decode_line(_FIELDS, bytes(chat.metrics), where), where)
-        metrics |= {f"metrics.{name}": value for name, value in values.items()}
+    numeric = {n: raw for n, raw in fields.items() if n not in _NAMES}
+    objects = ["metrics"] if bytes(chat.metrics).startswith(b"{") else []
+    metrics = numbers(numeric, place.where, objects)
     note_unread_labels(run.labels, run.instance_id)
     return Trajectory(
-        steps=by_marks(step),
+        steps=[step],
         reward=metrics.get("reward", metrics.get("score")),
         metrics=metrics,
         user_values=task_labels(run.labels),

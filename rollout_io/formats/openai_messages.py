@@ -85,7 +85,6 @@ class Line(Open, kw_only=True):
 
 
 _SYSTEM_DECODER = msgspec.json.Decoder(Content)
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def with_groups(items: Iterable[Found]) -> Iterator[Found]:
@@ -166,14 +165,7 @@ def trajectory_of(line: Line, run: Run, steps: Sequence[Logged]) -> Trajectory:
 def metrics_of(line: Line, place: Place) -> dict[str, float]:
     """Return the numbers of a line, by name."""
     fields = {name: raw for name, raw in line.fields.items() if name not in _OF_NAMES}
-    metrics = numbers(fields, place.where)
-    for name in ("metrics", "rewards", "scores"):
-        raw = bytes(getattr(line, name))
-        if raw != b"null":
-            where = f"{place.where}, {name}"
-            values: dict[str, msgspec.Raw] = decode_line(_FIELDS, raw, where)
-            metrics |= {f"{name}.{key}": v for key, v in numbers(values, where).items()}
-    return metrics
+    return numbers(fields, place.where, ["metrics", "rewards", "scores"])
 
 
 def _is_log(start: Start) -> bool:

@@ -37,6 +37,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.engines.records import Records, is_object_with
+from rollout_io.formats.parsing.content import filled, known
 from rollout_io.formats.parsing.documents import logs_below
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
 from rollout_io.formats.parsing.lines import DUPLICATE, read_record
@@ -208,15 +209,14 @@ def _count(page: Path) -> _Count | None:
 
 
 def _run(place: Place, row: Row, group: str) -> Run:
-    names = {
-        "run": row.run_id,
-        "step": str(row.step),
-        "problem": str(row.problem_id),
-        "sample": str(row.sample_id),
-        "env": row.env_name,
-        "task": row.task,
-    }
-    labels = {name: value for name, value in names.items() if value}
+    labels = filled(
+        run=row.run_id,
+        step=str(row.step),
+        problem=str(row.problem_id),
+        sample=str(row.sample_id),
+        env=row.env_name,
+        task=row.task,
+    )
     return Run(instance_id=group, repetition_id=None, places=[place], labels=labels)
 
 
@@ -227,13 +227,11 @@ def read(row: Row, run: Run, _: Options) -> Trajectory:
     messages += _messages(row.completion, f"{place.where}, completion")
     where = f"{place.where}, metrics"
     metrics = decode_line(_METRICS_DECODER, (row.metrics or "{}").encode(), where)
-    stated = {"reward": row.reward, "advantage": row.advantage}
-    texts = {"env": row.env_name, "task": row.task, "tag": row.tag, "step": str(row.step)}
     return Trajectory(
         steps=[Conversation(source=place.where, messages=messages)],
         reward=row.reward,
-        metrics=numbers(metrics, where) | {n: v for n, v in stated.items() if v is not None},
-        user_values={name: text for name, text in texts.items() if text},
+        metrics=numbers(metrics, where) | known({"reward": row.reward, "advantage": row.advantage}),
+        user_values=filled(env=row.env_name, task=row.task, tag=row.tag, step=str(row.step)),
     )
 
 

@@ -25,6 +25,7 @@ from rollout_io.formats.base import Conversation, Options, Place, Run, Step, Tra
 from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Records
 from rollout_io.formats.parsing.bodies import NO_JSON, Int32
+from rollout_io.formats.parsing.content import filled
 from rollout_io.formats.parsing.documents import logs_of, with_group_rule
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages, text_of
@@ -108,15 +109,14 @@ def run_of(episode: Episode, place: Place) -> Run:
     if not name:
         raise InputError("group", place.where, "the episode has no `id`")
     task, colon, rollout = name.partition(":")
-    names = {
-        "episode": name,
-        "task": task if colon else None,
-        "rollout": rollout,
-        "task_id": _task_id(episode.task, place.where),
-        "training_step": label(episode.training_step, place.where),
-        "session": label(episode.session_id, place.where),
-    }
-    labels = {name: value for name, value in names.items() if value}
+    labels = filled(
+        episode=name,
+        task=task if colon else None,
+        rollout=rollout,
+        task_id=_task_id(episode.task, place.where),
+        training_step=label(episode.training_step, place.where),
+        session=label(episode.session_id, place.where),
+    )
     instance = labels.get("task") or labels.get("task_id") or _digest(episode.task) or name
     return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
@@ -162,10 +162,13 @@ def read(episode: Episode, run: Run, options: Options) -> Trajectory:
         raise InputError("no_calls", place.where, "the episode has no steps")
     return Trajectory(
         steps=steps,
-        reward=_outcome(episode),
+        reward=episode.trajectories[0].reward if episode.trajectories else None,
         error=error,
         metrics=_metrics(episode, names, place.where),
-        user_values=_texts(episode, place.where),
+        user_values=filled(
+            episode=episode.id or episode.episode_id,
+            termination_reason=label(episode.termination_reason, place.where),
+        ),
     )
 
 
@@ -297,10 +300,6 @@ def _place_rewards(trajectory: _Trajectory, steps: Sequence[Step | Conversation]
             step.reward = reward
 
 
-def _outcome(episode: Episode) -> float | None:
-    return episode.trajectories[0].reward if episode.trajectories else None
-
-
 def _metrics(episode: Episode, names: Iterable[str], where: str) -> dict[str, float]:
     metrics = numbers(episode.metrics or {}, f"{where}, metrics")
     if episode.is_correct is not None:
@@ -325,12 +324,6 @@ def _error(episode: Episode, options: Options, where: str) -> str | None:
     fields = decode_line(_FIELDS, bytes(raw), where) if _is_object(raw) else {"message": raw}
     message = label(fields.get("message"), where)
     return f"{reason}: {message[:500]}" if message else reason
-
-
-def _texts(episode: Episode, where: str) -> dict[str, str]:
-    reason = label(episode.termination_reason, where)
-    texts = {"episode": episode.id or episode.episode_id, "termination_reason": reason}
-    return {name: text for name, text in texts.items() if text}
 
 
 def _is_episode(value: Any) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 
 from rollout_io.formats.base import About, Completion, Found, Input, Options, Place, Run, Trajectory
 from rollout_io.formats.engines.records import Records, is_object_with
-from rollout_io.formats.parsing.content import NO_JSON
+from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.documents import logs_below
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import with_files_apart
@@ -52,12 +52,9 @@ def run_of(sample: Sample, place: Place) -> Run:
     """Return the run of a line."""
     evaluation = _EVALUATION.search(place.where)
     prompt = prompt_key(sample.input_prompt)
-    names = {
-        "step": evaluation and evaluation[1],
-        "data_source": sample.data_source,
-        "prompt": prompt,
-    }
-    labels = {name: value for name, value in names.items() if value}
+    labels = filled(
+        step=evaluation[1] if evaluation else None, data_source=sample.data_source, prompt=prompt
+    )
     step = f"step-{labels['step']}/" if "step" in labels else ""
     instance = f"{step}{sample.data_source or 'unknown'}/{prompt}"
     return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
@@ -77,19 +74,18 @@ def read(sample: Sample, run: Run, _: Options) -> Trajectory:
         stop_reason=sample.stop_reason,
     )
     extras = bytes(sample.env_extras).decode()
-    texts = {
-        "env_class": sample.env_class,
-        "env_extras": None if extras in {"null", "{}"} else extras,
-        "data_source": sample.data_source,
-        "step": run.labels.get("step"),
-    }
     metrics = _metrics(sample.score)
     return Trajectory(
         steps=[] if is_failed else [step],
         reward=metrics.get("score"),
         error=_FAILED if is_failed else None,
         metrics=metrics,
-        user_values={name: text for name, text in texts.items() if text},
+        user_values=filled(
+            env_class=sample.env_class,
+            env_extras=None if extras in {"null", "{}"} else extras,
+            data_source=sample.data_source,
+            step=run.labels.get("step"),
+        ),
     )
 
 

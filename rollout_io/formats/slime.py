@@ -37,6 +37,7 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
+from rollout_io.formats.parsing.content import filled
 from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
 from rollout_io.formats.parsing.lines import incomplete
@@ -168,15 +169,14 @@ def _run_of(sample: _Sample, file: str, number: int, place: Place) -> tuple[str,
     """Return the key that the samples of a run share, and a run for the sample."""
     key = _key(sample, number)
     group = None if sample.group_index is None else str(sample.group_index)
-    found = {
-        "group_index": group,
-        "index": None if sample.index is None else str(sample.index),
-        "rollout_id": None if sample.rollout_id is None else str(sample.rollout_id),
-        "session": sample.session_id,
-        "file": file,
-        "label": sample.label if isinstance(sample.label, str) else None,
-    }
-    labels = {name: value for name, value in found.items() if value}
+    labels = filled(
+        group_index=group,
+        index=None if sample.index is None else str(sample.index),
+        rollout_id=None if sample.rollout_id is None else str(sample.rollout_id),
+        session=sample.session_id,
+        file=file,
+        label=sample.label if isinstance(sample.label, str) else None,
+    )
     instance = f"{file}/{key.partition('/')[2]}" if group is None else f"{file}/{group}"
     run = Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
     return key, run
@@ -209,16 +209,18 @@ def read_samples(run: Run, _options: Options) -> Trajectory:
         others = sample.metadata or {}
         others = others if failed else read_back(step, others, where)
         metrics = {**_numbers(others, f"{where}, metadata"), **metrics}
-    texts = {"label": run.labels.get("label"), "status": last.status}
     versions = [name for sample, _ in siblings for name in names_of(sample.weight_versions)]
-    if versions and oldest(versions) is None:
-        texts["weight_versions"] = ",".join(dict.fromkeys(versions))
+    is_unknown = bool(versions) and oldest(versions) is None
     return Trajectory(
         steps=[step for step in steps if not failed or len(step.prompt_token_ids)],
         reward=outcome,
         error=error,
         metrics=metrics,
-        user_values={name: text for name, text in texts.items() if text},
+        user_values=filled(
+            label=run.labels.get("label"),
+            status=last.status,
+            weight_versions=",".join(dict.fromkeys(versions)) if is_unknown else None,
+        ),
     )
 
 

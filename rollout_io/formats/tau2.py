@@ -116,7 +116,9 @@ def read(simulation: Simulation, run: Run, _: Options) -> Trajectory:
     note(POLICY if policy else NO_POLICY)
     system: list[Message] = [{"role": "system", "content": policy}] if policy else []
     reason = simulation.termination_reason
-    metrics = _metrics(simulation.reward_info, f"{place.where}, reward_info")
+    where = f"{place.where}, reward_info"
+    evaluation = decode_line(_FIELDS, bytes(simulation.reward_info), where) or {}
+    metrics = numbers(evaluation, where, ["reward_breakdown"])
     step = Conversation(source=place.where, messages=[*system, *messages], stop_reason=reason)
     step.num_given = len(system) + _num_greetings(messages, logged)
     return Trajectory(
@@ -200,16 +202,6 @@ def _num_greetings(messages: Sequence[Message], logged: list[Any]) -> int:
     first = logged[0] if logged else {}
     is_said = bool(first.get("raw_data") or first.get("usage") or first.get("tool_calls"))
     return int(len(messages) > 1 and messages[0]["role"] == "assistant" and not is_said)
-
-
-def _metrics(logged: msgspec.Raw, where: str) -> dict[str, float]:
-    """Return the numbers of an evaluation, and those of `reward_breakdown`, by name."""
-    fields = decode_line(_FIELDS, bytes(logged), where) or {}
-    found = numbers(fields, where)
-    parts = fields.get("reward_breakdown", NO_JSON)
-    inner = decode_line(_FIELDS, bytes(parts), f"{where}.reward_breakdown") or {}
-    named = numbers(inner, f"{where}.reward_breakdown")
-    return found | {f"reward_breakdown.{name}": value for name, value in named.items()}
 
 
 def _is_results(value: Any) -> bool:

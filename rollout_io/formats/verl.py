@@ -46,7 +46,7 @@ from rollout_io.formats.exporting import (
     renamed,
     rewards_of,
 )
-from rollout_io.formats.parsing.content import NO_JSON
+from rollout_io.formats.parsing.content import NO_JSON, filled
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import label, numbers, with_files_apart
 from rollout_io.formats.picture_bytes import PictureBytes
@@ -79,11 +79,6 @@ def run_of(sample: Sample, place: Place) -> Run:
 def read(sample: Sample, run: Run, _: Options) -> Trajectory:
     """Read the text of a line; all numbers of the line become metrics."""
     (place,) = run.places
-    texts = {
-        "step": str(sample.step),
-        "gts": label(sample.gts, place.where),
-        "request_id": label(sample.request_id, place.where),
-    }
     step = Completion(
         source=place.where,
         prompt=sample.input,
@@ -95,7 +90,11 @@ def read(sample: Sample, run: Run, _: Options) -> Trajectory:
         steps=[step],
         reward=sample.score,
         metrics=numbers(fields, place.where),
-        user_values={name: text for name, text in texts.items() if text},
+        user_values=filled(
+            step=str(sample.step),
+            gts=label(sample.gts, place.where),
+            request_id=label(sample.request_id, place.where),
+        ),
     )
 
 

@@ -216,6 +216,11 @@ def _as_parts(content: str | list[Message]) -> list[Message]:
     return content
 
 
+def filled(**texts: str | None) -> dict[str, str]:
+    """Return the texts that are there and not empty, such as labels of a run."""
+    return {name: text for name, text in texts.items() if text}
+
+
 def known(fields: Message) -> Message:
     """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}

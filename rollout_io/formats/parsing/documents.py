@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from rollout_io.formats.base import About, Found, Input, Place, Run
+from rollout_io.formats.parsing.content import filled
 from rollout_io.formats.parsing.jsonl import without_lone_surrogates
 from rollout_io.formats.parsing.naming import natural_key
 
@@ -32,13 +33,12 @@ def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Ru
     name = path.name
     for suffix in (*_PACKED, *suffixes):
         name = name.removesuffix(suffix)
-    found = {"instance_id": stated, "file": name, "directory": path.parent.name}
     by_file = name if name == path.parent.name or "__" in name else place.where
     return Run(
         instance_id=stated or by_file,
         repetition_id=None,
         places=[place],
-        labels={label: value for label, value in found.items() if value},
+        labels=filled(instance_id=stated, file=name, directory=path.parent.name),
     )
 
 

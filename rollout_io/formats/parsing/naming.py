@@ -73,17 +73,26 @@ def with_files_apart(items: Iterable[Found]) -> Iterator[Found]:
 
 _LABEL_DECODER = msgspec.json.Decoder(str)
 _NUMBER_DECODER = msgspec.json.Decoder(float | bool)
+_OBJECT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _NO_NUMBERS = (b'"', b"[", b"{", b"n")
 _MOST_DIGITS = 19  # of a 64-bit integer
 
 
-def numbers(fields: Mapping[str, msgspec.Raw], where: str) -> dict[str, float]:
-    """Return the fields that are numbers or booleans (as 0 and 1)."""
+def numbers(
+    fields: Mapping[str, msgspec.Raw], where: str, objects: Iterable[str] = ()
+) -> dict[str, float]:
+    """Return the fields, as JSON, that are numbers or booleans (as 0 and 1).
+
+    The numbers in `objects`, which are fields too, follow: `rewards.style`, for example.
+    """
     found: dict[str, float] = {}
     for name, raw in fields.items():
-        text = bytes(raw)
-        if not text.startswith(_NO_NUMBERS):
-            found[name] = float(decode_line(_NUMBER_DECODER, text, f"{where}, {name}"))
+        if not bytes(raw).startswith(_NO_NUMBERS):
+            found[name] = float(decode_line(_NUMBER_DECODER, bytes(raw), f"{where}, {name}"))
+    for name in objects:
+        place = f"{where}, {name}"
+        inner = decode_line(_OBJECT_DECODER, bytes(fields.get(name, b"null")), place)
+        found |= {f"{name}.{key}": value for key, value in numbers(inner or {}, place).items()}
     return found
 
 
