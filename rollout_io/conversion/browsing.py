@@ -142,15 +142,7 @@ class Listing:
 
 
 class Read(NamedTuple):
-    """Runs of one format, and their rows.
-
-    Attributes:
-        format: Name of the format.
-        runs: The run of each trajectory, by trajectory_id. A run of a table has several.
-        table: Rows of the trajectories.
-        rejected: Records that cannot be used.
-        notes: Notes of the readers (`rollout_io.formats.parsing.notes`).
-    """
+    """Runs of one format by trajectory_id (a run of a table has several), and their rows."""
 
     format: str
     runs: Mapping[str, Run]
@@ -259,12 +251,7 @@ def read_runs(runs: Sequence[Run], settings: Settings) -> Iterator[Read]:
 def reread(
     run: Run, trajectory_id: str, settings: Settings, listing: Listing, spool: Path, blobs: Blobs
 ) -> pa.Table:
-    """Read one trajectory again.
-
-    Raises:
-        RolloutError: Its files were changed, or its tokens break a rule; `outside_link`: a file is now
-            a link that leaves the path.
-    """
+    """Read one trajectory again."""
     for place in run.places:
         if not (listing.holds(place.path) or place.path.is_relative_to(spool)):
             got = "the file is now a link that leaves the directory"

@@ -110,11 +110,7 @@ class Report:
         return msgspec.convert(values, cls, dec_hook=rejections.decoded)
 
     def take_names(self, table: pa.Table, where: str) -> None:
-        """Record the trajectory ids of a document.
-
-        Raises:
-            InvariantError: `unique_trajectory`: another document contains one of the trajectories.
-        """
+        """Record the trajectory ids of a document."""
         names = dict.fromkeys(table.column("trajectory_id").to_pylist(), where)
         for name in names:
             if name in self.trajectory_ids:

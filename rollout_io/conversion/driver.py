@@ -95,11 +95,7 @@ class Conversion:
 
 
 class NothingUsable(InputError):
-    """Every record was rejected, so there is no dataset.
-
-    Attributes:
-        summary: Counts and reasons.
-    """
+    """Every record was rejected, so there is no dataset."""
 
     summary: Summary
 
@@ -248,14 +244,7 @@ def _checked(choices: Choices | None) -> Choices:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """The opened inputs of a conversion, from which `convert` and `read_log` read.
-
-    Attributes:
-        rewards: The rewards file; None if there is none.
-        spool: Directory with decompressed files and copies of remote directories.
-        versions: See `versions_of`.
-        blobs: Directory for the pictures of the logs; None keeps them in the messages.
-    """
+    """The opened inputs of a conversion, from which `convert` and `read_log` read."""
 
     choices: Choices
     opened: Opened

@@ -41,14 +41,7 @@ def stored_in(folder: str | None) -> Iterator[None]:
 def images_of(
     parts: Sequence[Mapping[str, Any]], token: int | None, prompt: Ids, response: Ids
 ) -> list[dict[str, Any]]:
-    """Return the entries of the column `images` of a row, and count what is stored and what is not.
-
-    Args:
-        parts: Parts of the row's messages that are not text, in order.
-        token: Token that stands for a picture; None if it is unknown, or there is none.
-        prompt: [P] ids.
-        response: [R] ids.
-    """
+    """Return the entries of the column `images` of a row, and count what is stored and what is not."""
     pictures = [part for part in parts if part["type"] == "image"]
     places = _places(token, prompt, response) if token is not None and pictures else []
     given = iter(places if len(places) == len(pictures) else [None] * len(pictures))

@@ -111,9 +111,6 @@ def expanded(path: str) -> list[str]:
     """Return the files and directories that a path, pattern or URL matches, in natural order.
 
     The URLs of directories end with "/".
-
-    Raises:
-        InputError: `input_file`: there is no match; `filesystem`: the URL's filesystem is unknown.
     """
     if path == STDIN or not (is_url(path) or has_magic(path)):
         return [path]
@@ -237,11 +234,7 @@ def _is_text(name: str) -> bool:
 
 
 def open_file(name: str, spool: Path) -> Input:
-    """Return a file that can be read twice; pipes and compressed files are saved first.
-
-    Raises:
-        InputError: `input_file`: the file cannot be read.
-    """
+    """Return a file that can be read twice; pipes and compressed files are saved first."""
     if name == STDIN:
         return Input(name, _save(standard_input(), name, spool))
     if is_url(name):
@@ -281,9 +274,6 @@ def refuse_changed(before: Mapping[Path, tuple[str, Version]]) -> None:
 
     A file may have grown: its writer appended records, which this conversion does not read. `before`
     are the versions of the inputs before the first of them was read.
-
-    Raises:
-        InputError: `input_file`: a file was replaced, rewritten or removed.
     """
     for file, (name, old) in before.items():
         try:

@@ -57,14 +57,7 @@ _MOST_NAMES = 1000
 
 
 class _Call(NamedTuple):
-    """A recorded call.
-
-    Attributes:
-        row: Its row in the dataset.
-        session: Number of its trajectory.
-        name: Its trajectory and step, for messages.
-        text: Text of the answer without whitespace, its reasoning included.
-    """
+    """A recorded call: its row, the number of its trajectory, its name, and its text without whitespace."""
 
     row: int
     session: int
@@ -95,12 +88,7 @@ class _Answer(NamedTuple):
 
 @dataclass(slots=True)
 class Recorded:
-    """The recorded calls, by their answers.
-
-    Attributes:
-        path: The dataset that has them.
-        alone: Names of the log's answers without a recorded call.
-    """
+    """The recorded calls, by their answers."""
 
     path: str
     alone: list[str] = field(default_factory=list)
@@ -150,11 +138,7 @@ class Recorded:
                 found[calls, text[len(text) - size :]].append(call)
 
     def joined(self, trajectory: Trajectory, steps: Sequence[Logged]) -> list[Step]:
-        """Return the recorded calls of a trajectory's answers as steps, in the order of recording.
-
-        Raises:
-            InputError: `join`: the log has token ids itself, or none of its answers was recorded.
-        """
+        """Return the recorded calls of a trajectory's answers as steps, in the order of recording."""
         answers = list(_answers_of(steps))
         matched = self._matched(answers)
         note(MATCHED, len(matched))

@@ -25,13 +25,7 @@ _NUM_CHUNKS = 16  # with fewer, workers are often idle while the last chunk is c
 
 @dataclass(slots=True)
 class Plan:
-    """Runs and rejected records found in the logs.
-
-    Attributes:
-        runs: Runs in the order of the dataset, each with its repetition.
-        rejected: Records that belong to no run.
-        about: Facts about the logs as a whole, by name.
-    """
+    """Runs and rejected records found in the logs."""
 
     runs: list[Run] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
@@ -66,9 +60,6 @@ def plan_logs(
     """Return a plan for each log of a dataset, and the outcomes by run.
 
     The last plan includes the outcomes without a logged run.
-
-    Raises:
-        InputError: `reward_line`: two names in the rewards file refer to the same run.
     """
     plans, first = [], dict[str, Run]()
     for found in logs:

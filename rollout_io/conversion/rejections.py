@@ -74,14 +74,7 @@ def fail(
     *,
     num_usable: int = 0,
 ) -> NoReturn:
-    """Raise the first error; if several runs have no token ids, raise one error for all of them.
-
-    Args:
-        found: All rejected records, in order.
-        num_runs: Number of runs in the logs.
-        noun: Noun for a run, such as "session".
-        num_usable: Number of trajectories that `--on-error skip` would write.
-    """
+    """Raise the first error; if several runs have no token ids, raise one error for all of them."""
     skip = "or pass --on-error skip to leave such records out and convert "
     skip = f"{skip}{errors.count(num_usable, 'trajectory')}" if num_usable else ""
     alone = list({each.error.where: each for each in found if each.kind == "text"}.values())

@@ -117,11 +117,7 @@ def second_line(session: str, first: Outcome, second: Outcome) -> InputError:
 
 
 def parse_outcome(record: dict[str, Any], where: str) -> tuple[Key, Outcome]:
-    """Parse the outcome of one trajectory, named "instance/repetition", from one line.
-
-    Raises:
-        InputError: `reward_line`, `record_type`, `session_name`: the line is not a valid outcome.
-    """
+    """Parse the outcome of one trajectory, named "instance/repetition", from one line."""
     session, outcome = _parse(record, where)
     return split_session(session, where), outcome
 
@@ -210,9 +206,6 @@ def settle(
     outcome is known, earlier steps without a reward get 0.0. The rewards of a failed trajectory
     become null, and their values are kept as `metrics["reward"]`. A trajectory without steps
     becomes one row with empty lists.
-
-    Raises:
-        ConfigError: `reward_key`: the run has no reward of this name.
     """
     where = run.places[0].where if run.places else given.where if given else run.instance_id
     steps = steps or [Step(source=where)]
@@ -273,10 +266,7 @@ def by_run(
     A name is `instance/repetition`, or the instance alone if it has one run, or the trajectory id
     (`instance_repetition`). A line with `instance_id` and `repetition_id` refers to exactly that
     run. A failed run that made no call may be missing from the log; its line must use the full name.
-
-    Args:
-        outcomes: Outcomes, keyed by the names in the rewards file.
-        keys: The runs in the log.
+    `outcomes` are keyed by the names in the rewards file, `keys` are the runs of the log.
 
     Returns:
         The outcomes by run, and a rejection for each outcome without a run: `unknown_session` if

@@ -47,14 +47,7 @@ class Settled:
 
 @dataclass(slots=True)
 class _Rows:
-    """Trajectories as rows of a table.
-
-    Attributes:
-        trajectories: The T trajectories.
-        steps: The N steps of all trajectories, one per row.
-        lengths: [T] number of steps of each trajectory.
-        responses: [N] column `response_ids`.
-    """
+    """T trajectories as rows of a table: N steps, [T] numbers of steps, and column `response_ids`."""
 
     trajectories: Sequence[Settled]
     steps: Sequence[Step]
@@ -75,14 +68,7 @@ class _Rows:
 
 
 def table_of(batch: Sequence[Settled]) -> pa.Table:
-    """Build a table with one row per step; optional and user columns exist if a step has a value.
-
-    Raises:
-        ArithmeticError, ValueError: A value does not fit its column, or the routing comes
-            from several models.
-        RolloutError: `usage_counts`: the engine reported a different number of tokens; `free_name`: a
-            user column of the log has the name of another column.
-    """
+    """Build a table with one row per step; optional and user columns exist if a step has a value."""
     rows = _Rows.of(batch)
     made = {c.name: _column(c, rows) for c in COLUMNS if c.name not in _NOT_READ}
     _check_counts(rows.steps, 0, made["prompt_token_ids"])

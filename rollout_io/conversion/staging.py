@@ -114,11 +114,7 @@ class Staging:
             _write_json(self.folder.join(_PLAN), identity)
 
     def resume(self, whole: Part) -> dict[int, dict[str, Any]]:
-        """Return the reports of the finished chunks by index, and remove all other chunks.
-
-        Raises:
-            InputError: `out_is_free`: the dataset's directory contains shards of something else.
-        """
+        """Return the reports of the finished chunks by index, and remove all other chunks."""
         entries = self._entries()
         complete = entries.keys() == set(range(whole.num_parts))
         sound, published = dict[int, dict[str, Any]](), set[str]()

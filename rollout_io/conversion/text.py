@@ -47,12 +47,7 @@ _COLLECT = "collect exact ids from the engine (return_token_ids)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retokenizer:
-    """Tokenizer and chat template for re-tokenization.
-
-    Attributes:
-        directory: Local directory of the tokenizer.
-        chat_template: Name or file of the template; None uses the tokenizer's.
-    """
+    """Tokenizer and chat template for re-tokenization."""
 
     directory: str
     chat_template: str | None = None
@@ -100,11 +95,7 @@ class Retokenizer:
         )
 
     def picture(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text that stands for a picture in these messages until they are rendered.
-
-        Returns:
-            None if there is no picture, or if the chat template has no placeholder for one.
-        """
+        """Return the text that stands for a picture until the messages are rendered; None without one."""
         has_pictures = any(part["type"] == "image" for m in messages for part in media_in(m))
         if not has_pictures or self.tokenizer.placeholder is None:
             return None
@@ -162,12 +153,7 @@ def _loaded(directory: str, chat_template: str | None, _: tuple[Version, ...]) -
 def retokenizer_of(
     tokenizer: str | None, chat_template: str | None, *, is_needed: bool
 ) -> tuple[Retokenizer | None, DatasetMetadata]:
-    """Return the re-tokenizer, and the metadata fields that describe its tokenizer.
-
-    Raises:
-        ConfigError: `tokenizer`, `chat_template`: the option is missing or cannot be used.
-        InputError: `tokenizer`: the tokenizer is not found, or cannot be loaded.
-    """
+    """Return the re-tokenizer, and the metadata fields that describe its tokenizer."""
     if tokenizer is None:
         if chat_template is not None:
             got, hint = "a chat template needs a tokenizer", "pass --tokenizer DIR"

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 class Input(NamedTuple):
-    """An input log of a conversion.
-
-    Attributes:
-        name: Name of the log in messages.
-        path: File or directory to read: the log itself, or a decompressed copy.
-    """
+    """An input log: its name in messages, and its path or that of a decompressed copy."""
 
     name: str
     path: Path

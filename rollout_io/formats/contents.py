@@ -223,13 +223,7 @@ class Contents:
 
 
 def account(contents: Contents, record: Any, where: str = "") -> None:
-    """Note everything in a record that the format neither reads nor leaves out on purpose.
-
-    Args:
-        contents: The lists of the format.
-        record: A decoded record, or its JSON; JSON that is damaged is reported by its reader.
-        where: Name of the record's place in another one, which precedes the noted names.
-    """
+    """Note everything in a record that the format neither reads nor leaves out on purpose."""
     if isinstance(record, bytes | msgspec.Raw):
         try:
             record = _DECODER.decode(record)

@@ -38,12 +38,7 @@ _LFS_BYTES = 1024  # maximum size of a Git LFS pointer, according to the specifi
 
 
 class Formats(NamedTuple):
-    """The installed formats.
-
-    Attributes:
-        adapters: Adapters by name, in alphabetical order.
-        failures: Error of each format that failed to load, by name.
-    """
+    """The installed formats."""
 
     adapters: dict[str, Adapter]
     failures: dict[str, str]
@@ -56,12 +51,7 @@ def adapters() -> dict[str, Plugin]:
 
 
 def load_formats(entries: Mapping[str, Plugin] | None = None) -> Formats:
-    """Import all formats.
-
-    Args:
-        entries: Entry points by name; None: `adapters()`, plus the formats that are recognized only
-            to be rejected.
-    """
+    """Import all formats."""
     formats = Formats({} if entries is not None else dict(REFUSED), {})
     for name, entry in (adapters() if entries is None else entries).items():
         try:
@@ -87,12 +77,7 @@ def load_adapter(entry: Plugin) -> Adapter:
 
 
 def find_adapter(name: str) -> Adapter:
-    """Return the adapter that is registered under a name.
-
-    Raises:
-        ConfigError: `known_format`: the name is unknown.
-        InputError: `format_loads`: the import fails.
-    """
+    """Return the adapter that is registered under a name."""
     entries = adapters()
     if name in REFUSED:
         return REFUSED[name]
@@ -107,12 +92,7 @@ def find_adapter(name: str) -> Adapter:
 
 
 def recognize(path: str | Path, formats: Mapping[str, Adapter]) -> list[str]:
-    """Return the names of all formats that a file or directory matches.
-
-    Raises:
-        InputError: `input_file`: the file is unreadable or a pipe; `lfs_pointer`: the file is a Git
-            LFS pointer.
-    """
+    """Return the names of all formats that a file or directory matches."""
     path = Path(path)
     if not path.is_dir():
         refuse_irregular(path)

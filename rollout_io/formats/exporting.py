@@ -88,11 +88,7 @@ class Exported:
 
 
 def declared_tables(dataset: PathLike) -> Iterator[pa.Table]:
-    """Yield tables of complete trajectories, checked and cast to the declared types.
-
-    Raises:
-        ValidationError: The dataset breaks a named invariant.
-    """
+    """Yield tables of complete trajectories, checked and cast to the declared types."""
     from rollout_io.dataset.checking import checked_tables
 
     for table in checked_tables(dataset):
@@ -101,13 +97,7 @@ def declared_tables(dataset: PathLike) -> Iterator[pa.Table]:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Ids of failed trajectories in a dataset.
-
-    Attributes:
-        trajectories: Ids of the trajectories with an `error`.
-        groups: Instances whose other trajectories are masked as well; empty with
-            `failed="trajectory"`.
-    """
+    """Ids of failed trajectories in a dataset, and of the groups that are masked with them."""
 
     trajectories: pa.Array
     groups: pa.Array
@@ -188,11 +178,7 @@ class Uniform:
         self._has_values: dict[str, bool] = {}
 
     def check(self, table: pa.Table) -> None:
-        """Check the next rows.
-
-        Raises:
-            InputError: `all_or_none`: a column is null in only some rows.
-        """
+        """Check the next rows."""
         for name in self._names:
             if name in table.column_names and table.num_rows:
                 valid = np.asarray(pc.is_valid(table.column(name)))
@@ -212,11 +198,7 @@ class Uniform:
 
 
 def rewards_of(dataset: PathLike, table: pa.Table) -> list[float]:
-    """Return the reward of each row.
-
-    Raises:
-        InputError: `reward_known`: the reward of a trajectory that did not fail is null.
-    """
+    """Return the reward of each row."""
     name = "reward"
     values: list[Any] = [None] * table.num_rows
     if name in table.column_names:
@@ -235,13 +217,7 @@ def _place(where: str, table: pa.Table, name: str, row: int) -> str:
 
 @contextmanager
 def new_export(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path for an export of `dataset`; rename that path to `out` at the end.
-
-    Raises:
-        ConfigError: `out_is_free`: `out` exists.
-        InputError: `out_is_free`: `out` is inside `dataset`; `output_file`: the output cannot be
-            written.
-    """
+    """Yield a temporary path for an export of `dataset`; rename that path to `out` at the end."""
     refuse_taken(out, dataset)
     with _export(out, is_new=True) as path:
         refuse_taken(out, dataset)  # another writer may have finished before this one locked it
@@ -275,13 +251,7 @@ def refuse_taken(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -
 
 
 class ParquetFile:
-    """One Parquet file, written table by table; the first table determines the columns.
-
-    Args:
-        path: Path of the file.
-        metadata: Key-value pairs of a rollout file, to which a digest is added (see
-            `rollout_io.dataset.footer`).
-    """
+    """One Parquet file, written table by table; the first table determines the columns."""
 
     def __init__(self, path: Path, metadata: Mapping[bytes, bytes] | None = None) -> None:
         self._path, self._metadata = path, metadata

@@ -97,11 +97,6 @@ def read_conversation(request: Request, response: Response, where: str) -> Conve
 
     Instructions and tools are taken from the request or, if it has none, from the response.
 
-    Args:
-        request: Request with the input of the run.
-        response: Response whose output contains the rest of the run.
-        where: Location of the run, for error messages.
-
     Raises:
         InputError: `message`: an item has an unknown type or lacks a field, reasoning is encrypted
             or differs from its summary, or the input of the request is incomplete; `tools`: a tool

@@ -62,11 +62,7 @@ class PictureBytes:
         return pa.array([self.restored(text) for text in column.to_pylist()], pa.string())
 
     def restored(self, text: str | None) -> str | None:
-        """Return the JSON of messages with the bytes of all pictures.
-
-        Raises:
-            InvariantError: `image_reference`: a picture is missing or was changed.
-        """
+        """Return the JSON of messages with the bytes of all pictures."""
         if text is None or '"blob"' not in text:
             return text
         return json.dumps(self.in_messages(json.loads(text)), ensure_ascii=False)

@@ -94,11 +94,7 @@ ROLLOUT_METRICS = "rollout_metrics"
 
 
 def to_json(metrics: Any) -> tuple[str | None, list[str]]:
-    """Write the finite numbers of a generator's `rollout_metrics` as JSON.
-
-    Returns:
-        The JSON object, None if there are no numbers; and the names of the other values.
-    """
+    """Return the finite numbers of `rollout_metrics` as JSON, if any, and the names of other values."""
     if metrics is None:
         return None, []
     if not isinstance(metrics, Mapping):
@@ -254,17 +250,11 @@ _NO_REWARD = "failed: the reward of a step with an empty response cannot be move
 
 
 def without_empty_rows(arrays: dict[str, Any]) -> tuple[BoolArray, list[str]]:
-    """Find the rows to leave out, and adapt the columns of the remaining rows in place.
+    """Return a mask of the rows to keep, and warnings; adapt the columns of these rows in place.
 
     The row's reward, and the metrics of a last row, move to the row before it, so that the return of the trajectory is the same
     whether it is the last reward or the sum. If no move achieves that, or if no row remains, the
     trajectory fails; other trajectories are unaffected.
-
-    Args:
-        arrays: Columns by name, with one entry per row; rows of a trajectory are in order.
-
-    Returns:
-        Mask of the rows to keep, and warnings for the user.
     """
     num_rows = len(arrays["is_last_step"])
     errors: list[str | None] = arrays.get("error") or [None] * num_rows

@@ -25,9 +25,6 @@ class Start:
     """What is at the start of a file or directory; each part is read when a format asks for it.
 
     Nothing here raises an error: the reader of a format reports what is damaged.
-
-    Attributes:
-        path: Any existing file or directory.
     """
 
     def __init__(self, path: Path) -> None:

@@ -22,11 +22,7 @@ _MAX_QUOTES = 3
 
 
 class Prompt(NamedTuple):
-    """What a model saw.
-
-    Attributes:
-        is_plain: True if the prompt was logged as text, which became a user's message.
-    """
+    """What a model saw; `is_plain` if it was logged as text, which became a user's message."""
 
     messages: list[Message]
     tools: list[Message] | None = None

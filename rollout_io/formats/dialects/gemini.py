@@ -110,11 +110,6 @@ Parts = str | Part | list[Part | str] | None
 def messages(given: Iterable[Any], where: str, before: Sequence[Message] = ()) -> list[Message]:
     """Convert contents to messages.
 
-    Args:
-        given: Contents as decoded JSON, or the JSON of each.
-        where: Location of the list, for error messages.
-        before: Messages that precede the contents; they are not part of the result.
-
     Example:
         >>> messages([{"role": "model", "parts": [{"text": "Hm.", "thought": True}]}], "a")
         [{'role': 'assistant', 'content': '', 'reasoning_content': 'Hm.'}]

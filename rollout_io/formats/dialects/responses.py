@@ -229,11 +229,6 @@ def results_in(item: Item, where: str) -> list[Message]:
 def messages(given: Iterable[Any], where: str, before: Iterable[Message] = ()) -> list[Message]:
     """Convert items to messages, with the roles that chat templates know.
 
-    Args:
-        given: Items as decoded JSON, or the JSON of each.
-        where: Location of the list, for error messages.
-        before: Messages that precede the items; they are not part of the result.
-
     Example:
         >>> messages([{"type": "function_call", "call_id": "c", "name": "ls"}], "a")[0][
         ...     "tool_calls"

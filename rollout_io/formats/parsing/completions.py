@@ -260,10 +260,7 @@ _FAILED = "delete the line, or give its session an `error` in --rewards"
 def whole_response(answer: Answer, where: str, *, echo: bool = False) -> Response:
     """Return the complete response, assembled from its chunks if it was streamed.
 
-    Args:
-        answer: The response.
-        where: Location of the call, for error messages.
-        echo: True if the engine repeats the prompt's text, which has no ids in the response.
+    With `echo`, the engine repeats the prompt's text, which has no ids in the response.
 
     Raises:
         InputError: `no_response`: there is no response, or it is an error from the engine;

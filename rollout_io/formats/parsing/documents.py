@@ -22,13 +22,7 @@ _BY_FILE = (
 
 
 def run_of_file(place: Place, stated: str | None, suffixes: Sequence[str]) -> Run:
-    """Return the run in a document, named by the document or after its file.
-
-    Args:
-        place: The document; `where` is the name of the file.
-        stated: Instance in the document, if any.
-        suffixes: File name endings that are not part of a run's name, longest first.
-    """
+    """Return the run in a document, named by the document or after its file without the suffixes."""
     path = Path(place.where)
     name = path.name
     for suffix in (*_PACKED, *suffixes):

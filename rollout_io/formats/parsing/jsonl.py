@@ -60,11 +60,7 @@ NESTED = "lists or objects are nested too deeply"
 
 
 class _Unit(NamedTuple):
-    """Wording of errors about a line or a document.
-
-    Attributes:
-        position: Formats a byte offset, for example as "at column 4".
-    """
+    """Wording of errors about a line or a document."""
 
     name: str
     error_id: str
@@ -238,13 +234,7 @@ def read_document(decoder: msgspec.json.Decoder[T], path: Path) -> tuple[T, int]
 
 
 def type_error(error: msgspec.ValidationError, where: str, whole: str | None = None) -> WrongType:
-    """Return the error for a field that is missing or has the wrong type.
-
-    Args:
-        error: Error of the decoder.
-        where: Location of the decoded text.
-        whole: Noun for the decoded text, such as "line"; None if it is part of a record.
-    """
+    """Return the error for a field that is missing or has the wrong type."""
     hint = _fields_hint()
     match = _MISMATCH.fullmatch(str(error))
     if match is None:

@@ -39,11 +39,7 @@ class Record(NamedTuple):
 
 
 def read_record(place: Place) -> bytes:
-    """Read the bytes of a record; while a dataset is written, its pictures are stored (`slimmed`).
-
-    Raises:
-        InputError: `input_file`: the file was shortened or removed.
-    """
+    """Read the bytes of a record; while a dataset is written, its pictures are stored (`slimmed`)."""
     assert place.offset is not None
     file = _descriptor(place.path)  # keeps the file open: another thread may clear the cache
     content = os.pread(file.number, place.num_bytes, place.offset)
@@ -77,11 +73,7 @@ def close_files() -> None:
 
 
 def lines_of(inputs: Sequence[Input], progress: Progress) -> Iterator[tuple[Place, bytes]]:
-    """Yield the non-blank lines of all inputs, each with its location.
-
-    Raises:
-        InputError: `input_file`: a file is unreadable; `lfs_pointer`: a file is a Git LFS pointer.
-    """
+    """Yield the non-blank lines of all inputs, each with its location."""
     close_files()
     for name, path in inputs:
         told = 0

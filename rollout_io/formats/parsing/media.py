@@ -203,10 +203,7 @@ class Store(Protocol):
 def storing(store: Store, within: Path | None = None) -> Iterator[None]:
     """Store the bytes of all parts that are read in this block.
 
-    Args:
-        store: Where they go.
-        within: Directory, without links, outside of which no file that a log names is read; None: any
-            file may be read.
+    No file that a log names is read outside the directory `within`, which has no links, if there is one.
     """
     token, other = _STORE.set(store), _WITHIN.set(within)
     try:
@@ -221,10 +218,6 @@ def slimmed(record: bytes, folder: Path) -> bytes:
 
     Decoders of records then need no memory for pictures. Where such a text is not in a part that is a
     picture, `restored` puts the base64 back.
-
-    Args:
-        record: The record.
-        folder: Directory of its log, from which relative paths of pictures start.
     """
     store = _STORE.get()
     if store is not None:

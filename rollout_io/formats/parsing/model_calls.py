@@ -31,15 +31,7 @@ _RESPONSE_DECODER = msgspec.json.Decoder(Response)
 
 @dataclass(kw_only=True, slots=True)
 class Call:
-    """A model call, as logged by a harness.
-
-    Attributes:
-        where: Location of the call, for error messages.
-        prompt: Messages that the model saw.
-        reply: Assistant message that the model returned.
-        answer: Raw JSON response of the API; None or null if it was not logged.
-        tools: OpenAI-style tool definitions, if known.
-    """
+    """A model call, as logged by a harness."""
 
     where: str
     prompt: Sequence[Message]

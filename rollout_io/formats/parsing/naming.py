@@ -157,13 +157,7 @@ def is_like_label(key: object) -> bool:
 
 
 def note_unread_labels(labels: Mapping[str, str], instance_id: str, hint: str = _REGROUP) -> None:
-    """Note that a run has labels from `unread_labels` and no label that names its group.
-
-    Args:
-        labels: The labels of the run.
-        instance_id: Its group; a label that it was chosen by (`--group-by`) is not noted.
-        hint: What to do about a label, with `{}` for its name.
-    """
+    """Note that a run has labels from `unread_labels` and no label that names its group."""
     groups = {instance_id, *instance_id.split("/")}
     unread = {name: value for name, value in labels.items() if name not in _NO_TASK}
     if _READ & labels.keys() or groups & {*unread.values()}:

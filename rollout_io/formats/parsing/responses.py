@@ -102,11 +102,8 @@ def read_steps(
 ) -> list[Step]:
     """Return the model calls of a run, in order, one step each.
 
-    Args:
-        response: Response whose output contains the complete run.
-        sent: Messages before the output; None if unknown.
-        where: Prefix of locations in the response, such as `a.jsonl:3, response.`.
-        failed: If true, calls without tokens are left out, even if no call remains.
+    The messages before the output are `sent`, if known. Calls of a failed run may lack tokens: they are
+    left out.
 
     Raises:
         InputError: `no_calls`: the run has no model calls; `no_token_ids`: a call has no ids (the

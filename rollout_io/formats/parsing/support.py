@@ -60,10 +60,6 @@ def num_to_ask(sampling: Sampling) -> int | None:
 def read_support(logprobs: Logprobs | None, response_ids: Sequence[int]) -> list[list[int]] | None:
     """Return the kept ids at each token; None unless they are complete at every token.
 
-    Args:
-        logprobs: Processed log-probabilities of truncated sampling, with the most likely tokens.
-        response_ids: The sampled ids.
-
     Example:
         >>> top = msgspec.Raw(b'{"token_id:7":-0.105,"token_id:5":-2.303,"token_id:6":-9999.0}')
         >>> read_support(Logprobs(top_logprobs=[top]), [5])

@@ -54,9 +54,6 @@ def parse_ids(texts: Sequence[bytes]) -> tuple[npt.NDArray[np.int32], IntArray]:
     If a list extends the previous one, as the prompts of a growing chat do, only its new numbers
     are parsed, so each token of a chat is parsed once.
 
-    Args:
-        texts: Valid JSON texts.
-
     Raises:
         ValueError: A text is not a list of integers, or has a number that does not fit in 32 bits; call
             `strict_ids` on each text to find it.

@@ -42,10 +42,9 @@ _META = msgspec.json.Decoder(_Meta)
 def versions_of_meta(
     meta_info: msgspec.Raw, num_tokens: int, where: str
 ) -> npt.NDArray[np.int32] | None:
-    """Return the version of each token of a response from SGLang's `meta_info`.
+    """Return the version of each token of a response, [num_tokens], from SGLang's `meta_info`.
 
-    Returns:
-        [num_tokens] versions; None if there are no spans, or if a version is not a number.
+    It is None if there are no spans, or if a version is not a number.
     """
     try:
         spans = _META.decode(meta_info).weight_versions if bytes(meta_info) != b"null" else None
@@ -59,11 +58,7 @@ def versions_of_calls(
 ) -> npt.NDArray[np.int32] | None:
     """Return the version of each response token from miles' calls; None if these are plain names.
 
-    Args:
-        calls: The value of `weight_versions`.
-        start: Number of prompt tokens.
-        num_tokens: Number of response tokens; 0 for the version of a token outside all spans.
-        where: Location of the sample, for error messages.
+    A token outside all spans has version 0.
     """
     if not calls or not all(isinstance(call, dict) for call in calls):
         return None

@@ -36,9 +36,6 @@ def check_tokens(
 
     Returns:
         The text of all tokens, if the log has it.
-
-    Raises:
-        InputError: `logprob_tokens`: the tokens do not match the ids or the text.
     """
     content = logprobs.content
     tokens: Sequence[Any] = (
@@ -69,12 +66,7 @@ def words_of_calls(raw: msgspec.Raw, *, has_names: bool = True) -> list[str]:
     """Return the words that the sampled text of a response's tool calls must contain.
 
     Engines parse tool calls, so their texts are not verbatim. But whatever the syntax, names, keys
-    and strings consist of the same letters.
-
-    Args:
-        raw: Tool calls in OpenAI's format, as JSON.
-        has_names: Whether the model sampled the names of functions; it does not if the request
-            forced it to call a function.
+    and strings consist of the same letters. A request that forces a call has no sampled names.
     """
     try:
         calls = _CALLS_DECODER.decode(raw) or ()
