@@ -30,12 +30,17 @@ from rollout_io.cli.main import run as run_command
 from rollout_io.cli.output import shown_log
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.helpers.configs import from_saved, train_config
-from tests.helpers.trainer_helpers import forests_of, learner_of, make_batch, tiny_policy
+from tests.helpers.trainer_helpers import (
+    forests_of,
+    learner_of,
+    make_batch,
+    tiny_policy,
+    update_with,
+)
 from trainer import rl
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.sharding import whole
 from trainer.run.loop import train
-from trainer.run.update import update
 
 
 def shard(_: object, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -97,7 +102,7 @@ def gradient(job: dict[str, Any]) -> None:
         kept.update((n, whole(p.grad)) for n, p in policy.named_parameters() if p.grad is not None)
 
     optimizer.register_step_pre_hook(keep)
-    metrics = update(learner, batch, forests_of(batch, job["budget"]), None)
+    metrics = update_with(learner, batch, forests_of(batch, job["budget"]), None)
     if accelerator.is_main_process:
         save_file(kept | {"norm": torch.tensor(metrics["grad_norm"])}, job["file"])
 

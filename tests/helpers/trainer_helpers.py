@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,14 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+def update_with(
+    learner: Learner, batch: Batch, forests: Sequence[Any], old: Any = None, ref: Any = None
+) -> dict[str, float]:
+    """An update whose old and reference log-probabilities are these."""
+    batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
+    return update(learner, batch, forests)
+
+
 def gradient_of_update(policy: Policy, batch: Batch, **settings_: Any) -> torch.Tensor:
     """The gradient an update leaves, unclipped, without moving the policy."""
     budget, old = settings_.pop("budget", 4096), settings_.pop("old", None)
@@ -238,6 +247,6 @@ def gradient_of_update(policy: Policy, batch: Batch, **settings_: Any) -> torch.
     learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings_)
     kept: list[torch.Tensor] = []
     hook = learner.optimizer.register_step_pre_hook(lambda *_: kept.append(gradients(policy)))
-    update(learner, batch, forests_of(batch, budget), old, ref)
+    update_with(learner, batch, forests_of(batch, budget), old, ref)
     hook.remove()
     return kept[0]

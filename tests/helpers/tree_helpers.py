@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schemas.ragged import IntArray, Ragged
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import VOCAB, Row, learner_of, make_batch
+from tests.helpers.trainer_helpers import VOCAB, Row, learner_of, make_batch, update_with
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.packing import MiniBatch, cut_batch
@@ -21,7 +21,6 @@ from trainer.batches.plan import make_plan
 from trainer.batches.tree import Trie, make_trie
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
-from trainer.run.update import update
 
 TrajectoryIds = list[tuple[str, str]]
 
@@ -163,7 +162,7 @@ def updated(
 
     torch.manual_seed(0)
     hook = learner.optimizer.register_step_pre_hook(keep)
-    metrics = update(learner, batch, forests, old, ref)
+    metrics = update_with(learner, batch, forests, old, ref)
     hook.remove()
     return metrics, kept
 

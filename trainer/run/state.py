@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from schemas.errors import InputError
 from trainer.batches.plan import Plan
-from trainer.distributed.sharding import sharded_like, whole
 from trainer.models.critic import CriticLearner
 from trainer.run.loss import Learner
 
@@ -76,15 +79,15 @@ class Progress:
 
 OptimizerTensors = dict[str, dict[str, Tensor]]
 """Per optimizer (`optimizer`, `critic_optimizer`): state tensors by parameter and name."""
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def optimizer_tensors(learner: Learner, critic: CriticLearner | None) -> OptimizerTensors:
     """Gather the optimizers' state as full tensors; all processes must call this together."""
-    keep = learner.accelerator.is_main_process
-    found = {"optimizer": _state_of(learner.optimizer, learner.policy, keep=keep)}
+    state = {"optimizer": _state_of(learner.policy, learner.optimizer)}
     if critic is not None:
-        found["critic_optimizer"] = _state_of(critic.optimizer, critic.critic, keep=keep)
-    return found
+        state["critic_optimizer"] = _state_of(critic.critic, critic.optimizer)
+    return state
 
 
 def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: Progress) -> None:
@@ -166,51 +169,25 @@ def _unreadable(path: Path, error: Exception) -> InputError:
     return InputError("checkpoint_state", str(path), got, hint=hint)
 
 
-def _state_of(
-    optimizer: torch.optim.Optimizer, model: nn.Module, *, keep: bool
-) -> dict[str, Tensor]:
+def _state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return an optimizer's state tensors by parameter and name (`lm_head.weight.exp_avg`)."""
-    names, found = [name for name, _ in _parameters(optimizer, model)], {}
-    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
-    for number, values in state.items():
-        for name, tensor in _flat(values):
-            if keep:
-                found[f"{names[number]}.{name}"] = tensor
-    return found
+    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+    if not inner.state:
+        return {}  # torch would take a step to have a state
+    state: Any = get_optimizer_state_dict(model, inner, options=_WHOLE).get("state", {})
+    return {f"{p}.{name}": t for p, own in state.items() for name, t in own.items()}
 
 
-def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Flatten optimizer state into named tensors.
-
-    bitsandbytes stores the step as an int, nests dicts, and shares tensors between parameters.
-    """
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from ((inner, tensor.clone()) for inner, tensor in _flat(value))
-        else:
-            yield name, whole(torch.as_tensor(value)).contiguous()
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
-    parameters = _parameters(optimizer, model)
-    numbers = {name: number for number, (name, _) in enumerate(parameters)}
-    state: dict[int, dict[str, Any]] = {}
-    for key, tensor in load_file(path).items():
+def _restore_optimizer(optimizer: Any, model: nn.Module, path: Path) -> None:
+    inner = getattr(optimizer, "optimizer", optimizer)
+    saved, everywhere = load_file(path), StateDictOptions(full_state_dict=True)
+    if not saved:
+        return  # no step yet
+    state: Any = get_optimizer_state_dict(model, inner, options=everywhere)
+    for key, tensor in saved.items():
         parameter, _, name = key.rpartition(".")
-        number = numbers[parameter]
-        count = tensor.shape == () and tensor.dtype == torch.int64
-        value = int(tensor) if count else sharded_like(tensor.clone(), parameters[number][1])
-        state.setdefault(number, {})[name] = value
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _parameters(
-    optimizer: torch.optim.Optimizer, model: nn.Module
-) -> list[tuple[str, nn.Parameter]]:
-    """List the optimizer's parameters in order, with their names in the unwrapped model."""
-    names = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
-    return [(names[p], p) for group in optimizer.param_groups for p in group["params"]]
+        state["state"].setdefault(parameter, {})[name] = tensor
+    set_optimizer_state_dict(model, inner, state, options=everywhere)
 
 
 def generators() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The critic's values, loss and updates, and the advantages a batch gets from them."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -256,7 +257,7 @@ def rewarded_batch() -> Any:
 def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
     values = torch.tensor([0.5, math.nan, 0.25, 1.0, -1.0, 2.0])
     settings_ = config(estimator="gae", gamma=0.5, gae_lambda=0.5)
-    found = estimate(rewarded_batch(), settings_.advantage, values)
+    found = estimate(dataclasses.replace(rewarded_batch(), values=values), settings_.advantage)
     chained = np.array([0.5, 0.25, 1.0, -1.0, 2.0])
     expected = gae(
         np.array([0.0, 1.0, 2.0, 0.0, 4.0]), chained, np.array([0, 0, 0, 1, 1]), gamma=0.5, lam=0.5
@@ -275,14 +276,16 @@ def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> 
         np.array([0.0, 1.0, 2.0, 0.0, 4.0]), np.array([0, 0, 0, 1, 1]), gamma=0.5
     )
     assert expected.tolist() == [1.0, 2.0, 2.0, 2.0, 4.0]
-    assert found.raw[[0, 2, 3, 4, 5]].tolist() == pytest.approx(whiten(expected), rel=1e-6)
+    assert found.raw_advantages[[0, 2, 3, 4, 5]].tolist() == pytest.approx(
+        whiten(expected), rel=1e-6
+    )
     assert found.value_targets is None
 
 
 def test_outcome_advantages_reach_every_trained_token() -> None:
     found = estimate(rewarded_batch(), config(estimator="rloo").advantage)
     assert found.advantages.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]
-    assert found.raw.tolist() == found.advantages.tolist()
+    assert found.raw_advantages.tolist() == found.advantages.tolist()
 
 
 def test_batch_normalization_counts_trained_tokens_alone() -> None:
@@ -291,4 +294,4 @@ def test_batch_normalization_counts_trained_tokens_alone() -> None:
     expected = [(a - 3.8) / math.sqrt(0.96) for a in (3.0, 3.0, 3.0, 5.0, 5.0)]
     assert found.advantages[[0, 2, 3, 4, 5]].tolist() == pytest.approx(expected, rel=1e-6)
     assert found.advantages[1] == 0.0
-    assert found.raw.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]
+    assert found.raw_advantages.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]

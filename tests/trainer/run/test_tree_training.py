@@ -60,7 +60,9 @@ def check_layouts_agree(
         forests = mini_batch_of(batch, **how).forests
         learner, critic = learner_of(POLICY, **config), critic_learner_of(CRITIC)
         values = critic_values(critic, batch, forests)
-        estimates = estimate(batch, config_of(**config).advantage, values)
+        estimates = estimate(
+            dataclasses.replace(batch, values=values), config_of(**config).advantage
+        )
         if estimates.value_targets is not None:
             errors = (estimates.value_targets - values)[torch.from_numpy(batch.trains)]
             assume(errors.std(correction=0) > 0.1)  # whitening equal ones would show rounding
@@ -152,7 +154,9 @@ def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed
         critic = tiny_critic()
         learner = critic_learner_of(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
         values = critic_values(learner, batch, forests)
-        targets = estimate(batch, config.advantage, values).value_targets
+        targets = estimate(
+            dataclasses.replace(batch, values=values), config.advantage
+        ).value_targets
         assert targets is not None
         kept: list[torch.Tensor] = []
         learner.optimizer.register_step_pre_hook(

@@ -162,10 +162,9 @@ def attribute(
     step, training, update = found.step, found.run, found.update
     batch, origins = step.ready.batch, step.ready.origins
     assert origins is not None  # `reconstruct` records all tokens
-    old_logprobs, ref_logprobs = step.ready.known.get("old_logprobs"), step.ready.ref_logprobs
     learner, forests = training.learner, step.forests
     generator = torch.get_rng_state()
-    gradients = row_gradients(learner, batch, forests, old_logprobs, ref_logprobs, exact=exact)
+    gradients = row_gradients(learner, batch, forests, exact=exact)
     check_rows_are_separate(learner, batch, forests, gradients)
     leaving = LeavingOut(training, step, gradients, generator)
     products = inner_products(learner, batch, forests, gradients.coefficients, gradients.gradient)

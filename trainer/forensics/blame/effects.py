@@ -40,14 +40,13 @@ def held_out_gradient(run: TrainingRun, dataset: str) -> dict[str, Tensor]:
     """
     batch, forests, corrects = _read(run, dataset)
     learner = dataclasses.replace(run.learner, corrects=run.learner.corrects and corrects)
-    values = critic_values(run.critic, batch, forests) if run.critic else None
-    advantage, is_supervised = run.config.advantage, run.config.loss.is_supervised
-    advantages = estimate(batch, advantage, values, is_supervised=is_supervised).advantages
-    batch = dataclasses.replace(batch, advantages=advantages)
-    ref_logprobs = None
+    if run.critic:
+        batch = dataclasses.replace(batch, values=critic_values(run.critic, batch, forests))
+    batch = estimate(batch, run.config.advantage, is_supervised=run.config.loss.is_supervised)
     if learner.reference is not None and not run.config.loss.kl_reward_coef:
         ref_logprobs = policy_logprobs(learner, batch, forests, learner.reference)
-    return loss_gradient(learner, batch, forests, ref_logprobs)
+        batch = dataclasses.replace(batch, ref_logprobs=ref_logprobs)
+    return loss_gradient(learner, batch, forests)
 
 
 def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:

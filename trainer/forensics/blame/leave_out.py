@@ -23,7 +23,7 @@ from trainer.forensics.blame.gradients import (
     derivatives,
     gradient_of,
 )
-from trainer.run.loss import Learner, LossInputs, units_of
+from trainer.run.loss import Learner, units_of
 from trainer.run.open_run import TrainingRun
 from trainer.run.update import Step
 
@@ -83,7 +83,8 @@ class LeavingOut:
         """
         if self._selects or not (kept := self._kept(left)).any():
             return None
-        before = self._found.inputs.weights.numpy()[self._slots[kept]]
+        assert self._found.batch.weights is not None
+        before = self._found.batch.weights.numpy()[self._slots[kept]]
         if not before.all():
             return None
         factors = self._weights(left, self._slots[kept]) / before
@@ -141,21 +142,20 @@ class LeavingOut:
         batch, learner, found = self._batch, self._run.learner, self._found
         slots = self._slots[self._kept(left)]
         at = torch.from_numpy(slots)
-        weights = torch.zeros_like(found.inputs.weights)
+        weights = torch.zeros(len(batch.trains))
         weights[at] = torch.from_numpy(self._weights(left, slots)).float()
-        logprobs, selected = found.coefficients.outputs, found.inputs.selected
+        logprobs, selected = found.coefficients.outputs, found.batch.selected
         if self._selects:
-            old = found.inputs.old_logprobs
-            old = logprobs if old is None else old
+            old = logprobs if batch.old_logprobs is None else batch.old_logprobs
             selected = torch.zeros(len(batch.trains), dtype=torch.bool)
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self._generator)
                 chosen = select(logprobs[at], old[at], batch.advantages[at], learner.loss)
                 assert chosen is not None
                 selected[at] = chosen
-        inputs = dataclasses.replace(found.inputs, weights=weights, selected=selected)
+        batch = dataclasses.replace(found.batch, weights=weights, selected=selected)
         outputs = logprobs[at], torch.zeros(len(at))
-        now = derivatives(learner, batch, at, inputs, *outputs)
+        now = derivatives(learner, batch, at, *outputs)
         before = found.coefficients.logprobs[at], found.coefficients.entropies[at]
         factor = _usual_factor(now, before)
         rest = [torch.zeros_like(logprobs) for _ in range(2)]
@@ -205,7 +205,7 @@ def check_rows_are_separate(
         limit = SEPARATE * float(c[slot].abs().max()) if len(slot) else 0.0
         for number in np.unique(row):
             at = slot[torch.from_numpy(row == number)]
-            alone = _alone(learner, batch, at, found.inputs, outputs[at])
+            alone = _alone(learner, found.batch, at, outputs[at])
             if alone is not None and float((alone - c[at]).abs().max()) <= limit:
                 continue
             got = (
@@ -218,13 +218,9 @@ def check_rows_are_separate(
             )
 
 
-def _alone(
-    learner: Learner, batch: Batch, at: Tensor, inputs: LossInputs, logprobs: Tensor
-) -> Tensor | None:
+def _alone(learner: Learner, batch: Batch, at: Tensor, logprobs: Tensor) -> Tensor | None:
     """Compute the derivatives of the loss for a row alone; None if the loss fails."""
     try:
-        return derivatives(learner, batch, at, inputs, logprobs, torch.zeros_like(logprobs))[
-            0
-        ].cpu()
+        return derivatives(learner, batch, at, logprobs, torch.zeros_like(logprobs))[0].cpu()
     except RolloutError:
         return None

@@ -29,7 +29,6 @@ from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import wrap_frozen
 from trainer.forensics.replay.recorded import PLACES
 from trainer.models.lora import WithoutAdapter
-from trainer.run.batch_advantages import Estimates
 from trainer.run.load_models import load_reference
 from trainer.run.loop import set_rates
 from trainer.run.loss import Learner
@@ -322,7 +321,7 @@ def _rows_gone(
 
 def _metrics_without(run: TrainingRun, step: Step, batch: Batch) -> dict[str, Any]:
     """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
-    before, ready = step.ready.batch, step.ready
+    before = step.ready.batch
     inside = before.mini_batch == step.number
     left = set(np.unique(batch.trajectory[batch.mini_batch == step.number]).tolist())
     lost = set(np.unique(before.trajectory[inside]).tolist()) - left
@@ -332,9 +331,8 @@ def _metrics_without(run: TrainingRun, step: Step, batch: Batch) -> dict[str, An
     ids = trajectories["trajectory_id"].sort().to_list()  # as `Batch.trajectory` numbers them
     names = [ids[number] for number in lost]
     kept = run.plan.trajectories.filter(~pl.col("trajectory_id").is_in(names))
-    estimates = Estimates(advantages=batch.advantages, raw=ready.raw_advantages, value_targets=None)
     plan = dataclasses.replace(run.plan, trajectories=kept)
-    counted = batch_metrics(plan, batch, step.ready.groups, estimates)
+    counted = batch_metrics(plan, batch, step.ready.groups)
     return counted[step.number]
 
 

@@ -1,5 +1,6 @@
 """Gradients of rows: they sum to the update's, and the fast norms are the exact ones."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,11 @@ def flat(learner: Learner, direction: Any) -> torch.Tensor:
 
 def both(learner: Learner, batch: Batch, budget: int = 4096, **given_: Any) -> tuple[Any, Any]:
     forests = forests_of(batch, budget)
-    old, ref = given_.get("old"), given_.get("ref")
+    batch = dataclasses.replace(
+        batch, old_logprobs=given_.get("old"), ref_logprobs=given_.get("ref")
+    )
     return tuple(
-        found.row_gradients(learner, batch, forests, old, ref, exact=exact)
-        for exact in (False, True)
+        found.row_gradients(learner, batch, forests, exact=exact) for exact in (False, True)
     )
 
 
@@ -74,7 +76,7 @@ def own_gradient(learner: Learner, batch: Batch, rows: found.RowGradients, row: 
 def test_the_literal_example() -> None:
     batch = make_batch([([1, 2], [3], [True]), ([4], [5, 6], [True, True])])
     learner = learner_of(tiny_policy())
-    rows = found.row_gradients(learner, batch, forests_of(batch), None)
+    rows = found.row_gradients(learner, batch, forests_of(batch))
     assert rows.rows.tolist() == [0, 1]
     one, other = (own_gradient(learner, batch, rows, row) for row in (0, 1))
     assert rows.norms == pytest.approx([found.norm(one), found.norm(other)], rel=1e-4)
@@ -104,9 +106,10 @@ def test_rows_sum_to_the_gradient_of_the_update_with_every_loss(settings_: dict[
     )
     learner = learner_of(policy, corrects=corrects, **settings_)
     forests = forests_of(batch, 20)
+    batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
     for exact in (False, True):
         torch.manual_seed(3)
-        rows = found.row_gradients(learner, batch, forests, old, ref, exact=exact)
+        rows = found.row_gradients(learner, batch, forests, exact=exact)
         assert rows.is_fast is not exact
         assert relative_difference(flat(learner, rows.gradient), expected) < 1e-4
 
