@@ -32,8 +32,8 @@ from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.helpers.configs import from_saved, train_config
 from tests.helpers.trainer_helpers import (
     forests_of,
-    learner_of,
     make_batch,
+    run_of,
     tiny_policy,
     update_with,
 )
@@ -93,7 +93,7 @@ def gradient(job: dict[str, Any]) -> None:
     accelerator = make_accelerator(train_config(out="o"))
     batch = make_batch(rows, advantages=[float(i + 1) for i in range(len(rows))])
     policy = tiny_policy(tie_word_embeddings=job["tied"])
-    learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
+    learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
     assert learner.accelerator.num_processes == accelerator.num_processes > 1
     policy, optimizer = shard(None, policy, learner.optimizer)
     kept: dict[str, torch.Tensor] = {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schemas.ragged import IntArray, Ragged
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import VOCAB, Row, learner_of, make_batch, update_with
+from tests.helpers.trainer_helpers import VOCAB, Row, make_batch, run_of, update_with
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.packing import MiniBatch, cut_batch
@@ -154,7 +154,7 @@ def updated(
     **settings: Any,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics of an update that moves nothing, and its gradient by parameter."""
-    learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings)
+    learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings)
     kept: dict[str, torch.Tensor] = {}
 
     def keep(*_: Any) -> None:

@@ -8,13 +8,12 @@ divergence from the reference; h: entropy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from schemas.ragged import IntArray
@@ -27,37 +26,13 @@ from trainer.batches.support import teacher_sets
 from trainer.batches.transfer import Arriving, columns_to_device, to_device
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
-from trainer.config.sections import OptimizerConfig
 from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import combine
-from trainer.models.policy import Policy
 from trainer.run.pass_progress import SELECTION, UNWATCHED, Passes
+from trainer.run.run import Run
 
 COLUMNS = ("rollout_logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs", "selected")
 """[T] columns of a batch that the objective reads at the targets."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Learner:
-    """The policy, its optimizer, and the sections that its updates use.
-
-    Attributes:
-        accelerator: Provides the device, the precision and gradient reduction.
-        policy: The policy, prepared by `accelerator`.
-        optimizer: Optimizer of the policy, prepared by `accelerator`.
-        loss: The loss.
-        corrects: Whether importance weights and masks apply.
-        optimization: Peak learning rate and maximum norm of the gradient.
-        reference: The frozen reference of the KL divergence; None if not needed.
-    """
-
-    accelerator: Accelerator
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    loss: LossConfig
-    corrects: bool
-    optimization: OptimizerConfig
-    reference: nn.Module | None = None
 
 
 def objective(
@@ -121,7 +96,7 @@ def targets_of(batch: Batch, slot: Tensor, outputs: Sequence[Tensor]) -> Targets
 
 
 def with_weights(
-    learner: Learner, batch: Batch, forests: Sequence[Forest], passes: Passes = UNWATCHED
+    run: Run, batch: Batch, forests: Sequence[Forest], passes: Passes = UNWATCHED
 ) -> Batch:
     """Add the columns of a mini-batch that depend on all its targets: `weights` and `selected`.
 
@@ -131,13 +106,13 @@ def with_weights(
     slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
     weights, selected = torch.zeros(len(batch.trains)), None
     units = units_of(batch, forests, slots.numpy())
-    reduction = bind(LOSS_REDUCTION, learner.loss)
+    reduction = bind(LOSS_REDUCTION, run.config.loss)
     weights[slots] = torch.from_numpy(reduction_weights(units, reduction)).float()
-    if learner.loss.selects_targets and len(slots):
-        now = policy_logprobs(learner, batch, forests, watch=partial(passes, SELECTION))
+    if run.config.loss.selects_targets and len(slots):
+        now = policy_logprobs(run, batch, forests, watch=partial(passes, SELECTION))
         old = now if batch.old_logprobs is None else batch.old_logprobs
         selected = torch.zeros(len(batch.trains), dtype=torch.bool)
-        chosen = select(now[slots], old[slots], batch.advantages[slots], learner.loss)
+        chosen = select(now[slots], old[slots], batch.advantages[slots], run.config.loss)
         assert chosen is not None
         selected[slots] = chosen
     return replace(batch, weights=weights, selected=selected)
@@ -162,9 +137,8 @@ def units_of(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
     )
 
 
-@torch.no_grad()
 def policy_logprobs(
-    learner: Learner,
+    run: Run,
     batch: Batch,
     forests: Sequence[Forest],
     policy: nn.Module | None = None,
@@ -172,18 +146,42 @@ def policy_logprobs(
 ) -> Tensor:
     """Compute log-probabilities of the targets of `forests` under a policy, without gradient.
 
-    Each process forwards its share of the micro-batches. `policy` is the learner's by default.
+    Each process forwards its share of the micro-batches, which `watch` counts. `policy` is that of
+    the run by default; pass another model such as the reference.
 
     Returns:
         [T] float32 on the CPU; NaN at response tokens that are not targets.
     """
-    accelerator, device = learner.accelerator, learner.accelerator.device
-    logprobs, parts = torch.zeros(len(batch.trains)), []
-    model = learner.policy if policy is None else policy  # a compiled module has no truth value
-    for _, forest in watch(own_forests(accelerator, forests)):
+    model = run.policy if policy is None else policy  # a compiled module has no truth value
+    device = run.accelerator.device
+
+    def logprobs(forest: Forest) -> Tensor:
         temperature = to_device(batch.temperature[forest.target_slot], device)
-        outputs = model(forest.to(device), temperature)
-        parts.append((forest.target_slot, Arriving({"logprobs": outputs[0]})))
+        outputs: tuple[Tensor, Tensor] = model(forest.to(device), temperature)
+        return outputs[0]
+
+    return _at_targets(run, batch, forests, logprobs, watch)
+
+
+def critic_values(run: Run, batch: Batch, forests: Sequence[Forest], watch: Watch = iter) -> Tensor:
+    """Compute the critic's values at the targets of `forests`, as `policy_logprobs` does."""
+    critic, device = run.critic, run.accelerator.device
+    assert critic is not None
+    return _at_targets(run, batch, forests, lambda forest: critic(forest.to(device)), watch)
+
+
+@torch.no_grad()
+def _at_targets(
+    run: Run,
+    batch: Batch,
+    forests: Sequence[Forest],
+    forward: Callable[[Forest], Tensor],
+    watch: Watch,
+) -> Tensor:
+    values, parts = torch.zeros(len(batch.trains)), []
+    for _, forest in watch(own_forests(run.accelerator, forests)):
+        # Copied to the CPU while the next micro-batch is forwarded.
+        parts.append((forest.target_slot, Arriving({"values": forward(forest)})))
     for slot, arriving in parts:
-        logprobs[slot] = arriving.read()["logprobs"]
-    return combine(accelerator, logprobs, forests)
+        values[slot] = arriving.read()["values"]
+    return combine(run.accelerator, values, forests)

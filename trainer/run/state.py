@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from schemas.errors import InputError
 from trainer.batches.plan import Plan
-from trainer.models.critic import CriticLearner
-from trainer.run.loss import Learner
+from trainer.distributed.sharding import sharded_like, whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,15 +74,21 @@ class Progress:
 
 OptimizerTensors = dict[str, dict[str, Tensor]]
 """Per optimizer (`optimizer`, `critic_optimizer`): state tensors by parameter and name."""
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def optimizer_tensors(learner: Learner, critic: CriticLearner | None) -> OptimizerTensors:
-    """Gather the optimizers' state as full tensors; all processes must call this together."""
-    state = {"optimizer": _state_of(learner.policy, learner.optimizer)}
-    if critic is not None:
-        state["critic_optimizer"] = _state_of(critic.critic, critic.optimizer)
-    return state
+Optimizers = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
+"""Models with their optimizers, by name; see `trainer.run.run.Run.optimizers`."""
+
+
+def optimizer_tensors(optimizers: Optimizers, *, keep: bool) -> OptimizerTensors:
+    """Gather the optimizers' state as full tensors; all processes must call this together.
+
+    Processes that do not `keep` it only help to gather it.
+    """
+    return {
+        name: _state_of(optimizer, model, keep=keep)
+        for name, (model, optimizer) in optimizers.items()
+    }
 
 
 def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: Progress) -> None:
@@ -146,17 +147,15 @@ def load_progress(path: Path, digest: str | None = None) -> Progress:
     return progress
 
 
-def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
+def restore(path: Path, optimizers: Optimizers) -> None:
     """Restore the state of the optimizers and random number generators.
 
     Raises:
         InputError: The state cannot be read, or belongs to different models.
     """
     try:
-        _restore_optimizer(learner.optimizer, learner.policy, path / "optimizer.safetensors")
-        if critic is not None:
-            file = path / "critic_optimizer.safetensors"
-            _restore_optimizer(critic.optimizer, critic.critic, file)
+        for name, (model, optimizer) in optimizers.items():
+            _restore_optimizer(optimizer, model, path / f"{name}.safetensors")
         restore_generators(json.loads((path / "rng.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise _unreadable(path, error) from error
@@ -169,25 +168,51 @@ def _unreadable(path: Path, error: Exception) -> InputError:
     return InputError("checkpoint_state", str(path), got, hint=hint)
 
 
-def _state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+def _state_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, *, keep: bool
+) -> dict[str, Tensor]:
     """Return an optimizer's state tensors by parameter and name (`lm_head.weight.exp_avg`)."""
-    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-    if not inner.state:
-        return {}  # torch would take a step to have a state
-    state: Any = get_optimizer_state_dict(model, inner, options=_WHOLE).get("state", {})
-    return {f"{p}.{name}": t for p, own in state.items() for name, t in own.items()}
+    names, found = [name for name, _ in _parameters(optimizer, model)], {}
+    state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
+    for number, values in state.items():
+        for name, tensor in _flat(values):
+            if keep:
+                found[f"{names[number]}.{name}"] = tensor
+    return found
 
 
-def _restore_optimizer(optimizer: Any, model: nn.Module, path: Path) -> None:
-    inner = getattr(optimizer, "optimizer", optimizer)
-    saved, everywhere = load_file(path), StateDictOptions(full_state_dict=True)
-    if not saved:
-        return  # no step yet
-    state: Any = get_optimizer_state_dict(model, inner, options=everywhere)
-    for key, tensor in saved.items():
+def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Flatten optimizer state into named tensors.
+
+    bitsandbytes stores the step as an int, nests dicts, and shares tensors between parameters.
+    """
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((inner, tensor.clone()) for inner, tensor in _flat(value))
+        else:
+            yield name, whole(torch.as_tensor(value)).contiguous()
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
+    parameters = _parameters(optimizer, model)
+    numbers = {name: number for number, (name, _) in enumerate(parameters)}
+    state: dict[int, dict[str, Any]] = {}
+    for key, tensor in load_file(path).items():
         parameter, _, name = key.rpartition(".")
-        state["state"].setdefault(parameter, {})[name] = tensor
-    set_optimizer_state_dict(model, inner, state, options=everywhere)
+        number = numbers[parameter]
+        count = tensor.shape == () and tensor.dtype == torch.int64
+        value = int(tensor) if count else sharded_like(tensor.clone(), parameters[number][1])
+        state.setdefault(number, {})[name] = value
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _parameters(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> list[tuple[str, nn.Parameter]]:
+    """List the optimizer's parameters in order, with their names in the unwrapped model."""
+    names = {p: name.removeprefix("module.") for name, p in model.named_parameters()}
+    return [(names[p], p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def generators() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import polars as pl
 import pyarrow as pa
+import torch
 from torch import Tensor
 
 from schemas.errors import RolloutError
@@ -28,16 +29,16 @@ from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.batches.plan import split
 from trainer.batches.prefetch import one_ahead
 from trainer.batches.stored_rows import Origins, StoredRows, find_origins, stored_rows
-from trainer.batches.transfer import Arriving, to_device
-from trainer.distributed.balance import own_forests
+from trainer.batches.transfer import Arriving, columns_to_device, to_device
+from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import agreed, exchange_rows, gather_parts, own_groups
 from trainer.distributed.sharding import without_reduction
-from trainer.models.critic import critic_values, update_critic
+from trainer.models.critic import clipped_value_loss
 from trainer.models.optimizer import clip_and_step
 from trainer.run.advice import differs_from_sampler, likely_cause
 from trainer.run.batch_advantages import charge_kl, estimate, next_coef
 from trainer.run.loss import (
-    Learner,
+    critic_values,
     objective,
     policy_logprobs,
     targets_of,
@@ -51,7 +52,6 @@ from trainer.run.metrics import (
     sequence_metrics,
     update_metrics,
 )
-from trainer.run.open_run import TrainingRun
 from trainer.run.pass_progress import (
     CRITIC_TRAINING,
     OLD_LOGPROBS,
@@ -63,6 +63,7 @@ from trainer.run.pass_progress import (
     Passes,
     PlannedUpdate,
 )
+from trainer.run.run import Run
 from trainer.run.state import Position
 from trainer.run.token_records import TokenRecorder, recorder_of, token_records
 
@@ -136,7 +137,7 @@ class Step:
 
 
 def updates(
-    run: TrainingRun, position: Position, *, explains: bool = True, passes: Passes = UNWATCHED
+    run: Run, position: Position, *, explains: bool = True, passes: Passes = UNWATCHED
 ) -> Iterator[Made]:
     """Train on the mini-batches from a position onwards, and yield what was made of each.
 
@@ -149,7 +150,7 @@ def updates(
         metrics, tokens = make_update(run, step, global_step + 1, passes)
         global_step += not metrics["skipped"]
         if explains and cause is None and differs_from_sampler(metrics):
-            cause = likely_cause(run.learner, step.ready.batch, step.forests)
+            cause = likely_cause(run, step.ready.batch, step.forests)
         seconds = time.perf_counter() - start
         metrics |= {"seconds": seconds, "tokens_per_s": metrics["num_forwarded_tokens"] / seconds}
         passes.end_update(made=not metrics["skipped"])
@@ -157,7 +158,7 @@ def updates(
         start = time.perf_counter()
 
 
-def steps(run: TrainingRun, position: Position, passes: Passes = UNWATCHED) -> Iterator[Step]:
+def steps(run: Run, position: Position, passes: Passes = UNWATCHED) -> Iterator[Step]:
     """Yield the mini-batches from a position onwards, each just before its optimizer step.
 
     The caller must make each update before it asks for the next mini-batch, because `ready_batch`
@@ -167,7 +168,7 @@ def steps(run: TrainingRun, position: Position, passes: Passes = UNWATCHED) -> I
     batches = (run.plan.batches * sizes.num_epochs)[position.batch - run.first_batch :]
     shares = one_ahead(partial(read_share, run), batches)
     for groups in batches:
-        share = agreed(run.learner.accelerator, lambda: next(shares))
+        share = agreed(run.accelerator, lambda: next(shares))
         ready = ready_batch(run, groups, position, share, passes)
         moving = groups_with_gradient(ready.batch)
         groups_of = split(groups, sizes.groups_per_mini_batch)
@@ -188,9 +189,9 @@ def steps(run: TrainingRun, position: Position, passes: Passes = UNWATCHED) -> I
         position = after
 
 
-def read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
+def read_share(run: Run, groups: Sequence[str]) -> Share:
     """Read the part of a batch that is assigned to this process."""
-    accelerator, config = run.learner.accelerator, run.config
+    accelerator, config = run.accelerator, run.config
     own = own_groups(accelerator, groups)
     rows = read_rows(run.rollouts, run.plan, own, config.batch) if own else None
     if not accelerator.is_main_process:
@@ -206,7 +207,7 @@ def read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
 
 
 def ready_batch(
-    run: TrainingRun,
+    run: Run,
     groups: tuple[str, ...],
     position: Position,
     share: Share,
@@ -216,7 +217,7 @@ def ready_batch(
 
     `share` is from `read_share`. Within a batch, `position.known` has the model outputs.
     """
-    config, learner, accelerator = run.config, run.learner, run.learner.accelerator
+    config, accelerator = run.config, run.accelerator
     own, generated, stored = share
     rows = exchange_rows(accelerator, own)  # every process reads some groups, and needs all
     batch = to_batch(rows, config.batch.max_row_tokens, imitates=config.loss.is_supervised)
@@ -233,14 +234,14 @@ def ready_batch(
     passes.begin_batch(_planned(run, mini_batches, position, wanted))
     outputs: dict[str, Any] = dict(position.known)
     if not outputs:  # under the models before the first update
-        if VALUES in wanted and run.critic:
-            outputs["values"] = critic_values(run.critic, batch, forests, partial(passes, VALUES))
+        if VALUES in wanted:
+            outputs["values"] = critic_values(run, batch, forests, partial(passes, VALUES))
         if OLD_LOGPROBS in wanted:
             watch = partial(passes, OLD_LOGPROBS)
-            outputs["old_logprobs"] = policy_logprobs(learner, batch, forests, watch=watch)
+            outputs["old_logprobs"] = policy_logprobs(run, batch, forests, watch=watch)
         if REFERENCE in wanted:
-            model, watch = learner.reference, partial(passes, REFERENCE)
-            outputs["ref_logprobs"] = policy_logprobs(learner, batch, forests, model, watch)
+            model, watch = run.reference, partial(passes, REFERENCE)
+            outputs["ref_logprobs"] = policy_logprobs(run, batch, forests, model, watch)
     batch = replace(batch, **outputs)
 
     batch, kl_metrics = charge_kl(batch, run.plan, groups, config, position.kl_coef)
@@ -259,7 +260,7 @@ def ready_batch(
 
 
 def make_update(
-    run: TrainingRun, step: Step, global_step: int, passes: Passes = UNWATCHED
+    run: Run, step: Step, global_step: int, passes: Passes = UNWATCHED
 ) -> tuple[dict[str, Any], pa.Table | None]:
     """Update the policy, and the critic if there is one, on a mini-batch.
 
@@ -269,23 +270,22 @@ def make_update(
     ready, batch, forests, config = step.ready, step.ready.batch, step.forests, run.config
     how, seed = config.run.record_tokens, config.run.seed
     recorder = recorder_of(batch, forests, how, seed=seed, global_step=global_step)
-    metrics: dict[str, Any] = update(run.learner, batch, forests, recorder, passes)
+    metrics: dict[str, Any] = update(run, batch, forests, recorder, passes)
     tokens = None
     if recorder:
-        values = recorder.gathered(run.learner.accelerator)
+        values = recorder.gathered(run.accelerator)
         if values and batch.ref_logprobs is not None:
             values["ref_logprobs"] = batch.ref_logprobs[values["slots"]]
         if values and ready.origins and not metrics["skipped"]:
             tokens = token_records(config.data.dataset, ready.origins, values)
-    if run.critic and batch.values is not None and batch.value_targets is not None:
-        watch = partial(passes, CRITIC_TRAINING)
-        metrics |= update_critic(run.critic, forests, batch.values, batch.value_targets, watch)
-    rate = {"learning_rate": run.learner.optimizer.param_groups[0]["lr"]}
+    if run.critic:
+        metrics |= update_critic(run, batch, forests, partial(passes, CRITIC_TRAINING))
+    rate = {"learning_rate": run.optimizer.param_groups[0]["lr"]}
     return metrics | step.metrics | rate, tokens
 
 
 def update(
-    learner: Learner,
+    run: Run,
     batch: Batch,
     forests: Sequence[Forest],
     recorder: TokenRecorder | None = None,
@@ -296,7 +296,7 @@ def update(
     No step is taken if there are no trained tokens or the gradient is not finite.
 
     Args:
-        learner: Policy and optimizer.
+        run: The run.
         batch: The batch; the forests' targets index its tokens. `old_logprobs` may be None if the
             loss does not need them, or if this is the only update of its batch, because old and
             current log-probabilities are then equal.
@@ -311,9 +311,9 @@ def update(
     Raises:
         InputError: A user's loss or reduction fails, or its result is invalid.
     """
-    accelerator, policy, config = learner.accelerator, learner.policy, learner.loss
+    accelerator, policy, config = run.accelerator, run.policy, run.config.loss
     num_trained = sum(forest.num_targets for forest in forests)
-    batch = with_weights(learner, batch, forests, passes)
+    batch = with_weights(run, batch, forests, passes)
     parts, failures = dict[int, Arriving](), list[RolloutError]()
     own = own_forests(accelerator, forests)
     for done, (number, forest) in enumerate(passes(TRAINING, own), start=1):
@@ -324,7 +324,7 @@ def update(
             outputs = policy(forest, temperature)
             targets = targets_of(batch, slot, outputs)
             try:
-                loss, columns = objective(targets, config, corrects=learner.corrects)
+                loss, columns = objective(targets, config, corrects=run.corrects)
             except RolloutError as error:  # of a user's loss; other processes wait for our gradient
                 failures.append(error)
                 loss, columns = 0 * targets.logprobs.sum(), {}
@@ -338,8 +338,8 @@ def update(
         agreed(accelerator, partial(_raise_any, failures))
     grad_norm = 0.0
     if num_trained:
-        max_norm = learner.optimization.max_grad_norm
-        grad_norm = clip_and_step(policy.parameters(), learner.optimizer, max_norm)
+        max_norm = run.config.optimizer.max_grad_norm
+        grad_norm = clip_and_step(policy.parameters(), run.optimizer, max_norm)
     arrived = {number: arriving.read() for number, arriving in parts.items()}
     return update_metrics(gather_parts(accelerator, arrived), config.policy_loss_type) | {
         "grad_norm": grad_norm,
@@ -350,26 +350,72 @@ def update(
     }
 
 
+def update_critic(
+    run: Run, batch: Batch, forests: Sequence[Forest], watch: Watch = iter
+) -> dict[str, float]:
+    """Accumulate the gradient of one mini-batch's value loss and take a step of the critic.
+
+    The loss is the mean over the mini-batch's targets of the batch's `value_targets`, independent of
+    micro-batches. No step is taken if there are no targets or the gradient is not finite.
+
+    Returns:
+        Loss, mean value, clipped fraction and gradient norm, by metric name.
+    """
+    critic, optimizer, accelerator = run.critic, run.critic_optimizer, run.accelerator
+    old_values, targets = batch.values, batch.value_targets
+    assert critic is not None
+    assert optimizer is not None
+    assert old_values is not None
+    assert targets is not None
+    num_trained = sum(forest.num_targets for forest in forests)
+    clip, device = run.config.loss.value_clip, accelerator.device
+    sums, own = torch.zeros(3, device=device), own_forests(accelerator, forests)
+    for done, (_, forest) in enumerate(watch(own), start=1):
+        slot = forest.target_slot
+        with without_reduction(critic) if done < len(own) else nullcontext():
+            values = critic(forest.to(device))
+            columns = {"old": old_values[slot], "target": targets[slot]}
+            columns = columns_to_device(columns, device)
+            old, target = columns["old"], columns["target"]
+            losses = clipped_value_loss(values, old, target, clip=clip)
+            accelerator.backward(losses.sum() / num_trained * accelerator.num_processes)
+        with torch.no_grad():
+            clipped = losses > clipped_value_loss(values, old, target, clip=None)
+            sums += torch.stack([losses.sum(), values.sum(), clipped.float().sum()])
+    sums = accelerator.reduce(sums, reduction="sum")
+    loss, value, clipped_fraction = (sums / max(num_trained, 1)).tolist()
+    grad_norm = 0.0
+    if num_trained:
+        max_norm = run.config.optimizer.max_grad_norm
+        grad_norm = clip_and_step(critic.parameters(), optimizer, max_norm)
+    return {
+        "critic/critic_loss": loss,
+        "critic/values_mean": value,
+        "critic/values_clipfrac": clipped_fraction,
+        "critic/grad_norm": grad_norm,
+    }
+
+
 def _raise_any(failures: Sequence[RolloutError]) -> None:
     if failures:
         raise failures[0]
 
 
-def _needed(run: TrainingRun, num_mini_batches: int) -> list[str]:
+def _needed(run: Run, num_mini_batches: int) -> list[str]:
     """List the forward passes that a batch needs before its first update."""
-    learner, loss = run.learner, run.config.loss
+    loss = run.config.loss
     # With a single update, old log-probabilities are the policy's current ones, which saves a pass.
     several = num_mini_batches * run.config.batch.epochs_per_batch > 1
     needs_old = (several and loss.needs_old_logprobs) or loss.kl_reward_coef
     return [
         *([VALUES] if run.critic else []),
         *([OLD_LOGPROBS] if needs_old else []),
-        *([REFERENCE] if learner.reference is not None else []),
+        *([REFERENCE] if run.reference is not None else []),
     ]
 
 
 def _planned(
-    run: TrainingRun, mini_batches: Sequence[MiniBatch], position: Position, first: Sequence[str]
+    run: Run, mini_batches: Sequence[MiniBatch], position: Position, first: Sequence[str]
 ) -> list[PlannedUpdate]:
     """Count the tokens that each remaining update of a batch will forward, by pass."""
     num_epochs = run.config.batch.epochs_per_batch

@@ -36,8 +36,9 @@ from trainer.batches.forest import Chains, Forest, chain_forests, with_sets
 from trainer.forensics.blame.ghost import GhostNorms, UnsupportedLayerError, check_layers
 from trainer.models.attention import forward_mode_attention
 from trainer.models.policy import Policy
-from trainer.run.loss import Learner, objective, targets_of, with_weights
+from trainer.run.loss import objective, targets_of, with_weights
 from trainer.run.messages import say
+from trainer.run.run import Run
 
 forward_ad: Any = torch.autograd.forward_ad
 Direction = Mapping[str, Tensor]
@@ -87,7 +88,7 @@ class RowGradients:
 
 
 def row_gradients(
-    learner: Learner,
+    learner: Run,
     batch: Batch,
     forests: Sequence[Forest],
     *,
@@ -137,7 +138,7 @@ def row_gradients(
 
 
 def gradient_of(
-    learner: Learner,
+    learner: Run,
     batch: Batch,
     targets: BoolArray,
     coefficients: Coefficients,
@@ -168,7 +169,7 @@ def gradient_of(
     return total
 
 
-def loss_gradient(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> dict[str, Tensor]:
+def loss_gradient(learner: Run, batch: Batch, forests: Sequence[Forest]) -> dict[str, Tensor]:
     """Compute the gradient of the loss of a mini-batch, with the current policy as the old one."""
     batch = with_weights(learner, batch, forests)
     coefficients = _coefficients(learner, batch, forests)
@@ -178,7 +179,7 @@ def loss_gradient(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> 
 
 @torch.no_grad()
 def inner_products(
-    learner: Learner,
+    learner: Run,
     batch: Batch,
     forests: Sequence[Forest],
     coefficients: Coefficients,
@@ -222,7 +223,7 @@ def inner_products(
 
 
 @contextmanager
-def _plain_experts(learner: Learner) -> Iterator[None]:
+def _plain_experts(learner: Run) -> Iterator[None]:
     """Compute experts one by one: PyTorch's grouped kernels have no forward-mode derivatives."""
     model: Any = learner.accelerator.unwrap_model(learner.policy).model
     if not model._can_set_experts_implementation():
@@ -244,7 +245,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def zeros(learner: Learner) -> dict[str, Tensor]:
+def zeros(learner: Run) -> dict[str, Tensor]:
     """Return the zero vector in the space of the trained parameters."""
     return {name: torch.zeros_like(p) for name, p in trained_parameters(learner)}
 
@@ -267,7 +268,7 @@ def inner(a: Direction, b: Direction) -> float:
 
 
 def _fast(
-    learner: Learner,
+    learner: Run,
     batch: Batch,
     forests: Sequence[Forest],
     rows: IntArray,
@@ -336,7 +337,7 @@ def _is_separate(batch: Batch, forest: Forest) -> bool:
     return lengths is not None and len(lengths) == len(rows)
 
 
-def _coefficients(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> Coefficients:
+def _coefficients(learner: Run, batch: Batch, forests: Sequence[Forest]) -> Coefficients:
     """Compute the derivatives of the loss by a forward pass of the update's micro-batches."""
     device, found = learner.accelerator.device, _no_coefficients(batch)
     for forest in forests:
@@ -355,7 +356,7 @@ def _no_coefficients(batch: Batch) -> Coefficients:
 
 
 def derivatives(
-    learner: Learner,
+    learner: Run,
     batch: Batch,
     slot: Tensor,
     logprobs: Tensor,
@@ -373,13 +374,13 @@ def derivatives(
     Returns:
         [M] c and [M] e, in the order of `slot`.
     """
-    if learner.loss.policy_loss_type == "distill":
+    if learner.config.loss.policy_loss_type == "distill":
         got = "distill, whose loss does not follow from log-probabilities of single tokens"
         raise InputError("teacher_logprobs", "loss.policy_loss_type", got, "another loss")
     logprobs, entropies = (t.detach().requires_grad_() for t in (logprobs, entropies))
     with torch.enable_grad():
         targets = targets_of(batch, slot, (logprobs, entropies))
-        loss, _ = objective(targets, learner.loss, corrects=learner.corrects)
+        loss, _ = objective(targets, learner.config.loss, corrects=learner.corrects)
         c, e = torch.autograd.grad(loss, (logprobs, entropies), materialize_grads=True)
     policy: Policy = learner.accelerator.unwrap_model(learner.policy)
     return c, e if policy.entropy_gradient else torch.zeros_like(e)
@@ -391,7 +392,7 @@ def _weighted(outputs: Sequence[Tensor], coefficients: Coefficients, slot: Tenso
     return c * logprobs + e * entropies.to(logprobs.device)
 
 
-def trained_parameters(learner: Learner) -> list[tuple[str, torch.nn.Parameter]]:
+def trained_parameters(learner: Run) -> list[tuple[str, torch.nn.Parameter]]:
     """List the parameters that the optimizer changes, with their names."""
     return [(name, p) for name, p in learner.policy.named_parameters() if p.requires_grad]
 

@@ -214,7 +214,7 @@ def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(pat
     _, step = batch.of(found.run, found.step)
     start = reconstruct(run, 1)
     forests = [forest for one in step.ready.mini_batches for forest in one.forests]
-    then = policy_logprobs(start.run.learner, start.step.ready.batch, forests)
+    then = policy_logprobs(start.run, start.step.ready.batch, forests)
     at = torch.from_numpy(step.ready.batch.trains)
     assert torch.equal(step.ready.known["old_logprobs"][at], then[at])
     assert changed(run, 3, "loss.policy_loss_type=regular").changed["is_ratio_mean"] > 0
