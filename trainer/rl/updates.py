@@ -28,7 +28,7 @@ from trainer.run.checkpoint import remove_directory, write_model
 from trainer.run.loop import count_update, save, set_rates, write_in_main
 from trainer.run.messages import Remark, show
 from trainer.run.open_run import open_models, open_run
-from trainer.run.pass_progress import COST, TRAINING, UNWATCHED
+from trainer.run.pass_progress import UNWATCHED
 from trainer.run.run import Run
 from trainer.run.run_log import RunLog
 from trainer.run.update import updates
@@ -251,6 +251,8 @@ def _check_some_worked(run: Run, dataset: Path) -> None:
 
 
 GIB = 1 << 30
+TRAINING_COST = 3.0
+"""Time per token relative to a forward pass: a backward pass costs about two forward passes."""
 SLOW_UPDATE_S = 120.0
 """Minimum duration of an update, in seconds, for which a note is shown."""
 
@@ -287,7 +289,7 @@ def notes_of_size(config: RlConfig, run: Run) -> Iterator[str]:
     needed = estimate_memory(run, largest).still_needed
     free = available_bytes(device)
     num_processes = run.accelerator.num_processes
-    seconds = num_rows * most * COST[TRAINING] * seconds_per_token(run) / num_processes
+    seconds = num_rows * most * TRAINING_COST * seconds_per_token(run) / num_processes
     found = []
     if free is not None and needed > free:
         found.append(

@@ -56,12 +56,10 @@ from trainer.run.pass_progress import (
     CRITIC_TRAINING,
     OLD_LOGPROBS,
     REFERENCE,
-    SELECTION,
     TRAINING,
     UNWATCHED,
     VALUES,
     Passes,
-    PlannedUpdate,
 )
 from trainer.run.run import Run
 from trainer.run.state import Position
@@ -231,7 +229,6 @@ def ready_batch(
     mini_batches = cut_batch(batch, config.batch, accelerator.num_processes)
     forests = [forest for mini_batch in mini_batches for forest in mini_batch.forests]
     wanted = _needed(run, len(mini_batches))
-    passes.begin_batch(_planned(run, mini_batches, position, wanted))
     outputs: dict[str, Any] = dict(position.known)
     if not outputs:  # under the models before the first update
         if VALUES in wanted:
@@ -412,22 +409,3 @@ def _needed(run: Run, num_mini_batches: int) -> list[str]:
         *([OLD_LOGPROBS] if needs_old else []),
         *([REFERENCE] if run.reference is not None else []),
     ]
-
-
-def _planned(
-    run: Run, mini_batches: Sequence[MiniBatch], position: Position, first: Sequence[str]
-) -> list[PlannedUpdate]:
-    """Count the tokens that each remaining update of a batch will forward, by pass."""
-    num_epochs = run.config.batch.epochs_per_batch
-    several = [SELECTION] if run.config.loss.selects_targets else []
-    each = [*several, TRAINING, *([CRITIC_TRAINING] if run.critic else [])]
-    planned = []
-    for epoch in range(1, num_epochs + 1):
-        for mini_batch in mini_batches:
-            label = f"epoch {epoch} of {num_epochs}" if num_epochs > 1 else ""
-            planned.append(PlannedUpdate(dict.fromkeys(each, mini_batch.num_tokens), label))
-    left = planned[position.mini_batch :]
-    if left and not position.known:
-        total = sum(mini_batch.num_tokens for mini_batch in mini_batches)
-        left[0].passes = dict.fromkeys(first, total) | dict(left[0].passes)
-    return left

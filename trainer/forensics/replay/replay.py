@@ -198,7 +198,7 @@ class Forwarding(Passes):
     """`Passes` that also advance the progress bar after each replayed update."""
 
     def __init__(self, bar: Bar, *, num_planned: int, num_made: int = 0) -> None:
-        super().__init__(bar, num_planned=num_planned, num_made=num_made, spans_run=False)
+        super().__init__(bar, num_planned=num_planned, num_made=num_made)
         self._main = bar
 
     def end_update(self, *, made: bool) -> None:
