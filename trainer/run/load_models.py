@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 from accelerate import Accelerator
 
-import rollout_io
-from rollout_io.formats.parsing.sampling import sampling_extra_of
 from schemas.errors import count
-from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import wrap, wrap_frozen
 from trainer.models.critic import Critic, load_critic
@@ -26,21 +21,9 @@ from trainer.models.policy import (
     refuse_quantised,
     use_float32_head,
 )
-from trainer.run.advice import warnings_before
 from trainer.run.checkpoint import other_files
-from trainer.run.dataset_checks import (
-    check_rows,
-    check_teacher,
-    corrects_for_sampler,
-    larger_limits,
-    num_greedy_rows,
-    truncated,
-    without_tokens,
-)
-from trainer.run.messages import Remark, say, warn
-from trainer.run.routing_checks import check_replay
+from trainer.run.messages import say, warn
 from trainer.run.run import Run
-from trainer.run.sampling_checks import check_sampling
 
 Models = tuple[Policy, Policy | None, Critic | None]
 """The policy to train, the reference of the KL divergence and the critic, as far as a run needs them."""
@@ -80,61 +63,6 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
     if config.model.gradient_checkpointing:
         policy.checkpoint_layers()
     return policy, reference, critic
-
-
-def check_dataset(
-    run: Run, index: pl.DataFrame, plan: Plan, *, must_learn: bool
-) -> tuple[bool, dict[str, Remark]]:
-    """Check every row of a run's dataset, indexed by `trainer.batches.data.index_rows`.
-
-    With `must_learn`, a dataset from which nothing can be learned is rejected.
-
-    Returns:
-        Whether importance weights and masks apply, and notes and warnings by subject.
-
-    Raises:
-        RolloutError: A row cannot be trained on as configured.
-    """
-    config, size, limit = run.config, run.vocab_size, run.limit
-    rows = check_rows(index, plan, config, vocab_size=size, limit=limit, must_learn=must_learn)
-    num_greedy = num_greedy_rows(index, plan)
-    found = {}
-    if num_greedy:
-        text = (
-            f"{count(num_greedy, 'row')} sampled at temperature 0 will be excluded from training: greedy"
-            " samples have no gradient"
-        )
-        found["greedy"] = Remark(text, WARNING)
-    if rows.is_empty():
-        return config.loss.corrects_for_sampler, found
-    metadata = rollout_io.read_metadata(config.data.dataset)
-    if "sampling_extra" not in rollout_io.scan(config.data.dataset).collect_schema():
-        said = pl.lit(sampling_extra_of(metadata.made_by), pl.String)
-        rows = rows.with_columns(pl.col("sampling_extra").fill_null(said))
-    if unknown := check_sampling(rows, config):
-        found["sampling"] = Remark(f"note: {unknown}")
-    check_teacher(rows, config)
-    corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
-    if config.loss.corrects_for_sampler and not corrects:
-        found["corrects"] = Remark(
-            "note: importance correction (tis_ratio_type) is off, because the dataset has no"
-            " rollout_logprobs"
-        )
-    replaying = {config.model.path: run.whole_policy.model}  # the critic uses no recorded experts
-    if isinstance(run.reference, Policy):
-        replaying[config.loss.reference_model or config.model.path] = run.reference.model
-    rollouts = rollout_io.scan(config.data.dataset)
-    if routing := check_replay(rollouts, replaying, rows, replays=config.batch.replay_routing):
-        found["routing"] = Remark(routing, WARNING)
-    if cut := truncated(rows, config.batch):
-        found["truncated_rows"] = Remark(f"note: {cut}")
-    if config.batch.max_row_tokens and (lost := without_tokens(rows, config.batch)):
-        larger = larger_limits(rows, config.batch.max_row_tokens, limit.num_tokens)
-        text = f"{lost}\nHint: {larger}"
-        found["cut_rows"] = Remark(text, WARNING)
-    texts = warnings_before(rows, plan, config)
-    found |= {name: Remark(text, WARNING) for name, text in texts.items()}
-    return corrects, found
 
 
 def prepare(accelerator: Accelerator, config: TrainConfig, models: Models) -> Run:

@@ -15,18 +15,17 @@ import rollout_io
 from rollout_io.dataset.storage import Location, occupied
 from schemas.errors import InputError, count
 from trainer.batches.data import index_rows
-from trainer.batches.plan import Plan, dataset_returns, num_planned_updates
+from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
 from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.run.checkpoint import check_files
-from trainer.run.dataset_checks import num_greedy_rows, plan_of
-from trainer.run.load_models import Models, check_dataset, load_models, prepare
+from trainer.run.checks import check_dataset, num_greedy_rows, scan_rows
+from trainer.run.load_models import Models, load_models, prepare
 from trainer.run.messages import Remark, say, say_attention, say_learning_rate, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.run import Run
 from trainer.run.same_tokenizer import check_tokenizers
-from trainer.run.sampling_checks import scan_rows
 from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
 
 
@@ -75,7 +74,7 @@ def open_run(
         models = agreed(accelerator, lambda: _load(config, start))
         run = prepare(accelerator, config, models)
         run = replace(run, checkpoint=start, progress=progress, digest=digest, kept_metrics=kept)
-    must_learn = opened is None
+    run, must_learn = replace(run, rollouts=rollouts, plan=plan), opened is None
     corrects, remarks = agreed(
         accelerator, lambda: check_dataset(run, index, plan, must_learn=must_learn)
     )
@@ -86,8 +85,6 @@ def open_run(
     run = replace(
         run,
         corrects=corrects,
-        rollouts=rollouts,
-        plan=plan,
         num_planned=num_planned or num_planned_updates(plan, config.batch),
         num_greedy_rows=num_greedy_rows(index, plan),
         first_batch=first_batch,
@@ -147,7 +144,7 @@ def _find(
 def _plan(config: TrainConfig) -> tuple[pl.LazyFrame, Plan, pl.DataFrame]:
     """Return the rows of the dataset, their plan, and their index (`index_rows`)."""
     rollouts = scan_rows(config)
-    plan = plan_of(dataset_returns(rollouts, config.data.outcome), config)
+    plan = make_plan(dataset_returns(rollouts, config.data.outcome), config)
     return rollouts, plan, index_rows(rollouts, imitates=config.loss.is_supervised)
 
 

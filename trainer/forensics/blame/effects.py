@@ -13,15 +13,14 @@ import rollout_io
 from trainer.batches.data import Batch, index_rows, read_rows, to_batch
 from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.packing import cut_batch
-from trainer.batches.plan import dataset_returns
+from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.train_config import resolved
 from trainer.forensics.blame.gradients import Direction, loss_gradient, trained_parameters
 from trainer.models.optimizer import clip_and_step
 from trainer.run.batch_advantages import estimate
-from trainer.run.dataset_checks import check_rows, corrects_for_sampler, plan_of
+from trainer.run.checks import check_rows, check_sampling, corrects_for_sampler, scan_rows
 from trainer.run.loss import critic_values, policy_logprobs
 from trainer.run.run import Run
-from trainer.run.sampling_checks import check_sampling, scan_rows
 
 
 def held_out_gradient(run: Run, dataset: str) -> dict[str, Tensor]:
@@ -62,7 +61,7 @@ def _read(run: Run, dataset: str) -> tuple[Batch, list[Forest], bool]:
     )
     config = resolved(config)
     rollouts = scan_rows(config)
-    plan = plan_of(dataset_returns(rollouts, config.data.outcome), config)
+    plan = make_plan(dataset_returns(rollouts, config.data.outcome), config)
     policy = run.whole_policy
     vocab_size = policy.model.get_input_embeddings().weight.shape[0]
     index = index_rows(rollouts, imitates=config.loss.is_supervised)
