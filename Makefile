@@ -40,7 +40,7 @@ export TOKENIZERS_PARALLELISM := false
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo view wheel test test-all test-lowest test-nightly test-vllm test-gpu test-skyrl test-s3 lint bench docs site model format clean
+.PHONY: help demo view wheel test test-all test-lowest test-nightly test-vllm test-gpu test-skyrl test-s3 lint bench golden docs site model format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ bench: $(READY) $(MODEL)/model.safetensors  ## Benchmarks: ratios measured side 
 	$(BIN)/python -m benchmarks.record --sessions 8
 	$(BIN)/python -m benchmarks.record --sessions 64
 	$(BIN)/python -m benchmarks.view
+
+golden: $(READY) $(MODEL)/model.safetensors  ## Compare the bits of 23 small training runs with those of BASE (HEAD; minutes)
+	$(BIN)/python -m benchmarks.golden --base $(or $(BASE),HEAD)
 
 docs: $(READY) $(MODEL)/model.safetensors  ## Write the generated pages of docs/ and examples/
 	$(BIN)/python docs/generate.py

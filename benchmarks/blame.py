@@ -35,7 +35,8 @@ from trainer.forensics.blame.shares import outlier_scores, traits
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.models.policy import Policy, load_policy
 from trainer.run.loop import train
-from trainer.run.loss import Learner, policy_logprobs
+from trainer.run.loss import policy_logprobs
+from trainer.run.run import Run
 from trainer.run.update import make_update, update
 
 MODEL = ".cache/smollm2"
@@ -227,7 +228,7 @@ def _all_updates(policy: Policy, pool: Pool, arguments: argparse.Namespace) -> l
         batch, poisoned = _poisoned(policy, pool, kind, rng, num_rows)
         start = time.perf_counter()
         learner, forests = _learner(policy), _forests(batch)
-        rows = row_gradients(learner, batch, forests, None)
+        rows = row_gradients(learner, batch, forests)
         products = inner_products(learner, batch, forests, rows.coefficients, rows.gradient)
         row_of = batch.responses.row_of(np.arange(len(products)))
         share = np.bincount(row_of, products.numpy()) / norm(rows.gradient) ** 2
@@ -303,15 +304,14 @@ PATHS = {"data.dataset": "-", "model.path": "-", "run.out": "-"}
 
 def _learner(
     policy: Policy, optimizer: torch.optim.Optimizer | None = None, **settings: Any
-) -> Learner:
+) -> Run:
     config = load_config(None, options=PATHS | settings)
-    return Learner(
+    return Run(
         accelerator=Accelerator(),
         policy=policy,
         optimizer=optimizer or torch.optim.SGD(policy.parameters(), lr=1e-6),
-        loss=config.loss,
+        config=config,
         corrects=config.loss.corrects_for_sampler,
-        optimization=config.optimizer,
     )
 
 
@@ -373,7 +373,7 @@ def _run(
 
 
 def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
-    learner, batch, forests = found.run.learner, found.step.ready.batch, found.step.forests
+    learner, batch, forests = found.run, found.step.ready.batch, found.step.forests
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -384,7 +384,7 @@ def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
 
     for _ in range(arguments.rounds):
         timed("update", lambda: make_update(found.run, found.step, found.update))
-        rows = timed("norms", lambda: row_gradients(learner, batch, forests, None))
+        rows = timed("norms", lambda: row_gradients(learner, batch, forests))
         shares = partial(inner_products, learner, batch, forests, rows.coefficients, rows.gradient)
         timed("inner_products", shares)
         timed("blame", lambda: attribute(found, top=arguments.top))

@@ -65,7 +65,7 @@ from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.weight_transfer import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION, packed_attention
 from trainer.models.policy import Policy, compile_layers, load_policy
-from trainer.run.loss import Learner
+from trainer.run.run import Run
 from trainer.run.update import update
 
 Figures = dict[str, Any]
@@ -403,13 +403,12 @@ def count_recompiles(arguments: argparse.Namespace) -> Figures:
     before, seconds = int(counters["unique_graphs"]), []
     with _setup(arguments) as setup:
         config = trees._config(setup.arguments, "-", **trees.SIDES["tree_per_group"])
-        learner = Learner(
+        learner = Run(
             accelerator=setup.accelerator,
             policy=setup.policy,
             optimizer=training._Kept(setup.policy.parameters(), lr=1.0),
-            loss=config.loss,
+            config=config,
             corrects=False,
-            optimization=config.optimizer,
         )
         for _ in range(arguments.batches):
             shape = argparse.Namespace(**vars(setup.arguments))
@@ -422,7 +421,7 @@ def count_recompiles(arguments: argparse.Namespace) -> Figures:
             (mini_batch,) = cut_batch(batch, config.batch)
             sizes |= {forest.num_tokens for forest in mini_batch.forests}
             start = time.perf_counter()
-            update(learner, batch, mini_batch.forests, None)
+            update(learner, batch, mini_batch.forests)
             seconds.append(time.perf_counter() - start)
     num_graphs = int(counters["unique_graphs"]) - before
     found: Figures = {

@@ -45,7 +45,7 @@ from trainer.batches.forest import Forest, chain_forest, chain_forests, chain_le
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.policy import Policy, load_policy
-from trainer.run.loss import Learner
+from trainer.run.run import Run
 from trainer.run.update import update
 
 LOGS = ("examples/shop.calls.jsonl", "--rewards", "examples/shop.rewards.jsonl")
@@ -175,17 +175,16 @@ def _ours(
         forests = chain_forests(*tokens, rows, config.batch.tokens_per_micro_batch)
     prepared = accelerator.prepare_model(policy)
     optimizer = _Kept(policy.parameters(), lr=1.0)
-    learner = Learner(
+    learner = Run(
         accelerator=accelerator,
         policy=prepared,
         optimizer=optimizer,
-        loss=config.loss,
+        config=config,
         corrects=False,
-        optimization=config.optimizer,
     )
     lengths = steps.prompts.lengths + steps.responses.lengths
     sizes = {"num_step_tokens": int(lengths.sum())} | _sizes(forests)
-    return lambda: update(learner, batch, forests, None, None), sizes
+    return lambda: update(learner, batch, forests), sizes
 
 
 class _Kept(torch.optim.SGD):

@@ -34,7 +34,8 @@ from trainer.batches.data import Batch, to_batch
 from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.policy import Policy, load_policy
-from trainer.run.loss import Learner, policy_logprobs
+from trainer.run.loss import policy_logprobs
+from trainer.run.run import Run
 from trainer.run.update import update
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -185,16 +186,15 @@ def one_step(
     """Measure the seconds, memory and tokens of one step, and leave its gradient in the policy."""
     assert batch is not None
     config = _config(arguments, "-", **SIDES[side])
-    learner = Learner(
+    learner = Run(
         accelerator=accelerator,
         policy=policy,
         optimizer=training._Kept(policy.parameters(), lr=1.0),
-        loss=config.loss,
+        config=config,
         corrects=False,
-        optimization=config.optimizer,
     )
     mini_batch, packing = _packed(batch, config)
-    step = lambda: update(learner, batch, mini_batch.forests, None)  # noqa: E731
+    step = lambda: update(learner, batch, mini_batch.forests)  # noqa: E731
     figures = training._measured(policy, step, num_warm=int(torch.cuda.is_available()))
     figures |= training._sizes(mini_batch.forests)
     figures |= {"packing_seconds": packing, "repeated_share": mini_batch.repeated_share or 0.0}

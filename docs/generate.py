@@ -260,8 +260,8 @@ corrections with which the layout does change the loss.
 **Output.** RUN contains `config.json` (the resolved configuration), `metrics.jsonl` (one line per update),
 `checkpoints/global_step_N/` (model directories that Transformers can load) and `tokens/` ([what each token
 contributed](#what-each-token-contributed)). Progress goes to stderr. On a terminal, a bar counts the updates, and a row
-below it shows the pass of the current update (old log-probabilities, reference, training, ...), tokens, tokens/s and the
-time left. Otherwise, each update prints one line, and a long update prints a progress line at most every 30 seconds. `-q`
+below it shows the pass of the current update (old log-probabilities, reference, training, ...) and its tokens. Otherwise,
+each update prints one line, and a long update prints a line at most every 30 seconds with its pass and micro-batch. `-q`
 hides the bar and these lines. Suspicious values cause a warning, once per run. In Python, `trainer.train` writes these
 lines to the logger `trainer`: `logging.basicConfig(level="INFO")` shows them.
 

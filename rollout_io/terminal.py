@@ -108,6 +108,7 @@ class Bar:
             Progress,
             TextColumn,
             TimeElapsedColumn,
+            TimeRemainingColumn,
         )
 
         count: ProgressColumn = DownloadColumn() if unit == "B" else MofNCompleteColumn()
@@ -117,14 +118,14 @@ class Bar:
             count,
             TextColumn("{task.fields[unit]}", markup=False),
             TimeElapsedColumn(),
-            _time_left_column(),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[text]}", markup=False),
             console=console(stderr=True),
             transient=not stays,
         )
         shown = "" if unit == "B" else unit
         self._task = self._progress.add_task(
-            label, total=total, completed=done, unit=shown, text="", left_s=None
+            label, total=total, completed=done, unit=shown, text=""
         )
         self._progress.start()
 
@@ -139,30 +140,26 @@ class Bar:
         """Seconds since the bar was created; 0 if it is not shown."""
         return (self._progress.tasks[0].elapsed or 0.0) if self.is_shown else 0.0
 
-    def update(
-        self, increment: int = 1, text: str | None = None, left_s: float | None = None
-    ) -> None:
+    def update(self, increment: int = 1, text: str | None = None) -> None:
         """Advance the bar.
 
         Args:
             increment: Amount added to the bar's value.
             text: Text shown after the bar from now on; None keeps the current text.
-            left_s: Remaining time in seconds, shown instead of an estimate from the bar's speed; None
-                keeps the current value.
         """
         if self.is_shown:
-            _move(self._progress, self._task, increment, text, left_s)
+            _move(self._progress, self._task, increment, text)
 
     def part(self, total: int, unit: str, label: str) -> Part:
         """Add a row below the bar, for a part of its work; it disappears once it is closed.
 
         Example:
             >>> with Bar(3, "updates") as bar, bar.part(8192, "tokens", "training") as part:
-            ...     part.update(4096, left_s=12.5)
+            ...     part.update(4096)
         """
         if not self.is_shown:
             return Part()
-        row = self._progress.add_task(label, total=total, unit=unit, text="", left_s=None)
+        row = self._progress.add_task(label, total=total, unit=unit, text="")
         return Part(self._progress, row)
 
     def close(self) -> None:
@@ -183,16 +180,10 @@ class Part:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def update(
-        self,
-        increment: int = 1,
-        text: str | None = None,
-        left_s: float | None = None,
-        label: str | None = None,
-    ) -> None:
-        """Advance the row like `Bar.update`; a `label` replaces the description."""
+    def update(self, increment: int = 1, text: str | None = None) -> None:
+        """Advance the row like `Bar.update`."""
         if self._progress and self._task is not None:
-            _move(self._progress, self._task, increment, text, left_s, label)
+            _move(self._progress, self._task, increment, text)
 
     def close(self) -> None:
         """Remove the row."""
@@ -201,34 +192,9 @@ class Part:
             self._task = None
 
 
-def _move(
-    progress: Progress,
-    task: TaskID,
-    increment: int,
-    text: str | None,
-    left_s: float | None,
-    label: str | None = None,
-) -> None:
-    fields = {"text": text, "left_s": left_s, "description": label}
-    given = {name: value for name, value in fields.items() if value is not None}
-    progress.update(task, advance=increment, **given)  # type: ignore[arg-type]
-
-
-def _time_left_column() -> ProgressColumn:
-    """Return a column with the remaining time: `left_s` if it is set, else rich's estimate."""
-    from rich.progress import Task, TimeRemainingColumn
-    from rich.text import Text
-
-    class TimeLeftColumn(TimeRemainingColumn):
-        def render(self, task: Task) -> Text:
-            left_s = task.fields["left_s"]
-            if left_s is None or task.finished:
-                return super().render(task)
-            minutes, seconds = divmod(round(left_s), 60)
-            hours, minutes = divmod(minutes, 60)
-            return Text(f"{hours}:{minutes:02}:{seconds:02}", style="progress.remaining")
-
-    return TimeLeftColumn()
+def _move(progress: Progress, task: TaskID, increment: int, text: str | None) -> None:
+    fields = {} if text is None else {"text": text}
+    progress.update(task, advance=increment, **fields)  # type: ignore[arg-type]
 
 
 class Pace:

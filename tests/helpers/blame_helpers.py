@@ -63,7 +63,7 @@ def check_without(found: Blame, norm_without: float, changes: Changes) -> None:
 
 def step_change(found: Blame, row: dict) -> float:
     """How much the step differs in a replay without a row, from the weights after both."""
-    learner = reconstruct(found.run, found.update).run.learner
+    learner = reconstruct(found.run, found.update).run
     before = [p for p in learner.policy.parameters() if p.requires_grad]
     before = torch.cat([p.detach().flatten() for p in before])
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.ragged import Ragged
 from tests.helpers.configs import train_config
 from tests.helpers.rl_helpers import config_of, weights_of
-from tests.helpers.trainer_helpers import Row, forests_of, learner_of
+from tests.helpers.trainer_helpers import Row, forests_of, run_of, update_with
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer import rl
 from trainer.batches.data import Batch
@@ -32,7 +32,6 @@ from trainer.batches.support import teacher_sets
 from trainer.distributed.sharding import whole
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy, compile_layers
-from trainer.run.update import update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,14 +293,14 @@ def fsdp2_difference(device: str, size: Size) -> float:
 
 
 def _gradient(policy: Policy, batch: Batch) -> Tensor:
-    learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
+    learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
     kept: list[Tensor] = []
 
     def keep(*_: object) -> None:
         kept.extend(whole(p.grad).flatten() for p in policy.parameters() if p.grad is not None)
 
     learner.optimizer.register_step_pre_hook(keep)
-    update(learner, batch, mini_batch_of(batch).forests, None)
+    update_with(learner, batch, mini_batch_of(batch).forests, None)
     return torch.cat(kept)
 
 

@@ -30,12 +30,17 @@ from rollout_io.cli.main import run as run_command
 from rollout_io.cli.output import shown_log
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.helpers.configs import from_saved, train_config
-from tests.helpers.trainer_helpers import forests_of, learner_of, make_batch, tiny_policy
+from tests.helpers.trainer_helpers import (
+    forests_of,
+    make_batch,
+    run_of,
+    tiny_policy,
+    update_with,
+)
 from trainer import rl
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.sharding import whole
 from trainer.run.loop import train
-from trainer.run.update import update
 
 
 def shard(_: object, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -88,7 +93,7 @@ def gradient(job: dict[str, Any]) -> None:
     accelerator = make_accelerator(train_config(out="o"))
     batch = make_batch(rows, advantages=[float(i + 1) for i in range(len(rows))])
     policy = tiny_policy(tie_word_embeddings=job["tied"])
-    learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
+    learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30)
     assert learner.accelerator.num_processes == accelerator.num_processes > 1
     policy, optimizer = shard(None, policy, learner.optimizer)
     kept: dict[str, torch.Tensor] = {}
@@ -97,7 +102,7 @@ def gradient(job: dict[str, Any]) -> None:
         kept.update((n, whole(p.grad)) for n, p in policy.named_parameters() if p.grad is not None)
 
     optimizer.register_step_pre_hook(keep)
-    metrics = update(learner, batch, forests_of(batch, job["budget"]), None)
+    metrics = update_with(learner, batch, forests_of(batch, job["budget"]), None)
     if accelerator.is_main_process:
         save_file(kept | {"norm": torch.tensor(metrics["grad_norm"])}, job["file"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
 from trainer.batches.data import Batch, to_batch
 from trainer.batches.forest import chain_forests
+from trainer.models.critic import Critic
 from trainer.models.policy import Policy
-from trainer.run.loss import Learner
+from trainer.run.run import Run
 from trainer.run.update import update
 
 VOCAB = 61
@@ -101,19 +103,26 @@ def forests_of(batch: Batch, budget: int = 4096, *, targets: Any = None) -> list
     return chain_forests(batch.prompts, batch.responses, is_target, rows, budget)
 
 
-def learner_of(
-    policy: Policy, *, corrects: bool = False, reference: Policy | None = None, **settings: Any
-) -> Learner:
-    """A learner with plain SGD, whose step is the clipped gradient times the learning rate."""
+def run_of(
+    policy: Policy,
+    *,
+    corrects: bool = False,
+    reference: Policy | None = None,
+    critic: Critic | None = None,
+    **settings: Any,
+) -> Run:
+    """A run with plain SGD, whose step is the clipped gradient times the learning rate."""
     config = train_config(dataset="d", model="m", out="o", **settings)
-    return Learner(
+    rate = config.optimizer.critic_learning_rate
+    return Run(
+        config=config,
         accelerator=Accelerator(),
         policy=policy,
         optimizer=torch.optim.SGD(policy.parameters(), lr=config.learning_rate),
-        loss=config.loss,
-        corrects=corrects,
-        optimization=config.optimizer,
         reference=reference,
+        critic=critic,
+        critic_optimizer=critic and torch.optim.SGD(critic.trained_parameters(), lr=rate),
+        corrects=corrects,
     )
 
 
@@ -231,13 +240,21 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+def update_with(
+    run: Run, batch: Batch, forests: Sequence[Any], old: Any = None, ref: Any = None
+) -> dict[str, float]:
+    """An update whose old and reference log-probabilities are these."""
+    batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
+    return update(run, batch, forests)
+
+
 def gradient_of_update(policy: Policy, batch: Batch, **settings_: Any) -> torch.Tensor:
     """The gradient an update leaves, unclipped, without moving the policy."""
     budget, old = settings_.pop("budget", 4096), settings_.pop("old", None)
     ref = settings_.pop("ref", None)
-    learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings_)
+    learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings_)
     kept: list[torch.Tensor] = []
     hook = learner.optimizer.register_step_pre_hook(lambda *_: kept.append(gradients(policy)))
-    update(learner, batch, forests_of(batch, budget), old, ref)
+    update_with(learner, batch, forests_of(batch, budget), old, ref)
     hook.remove()
     return kept[0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schemas.ragged import IntArray, Ragged
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import VOCAB, Row, learner_of, make_batch
+from tests.helpers.trainer_helpers import VOCAB, Row, make_batch, run_of, update_with
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.packing import MiniBatch, cut_batch
@@ -21,7 +21,6 @@ from trainer.batches.plan import make_plan
 from trainer.batches.tree import Trie, make_trie
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
-from trainer.run.update import update
 
 TrajectoryIds = list[tuple[str, str]]
 
@@ -155,7 +154,7 @@ def updated(
     **settings: Any,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics of an update that moves nothing, and its gradient by parameter."""
-    learner = learner_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings)
+    learner = run_of(policy, max_grad_norm=1e9, learning_rate=1e-30, **settings)
     kept: dict[str, torch.Tensor] = {}
 
     def keep(*_: Any) -> None:
@@ -163,7 +162,7 @@ def updated(
 
     torch.manual_seed(0)
     hook = learner.optimizer.register_step_pre_hook(keep)
-    metrics = update(learner, batch, forests, old, ref)
+    metrics = update_with(learner, batch, forests, old, ref)
     hook.remove()
     return metrics, kept
 

@@ -41,7 +41,10 @@ class Targets:
         advantages: [M].
         row: [M] int64 row of each target, 0..R-1.
         selected: [M] bool, targets that clip_cov leaves out or kl_cov penalises.
-        divergence: [M] nats from the teacher, with gradient; None without a teacher.
+        weights: [M] float32 weights of `loss.reduction`.
+        entropy: [M] nats, with gradient if the loss needs it.
+        divergence: [M] nats from the teacher, with gradient.
+        ref_logprobs: [M] nats under the reference; None without one.
     """
 
     logprobs: Tensor
@@ -50,7 +53,10 @@ class Targets:
     advantages: Tensor
     row: Tensor
     selected: Tensor
+    weights: Tensor | None = None
+    entropy: Tensor | None = None
     divergence: Tensor | None = None
+    ref_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,6 +61,12 @@ class Batch:
         support: [T] rows: the sets of ids that the sampler could draw; None if there are none.
         teacher: [T] rows each: a teacher's most likely ids, and their log-probabilities in nats;
             None if there are none.
+        old_logprobs, ref_logprobs, values: [T] float32 outputs of the models at the start of the
+            batch, NaN at untrained tokens; None where the run does not need them.
+        raw_advantages: [T] advantages before `advantage.batch_normalize`.
+        value_targets: [T] target values for the critic; None without one.
+        weights, selected: [T] columns of the mini-batch that is trained: see
+            `trainer.run.loss.with_weights`.
     """
 
     names: tuple[str, ...]
@@ -80,6 +86,13 @@ class Batch:
     routes: Routes | None = None
     support: Ragged | None = None
     teacher: tuple[Ragged, Ragged] | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    raw_advantages: Tensor | None = None
+    value_targets: Tensor | None = None
+    weights: Tensor | None = None
+    selected: Tensor | None = None
 
 
 def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFrame:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from schemas.errors import InputError
-from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
-from trainer.batches.transfer import Arriving, columns_to_device
-from trainer.config.loss_config import LossConfig
-from trainer.config.sections import OptimizerConfig
-from trainer.distributed.balance import Watch, own_forests
-from trainer.distributed.processes import combine
-from trainer.distributed.sharding import under, without_reduction
-from trainer.models.optimizer import clip_and_step
+from trainer.distributed.sharding import under
 from trainer.models.policy import hidden_before_targets, load_policy
 
 VALUE_HEAD = "value_head.safetensors"
@@ -97,43 +87,6 @@ def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool 
     return critic
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CriticLearner:
-    """The critic and its optimizer, both prepared by `accelerator`.
-
-    Attributes:
-        accelerator: Provides the device, the precision and gradient reduction.
-        critic: The critic.
-        optimizer: Optimizer of the critic.
-        loss: Provides `value_clip`.
-        optimization: Peak learning rate and maximum norm of the gradient.
-    """
-
-    accelerator: Accelerator
-    critic: Critic
-    optimizer: torch.optim.Optimizer
-    loss: LossConfig
-    optimization: OptimizerConfig
-
-
-@torch.no_grad()
-def critic_values(
-    learner: CriticLearner, batch: Batch, forests: Sequence[Forest], watch: Watch = iter
-) -> Tensor:
-    """Compute the critic's values at the targets of `forests`, without gradient.
-
-    Returns:
-        [T] float32 on the CPU; NaN at response tokens that are not targets.
-    """
-    accelerator, values, parts = learner.accelerator, torch.zeros(len(batch.trains)), []
-    for _, forest in watch(own_forests(accelerator, forests)):
-        found = learner.critic(forest.to(accelerator.device))
-        parts.append((forest.target_slot, Arriving({"values": found})))
-    for slot, arriving in parts:
-        values[slot] = arriving.read()["values"]
-    return combine(accelerator, values, forests)
-
-
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float | None
 ) -> Tensor:
@@ -156,54 +109,3 @@ def clipped_value_loss(
         near = old_values + (values - old_values).clamp(-clip, clip)
         losses = torch.maximum(losses, (near - targets) ** 2)
     return 0.5 * losses
-
-
-def update_critic(
-    learner: CriticLearner,
-    forests: Sequence[Forest],
-    old_values: Tensor,
-    targets: Tensor,
-    watch: Watch = iter,
-) -> dict[str, float]:
-    """Accumulate the gradient of one mini-batch's value loss and take an optimizer step.
-
-    The loss is the mean over the mini-batch's targets, independent of micro-batches. No step is
-    taken if there are no targets or the gradient is not finite.
-
-    Args:
-        learner: Critic and optimizer.
-        forests: Micro-batches, which together contain every target of the mini-batch once; each
-            process forwards its share of them.
-        old_values: [T] values at the start of the batch.
-        targets: [T] target values.
-        watch: Wraps the iteration over micro-batches, to show progress.
-
-    Returns:
-        Loss, mean value, clipped fraction and gradient norm, by metric name.
-    """
-    num_trained, clip = sum(forest.num_targets for forest in forests), learner.loss.value_clip
-    accelerator, device = learner.accelerator, learner.accelerator.device
-    sums, own = torch.zeros(3, device=device), own_forests(accelerator, forests)
-    for done, (_, forest) in enumerate(watch(own), start=1):
-        slot = forest.target_slot
-        with without_reduction(learner.critic) if done < len(own) else nullcontext():
-            values = learner.critic(forest.to(device))
-            known = {"old": old_values[slot], "target": targets[slot]}
-            known = columns_to_device(known, device)
-            losses = clipped_value_loss(values, known["old"], known["target"], clip=clip)
-            accelerator.backward(losses.sum() / num_trained * accelerator.num_processes)
-        with torch.no_grad():
-            clipped = losses > clipped_value_loss(values, known["old"], known["target"], clip=None)
-            sums += torch.stack([losses.sum(), values.sum(), clipped.float().sum()])
-    sums = accelerator.reduce(sums, reduction="sum")
-    loss, value, clipped_fraction = (sums / max(num_trained, 1)).tolist()
-    grad_norm = 0.0
-    if num_trained:
-        parameters, max_norm = learner.critic.parameters(), learner.optimization.max_grad_norm
-        grad_norm = clip_and_step(parameters, learner.optimizer, max_norm)
-    return {
-        "critic/critic_loss": loss,
-        "critic/values_mean": value,
-        "critic/values_clipfrac": clipped_fraction,
-        "critic/grad_norm": grad_norm,
-    }

@@ -17,7 +17,8 @@ from trainer.config.functions import Use
 from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.reports.memory_estimate import Memory, available_bytes, estimate_memory
 from trainer.run.messages import say
-from trainer.run.open_run import TrainingRun, open_run
+from trainer.run.open_run import open_run
+from trainer.run.run import Run
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "step": {"sequence_layout": "step"},
@@ -145,12 +146,12 @@ def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
             run.limit.num_tokens, run.config.batch.max_row_tokens or run.limit.num_tokens
         ),
         memory=memory,
-        available_bytes=available_bytes(run.learner.accelerator.device),
+        available_bytes=available_bytes(run.accelerator.device),
         functions=uses(run.config),
     )
 
 
-def _count(run: TrainingRun, settings: dict[str, Any]) -> tuple[Layout, int]:
+def _count(run: Run, settings: dict[str, Any]) -> tuple[Layout, int]:
     """Count the sequences and tokens that one pass forwards in a layout, and the trained tokens."""
     wanted = dataclasses.replace(run.config.batch, **settings)
     config = resolved(dataclasses.replace(run.config, batch=wanted)).batch
@@ -165,7 +166,7 @@ def _count(run: TrainingRun, settings: dict[str, Any]) -> tuple[Layout, int]:
         num_trained += int(batch.trains.sum())
         lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
         run.limit.check(lengths[-1], batch.names)
-        found = cut_batch(batch, config, run.learner.accelerator.num_processes)
+        found = cut_batch(batch, config, run.accelerator.num_processes)
         parts += [([f.num_tokens for f in p.forests], p.num_distinct_tokens) for p in found]
     whole, sizes = np.concatenate(lengths), [size for part, _ in parts for size in part]
     distinct = sum(number or 0 for _, number in parts)

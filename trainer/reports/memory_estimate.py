@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.batches.forest import Forest
 from trainer.config.train_config import TrainConfig
-from trainer.run.open_run import OpenModels
+from trainer.run.run import Run
 
 MOMENTS_BYTES = {"adamw": 8, "adamw_8bit": 2}
 """Bytes of optimizer state per parameter."""
@@ -64,26 +64,24 @@ class State(NamedTuple):
     optimizer: int
 
 
-def estimate_memory(run: OpenModels, num_tokens: int) -> Memory:
+def estimate_memory(run: Run, num_tokens: int) -> Memory:
     """Estimate the memory of a run whose largest micro-batch has `num_tokens` tokens.
 
     Activations are measured: chains of 32, 64 and 96 tokens are forwarded, and a quadratic fit of
     the bytes that autograd saved is extrapolated to `num_tokens`.
     """
-    config, policy = run.config, run.learner.policy
-    held, groups = [*policy.parameters()], [*run.learner.optimizer.param_groups]
-    if run.critic:
-        held += run.critic.critic.parameters()
-        groups += run.critic.optimizer.param_groups
+    config, policy = run.config, run.policy
+    held = [p for model, _ in run.optimizers.values() for p in model.parameters()]
+    groups = [group for _, optimizer in run.optimizers.values() for group in optimizer.param_groups]
     trained = [parameter for group in groups for parameter in group["params"]]
     parts = state_bytes(held, trained, policy.parameters(), config)
-    vocab_size = run.learner.accelerator.unwrap_model(policy).model.config.vocab_size
+    vocab_size = run.whole_policy.model.config.vocab_size
     chunk = min(config.model.logprob_chunk_tokens, num_tokens)
     return Memory(
         weights=parts.weights,
         gradients=parts.gradients,
         optimizer=parts.optimizer,
-        reference=_num_bytes(run.learner.reference.parameters()) if run.learner.reference else 0,
+        reference=_num_bytes(run.reference.parameters()) if run.reference else 0,
         activations=_activations(run, num_tokens),
         logits=4 * chunk * vocab_size,
     )
@@ -115,7 +113,7 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _activations(run: OpenModels, num_tokens: int) -> int:
+def _activations(run: Run, num_tokens: int) -> int:
     shortest = max(2, min(PROBE_TOKENS, run.limit.num_tokens // 3))
     lengths = [shortest, 2 * shortest, 3 * shortest]
     kept = [_kept_by_a_forward(run, length) for length in lengths]
@@ -123,15 +121,15 @@ def _activations(run: OpenModels, num_tokens: int) -> int:
     return max(0, round(float(parabola(num_tokens))))
 
 
-def _kept_by_a_forward(run: OpenModels, num_tokens: int) -> int:
+def _kept_by_a_forward(run: Run, num_tokens: int) -> int:
     """Measure the bytes that autograd saves for a chain of `num_tokens` tokens.
 
     Parameters and logits are not counted: only one chunk of logits is in memory at a time, however
     long the chain is.
     """
-    policy = run.learner.policy
+    policy = run.policy
     own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
-    vocab_size = run.learner.accelerator.unwrap_model(policy).model.config.vocab_size
+    vocab_size = run.whole_policy.model.config.vocab_size
     kept: dict[int, tuple[int, Tensor]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -145,7 +143,7 @@ def _kept_by_a_forward(run: OpenModels, num_tokens: int) -> int:
     return sum(size for size, _ in kept.values())
 
 
-def seconds_per_token(run: OpenModels) -> float:
+def seconds_per_token(run: Run) -> float:
     """Measure the seconds that a forward pass takes per token, on a chain of 64 tokens."""
     num_tokens = max(2, min(2 * PROBE_TOKENS, run.limit.num_tokens))
     times = []
@@ -157,9 +155,9 @@ def seconds_per_token(run: OpenModels) -> float:
     return min(times) / num_tokens
 
 
-def _forward_chain(run: OpenModels, num_tokens: int) -> None:
+def _forward_chain(run: Run, num_tokens: int) -> None:
     """Forward a chain of `num_tokens` tokens, all of which except the first are targets."""
-    device = run.learner.accelerator.device
+    device = run.accelerator.device
     position = torch.arange(num_tokens, device=device)
     forest = Forest(
         token_ids=torch.zeros_like(position),
@@ -169,7 +167,7 @@ def _forward_chain(run: OpenModels, num_tokens: int) -> None:
         target_token=torch.zeros_like(position[1:]),
         target_slot=position[:-1],
     )
-    run.learner.policy(forest, torch.ones(num_tokens - 1, device=device))
+    run.policy(forest, torch.ones(num_tokens - 1, device=device))
 
 
 def available_bytes(device: torch.device) -> int | None:

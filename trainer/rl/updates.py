@@ -27,8 +27,9 @@ from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import remove_directory, write_model
 from trainer.run.loop import count_update, save, set_rates, write_in_main
 from trainer.run.messages import Remark, show
-from trainer.run.open_run import OpenModels, TrainingRun, open_models, open_run
-from trainer.run.pass_progress import COST, TRAINING, UNWATCHED
+from trainer.run.open_run import open_models, open_run
+from trainer.run.pass_progress import UNWATCHED
+from trainer.run.run import Run
 from trainer.run.run_log import RunLog
 from trainer.run.update import updates
 
@@ -70,7 +71,7 @@ class Learning:
     @property
     def accelerator(self) -> Accelerator:
         """The Accelerator of the run."""
-        return self.opened.learner.accelerator
+        return self.opened.accelerator
 
     @property
     def iteration(self) -> int:
@@ -80,8 +81,7 @@ class Learning:
     @property
     def policy(self) -> Policy:
         """The policy in memory, without wrappers."""
-        policy: Policy = self.accelerator.unwrap_model(self.opened.learner.policy)
-        return policy
+        return self.opened.whole_policy
 
     @property
     def num_planned(self) -> int:
@@ -94,8 +94,7 @@ class Learning:
     def notes_of_size(self, config: RlConfig) -> Iterator[str]:
         """Yield notes about rows that would take too much memory or time."""
         # Without wrappers, which would exchange values in each forward pass.
-        learner = dataclasses.replace(self.opened.learner, policy=self.policy)
-        return notes_of_size(config, dataclasses.replace(self.opened, learner=learner))
+        return notes_of_size(config, dataclasses.replace(self.opened, policy=self.policy))
 
     def open_log(self) -> RunLog:
         """Return a context manager that opens the run's log."""
@@ -190,7 +189,7 @@ class Learning:
             if other.name.removeprefix("version_").isdecimal() and other.name not in kept:
                 remove_directory(other)
 
-    def run_on(self, dataset: Path) -> TrainingRun:
+    def run_on(self, dataset: Path) -> Run:
         """Plan and check the current iteration as a separate run; all processes call it together.
 
         Raises:
@@ -240,7 +239,7 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
             raise ConfigError("row_too_long", where, got, expected, hint)
 
 
-def _check_some_worked(run: TrainingRun, dataset: Path) -> None:
+def _check_some_worked(run: Run, dataset: Path) -> None:
     """Reject an iteration in which every trajectory failed; the next iteration would fail too."""
     trajectories = run.plan.trajectories
     if not trajectories["failed"].all():
@@ -252,6 +251,8 @@ def _check_some_worked(run: TrainingRun, dataset: Path) -> None:
 
 
 GIB = 1 << 30
+TRAINING_COST = 3.0
+"""Time per token relative to a forward pass: a backward pass costs about two forward passes."""
 SLOW_UPDATE_S = 120.0
 """Minimum duration of an update, in seconds, for which a note is shown."""
 
@@ -265,14 +266,14 @@ def longest_row(config: RlConfig, limit: RowLimit) -> int:
     return most
 
 
-def notes_of_size(config: RlConfig, models: OpenModels) -> Iterator[str]:
+def notes_of_size(config: RlConfig, run: Run) -> Iterator[str]:
     """Yield notes about the memory and time of an update whose rows have the maximum length.
 
     On a CPU, both are measured on short chains. On a GPU, where the first forward pass may compile
     for minutes, nothing is measured: the note only warns about rows longer than a micro-batch.
     """
-    training, most = config.training, longest_row(config, models.limit)
-    budget, device = training.batch.tokens_per_micro_batch, models.learner.accelerator.device
+    training, most = config.training, longest_row(config, run.limit)
+    budget, device = training.batch.tokens_per_micro_batch, run.accelerator.device
     if device.type != "cpu":
         if most > budget:
             yield (
@@ -281,14 +282,14 @@ def notes_of_size(config: RlConfig, models: OpenModels) -> Iterator[str]:
                 " which need more memory"
             )
         return
-    if is_sharded(models.learner.policy):
+    if is_sharded(run.policy):
         return  # autograd's memory cannot be measured
     num_rows = training.batch.groups_per_mini_batch * config.generation.group_size
     largest = min(max(most, budget), num_rows * most)
-    needed = estimate_memory(models, largest).still_needed
+    needed = estimate_memory(run, largest).still_needed
     free = available_bytes(device)
-    num_processes = models.learner.accelerator.num_processes
-    seconds = num_rows * most * COST[TRAINING] * seconds_per_token(models) / num_processes
+    num_processes = run.accelerator.num_processes
+    seconds = num_rows * most * TRAINING_COST * seconds_per_token(run) / num_processes
     found = []
     if free is not None and needed > free:
         found.append(
@@ -307,6 +308,6 @@ def notes_of_size(config: RlConfig, models: OpenModels) -> Iterator[str]:
         keys.append("generate.max_input_tokens to end longer trajectories")
     keys.append("batch.max_row_tokens to truncate rows")
     yield (
-        f"note: rows may have up to {most:,} tokens ({models.limit.reason}); {', and '.join(found)}."
+        f"note: rows may have up to {most:,} tokens ({run.limit.reason}); {', and '.join(found)}."
         f" If your rows get that long, set {', or '.join(keys)}"
     )

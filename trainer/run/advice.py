@@ -17,7 +17,8 @@ from trainer.batches.forest import Forest
 from trainer.batches.plan import Plan, num_groups_of_one
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
 from trainer.config.train_config import TrainConfig
-from trainer.run.loss import Learner, policy_logprobs
+from trainer.run.loss import policy_logprobs
+from trainer.run.run import Run
 
 LARGE_DIFFERENCE_NATS = 0.3
 
@@ -146,16 +147,16 @@ EXPLAINED = 1 / 3
 TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
 
 
-def likely_cause(learner: Learner, batch: Batch, forests: Sequence[Forest]) -> str:
+def likely_cause(run: Run, batch: Batch, forests: Sequence[Forest]) -> str:
     """Name the likely cause of a mismatch between the policy's and the sampler's log-probabilities.
 
     Recomputes the log-probabilities of one micro-batch of `forests` at other temperatures, and
     tries a shift of `rollout_logprobs` by one token. A cause is named if undoing it leaves at most
     a third of the difference. The batch must have `rollout_logprobs` at the targets.
     """
-    now = policy_logprobs(learner, batch, forests[:1])
+    now = policy_logprobs(run, batch, forests[:1])
     before = _distance(now, batch.rollout_logprobs)
-    found = {**_misplaced(now, batch), **dict(_at_temperatures(learner, batch, forests[0]))}
+    found = {**_misplaced(now, batch), **dict(_at_temperatures(run, batch, forests[0]))}
     cause = min(found, key=lambda text: found[text])
     if found[cause] <= EXPLAINED * before:
         reduced = f"from {before:.2g} to {found[cause]:.2g} nats in one micro-batch"
@@ -181,14 +182,14 @@ def _misplaced(now: Tensor, batch: Batch) -> dict[str, float]:
     }
 
 
-def _at_temperatures(learner: Learner, batch: Batch, forest: Forest) -> Iterator[tuple[str, float]]:
+def _at_temperatures(run: Run, batch: Batch, forest: Forest) -> Iterator[tuple[str, float]]:
     recorded = sorted(set(batch.temperature[forest.target_slot].tolist()))
     noted = " and ".join(f"{value:g}" for value in recorded)
     for value in TEMPERATURES:
         if recorded != [value]:
             temperature = torch.full_like(batch.temperature, value)
             other = dataclasses.replace(batch, temperature=temperature)
-            found = policy_logprobs(learner, other, [forest])
+            found = policy_logprobs(run, other, [forest])
             text = f"rollout_logprobs are at temperature {value:g}, but the rows record {noted}"
             yield text, _distance(found, batch.rollout_logprobs)
 

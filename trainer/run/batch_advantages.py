@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
@@ -22,59 +21,31 @@ from trainer.config.sections import AdvantageConfig
 from trainer.config.train_config import TrainConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimates:
-    """Result of `estimate` for a batch of T response tokens; all float32.
-
-    Attributes:
-        advantages: [T] advantages to train with, 0 at untrained tokens; all 1 if the loss uses no
-            advantages.
-        raw: [T] advantages before `advantage.batch_normalize`.
-        value_targets: [T] target values for the critic, NaN at untrained tokens; None if there is
-            no critic.
-    """
-
-    advantages: Tensor
-    raw: Tensor
-    value_targets: Tensor | None
-
-
-def estimate(
-    batch: Batch,
-    advantage: AdvantageConfig,
-    values: Tensor | None = None,
-    *,
-    is_supervised: bool = False,
-) -> Estimates:
-    """Estimate advantages per trained token with `advantage.estimator`.
+def estimate(batch: Batch, advantage: AdvantageConfig, *, is_supervised: bool = False) -> Batch:
+    """Estimate the advantages of a complete batch: `advantages`, `raw_advantages`, `value_targets`.
 
     Estimators of token rewards (gae, reinforce++) run here. Those of a trajectory's return (grpo,
-    rloo, maxrl) ran in `trainer.batches.plan`, which knows whole groups; their result passes.
-
-    Args:
-        batch: A complete batch: means and variances are over all its trained tokens, independent of
-            mini-batches and micro-batches.
-        advantage: Estimator and normalisation.
-        values: [T] float32 critic values at the trained tokens; None without a critic.
-        is_supervised: True if the loss uses no advantages.
+    rloo, maxrl) ran in `trainer.batches.plan`, which knows whole groups; their result passes. Means
+    and variances are over all trained tokens of the batch, independent of mini-batches and
+    micro-batches. If the loss uses no advantages (`is_supervised`), all are 1.
 
     Raises:
         InputError: A user's estimator fails, or its result is invalid.
     """
     at = torch.from_numpy(batch.chains.slots)
-    known = None if values is None else values[at].numpy().astype(np.float64)
-    raw, targets = _along_chains(batch, advantage, known)
+    values = None if batch.values is None else batch.values[at].numpy().astype(np.float64)
+    raw, targets = _along_chains(batch, advantage, values)
     advantages = batch_normalize(raw) if advantage.batch_normalize else raw
 
-    def spread(found: FloatArray, fill: float) -> Tensor:
+    def spread(per_target: FloatArray, fill: float) -> Tensor:
         tokens = torch.full((len(batch.trains),), fill)
-        tokens[at] = torch.from_numpy(found).float()
+        tokens[at] = torch.from_numpy(per_target).float()
         return tokens
 
-    unused = torch.ones(len(batch.trains))
-    return Estimates(
-        advantages=unused if is_supervised else spread(advantages, 0.0),
-        raw=spread(raw, 0.0),
+    return dataclasses.replace(
+        batch,
+        advantages=torch.ones(len(batch.trains)) if is_supervised else spread(advantages, 0.0),
+        raw_advantages=spread(raw, 0.0),
         value_targets=None if targets is None else spread(targets, torch.nan),
     )
 
@@ -93,33 +64,20 @@ def _along_chains(
 
 
 def charge_kl(
-    batch: Batch,
-    plan: Plan,
-    groups: Sequence[str],
-    config: TrainConfig,
-    *,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    coef: float,
+    batch: Batch, plan: Plan, groups: Sequence[str], config: TrainConfig, coef: float
 ) -> tuple[Batch, dict[str, float]]:
     """Subtract coef times the estimated divergence from every trained token's reward.
 
     A trajectory's return decreases by the sum over its trained tokens, and advantages are estimated
     again within its group. For token-level estimators, each token's reward decreases by coef
-    times the token's estimate.
-
-    Args:
-        batch: A complete batch of T response tokens.
-        plan: Plan of the run.
-        groups: Groups of the batch.
-        config: Configuration of the run.
-        old_logprobs: [T] nats under the policy at the start of the batch, at the trained tokens.
-        ref_logprobs: [T] nats under the reference.
-        coef: Weight of the divergence.
+    times the token's estimate. Without `loss.kl_reward_coef`, nothing changes.
 
     Returns:
         The batch, and metrics of the divergence.
     """
+    old_logprobs, ref_logprobs = batch.old_logprobs, batch.ref_logprobs
+    if not config.loss.kl_reward_coef or old_logprobs is None or ref_logprobs is None:
+        return batch, {}
     slots = batch.chains.slots
     at = torch.from_numpy(slots)
     kl = kl_estimates(

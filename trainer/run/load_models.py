@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 from accelerate import Accelerator
 
-import rollout_io
-from rollout_io.formats.parsing.sampling import sampling_extra_of
 from schemas.errors import count
-from trainer.batches.forest import RowLimit
-from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import wrap, wrap_frozen
-from trainer.models.critic import Critic, CriticLearner, load_critic
+from trainer.models.critic import Critic, load_critic
 from trainer.models.lora import WithoutAdapter, add_adapter
 from trainer.models.optimizer import make_optimizer
 from trainer.models.policy import (
@@ -26,43 +19,14 @@ from trainer.models.policy import (
     compile_layers,
     load_policy,
     refuse_quantised,
-    row_limit,
     use_float32_head,
 )
-from trainer.run.advice import warnings_before
 from trainer.run.checkpoint import other_files
-from trainer.run.dataset_checks import (
-    check_rows,
-    check_teacher,
-    corrects_for_sampler,
-    larger_limits,
-    num_greedy_rows,
-    truncated,
-    without_tokens,
-)
-from trainer.run.loss import Learner
-from trainer.run.messages import Remark, say, warn
-from trainer.run.routing_checks import check_replay
-from trainer.run.sampling_checks import check_sampling
+from trainer.run.messages import say, warn
+from trainer.run.run import Run
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Models:
-    """Loaded models of a run.
-
-    Attributes:
-        policy: The policy to train.
-        reference: Reference of the KL divergence, if needed.
-        critic: Critic of the advantage estimator, if needed.
-        limit: Maximum row length.
-        vocab_size: Token ids from 0 to vocab_size - 1 are valid in all models.
-    """
-
-    policy: Policy
-    reference: Policy | None
-    critic: Critic | None
-    limit: RowLimit
-    vocab_size: int
+Models = tuple[Policy, Policy | None, Critic | None]
+"""The policy to train, the reference of the KL divergence and the critic, as far as a run needs them."""
 
 
 def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
@@ -92,129 +56,45 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
             "config.json sets output_router_logits, but this trainer ignores auxiliary losses of routers"
             " (load balancing): watch the routing of experts over many updates"
         )
-    models = [found.model for found in (policy, reference, critic) if found]
-    limits = [row_limit(model.config) for model in models]
     for trained in filter(None, (policy, critic)):
         align(trained)
     if config.model.compile_layers:
         compile_layers(policy.model)
     if config.model.gradient_checkpointing:
         policy.checkpoint_layers()
-    return Models(
-        policy=policy,
-        reference=reference,
-        critic=critic,
-        limit=min(limits, key=lambda limit: limit.num_tokens),
-        vocab_size=min(model.get_input_embeddings().weight.shape[0] for model in models),
-    )
+    return policy, reference, critic
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
-    """Result of checking a dataset.
-
-    Attributes:
-        corrects: Whether importance weights and masks apply.
-        num_greedy_rows: Rows excluded from training because they were sampled at temperature 0.
-        remarks: Notes and warnings by subject.
-    """
-
-    corrects: bool
-    num_greedy_rows: int
-    remarks: dict[str, Remark]
-
-
-def check_dataset(
-    config: TrainConfig, models: Models, index: pl.DataFrame, plan: Plan, *, must_learn: bool = True
-) -> Checked:
-    """Check every row of `config.data.dataset`, indexed by `trainer.batches.data.index_rows`.
-
-    With `must_learn`, a dataset from which nothing can be learned is rejected.
-
-    Raises:
-        RolloutError: A row cannot be trained on as configured.
-    """
-    size, limit = models.vocab_size, models.limit
-    rows = check_rows(index, plan, config, vocab_size=size, limit=limit, must_learn=must_learn)
-    num_greedy = num_greedy_rows(index, plan)
-    found = {}
-    if num_greedy:
-        text = (
-            f"{count(num_greedy, 'row')} sampled at temperature 0 will be excluded from training: greedy"
-            " samples have no gradient"
-        )
-        found["greedy"] = Remark(text, WARNING)
-    if rows.is_empty():
-        corrects = config.loss.corrects_for_sampler
-        return Checked(corrects=corrects, num_greedy_rows=num_greedy, remarks=found)
-    metadata = rollout_io.read_metadata(config.data.dataset)
-    if "sampling_extra" not in rollout_io.scan(config.data.dataset).collect_schema():
-        said = pl.lit(sampling_extra_of(metadata.made_by), pl.String)
-        rows = rows.with_columns(pl.col("sampling_extra").fill_null(said))
-    if unknown := check_sampling(rows, config):
-        found["sampling"] = Remark(f"note: {unknown}")
-    check_teacher(rows, config)
-    corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
-    if config.loss.corrects_for_sampler and not corrects:
-        found["corrects"] = Remark(
-            "note: importance correction (tis_ratio_type) is off, because the dataset has no"
-            " rollout_logprobs"
-        )
-    replaying = {config.model.path: models.policy.model}  # the critic does not use recorded experts
-    if models.reference:
-        replaying[config.loss.reference_model or config.model.path] = models.reference.model
-    rollouts = rollout_io.scan(config.data.dataset)
-    if routing := check_replay(rollouts, replaying, rows, replays=config.batch.replay_routing):
-        found["routing"] = Remark(routing, WARNING)
-    if cut := truncated(rows, config.batch):
-        found["truncated_rows"] = Remark(f"note: {cut}")
-    if config.batch.max_row_tokens and (lost := without_tokens(rows, config.batch)):
-        larger = larger_limits(rows, config.batch.max_row_tokens, limit.num_tokens)
-        text = f"{lost}\nHint: {larger}"
-        found["cut_rows"] = Remark(text, WARNING)
-    texts = warnings_before(rows, plan, config)
-    found |= {name: Remark(text, WARNING) for name, text in texts.items()}
-    return Checked(corrects=corrects, num_greedy_rows=num_greedy, remarks=found)
-
-
-def make_learners(
-    accelerator: Accelerator, config: TrainConfig, models: Models, *, corrects: bool
-) -> tuple[Learner, CriticLearner | None]:
+def prepare(accelerator: Accelerator, config: TrainConfig, models: Models) -> Run:
     """Create the optimizers, and place models and optimizers on the run's processes and devices.
 
     Raises:
         RolloutError: The launch settings are not supported, or an optimizer's package is missing.
     """
-    device, reference, critic = accelerator.device, None, None
-    optimization = config.optimizer
-    if models.critic:
-        trained, rate = models.critic.trained_parameters(), optimization.critic_learning_rate
-        optimizer = make_optimizer(trained, optimization, learning_rate=rate, device=device)
-        model, optimizer = wrap(accelerator, models.critic, optimizer)
-        critic = CriticLearner(
-            accelerator=accelerator,
-            critic=model,
-            optimizer=optimizer,
-            loss=config.loss,
-            optimization=optimization,
-        )
-    trained, rate = models.policy.parameters(), config.learning_rate
-    optimizer = make_optimizer(trained, optimization, learning_rate=rate, device=device)
-    policy, optimizer = wrap(accelerator, models.policy, optimizer)
-    if models.reference:
-        reference = wrap_frozen(accelerator, models.reference)
+    (policy, reference, critic), settings = models, config.optimizer
+    device, critic_optimizer, frozen = accelerator.device, None, None
+    if critic:
+        trained, rate = critic.trained_parameters(), settings.critic_learning_rate
+        critic_optimizer = make_optimizer(trained, settings, learning_rate=rate, device=device)
+        critic, critic_optimizer = wrap(accelerator, critic, critic_optimizer)
+    trained, rate = policy.parameters(), config.learning_rate
+    optimizer = make_optimizer(trained, settings, learning_rate=rate, device=device)
+    policy, optimizer = wrap(accelerator, policy, optimizer)
+    if reference:
+        frozen = wrap_frozen(accelerator, reference)
     elif config.loss.needs_reference:
-        reference = WithoutAdapter(policy)
-    learner = Learner(
+        frozen = WithoutAdapter(policy)
+    return Run(
+        config=config,
         accelerator=accelerator,
         policy=policy,
         optimizer=optimizer,
-        loss=config.loss,
-        corrects=corrects,
-        optimization=optimization,
-        reference=reference,
+        reference=frozen,
+        critic=critic,
+        critic_optimizer=critic_optimizer,
+        corrects=config.loss.corrects_for_sampler,
+        source=Path(config.model.path).absolute(),
     )
-    return learner, critic
 
 
 def auxiliary_losses(config: Any) -> bool:

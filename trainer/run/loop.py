@@ -19,9 +19,10 @@ from trainer.distributed.sharding import whole_weights
 from trainer.models.optimizer import rate_factor, set_learning_rate
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.run.directory import stays_in_place
-from trainer.run.open_run import OpenModels, TrainingRun, open_run
+from trainer.run.open_run import open_run
 from trainer.run.pass_progress import UNWATCHED
 from trainer.run.resume import SETTINGS, alone_in, lasting_settings, stops_when_full
+from trainer.run.run import Run
 from trainer.run.run_log import RunLog
 from trainer.run.start_records import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
@@ -87,7 +88,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """
     run = open_run(config, resume=resume)
     plan, config = run.plan, run.config
-    write = partial(write_in_main, run.learner.accelerator, run.out)
+    write = partial(write_in_main, run.accelerator, run.out)
     progress, metrics = run.progress, dict[str, Any]()
     every, stop = config.run.save_every_updates, Stop()
     with ExitStack() as held, stops_when_full(Path(config.run.out)):
@@ -103,7 +104,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
                     save(run, progress, log)
                 is_over = progress.global_step == config.batch.max_updates
-                if stop.is_requested(run.learner.accelerator) or is_over:
+                if stop.is_requested(run.accelerator) or is_over:
                     break
             if log:
                 log.sync()
@@ -124,7 +125,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     )
 
 
-def _open(run: TrainingRun, held: ExitStack) -> None:
+def _open(run: Run, held: ExitStack) -> None:
     """Lock the run's directory, and delete output of updates after the checkpoint to resume from.
 
     Also write the configuration and record the start.
@@ -138,7 +139,7 @@ def _open(run: TrainingRun, held: ExitStack) -> None:
     discard_after(out, run.progress.global_step)
     discard_token_records(out, run.progress.global_step)
     save_config(run.config, out / "config.json")
-    record_start(out, run.learner.accelerator, run.config, run.progress.global_step)
+    record_start(out, run.accelerator, run.config, run.progress.global_step)
 
 
 def write_in_main(accelerator: Accelerator, out: Path, work: Callable[[], object] | None) -> None:
@@ -153,7 +154,7 @@ def write_in_main(accelerator: Accelerator, out: Path, work: Callable[[], object
 
 
 def count_update(
-    run: TrainingRun, progress: Progress, step: Step, metrics: dict[str, Any]
+    run: Run, progress: Progress, step: Step, metrics: dict[str, Any]
 ) -> tuple[Progress, dict[str, Any]]:
     """Add an update to the progress, and set the learning rates of the next update.
 
@@ -166,32 +167,32 @@ def count_update(
     return progress, counts | metrics
 
 
-def _open_log(run: TrainingRun) -> AbstractContextManager[RunLog | None]:
+def _open_log(run: Run) -> AbstractContextManager[RunLog | None]:
     """Open the log in the main process; other processes get None."""
-    accelerator = run.learner.accelerator
+    accelerator = run.accelerator
     if not accelerator.is_main_process:
         return nullcontext()
     num_made, num_planned = run.progress.global_step, run.num_planned
     return RunLog(accelerator, run.config, num_planned=num_planned, num_made=num_made)
 
 
-def set_rates(run: TrainingRun, global_step: int) -> None:
+def set_rates(run: Run, global_step: int) -> None:
     """Set the learning rates for the update that follows `global_step` updates."""
     config = run.config.optimizer
     factor = rate_factor(config, run.num_planned, global_step)
-    set_learning_rate(run.learner.optimizer, run.config.learning_rate * factor)
-    if run.critic:
-        set_learning_rate(run.critic.optimizer, config.critic_learning_rate * factor)
+    set_learning_rate(run.optimizer, run.config.learning_rate * factor)
+    if run.critic_optimizer:
+        set_learning_rate(run.critic_optimizer, config.critic_learning_rate * factor)
 
 
-def save(run: OpenModels, progress: Progress, log: RunLog | None = None) -> Path:
+def save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:
     """Save a checkpoint, after syncing the lines of `log` that it relies on."""
-    learner, critic, out = run.learner, run.critic, run.out
-    unwrap, keep = learner.accelerator.unwrap_model, learner.accelerator.is_main_process
-    policy, critic_model = unwrap(learner.policy), unwrap(critic.critic) if critic else None
-    weights = whole_weights(policy.model, keep=keep)
-    critic_weights = whole_weights(critic_model, keep=keep) if critic_model else None
-    optimizers = optimizer_tensors(learner, critic)
+    keep = run.accelerator.is_main_process
+    model = run.whole_policy.model
+    critic = run.accelerator.unwrap_model(run.critic) if run.critic is not None else None
+    weights = whole_weights(model, keep=keep)
+    critic_weights = whole_weights(critic, keep=keep) if critic else None
+    optimizers = optimizer_tensors(run.optimizers, keep=keep)
 
     def write_state(path: Path) -> None:
         save_state(path, optimizers, run.digest, progress)
@@ -202,16 +203,16 @@ def save(run: OpenModels, progress: Progress, log: RunLog | None = None) -> Path
         if log:
             log.sync()
         save_checkpoint(
-            policy.model,
+            model,
             run.source,
-            out,
+            run.out,
             progress.global_step,
-            critic_model,
+            critic,
             save_state=write_state,
             keep=run.config.run.keep_checkpoints,
             weights=weights,
             critic_weights=critic_weights,
         )
 
-    write_in_main(learner.accelerator, out, write)
-    return checkpoint_path(out, progress.global_step)
+    write_in_main(run.accelerator, run.out, write)
+    return checkpoint_path(run.out, progress.global_step)

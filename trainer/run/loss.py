@@ -1,139 +1,121 @@
-"""The loss of a mini-batch: the forward passes it needs first, and its value per micro-batch."""
+"""The objective of an update: what every trained token (target) adds to the loss.
+
+    loss = sum over targets of w (c p + kl_loss_coef k - entropy_loss_coef h)
+
+w: weight of `loss.reduction`; p: policy loss; c: correction for sampler mismatch; k: estimated
+divergence from the reference; h: entropy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
-from schemas.errors import RolloutError
 from schemas.ragged import IntArray
 from trainer.algorithms.configured import Targets, Units, policy_loss, reduction_weights, select
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.kl import kl_estimates
-from trainer.algorithms.losses.policy import TokenLoss
-from trainer.algorithms.losses.ratios import probability_ratio
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.support import teacher_sets
 from trainer.batches.transfer import Arriving, columns_to_device, to_device
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, bind
 from trainer.config.loss_config import LossConfig
-from trainer.config.sections import OptimizerConfig
 from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import combine
-from trainer.models.policy import Policy
 from trainer.run.pass_progress import SELECTION, UNWATCHED, Passes
-from trainer.run.token_records import TokenRecorder
+from trainer.run.run import Run
+
+COLUMNS = ("rollout_logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs", "selected")
+"""[T] columns of a batch that the objective reads at the targets."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Learner:
-    """The policy, its optimizer, and the sections that its updates use.
-
-    Attributes:
-        accelerator: Provides the device, the precision and gradient reduction.
-        policy: The policy, prepared by `accelerator`.
-        optimizer: Optimizer of the policy, prepared by `accelerator`.
-        loss: The loss.
-        corrects: Whether importance weights and masks apply.
-        optimization: Peak learning rate and maximum norm of the gradient.
-        reference: The frozen reference of the KL divergence; None if not needed.
-    """
-
-    accelerator: Accelerator
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    loss: LossConfig
-    corrects: bool
-    optimization: OptimizerConfig
-    reference: nn.Module | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossInputs:
-    """Inputs of a mini-batch's loss except the policy's outputs, per response token; on the CPU.
-
-    Attributes:
-        old_logprobs: [T] nats under the policy at the start of the batch; None: use the
-            log-probabilities of the current policy.
-        ref_logprobs: [T] nats under the reference policy; None without one.
-        weights: [T] float32 weights that reduce the losses of the mini-batch's targets.
-        selected: [T] bool, targets that clip_cov leaves out or kl_cov penalises; None for other
-            losses.
-    """
-
-    old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
-    weights: Tensor
-    selected: Tensor | None
-
-
-@torch.no_grad()
-def policy_logprobs(
-    learner: Learner,
-    batch: Batch,
-    forests: Sequence[Forest],
-    policy: nn.Module | None = None,
-    watch: Watch = iter,
-) -> Tensor:
-    """Compute log-probabilities of the targets of `forests`, without gradient.
-
-    Each process forwards its share of the micro-batches. `policy` is the learner's policy by
-    default; pass another model such as the reference. `watch` wraps the iteration over
-    micro-batches, to show progress.
+def objective(
+    targets: Targets, loss: LossConfig, *, corrects: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the objective of M targets of complete rows; `corrects`: for sampler mismatch.
 
     Returns:
-        [T] float32 on the CPU; NaN at response tokens that are not targets.
+        The loss (a scalar with gradient), and columns without gradient: [M] for each target, or one
+        number for each row. They become metrics and token records.
+
+    Raises:
+        InputError: A user's loss fails, or its result is invalid.
     """
-    accelerator, device = learner.accelerator, learner.accelerator.device
-    logprobs, parts = torch.zeros(len(batch.trains)), []
-    model = learner.policy if policy is None else policy  # a compiled module has no truth value
-    for _, forest in watch(own_forests(accelerator, forests)):
-        temperature = to_device(batch.temperature[forest.target_slot], device)
-        found, _ = model(forest.to(device), temperature)
-        parts.append((forest.target_slot, Arriving({"logprobs": found})))
-    for slot, arriving in parts:
-        logprobs[slot] = arriving.read()["logprobs"]
-    return combine(accelerator, logprobs, forests)
+    weights, entropy = targets.weights, targets.entropy
+    assert weights is not None
+    assert entropy is not None
+    losses, clipped, own_metrics = policy_loss(targets, bind(POLICY_LOSS, loss))
+    columns = {"clip_ratio": clipped, "policy_entropy": entropy, **own_metrics}
+    if corrects:
+        correction = correct(targets.old_logprobs, targets.rollout_logprobs, targets.row, loss)
+        losses = losses * correction.weights
+        columns |= correction.per_target | correction.per_row
+        columns["correction_weights"] = correction.weights
+    total = columns["policy_loss"] = weights * losses
+    if targets.ref_logprobs is not None and not loss.kl_reward_coef:  # else it is in the reward
+        kl = kl_estimates(targets.logprobs, targets.ref_logprobs, loss.kl_estimator_type)
+        columns["policy_kl"] = weights * kl
+        total = total + loss.kl_loss_coef * columns["policy_kl"]
+        losses = losses + loss.kl_loss_coef * kl
+    if loss.entropy_loss_coef:
+        total = total - loss.entropy_loss_coef * weights * entropy
+        losses = losses - loss.entropy_loss_coef * entropy
+    columns |= {"loss": total, "losses": losses}
+    columns["rollout_logprobs_diff"] = targets.old_logprobs - targets.rollout_logprobs
+    return total.sum(), {name: values.detach() for name, values in columns.items()}
 
 
-def loss_inputs(
-    learner: Learner,
-    batch: Batch,
-    forests: Sequence[Forest],
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    passes: Passes = UNWATCHED,
-) -> LossInputs:
-    """Compute the inputs of a mini-batch's loss; see `update` for the arguments.
+def with_teacher(forest: Forest, batch: Batch, loss: LossConfig) -> Forest:
+    """Add the teacher's ids of the targets, if the loss is `distill`."""
+    if loss.policy_loss_type != "distill" or batch.teacher is None:
+        return forest
+    is_reverse = loss.distill_type == "reverse_kl"
+    teacher = teacher_sets(batch.teacher, forest.target_slot, is_reverse=is_reverse)
+    return replace(forest, teacher=teacher)
+
+
+def targets_of(batch: Batch, slot: Tensor, outputs: Sequence[Tensor]) -> Targets:
+    """Join the policy's outputs at M targets with the columns of the batch there, on its device."""
+    logprobs, entropy, *divergence = outputs
+    row = np.unique(batch.responses.row_of(slot.numpy()), return_inverse=True)[1]
+    columns = {name: getattr(batch, name) for name in COLUMNS}
+    known = {name: values[slot] for name, values in columns.items() if values is not None}
+    known["row"] = torch.from_numpy(row.astype(np.int64))
+    known = columns_to_device(known, logprobs.device)
+    known.setdefault("old_logprobs", logprobs.detach())  # the only update of its batch
+    known.setdefault("selected", torch.zeros_like(logprobs, dtype=torch.bool))
+    # Without a teacher, distill has a loss of 0.
+    distance = divergence[0] if divergence else 0 * logprobs
+    return Targets(logprobs=logprobs, entropy=entropy, divergence=distance, **known)
+
+
+def with_weights(
+    run: Run, batch: Batch, forests: Sequence[Forest], passes: Passes = UNWATCHED
+) -> Batch:
+    """Add the columns of a mini-batch that depend on all its targets: `weights` and `selected`.
 
     clip_cov draws the targets that it leaves out with torch's generator.
     """
     slots = torch.cat([torch.zeros(0, dtype=torch.int64), *(f.target_slot for f in forests)])
     slots = slots.sort().values  # in the order of the batch's tokens, independent of packing
-    weights = torch.zeros(len(batch.trains))
+    weights, selected = torch.zeros(len(batch.trains)), None
     units = units_of(batch, forests, slots.numpy())
-    reduction = bind(LOSS_REDUCTION, learner.loss)
+    reduction = bind(LOSS_REDUCTION, run.config.loss)
     weights[slots] = torch.from_numpy(reduction_weights(units, reduction)).float()
-    selected = None
-    if learner.loss.selects_targets and len(slots):
-        watch = partial(passes, SELECTION)
-        now = policy_logprobs(learner, batch, forests, watch=watch)
-        old = now if old_logprobs is None else old_logprobs
+    if run.config.loss.selects_targets and len(slots):
+        now = policy_logprobs(run, batch, forests, watch=partial(passes, SELECTION))
+        old = now if batch.old_logprobs is None else batch.old_logprobs
         selected = torch.zeros(len(batch.trains), dtype=torch.bool)
-        advantages = batch.advantages[slots]
-        chosen = select(now[slots], old[slots], advantages, learner.loss)
+        chosen = select(now[slots], old[slots], batch.advantages[slots], run.config.loss)
         assert chosen is not None
         selected[slots] = chosen
-    return LossInputs(
-        old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, weights=weights, selected=selected
-    )
+    return replace(batch, weights=weights, selected=selected)
 
 
 def units_of(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
@@ -155,122 +137,51 @@ def units_of(batch: Batch, forests: Sequence[Forest], slots: IntArray) -> Units:
     )
 
 
-def with_teacher(forest: Forest, batch: Batch, loss: LossConfig) -> Forest:
-    """Add the teacher's ids of the targets, if the loss is `distill`."""
-    if loss.policy_loss_type != "distill" or batch.teacher is None:
-        return forest
-    is_reverse = loss.distill_type == "reverse_kl"
-    teacher = teacher_sets(batch.teacher, forest.target_slot, is_reverse=is_reverse)
-    return replace(forest, teacher=teacher)
-
-
-def loss_of(
-    learner: Learner,
+def policy_logprobs(
+    run: Run,
     batch: Batch,
-    slot: Tensor,
-    outputs: tuple[Tensor, ...],
-    inputs: LossInputs,
-    failures: list[RolloutError],
-    recorder: TokenRecorder | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of a micro-batch from the policy's outputs.
+    forests: Sequence[Forest],
+    policy: nn.Module | None = None,
+    watch: Watch = iter,
+) -> Tensor:
+    """Compute log-probabilities of the targets of `forests` under a policy, without gradient.
 
-    If a user's loss fails in one of several processes, the error is added to `failures` and the
-    loss is 0, because the other processes wait for this process's part of the gradient.
-
-    Args:
-        learner: Provides the section `[loss]`.
-        batch: The batch.
-        slot: [M] int64 targets of complete rows, as indices into the batch's response tokens.
-        outputs: [M] log-probabilities and [M] entropies of these targets, and with a teacher [M]
-            divergences.
-        inputs: Inputs of the loss; from `loss_inputs`.
-        failures: Receives the error of a user's loss.
-        recorder: Receives the values that enter the loss.
+    Each process forwards its share of the micro-batches, which `watch` counts. `policy` is that of
+    the run by default; pass another model such as the reference.
 
     Returns:
-        The loss (a scalar with gradient), and metrics ([M] per target, or one value per row;
-        float64, on the policy's device).
+        [T] float32 on the CPU; NaN at response tokens that are not targets.
     """
-    config = learner.loss
-    policy = bind(POLICY_LOSS, config)
-    logprobs, entropy, *from_teacher = outputs
-    known = _columns(batch, slot, inputs, logprobs.device)
-    targets, weights = _targets(logprobs, known), known["weights"]
-    # Without a teacher, distill has a loss of 0.
-    targets = replace(targets, divergence=from_teacher[0] if from_teacher else 0 * logprobs)
-    try:
-        losses, clipped, own_metrics = policy_loss(targets, policy)
-    except RolloutError as error:
-        if learner.accelerator.num_processes == 1:
-            raise
-        failures.append(error)
-        losses, clipped, own_metrics = TokenLoss(0 * logprobs, torch.zeros_like(logprobs))
-    found = {"clip_ratio": clipped, "policy_entropy": entropy}
-    found |= {name: values.detach() for name, values in own_metrics.items()}
-    recorded = {"clipped": clipped, "entropy": entropy}
-    if learner.corrects:
-        both = targets.old_logprobs, targets.rollout_logprobs
-        correction = correct(*both, targets.row, config)
-        losses = losses * correction.weights
-        found |= correction.per_target | correction.per_row
-        recorded |= {
-            "correction_weights": correction.weights,
-            "rejected": correction.weights == 0,
-        }
-    terms = {"policy_loss": weights * losses}
-    total = terms["policy_loss"]
-    if inputs.ref_logprobs is not None:
-        divergence = kl_estimates(logprobs, known["ref_logprobs"], config.kl_estimator_type)
-        terms["policy_kl"] = weights * divergence
-        total = total + config.kl_loss_coef * terms["policy_kl"]
-        losses = losses + config.kl_loss_coef * divergence.detach()
-    if config.entropy_loss_coef:
-        total = total - config.entropy_loss_coef * weights * entropy
-        losses = losses - config.entropy_loss_coef * entropy.detach()
-    if recorder:
-        recorded |= {"losses": losses, "weights": weights}
-        recorder.add(slot, recorded | _known(targets, inputs, config))
-    difference = targets.old_logprobs - targets.rollout_logprobs
-    found |= terms | {"loss": total, "rollout_logprobs_diff": difference}
-    return total.sum(), {name: value.detach().double() for name, value in found.items()}
+    model = run.policy if policy is None else policy  # a compiled module has no truth value
+    device = run.accelerator.device
+
+    def logprobs(forest: Forest) -> Tensor:
+        temperature = to_device(batch.temperature[forest.target_slot], device)
+        outputs: tuple[Tensor, Tensor] = model(forest.to(device), temperature)
+        return outputs[0]
+
+    return _at_targets(run, batch, forests, logprobs, watch)
 
 
-def _known(targets: Targets, inputs: LossInputs, loss: LossConfig) -> dict[str, Tensor]:
-    """Return the values that the trainer computes for the loss, for the token records."""
-    known = {"logprobs": targets.logprobs.detach()}
-    if "advantages" in loss.inputs:
-        known["advantages"] = targets.advantages
-    if loss.needs_old_logprobs or inputs.old_logprobs is not None:
-        known["old_logprobs"] = targets.old_logprobs
-        known["importance_weights"] = probability_ratio(known["logprobs"], targets.old_logprobs)
-    return known
+def critic_values(run: Run, batch: Batch, forests: Sequence[Forest], watch: Watch = iter) -> Tensor:
+    """Compute the critic's values at the targets of `forests`, as `policy_logprobs` does."""
+    critic, device = run.critic, run.accelerator.device
+    assert critic is not None
+    return _at_targets(run, batch, forests, lambda forest: critic(forest.to(device)), watch)
 
 
-def _columns(
-    batch: Batch, slot: Tensor, inputs: LossInputs, device: torch.device
-) -> dict[str, Tensor]:
-    """Gather what the loss needs of a micro-batch's M targets ([M] each), on the device."""
-    _, row = np.unique(batch.responses.row_of(slot.numpy()), return_inverse=True)
-    columns = {
-        "rollout_logprobs": batch.rollout_logprobs,
-        "advantages": batch.advantages,
-        "weights": inputs.weights,
-        "old_logprobs": inputs.old_logprobs,
-        "ref_logprobs": inputs.ref_logprobs,
-        "selected": inputs.selected,
-    }
-    known = {name: values[slot] for name, values in columns.items() if values is not None}
-    return columns_to_device(known | {"row": torch.from_numpy(row.astype(np.int64))}, device)
-
-
-def _targets(logprobs: Tensor, known: Mapping[str, Tensor]) -> Targets:
-    old, selected = known.get("old_logprobs"), known.get("selected")
-    return Targets(
-        logprobs=logprobs,
-        old_logprobs=logprobs.detach() if old is None else old,
-        rollout_logprobs=known["rollout_logprobs"],
-        advantages=known["advantages"],
-        row=known["row"],
-        selected=torch.zeros_like(logprobs, dtype=torch.bool) if selected is None else selected,
-    )
+@torch.no_grad()
+def _at_targets(
+    run: Run,
+    batch: Batch,
+    forests: Sequence[Forest],
+    forward: Callable[[Forest], Tensor],
+    watch: Watch,
+) -> Tensor:
+    values, parts = torch.zeros(len(batch.trains)), []
+    for _, forest in watch(own_forests(run.accelerator, forests)):
+        # Copied to the CPU while the next micro-batch is forwarded.
+        parts.append((forest.target_slot, Arriving({"values": forward(forest)})))
+    for slot, arriving in parts:
+        values[slot] = arriving.read()["values"]
+    return combine(run.accelerator, values, forests)

@@ -22,7 +22,6 @@ from trainer.algorithms.losses.ratios import bounded_exp
 from trainer.batches.data import Batch
 from trainer.batches.plan import Plan
 from trainer.config.functions import POLICY_LOSS
-from trainer.run.batch_advantages import Estimates
 
 SPREADS = {
     "is_ratio": "std max min",
@@ -86,9 +85,7 @@ def sequence_metrics(
     return metrics
 
 
-def batch_metrics(
-    plan: Plan, batch: Batch, groups: Sequence[str], estimates: Estimates
-) -> list[dict[str, Any]]:
+def batch_metrics(plan: Plan, batch: Batch, groups: Sequence[str]) -> list[dict[str, Any]]:
     """Compute counts and rewards of each mini-batch, and SkyRL's rewards and advantages of the batch.
 
     Metrics with SkyRL's names (`reward/...`, `loss/...`) are about the entire batch, as in SkyRL,
@@ -111,7 +108,7 @@ def batch_metrics(
         value.clip(lower_bound=0).mean().alias("reward/mean_positive_reward"),
         _passed(trajectories).alias("reward/avg_pass_at_n"),
         pl.col("return").filter(trains).mean().alias("loss/avg_final_rewards"),
-    ).row(0, named=True) | _raw_advantages(batch, estimates)
+    ).row(0, named=True) | _raw_advantages(batch)
     num_rows = np.bincount(batch.mini_batch).tolist()
     num_greedy, num_truncated = (
         np.bincount(batch.mini_batch, rows).astype(np.int64).tolist()
@@ -134,8 +131,9 @@ def _passed(trajectories: pl.DataFrame) -> pl.Series:
     return groups.select(pl.col("passed").mean())["passed"]
 
 
-def _raw_advantages(batch: Batch, estimates: Estimates) -> dict[str, float | None]:
-    found = estimates.raw.numpy()[batch.trains]
+def _raw_advantages(batch: Batch) -> dict[str, float | None]:
+    assert batch.raw_advantages is not None
+    found = batch.raw_advantages.numpy()[batch.trains]
     mean = float(found.mean()) if len(found) else None
     size = float(np.abs(found).mean()) if len(found) else None
     return {"loss/avg_raw_advantages": mean, "loss/avg_raw_advantages_abs": size}

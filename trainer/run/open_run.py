@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -16,78 +15,18 @@ import rollout_io
 from rollout_io.dataset.storage import Location, occupied
 from schemas.errors import InputError, count
 from trainer.batches.data import index_rows
-from trainer.batches.forest import RowLimit
-from trainer.batches.plan import Plan, dataset_returns, num_planned_updates
+from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
 from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
-from trainer.models.critic import CriticLearner
 from trainer.run.checkpoint import check_files
-from trainer.run.dataset_checks import plan_of
-from trainer.run.load_models import Models, check_dataset, load_models, make_learners
-from trainer.run.loss import Learner
+from trainer.run.checks import check_dataset, num_greedy_rows, scan_rows
+from trainer.run.load_models import Models, load_models, prepare
 from trainer.run.messages import Remark, say, say_attention, say_learning_rate, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
+from trainer.run.run import Run
 from trainer.run.same_tokenizer import check_tokenizers
-from trainer.run.sampling_checks import scan_rows
 from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenModels:
-    """The models and optimizers of a run, in their state at `progress`, without a dataset.
-
-    Attributes:
-        config: Configuration of the run.
-        models: The models as loaded; `learner` and `critic` hold them, prepared for training.
-        learner: Policy and optimizer.
-        critic: Critic and optimizer, if the run has one.
-        source: Absolute path of the model directory from which the run started.
-        checkpoint: Checkpoint to resume from; None: the run starts from the configured models.
-        progress: Progress from which the run starts or resumes.
-        digest: Identifies the data of the run in its checkpoints.
-    """
-
-    config: TrainConfig
-    models: Models
-    learner: Learner
-    critic: CriticLearner | None
-    source: Path
-    checkpoint: Path | None
-    progress: Progress
-    digest: str
-
-    @property
-    def limit(self) -> RowLimit:
-        """Maximum row length."""
-        return self.models.limit
-
-    @property
-    def out(self) -> Path:
-        """Directory of the run."""
-        return Path(self.config.run.out)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingRun(OpenModels):
-    """A run before its first update: everything is checked and loaded; nothing has been written.
-
-    Attributes:
-        rollouts: The dataset.
-        plan: Plan of one pass over the dataset.
-        num_planned: Maximum number of updates of the run.
-        num_greedy_rows: Rows masked because they were sampled at temperature 0.
-        kept_metrics: Lines of `metrics.jsonl` up to `progress`.
-        first_batch: Number of batches completed before the plan's first batch; 0 except in
-            `rollouts rl`, where each iteration has a separate plan.
-    """
-
-    rollouts: pl.LazyFrame
-    plan: Plan
-    num_planned: int
-    num_greedy_rows: int
-    kept_metrics: bytes = b""
-    first_batch: int = 0
 
 
 def open_run(
@@ -95,11 +34,11 @@ def open_run(
     *,
     resume: bool | None = False,
     checkpoint: Path | None = None,
-    opened: OpenModels | None = None,
+    opened: Run | None = None,
     num_planned: int | None = None,
     first_batch: int = 0,
     tell: Callable[[str, Remark], None] = lambda _, remark: show(remark),
-) -> TrainingRun:
+) -> Run:
     """Plan, check and load a run, without writing anything.
 
     `rollouts train` opens a new run, or resumes one; `rollouts rl` opens each iteration as a run of
@@ -113,13 +52,13 @@ def open_run(
         opened: Models that are in memory already, with which the run is opened; a dataset from
             which they learn nothing is then accepted. None: load them.
         num_planned: Maximum number of updates; None: as many as the plan has.
-        first_batch: See `TrainingRun`.
+        first_batch: See `Run`.
         tell: Called with each remark about the dataset, and with its subject.
 
     Raises:
         RolloutError: See `trainer.run.loop.train`.
     """
-    accelerator = opened.learner.accelerator if opened else _started(config)
+    accelerator = opened.accelerator if opened else _started(config)
     # Each of these stages fails in all processes if it fails in one.
     config, start = agreed(accelerator, lambda: _find(config, checkpoint, resume=resume))
     if resume is not None:
@@ -127,37 +66,27 @@ def open_run(
     if not opened:
         say_attention(accelerator)
     rollouts, plan, index = agreed(accelerator, lambda: _plan(config))
-    digest = opened.digest if opened else dataset_digest(plan, index)
     if opened:
-        models, progress, kept = opened.models, opened.progress, b""
+        run = replace(opened, config=config)
     else:
-        keeps = bool(resume)
+        digest, keeps = dataset_digest(plan, index), bool(resume)
         progress, kept = agreed(accelerator, lambda: _progress(config, start, digest, keeps=keeps))
         models = agreed(accelerator, lambda: _load(config, start))
-    must_learn = opened is None
-    checked = agreed(
-        accelerator, lambda: check_dataset(config, models, index, plan, must_learn=must_learn)
+        run = prepare(accelerator, config, models)
+        run = replace(run, checkpoint=start, progress=progress, digest=digest, kept_metrics=kept)
+    run, must_learn = replace(run, rollouts=rollouts, plan=plan), opened is None
+    corrects, remarks = agreed(
+        accelerator, lambda: check_dataset(run, index, plan, must_learn=must_learn)
     )
-    for subject, remark in checked.remarks.items():
+    for subject, remark in remarks.items():
         tell(subject, remark)
-    if opened:
-        learner, critic = _with_sections(opened, config, corrects=checked.corrects)
-    else:
-        learner, critic = _prepared(accelerator, config, models, start, corrects=checked.corrects)
-    run = TrainingRun(
-        config=config,
-        models=models,
-        learner=learner,
-        critic=critic,
-        source=opened.source if opened else Path(config.model.path).absolute(),
-        checkpoint=opened.checkpoint if opened else start,
-        progress=progress,
-        digest=digest,
-        rollouts=rollouts,
-        plan=plan,
+    if not opened:
+        _restore(run)
+    run = replace(
+        run,
+        corrects=corrects,
         num_planned=num_planned or num_planned_updates(plan, config.batch),
-        num_greedy_rows=checked.num_greedy_rows,
-        kept_metrics=kept,
+        num_greedy_rows=num_greedy_rows(index, plan),
         first_batch=first_batch,
     )
     if resume is not None:
@@ -169,7 +98,7 @@ def open_run(
 
 def open_models(
     config: TrainConfig, checkpoint: Path | None, *, digest: str, accelerator: Accelerator | None
-) -> OpenModels:
+) -> Run:
     """Load the models of a run, whose datasets do not exist yet.
 
     Args:
@@ -185,18 +114,10 @@ def open_models(
     set_seed(config.run.seed)
     progress, _ = agreed(accelerator, lambda: _progress(config, checkpoint, digest, keeps=False))
     models = agreed(accelerator, lambda: load_models(config, checkpoint))
-    corrects = config.loss.corrects_for_sampler
-    learner, critic = _prepared(accelerator, config, models, checkpoint, corrects=corrects)
-    return OpenModels(
-        config=config,
-        models=models,
-        learner=learner,
-        critic=critic,
-        source=Path(config.model.path).absolute(),
-        checkpoint=checkpoint,
-        progress=progress,
-        digest=digest,
-    )
+    run = prepare(accelerator, config, models)
+    run = replace(run, checkpoint=checkpoint, progress=progress, digest=digest)
+    _restore(run)
+    return run
 
 
 def _started(config: TrainConfig) -> Accelerator:
@@ -223,7 +144,7 @@ def _find(
 def _plan(config: TrainConfig) -> tuple[pl.LazyFrame, Plan, pl.DataFrame]:
     """Return the rows of the dataset, their plan, and their index (`index_rows`)."""
     rollouts = scan_rows(config)
-    plan = plan_of(dataset_returns(rollouts, config.data.outcome), config)
+    plan = make_plan(dataset_returns(rollouts, config.data.outcome), config)
     return rollouts, plan, index_rows(rollouts, imitates=config.loss.is_supervised)
 
 
@@ -250,35 +171,15 @@ def _load(config: TrainConfig, start: Path | None) -> Models:
     return models
 
 
-def _prepared(
-    accelerator: Accelerator,
-    config: TrainConfig,
-    models: Models,
-    start: Path | None,
-    *,
-    corrects: bool,
-) -> tuple[Learner, CriticLearner | None]:
-    """Create the optimizers, place everything on its device, and restore the state at `start`."""
-    if accelerator.num_processes > 1:
-        say(f"training with {accelerator.num_processes} processes")
-    learner, critic = make_learners(accelerator, config, models, corrects=corrects)
-    if start:
-        restore(start / "state", learner, critic)
-    return learner, critic
+def _restore(run: Run) -> None:
+    """Restore the optimizers and generators at the checkpoint from which the run resumes."""
+    if run.accelerator.num_processes > 1:
+        say(f"training with {run.accelerator.num_processes} processes")
+    if run.checkpoint:
+        restore(run.checkpoint / "state", run.optimizers)
 
 
-def _with_sections(
-    opened: OpenModels, config: TrainConfig, *, corrects: bool
-) -> tuple[Learner, CriticLearner | None]:
-    """Give the learners the sections of another configuration."""
-    loss, optimization, critic = config.loss, config.optimizer, opened.critic
-    learner = dataclasses.replace(
-        opened.learner, loss=loss, corrects=corrects, optimization=optimization
-    )
-    return learner, critic and dataclasses.replace(critic, loss=loss, optimization=optimization)
-
-
-def _note_few_updates(run: TrainingRun) -> None:
+def _note_few_updates(run: Run) -> None:
     """Log a note if the dataset yields fewer updates than `max_updates`."""
     config, plan, num_planned = run.config, run.plan, run.num_planned
     if config.batch.max_updates is None or num_planned >= config.batch.max_updates:

@@ -66,9 +66,7 @@ class RunLog:
             self.bar = Bar(num_planned, "updates", done=num_made, stays=True)
         else:
             self.bar = Bar(num_iterations, "iterations", done=iteration, stays=True)
-        self.passes = Passes(
-            self.bar, num_planned=num_planned, num_made=num_made, spans_run=not self.is_loop
-        )
+        self.passes = Passes(self.bar, num_planned=num_planned, num_made=num_made)
         self.warned: set[str] = set()
         self.held = ExitStack()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from schemas.errors import InputError
 from trainer.batches.plan import Plan
 from trainer.distributed.sharding import sharded_like, whole
-from trainer.models.critic import CriticLearner
-from trainer.run.loss import Learner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +76,19 @@ OptimizerTensors = dict[str, dict[str, Tensor]]
 """Per optimizer (`optimizer`, `critic_optimizer`): state tensors by parameter and name."""
 
 
-def optimizer_tensors(learner: Learner, critic: CriticLearner | None) -> OptimizerTensors:
-    """Gather the optimizers' state as full tensors; all processes must call this together."""
-    keep = learner.accelerator.is_main_process
-    found = {"optimizer": _state_of(learner.optimizer, learner.policy, keep=keep)}
-    if critic is not None:
-        found["critic_optimizer"] = _state_of(critic.optimizer, critic.critic, keep=keep)
-    return found
+Optimizers = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
+"""Models with their optimizers, by name; see `trainer.run.run.Run.optimizers`."""
+
+
+def optimizer_tensors(optimizers: Optimizers, *, keep: bool) -> OptimizerTensors:
+    """Gather the optimizers' state as full tensors; all processes must call this together.
+
+    Processes that do not `keep` it only help to gather it.
+    """
+    return {
+        name: _state_of(optimizer, model, keep=keep)
+        for name, (model, optimizer) in optimizers.items()
+    }
 
 
 def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: Progress) -> None:
@@ -143,17 +147,15 @@ def load_progress(path: Path, digest: str | None = None) -> Progress:
     return progress
 
 
-def restore(path: Path, learner: Learner, critic: CriticLearner | None) -> None:
+def restore(path: Path, optimizers: Optimizers) -> None:
     """Restore the state of the optimizers and random number generators.
 
     Raises:
         InputError: The state cannot be read, or belongs to different models.
     """
     try:
-        _restore_optimizer(learner.optimizer, learner.policy, path / "optimizer.safetensors")
-        if critic is not None:
-            file = path / "critic_optimizer.safetensors"
-            _restore_optimizer(critic.optimizer, critic.critic, file)
+        for name, (model, optimizer) in optimizers.items():
+            _restore_optimizer(optimizer, model, path / f"{name}.safetensors")
         restore_generators(json.loads((path / "rng.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise _unreadable(path, error) from error

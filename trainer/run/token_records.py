@@ -25,10 +25,13 @@ from schemas.token_records import (
     token_record_schema,
     token_record_steps,
 )
+from trainer.algorithms.configured import Targets
+from trainer.algorithms.losses.ratios import probability_ratio
 from trainer.batches.data import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.stored_rows import Origins
 from trainer.batches.transfer import Arriving, to_device
+from trainer.config.loss_config import LossConfig
 from trainer.distributed.processes import gather_bytes
 from trainer.run.messages import say
 
@@ -52,13 +55,33 @@ class TokenRecorder:
         self.recorded = torch.from_numpy(recorded)
         self._parts: list[tuple[Tensor, Arriving]] = []
 
-    def add(self, slots: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Add the values of a micro-batch's M targets.
-
-        Args:
-            slots: [M] targets, as indices into the batch's response tokens.
-            values: [M] values by column.
-        """
+    def add(
+        self,
+        slots: Tensor,
+        targets: Targets,
+        columns: Mapping[str, Tensor],
+        batch: Batch,
+        loss: LossConfig,
+    ) -> None:
+        """Add the values of a micro-batch's M targets: `targets`, and the columns of `objective`."""
+        assert targets.weights is not None
+        values = {
+            "logprobs": targets.logprobs.detach(),
+            "entropy": columns["policy_entropy"],
+            "clipped": columns["clip_ratio"],
+            "losses": columns["losses"],
+            "weights": targets.weights,
+        }
+        if "correction_weights" in columns:
+            values["correction_weights"] = columns["correction_weights"]
+            values["rejected"] = columns["correction_weights"] == 0
+        if "advantages" in loss.inputs:
+            values["advantages"] = targets.advantages
+        if loss.needs_old_logprobs or batch.old_logprobs is not None:
+            values["old_logprobs"] = targets.old_logprobs
+            values["importance_weights"] = probability_ratio(
+                values["logprobs"], targets.old_logprobs
+            )
         picked = self.recorded[slots].nonzero()[:, 0]
         if not len(picked):
             return

@@ -1,5 +1,6 @@
 """The critic's values, loss and updates, and the advantages a batch gets from them."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,20 +22,19 @@ from tests.helpers.trainer_helpers import (
     forests_of,
     make_batch,
     row_lists,
+    run_of,
     save_tiny_model,
     tiny_llama,
+    tiny_policy,
 )
 from trainer.algorithms.advantages import discounted_returns, gae, whiten
+from trainer.batches.data import Batch
 from trainer.config.train_config import TrainConfig
-from trainer.models.critic import (
-    Critic,
-    CriticLearner,
-    clipped_value_loss,
-    critic_values,
-    load_critic,
-    update_critic,
-)
+from trainer.models.critic import Critic, clipped_value_loss, load_critic
 from trainer.run.batch_advantages import estimate
+from trainer.run.loss import critic_values
+from trainer.run.run import Run
+from trainer.run.update import update_critic
 
 NUMBERS = st.lists(st.tuples(*[st.floats(-4, 4)] * 3), min_size=1, max_size=12)
 
@@ -53,17 +52,16 @@ def tiny_critic(seed: int = 1) -> Critic:
     return critic
 
 
-def learner_of(critic: Critic, **settings_: Any) -> CriticLearner:
-    config = train_config(dataset="d", model="m", out="o", estimator="gae", **settings_)
-    return CriticLearner(
-        accelerator=Accelerator(),
-        critic=critic,
-        optimizer=torch.optim.SGD(
-            critic.trained_parameters(), lr=config.optimizer.critic_learning_rate
-        ),
-        loss=config.loss,
-        optimization=config.optimizer,
-    )
+def run_of_critic(critic: Critic, **settings_: Any) -> Run:
+    return run_of(tiny_policy(), critic=critic, estimator="gae", **settings_)
+
+
+def updated(
+    run: Run, batch: Batch, forests: list[Any], old: torch.Tensor, targets: torch.Tensor
+) -> dict[str, float]:
+    """An update of the critic whose old values and targets are these."""
+    batch = dataclasses.replace(batch, values=old, value_targets=targets)
+    return update_critic(run, batch, forests)
 
 
 def plain_values(critic: Critic, rows: list[Row]) -> torch.Tensor:
@@ -123,7 +121,7 @@ def test_value_loss_is_the_references() -> None:
 @given(row_lists(), st.sampled_from([16, 4096]))
 def test_values_are_of_what_stands_before_each_token(rows: list[Row], budget: int) -> None:
     critic, batch = tiny_critic(), make_batch(rows)
-    values = critic_values(learner_of(critic), batch, forests_of(batch, budget))
+    values = critic_values(run_of_critic(critic), batch, forests_of(batch, budget))
     expected = plain_values(critic, rows).detach()
     at = torch.from_numpy(batch.trains)
     torch.testing.assert_close(values[at], expected[at], rtol=1e-4, atol=1e-4)
@@ -141,10 +139,10 @@ def test_critics_gradient_is_that_of_the_mean_over_the_mini_batch(
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(2, len(expected), generator=generator)
     old, targets = expected + 0.3 * noise[0], expected + noise[1]
-    learner = learner_of(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
+    learner = run_of_critic(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
     kept: list[torch.Tensor] = []
-    learner.optimizer.register_step_pre_hook(lambda *_: kept.append(all_gradients(critic)))
-    metrics = update_critic(learner, forests_of(batch, budget), old, targets)
+    learner.critic_optimizer.register_step_pre_hook(lambda *_: kept.append(all_gradients(critic)))
+    metrics = updated(learner, batch, forests_of(batch, budget), old, targets)
     at = torch.from_numpy(batch.trains)
     values = plain_values(critic, rows)
     loss = clipped_value_loss(values, old, targets, clip=0.2)[at].mean()
@@ -169,13 +167,13 @@ def test_value_loss_falls() -> None:
     ]
     batch = make_batch(rows)
     critic = Critic(tiny_llama())
-    learner = learner_of(critic, critic_learning_rate=0.05, value_clip=None)
+    learner = run_of_critic(critic, critic_learning_rate=0.05, value_clip=None)
     targets = torch.repeat_interleave(torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0]), 4)
     losses = []
     for _ in range(40):
         old = critic_values(learner, batch, forests_of(batch))
         losses.append(
-            update_critic(learner, forests_of(batch, 16), old, targets)["critic/critic_loss"]
+            updated(learner, batch, forests_of(batch, 16), old, targets)["critic/critic_loss"]
         )
     assert losses[0] == pytest.approx(0.25)
     assert losses[-1] < 0.05 * losses[0]
@@ -185,15 +183,15 @@ def test_gradient_that_is_not_finite_moves_no_critic() -> None:
     batch, critic = make_batch([([1], [2, 3], [True, True])]), tiny_critic()
     before = [p.detach().clone() for p in critic.parameters()]
     old, targets = torch.zeros(2), torch.tensor([math.inf, 0.0])
-    metrics = update_critic(learner_of(critic), forests_of(batch), old, targets)
+    metrics = updated(run_of_critic(critic), batch, forests_of(batch), old, targets)
     assert not math.isfinite(metrics["critic/grad_norm"])
     assert all(torch.equal(a, b) for a, b in zip(before, critic.parameters(), strict=True))
 
 
 def test_mini_batch_without_targets_moves_no_critic() -> None:
     batch = make_batch([([1], [2, 3], [False, False])])
-    learner = learner_of(tiny_critic())
-    metrics = update_critic(learner, forests_of(batch), torch.zeros(2), torch.zeros(2))
+    learner = run_of_critic(tiny_critic())
+    metrics = updated(learner, batch, forests_of(batch), torch.zeros(2), torch.zeros(2))
     assert set(metrics.values()) == {0.0}
 
 
@@ -202,12 +200,12 @@ def test_a_fresh_critic_says_zero_and_a_saved_one_what_it_said(tmp_path: Path) -
     rows: list[Row] = [([1, 2], [3, 4], [True, True])]
     batch = make_batch(rows)
     forests = forests_of(batch)
-    assert critic_values(learner_of(fresh), batch, forests).tolist() == [0.0, 0.0]
+    assert critic_values(run_of_critic(fresh), batch, forests).tolist() == [0.0, 0.0]
     critic = tiny_critic()
     critic.save(tmp_path / "critic")
     again = load_critic(str(tmp_path / "critic"), gradient_checkpointing=True)
-    expected = critic_values(learner_of(critic), batch, forests)
-    torch.testing.assert_close(critic_values(learner_of(again), batch, forests), expected)
+    expected = critic_values(run_of_critic(critic), batch, forests)
+    torch.testing.assert_close(critic_values(run_of_critic(again), batch, forests), expected)
 
 
 def test_gradient_checkpointing_recomputes_the_critics_layers(tmp_path: Path) -> None:
@@ -256,7 +254,7 @@ def rewarded_batch() -> Any:
 def test_gae_follows_the_steps_and_skips_what_does_not_train() -> None:
     values = torch.tensor([0.5, math.nan, 0.25, 1.0, -1.0, 2.0])
     settings_ = config(estimator="gae", gamma=0.5, gae_lambda=0.5)
-    found = estimate(rewarded_batch(), settings_.advantage, values)
+    found = estimate(dataclasses.replace(rewarded_batch(), values=values), settings_.advantage)
     chained = np.array([0.5, 0.25, 1.0, -1.0, 2.0])
     expected = gae(
         np.array([0.0, 1.0, 2.0, 0.0, 4.0]), chained, np.array([0, 0, 0, 1, 1]), gamma=0.5, lam=0.5
@@ -275,14 +273,16 @@ def test_reinforce_plus_plus_whitens_the_returns_over_trained_tokens_alone() -> 
         np.array([0.0, 1.0, 2.0, 0.0, 4.0]), np.array([0, 0, 0, 1, 1]), gamma=0.5
     )
     assert expected.tolist() == [1.0, 2.0, 2.0, 2.0, 4.0]
-    assert found.raw[[0, 2, 3, 4, 5]].tolist() == pytest.approx(whiten(expected), rel=1e-6)
+    assert found.raw_advantages[[0, 2, 3, 4, 5]].tolist() == pytest.approx(
+        whiten(expected), rel=1e-6
+    )
     assert found.value_targets is None
 
 
 def test_outcome_advantages_reach_every_trained_token() -> None:
     found = estimate(rewarded_batch(), config(estimator="rloo").advantage)
     assert found.advantages.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]
-    assert found.raw.tolist() == found.advantages.tolist()
+    assert found.raw_advantages.tolist() == found.advantages.tolist()
 
 
 def test_batch_normalization_counts_trained_tokens_alone() -> None:
@@ -291,4 +291,4 @@ def test_batch_normalization_counts_trained_tokens_alone() -> None:
     expected = [(a - 3.8) / math.sqrt(0.96) for a in (3.0, 3.0, 3.0, 5.0, 5.0)]
     assert found.advantages[[0, 2, 3, 4, 5]].tolist() == pytest.approx(expected, rel=1e-6)
     assert found.advantages[1] == 0.0
-    assert found.raw.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]
+    assert found.raw_advantages.tolist() == [3.0, 0.0, 3.0, 3.0, 5.0, 5.0]

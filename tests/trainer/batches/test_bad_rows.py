@@ -15,7 +15,7 @@ from trainer.batches.data import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig
-from trainer.run.dataset_checks import check_rows, corrects_for_sampler
+from trainer.run.checks import check_rows, corrects_for_sampler
 
 NAN, INF = float("nan"), float("inf")
 SAMPLED = {"rollout_logprobs": [-1.0, -2.0], "temperature": 1.0}

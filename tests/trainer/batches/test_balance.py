@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from tests.helpers.trainer_helpers import (
     forests_of,
-    learner_of,
     make_batch,
+    run_of,
     tiny_llama,
     tiny_policy,
+    update_with,
 )
 from trainer.batches.forest import pack, spread
 from trainer.config.functions import POLICY_LOSS
 from trainer.distributed.balance import FILLER, balance, cost
 from trainer.models.critic import Critic
 from trainer.run.loss import policy_logprobs
-from trainer.run.update import update
 
 COSTS = st.lists(st.floats(1, 1e6), max_size=40)
 ROWS = [([1, 2, 3], [4, 5], [True, True]), ([7] * 9, [8, 9, 10], [True, False, True])]
@@ -94,12 +94,12 @@ def test_a_filler_changes_no_number_of_an_update(settings: dict[str, Any]) -> No
     policy = tiny_policy(tie_word_embeddings=False)
     batch = make_batch(ROWS, advantages=[1.0, -2.0], rollout_logprobs=SAMPLED)
     forests = forests_of(batch, 12)
-    old = policy_logprobs(learner_of(policy), batch, forests) + 0.1
+    old = policy_logprobs(run_of(policy), batch, forests) + 0.1
     found = []
     for more in ([], [FILLER]):
         torch.manual_seed(0)
-        learner = learner_of(policy, corrects=True, learning_rate=1e-30, **settings)
-        metrics = update(learner, batch, [*forests, *more], old, old - 0.2)
+        learner = run_of(policy, corrects=True, learning_rate=1e-30, **settings)
+        metrics = update_with(learner, batch, [*forests, *more], old, old - 0.2)
         found.append(metrics)
     assert len(forests) == found[0].pop("num_micro_batches") == 2
     assert found[1].pop("num_micro_batches") == 3

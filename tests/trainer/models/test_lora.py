@@ -19,10 +19,10 @@ from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     forests_of,
     group_rows,
-    learner_of,
     make_batch,
     plain_logprobs,
     relative_difference,
+    run_of,
     save_tiny_model,
     tiny_llama,
     tiny_policy,
@@ -120,7 +120,7 @@ def test_saving_merges_the_adapters_and_leaves_the_policy_as_it_is(tmp_path: Pat
     before = {name: weight.clone() for name, weight in policy.state_dict().items()}
     save_model(policy.model, tmp_path, policy.model.state_dict())
     assert all(torch.equal(before[name], weight) for name, weight in policy.state_dict().items())
-    wanted = policy_logprobs(learner_of(policy), batch, forests_of(batch))
+    wanted = policy_logprobs(run_of(policy), batch, forests_of(batch))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
     adapted = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "adapter")
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_saving_merges_the_adapters_and_leaves_the_policy_as_it_is(tmp_path: Pat
 
 def test_with_its_adapters_off_a_policy_says_what_its_model_does_and_then_its_own_again() -> None:
     policy, batch = adapted_policy(), make_batch(ROWS)
-    learner, forests, at = learner_of(policy), forests_of(batch), batch.trains
+    learner, forests, at = run_of(policy), forests_of(batch), batch.trains
     before = policy_logprobs(learner, batch, forests)[at]
     off = policy_logprobs(learner, batch, forests, WithoutAdapter(policy))[at]
     assert torch.equal(off, policy_logprobs(learner, batch, forests, tiny_policy())[at])

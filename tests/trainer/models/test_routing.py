@@ -27,17 +27,17 @@ from tests.helpers.routing_helpers import (
 from tests.helpers.trainer_helpers import (
     Row,
     gradients,
-    learner_of,
     make_batch,
     relative_difference,
+    run_of,
 )
-from tests.trainer.algorithms.test_advantages_critic import learner_of as critic_learner_of
+from tests.trainer.algorithms.test_advantages_critic import run_of_critic
 from trainer.batches.data import Batch
 from trainer.batches.packing import cut_batch
 from trainer.batches.recorded_routes import Routes
-from trainer.models.critic import Critic, critic_values
+from trainer.models.critic import Critic
 from trainer.models.policy import Policy
-from trainer.run.loss import policy_logprobs
+from trainer.run.loss import critic_values, policy_logprobs
 
 PACKING = train_config(dataset="d", model="m", out="o").batch
 EVERY = pytest.mark.parametrize("family", FAMILIES)
@@ -195,14 +195,14 @@ def test_old_new_and_reference_passes_take_the_routes_and_the_critic_does_not() 
         Policy(model, logprob_chunk_tokens=8),
         Policy(tiny_moe(seed=3), logprob_chunk_tokens=8),
     )
-    learner = learner_of(policy, reference=reference)
+    learner = run_of(policy, reference=reference)
     forests, free_forests = (cut_batch(b, PACKING)[0].forests for b in (batch, free))
     for model_of_pass in (None, reference):
         replayed = policy_logprobs(learner, batch, forests, model_of_pass)
         assert (
             replayed - policy_logprobs(learner, free, free_forests, model_of_pass)
         ).abs().max() > 1e-3
-    critic = critic_learner_of(Critic(Policy(tiny_moe(), logprob_chunk_tokens=8).model))
+    critic = run_of_critic(Critic(Policy(tiny_moe(), logprob_chunk_tokens=8).model))
     torch.nn.init.normal_(critic.critic.value_head.weight)
     values = [critic_values(critic, b, f) for b, f in ((batch, forests), (free, free_forests))]
     assert torch.equal(*values)

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.gpu_claims import TINY, model_of, turns
-from tests.helpers.trainer_helpers import learner_of
+from tests.helpers.trainer_helpers import run_of
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer.models import attention, flex_tree, tree_attention
 from trainer.models.policy import Policy
@@ -76,7 +76,7 @@ def test_a_micro_batch_needs_at_most_five_copies_and_waits(
     forests = mini_batch_of(batch, sequence_layout=layout, tokens_per_micro_batch=64).forests
     with torch.device("meta"):
         policy = Policy(model_of(TINY), logprob_chunk_tokens=64)
-    learner = learner_of(policy, kl_loss_coef=0.1)
+    learner = run_of(policy, kl_loss_coef=0.1)
     accelerator = types.SimpleNamespace(
         device=META, num_processes=1, process_index=0, backward=lambda loss: loss.backward()
     )
@@ -84,7 +84,8 @@ def test_a_micro_batch_needs_at_most_five_copies_and_waits(
     monkeypatch.setattr(updates, "clip_and_step", lambda *_: 1.0)
     with Transfers() as transfers:
         known = torch.zeros(len(batch.trains))
-        updates.update(learner, batch, forests, known, known)
+        batch = dataclasses.replace(batch, old_logprobs=known, ref_logprobs=known)
+        updates.update(learner, batch, forests)
     assert len(forests) > 1
     assert len(transfers.found) <= MOST * len(forests), transfers.found
     assert len(transfers.found) >= 2 * len(forests)  # tokens to the device, metrics to the CPU

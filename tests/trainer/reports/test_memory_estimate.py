@@ -13,7 +13,8 @@ from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, wr
 from trainer.reports.dry_run import dry_run
 from trainer.reports.dry_run_report import plan_text
 from trainer.reports.memory_estimate import Memory, _kept_by_a_forward, estimate_memory
-from trainer.run.open_run import TrainingRun, open_run
+from trainer.run.open_run import open_run
+from trainer.run.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +24,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"dataset": dataset, "model": save_tiny_model(folder / "m")}
 
 
-def begun(paths: dict[str, str], tmp_path: Path, **settings: Any) -> TrainingRun:
+def begun(paths: dict[str, str], tmp_path: Path, **settings: Any) -> Run:
     return open_run(train_config(**paths, out=str(tmp_path / "run"), **settings), resume=False)
 
 
 def memory_of(paths: dict[str, str], tmp_path: Path, **settings: Any) -> tuple[Memory, int]:
     """The estimate for 100 tokens, and the weights of the model."""
     run = begun(paths, tmp_path, logprob_chunk_tokens=7, **settings)
-    num_weights = sum(p.numel() for p in run.learner.policy.parameters())
+    num_weights = sum(p.numel() for p in run.policy.parameters())
     return estimate_memory(run, 100), num_weights
 
 
@@ -80,9 +81,9 @@ def test_settings_reach_the_optimizers_and_the_models(
     settings: dict[str, Any] = {"estimator": "gae", "logprob_chunk_tokens": 7}
     run = begun(paths, tmp_path, **settings, **numbers)
     assert run.critic
-    for optimizer in (run.learner.optimizer, run.critic.optimizer):
+    for optimizer in (run.optimizer, run.critic_optimizer):
         assert numbers.items() <= optimizer.param_groups[0].items()
-    assert run.learner.policy.logprob_chunk_tokens == 7
+    assert run.policy.logprob_chunk_tokens == 7
 
 
 def test_a_dry_run_needs_no_directory_to_write_to(

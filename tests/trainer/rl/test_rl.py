@@ -284,16 +284,16 @@ def _told_to_end(tmp_path, model):
 def test_a_loop_that_is_interrupted_saves_its_update_and_resumes_bit_for_bit(
     tmp_path, model, monkeypatch
 ):
-    micro_batch, calls = updates.loss_of, []
+    micro_batch, calls = updates.objective, []
 
-    def interrupted(*args):
+    def interrupted(*args, **settings):
         calls.append(args)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)  # the main thread answers while this micro-batch runs
-        return micro_batch(*args)
+        return micro_batch(*args, **settings)
 
-    monkeypatch.setattr(updates, "loss_of", interrupted)
+    monkeypatch.setattr(updates, "objective", interrupted)
     settings = {"num_iterations": 3, "save_every_iterations": None}
     config = config_of(tmp_path, model, **settings, train={"tokens_per_micro_batch": 24})
     with pytest.raises(KeyboardInterrupt):

@@ -300,8 +300,8 @@ def test_groups_of_one_alone_are_refused(model: str, tmp_path: Path) -> None:
     ) as caught:
         run(dataset, model, tmp_path / "run")
     for way in (
-        "convert them again with --group-by",
-        "reinforce++ or gae",
+        "convert --group-by",
+        "--algorithm reinforce++ and gae need no groups",
         "loss.policy_loss_type=cross_entropy",
     ):
         assert way in (caught.value.hint or "")

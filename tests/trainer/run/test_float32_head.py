@@ -53,9 +53,9 @@ def test_a_head_in_float32_does_not_round_the_logits_to_bfloat16() -> None:
 def test_a_run_uses_the_head_for_policy_and_reference(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     settings: dict[str, Any] = {"dataset": "d", "model": model, "out": "o", "kl_loss_coef": 0.1}
-    models = load_models(train_config(**settings, float32_head=True), None)
-    assert models.reference is not None
-    for policy in (models.policy, models.reference):
+    trained, reference, _ = load_models(train_config(**settings, float32_head=True), None)
+    assert reference is not None
+    for policy in (trained, reference):
         head: Any = policy.model.get_output_embeddings()
         with torch.autocast("cpu", torch.bfloat16):
             assert head(torch.zeros(1, head.in_features)).dtype == torch.float32

@@ -1,5 +1,6 @@
 """KL divergence in the reward: by hand, over layouts, in whole runs."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ def charged(dataset: str, layout: str, **settings: Any) -> Any:
     drift = np.repeat(batch.trajectory / 10, batch.responses.lengths)
     ref = torch.where(torch.from_numpy(batch.trains), torch.tensor(-2.0), torch.nan)
     old = ref + torch.from_numpy(drift).float()
-    given = {"old_logprobs": old, "ref_logprobs": ref, "coef": 0.5}
-    charged_batch, metrics = charge_kl(batch, plan, plan.batches[0], config, **given)
+    batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
+    charged_batch, metrics = charge_kl(batch, plan, plan.batches[0], config, coef=0.5)
     return batch, charged_batch, metrics
 
 

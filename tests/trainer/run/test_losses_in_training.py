@@ -25,11 +25,12 @@ from tests.helpers.trainer_helpers import (
     forests_of,
     gradient_of_update,
     gradients,
-    learner_of,
     make_batch,
     plain_logprobs,
     relative_difference,
+    run_of,
     tiny_policy,
+    update_with,
     write_dataset,
 )
 from trainer.algorithms.configured import Targets, policy_loss
@@ -43,7 +44,6 @@ from trainer.config.sections import BatchConfig
 from trainer.models.policy import Policy
 from trainer.run.advice import warnings_about_rows
 from trainer.run.loss import policy_logprobs
-from trainer.run.update import update
 
 
 class Case:
@@ -83,7 +83,7 @@ class Case:
         settings |= self.settings | changes
         if settings.get("kl_loss_coef"):
             settings["ref"] = policy_logprobs(
-                learner_of(self.reference), self.batch, forests_of(self.batch)
+                run_of(self.reference), self.batch, forests_of(self.batch)
             )
         torch.manual_seed(0)
         return gradient_of_update(self.new_policy(), self.batch, budget=budget, **settings)
@@ -172,8 +172,8 @@ def test_token_mean_legacy_is_the_mean_over_micro_batches_of_their_means(budget:
 
 def test_clip_cov_leaves_out_tokens_however_many_there_are() -> None:
     case = Case(policy_loss_type="clip_cov", clip_cov_ratio=1.0, clip_cov_lb=0.1)
-    learner = learner_of(case.policy, **case.settings)
-    metrics = update(learner, case.batch, forests_of(case.batch, 12), case.old)
+    learner = run_of(case.policy, **case.settings)
+    metrics = update_with(learner, case.batch, forests_of(case.batch, 12), case.old)
     assert 0.05 < metrics["clip_ratio"] < 0.8
 
 
@@ -235,24 +235,24 @@ def test_gspo_differs_by_layout_once_the_policy_has_moved(tmp_path: Path) -> Non
     found = {}
     for layout in ("step", "merge"):
         batch = batch_of(some_trajectories(), tmp_path, layout)
-        learner = learner_of(tiny_policy())
+        learner = run_of(tiny_policy())
         old = policy_logprobs(learner, batch, forests_of(batch))
         old = old + torch.where(batch.advantages > 0, 0.3, 0.1) * torch.sin(
             torch.arange(len(old)) if layout == "merge" else torch.arange(len(old)) * 2.0
         )
-        found[layout] = update(learner, batch, forests_of(batch), old)["loss"]
+        found[layout] = update_with(learner, batch, forests_of(batch), old)["loss"]
     assert found["step"] != pytest.approx(found["merge"], rel=1e-6)
 
 
 def test_reference_that_is_the_policy_has_no_divergence_and_no_gradient() -> None:
     case = Case(kl_loss_coef=0.5)
     forests = forests_of(case.batch)
-    own = policy_logprobs(learner_of(case.policy), case.batch, forests)
-    learner = learner_of(case.policy, kl_loss_coef=0.5)
-    metrics = update(learner, case.batch, forests, None, own)
+    own = policy_logprobs(run_of(case.policy), case.batch, forests)
+    learner = run_of(case.policy, kl_loss_coef=0.5)
+    metrics = update_with(learner, case.batch, forests, None, own)
     assert metrics["policy_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["loss"] == pytest.approx(metrics["policy_loss"], abs=1e-6)
-    shifted = update(learner, case.batch, forests, None, own - 0.5)
+    shifted = update_with(learner, case.batch, forests, None, own - 0.5)
     assert shifted["policy_kl"] == pytest.approx(math.exp(-0.5) + 0.5 - 1, rel=1e-4)
     assert shifted["loss"] == pytest.approx(shifted["policy_loss"] + 0.5 * shifted["policy_kl"])
 
@@ -260,10 +260,10 @@ def test_reference_that_is_the_policy_has_no_divergence_and_no_gradient() -> Non
 def test_entropy_bonus_alone_raises_the_entropy() -> None:
     case = Case(entropy_loss_coef=1.0)
     case.batch.advantages.zero_()
-    learner = learner_of(case.policy, learning_rate=0.1, **case.settings)
+    learner = run_of(case.policy, learning_rate=0.1, **case.settings)
     case.policy.entropy_gradient = True
     entropy = [
-        update(learner, case.batch, forests_of(case.batch), None)["policy_entropy"]
+        update_with(learner, case.batch, forests_of(case.batch), None)["policy_entropy"]
         for _ in range(4)
     ]
     assert entropy == sorted(entropy)
@@ -275,8 +275,8 @@ def test_correction_metrics_do_not_depend_on_micro_batches() -> None:
     case = Case(**settings)
     found = []
     for budget in (12, 4096):
-        learner = learner_of(case.new_policy(), corrects=True, **settings)
-        found.append(update(learner, case.batch, forests_of(case.batch, budget), case.old))
+        learner = run_of(case.new_policy(), corrects=True, **settings)
+        found.append(update_with(learner, case.batch, forests_of(case.batch, budget), case.old))
     assert found[0].pop("num_micro_batches") > found[1].pop("num_micro_batches")
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     trained = torch.from_numpy(case.batch.trains)

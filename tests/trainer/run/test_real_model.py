@@ -14,9 +14,9 @@ from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     forests_of,
     gradient_of_update,
-    learner_of,
     plain_logprobs,
     relative_difference,
+    run_of,
 )
 from trainer.batches.data import Batch, load_batch
 from trainer.batches.plan import Plan, make_plan
@@ -72,7 +72,7 @@ def test_logprobs_of_both_layouts_are_those_of_one_plain_forward_per_step(
     as_merged = torch.cat([per_step[row] for row in order_of_merged_steps(rollouts)])
     assert not torch.equal(as_merged, expected)
     for batch, wanted in ((steps, expected), (merged, as_merged)):
-        found = policy_logprobs(learner_of(policy), batch, forests_of(batch, 512))
+        found = policy_logprobs(run_of(policy), batch, forests_of(batch, 512))
         found = found[torch.from_numpy(batch.trains)]
         assert float((found - wanted).abs().max()) < 1e-4
 

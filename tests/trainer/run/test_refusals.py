@@ -87,9 +87,8 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
             "[zero_advantages]",
             "every advantage is 0",
             "(2 groups)",
-            "Hint: run `rollouts st",
-            "; or choose the rows (`rollouts filter DS --where 'return > 0' --out GOOD`) and",
-            "imitate them (--set loss.policy_loss_type=cross_entropy)",
+            "Hint: `rollouts stats DS` shows rewards and groups: supply rewards that differ",
+            "--set loss.policy_loss_type=cross_entropy imitates rows",
         ),
     ),
     "rewards of zero alone": (
@@ -97,13 +96,13 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         "",
         (
             "[zero_advantages]",
-            "; or choose rows to imitate (--set loss.policy_loss_type=cross_entropy)",
+            "--set loss.policy_loss_type=cross_entropy imitates rows",
         ),
     ),
     "partial groups of equal rewards": (
         rows_of(rewards=(1.0, 1.0))[:-2],
         "data.partial_groups=refuse",
-        ("[zero_advantages]", "(2 groups)", "(--set loss.policy_loss_type=cross_entropy)"),
+        ("[partial_groups]", "Hint: pass `--set data.partial_groups=mask`"),
     ),
     "partial groups of equal rewards, where another term has a gradient": (
         rows_of(rewards=(1.0, 1.0))[:-2],
@@ -117,8 +116,8 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
         ],
         "",
         (
-            "(2 groups), except in 1 group with a failed trajectory. [zero_advantages]",
-            "Hint: pass --set data.failed=trajectory to leave out failed trajectories",
+            "(2 groups). [zero_advantages]",
+            "if failed trajectories mask the groups that vary, --set data.failed=trajectory leaves out",
         ),
     ),
     "returns that differ by a rounding error beside a failed trajectory": (
@@ -128,7 +127,7 @@ REFUSALS: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
             for reward in ([0.3, 0.1 + 0.2][i == 2 or i == 3],)
         ],
         "",
-        ("within any group (2 groups). [zero_advantages]", "Hint: run `rollouts stats DS`"),
+        ("within any group (2 groups). [zero_advantages]", "Hint: `rollouts stats DS`"),
     ),
     "gradients that only masked trajectories have": (
         [row | {"loss_mask": [row["reward"] is None] * 4} for row in rows_of()],
@@ -206,9 +205,8 @@ def test_the_history_says_what_a_dataset_without_the_column_was_sampled_with(
         f" (logprobs_mode {mode or 'unknown'}, ",
         f", {extra}",
         "pass --set loss.tis_ratio_type=none to train without the correction",
-        "sample with a top_k of at most 20"
-        if mode == "processed"
-        else "record usable ones, with vLLM's --logprobs-mode processed_logprobs",
+        "record usable ones: vLLM's --logprobs-mode processed_logprobs, and with truncation",
+        "with a top_k of at most 20",
     )
     refused(lambda out: train(dataset, model, out, dry_run=dry_run), tmp_path, capfd, said)
 

@@ -24,7 +24,7 @@ from schemas.errors import InputError, RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
-    learner_of,
+    run_of,
     save_tiny_model,
     tiny_policy,
     write_dataset,
@@ -365,11 +365,12 @@ def draws() -> list[float]:
 
 
 def test_generators_of_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
-    learner, progress = learner_of(tiny_policy()), Progress(position=Position(kl_coef=0.1))
-    save_state(tmp_path / "state", optimizer_tensors(learner, None), "digest", progress)
+    run, progress = run_of(tiny_policy()), Progress(position=Position(kl_coef=0.1))
+    tensors = optimizer_tensors(run.optimizers, keep=True)
+    save_state(tmp_path / "state", tensors, "digest", progress)
     drawn = draws()
     assert draws() != drawn
-    restore(tmp_path / "state", learner, None)
+    restore(tmp_path / "state", run.optimizers)
     assert draws() == drawn
     assert load_progress(tmp_path / "state", "digest") == progress
 

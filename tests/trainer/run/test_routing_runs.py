@@ -38,7 +38,7 @@ from tests.helpers.routing_helpers import (
 from tests.helpers.trainer_helpers import (
     Row,
     group_rows,
-    learner_of,
+    run_of,
     save_tiny_model,
     step,
     tiny_llama,
@@ -90,7 +90,7 @@ def updates_of(
     plan = make_plan(pipelines.trajectory_returns(rollouts, "last").collect(), config)
     batch = load_batch(rollouts, plan, plan.batches[0], BatchConfig(sequence_layout=layout))
     (mini_batch,) = cut_batch(batch, config.batch)
-    logprobs = policy_logprobs(learner_of(POLICY), batch, mini_batch.forests)
+    logprobs = policy_logprobs(run_of(POLICY), batch, mini_batch.forests)
     update = updated(POLICY, batch, mini_batch.forests, None, None)
     return batch, logprobs[batch.chains.slots], update, mini_batch.num_tokens
 
@@ -319,7 +319,7 @@ def test_a_run_reproduces_a_sampler_that_routed_differently(
         routes = routes_of([torch.tensor(row[ROUTING], dtype=torch.int16)])
         batch = dataclasses.replace(batch, routes=routes)
         forests = cut_batch(batch, config_of(sequence_layout="step").batch)[0].forests
-        row["rollout_logprobs"] = policy_logprobs(learner_of(policy), batch, forests).tolist()
+        row["rollout_logprobs"] = policy_logprobs(run_of(policy), batch, forests).tolist()
         row["temperature"] = 1.0
     dataset = write_routed(tmp_path / "ds", rows, "processed")
     how = {"sequence_layout": layout, "gradient_checkpointing": True, "kl_loss_coef": 0.1}

@@ -27,10 +27,10 @@ from tests.helpers.trainer_helpers import (
     VOCAB,
     Row,
     group_rows,
-    learner_of,
     make_batch,
     plain_logprobs,
     relative_difference,
+    run_of,
     save_tiny_model,
     tiny_policy,
     write_dataset,
@@ -153,7 +153,7 @@ def test_layouts_micro_batches_and_chunks_agree(
         if expected is None:
             expected = found
             slots = np.flatnonzero(batch.trains)
-            ours = policy_logprobs(learner_of(policy), batch, forests)[slots]
+            ours = policy_logprobs(run_of(policy), batch, forests)[slots]
             assert (ours - reference(policy, batch, family[0])[slots]).abs().max() < 1e-4
         check_same(found, expected)
 
@@ -180,7 +180,7 @@ def test_a_batch_without_sets_is_forwarded_as_before() -> None:
     assert batch.support is None
     assert forest.sets is None
     policy = tiny_policy()
-    found = policy_logprobs(learner_of(policy), batch, [forest])
+    found = policy_logprobs(run_of(policy), batch, [forest])
     torch.testing.assert_close(found, plain_logprobs(policy.model, rows).detach())
 
 
@@ -345,7 +345,7 @@ def test_gradients_of_single_rows_use_the_sets() -> None:
     policy = tiny_policy()
     forests = mini_batch_of(batch, sequence_layout="step").forests
     _, kept = updated(policy, batch, forests, None, None)
-    found = loss_gradient(learner_of(policy), batch, forests)
+    found = loss_gradient(run_of(policy), batch, forests)
     ours = torch.cat([found[name].flatten() for name in kept])
     theirs = torch.cat([kept[name].flatten() for name in kept])
     assert relative_difference(ours, theirs) < 1e-5

@@ -13,10 +13,10 @@ from tests.helpers.examples import examples
 from tests.helpers.losses_helpers import CORRECTIONS, POLICY_LOSSES, REDUCTIONS, TERMS, named
 from tests.helpers.trainer_helpers import (
     Row,
-    learner_of,
     make_batch,
     plain_logprobs,
     relative_difference,
+    run_of,
     tiny_policy,
 )
 from tests.helpers.tree_helpers import (
@@ -30,14 +30,17 @@ from tests.helpers.tree_helpers import (
     noises,
     updated,
 )
-from tests.trainer.algorithms.test_advantages_critic import all_gradients, tiny_critic
-from tests.trainer.algorithms.test_advantages_critic import learner_of as critic_learner_of
+from tests.trainer.algorithms.test_advantages_critic import (
+    all_gradients,
+    run_of_critic,
+    tiny_critic,
+)
 from trainer.batches.data import Batch
-from trainer.models.critic import critic_values, update_critic
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy
 from trainer.run.batch_advantages import estimate
-from trainer.run.loss import policy_logprobs
+from trainer.run.loss import critic_values, policy_logprobs
+from trainer.run.update import update_critic
 
 Family = tuple[list[Row], TrajectoryIds]
 ESTIMATORS = ("grpo", "rloo", "maxrl", "reinforce++", "gae")
@@ -58,9 +61,11 @@ def check_layouts_agree(
     for layout in ("step", "tree"):
         how = {"sequence_layout": layout, "tree_scope": scope, "tokens_per_micro_batch": budget}
         forests = mini_batch_of(batch, **how).forests
-        learner, critic = learner_of(POLICY, **config), critic_learner_of(CRITIC)
+        learner, critic = run_of(POLICY, **config), run_of_critic(CRITIC)
         values = critic_values(critic, batch, forests)
-        estimates = estimate(batch, config_of(**config).advantage, values)
+        estimates = estimate(
+            dataclasses.replace(batch, values=values), config_of(**config).advantage
+        )
         if estimates.value_targets is not None:
             errors = (estimates.value_targets - values)[torch.from_numpy(batch.trains)]
             assume(errors.std(correction=0) > 0.1)  # whitening equal ones would show rounding
@@ -132,7 +137,7 @@ def test_log_probabilities_are_those_of_one_plain_forward_a_row(
 ) -> None:
     batch = batch_of(family)
     forests = mini_batch_of(batch, tokens_per_micro_batch=budget).forests
-    found = policy_logprobs(learner_of(POLICY), batch, forests)
+    found = policy_logprobs(run_of(POLICY), batch, forests)
     with torch.no_grad():
         expected = plain_logprobs(POLICY.model, family[0])
     trains = torch.from_numpy(batch.trains)
@@ -150,15 +155,18 @@ def test_the_critics_gradient_is_that_of_steps(family: Family, budget: int, seed
         how = {"sequence_layout": layout, "tokens_per_micro_batch": budget}
         forests = mini_batch_of(batch, **how).forests
         critic = tiny_critic()
-        learner = critic_learner_of(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
+        learner = run_of_critic(critic, max_grad_norm=1e9, critic_learning_rate=1e-30)
         values = critic_values(learner, batch, forests)
-        targets = estimate(batch, config.advantage, values).value_targets
+        targets = estimate(
+            dataclasses.replace(batch, values=values), config.advantage
+        ).value_targets
         assert targets is not None
         kept: list[torch.Tensor] = []
-        learner.optimizer.register_step_pre_hook(
+        learner.critic_optimizer.register_step_pre_hook(
             lambda *_, c=critic, kept=kept: kept.append(all_gradients(c))
         )
-        metrics = update_critic(learner, forests, values + 0.1, targets)
+        batch = dataclasses.replace(batch, values=values + 0.1, value_targets=targets)
+        metrics = update_critic(learner, batch, forests)
         found.append((metrics, kept[0]))
     (steps, expected), (trees, gradient) = found
     assert trees == pytest.approx(steps, rel=1e-4, abs=1e-5)

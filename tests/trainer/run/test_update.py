@@ -17,16 +17,16 @@ from tests.helpers.trainer_helpers import (
     forests_of,
     gradient_of_update,
     gradients,
-    learner_of,
     make_batch,
     plain_logprobs,
     relative_difference,
     row_lists,
+    run_of,
     tiny_policy,
+    update_with,
 )
 from trainer.models.policy import Policy
 from trainer.run.loss import policy_logprobs
-from trainer.run.update import update
 
 
 def random_values(rows: list[Row], seed: int) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def test_old_logprobs_of_the_unmoved_policy_are_its_own() -> None:
     rows: list[Row] = [([1, 2], [3, 4], [True, True]), ([5], [6, 7], [True, False])]
     policy, batch = tiny_policy(), make_batch(rows, temperatures=[0.7, None])
     forests = forests_of(batch)
-    old = policy_logprobs(learner_of(policy), batch, forests)
+    old = policy_logprobs(run_of(policy), batch, forests)
     expected = plain_logprobs(policy.model, rows, [0.7, 1.0]).detach()
     torch.testing.assert_close(old[:3], expected[:3], rtol=1e-4, atol=1e-5)
     assert old[3].isnan()
@@ -140,7 +140,7 @@ def test_metrics_are_means_over_trained_tokens() -> None:
     own = plain_logprobs(policy.model, rows).detach()
     rollout = (own - torch.tensor([math.log(4.0), 9.0, 0.0, -math.log(2.0)])).tolist()
     batch = make_batch(rows, advantages=[1.0, -1.0], rollout_logprobs=[rollout[:2], rollout[2:]])
-    metrics = update(learner_of(policy, corrects=True), batch, forests_of(batch, 2), None)
+    metrics = update_with(run_of(policy, corrects=True), batch, forests_of(batch, 2), None)
     assert metrics["num_trained_tokens"] == 3
     assert metrics["num_forwarded_tokens"] == 2 + 2
     assert metrics["is_ratio_mean"] == pytest.approx((4.0 + 1.0 + 0.5) / 3, rel=1e-4)
@@ -155,7 +155,7 @@ def test_clip_ratio_counts_targets_without_gradient() -> None:
     rows: list[Row] = [([1, 2], [3, 4], [True, True])]
     policy, batch = tiny_policy(), make_batch(rows)
     old = plain_logprobs(policy.model, rows).detach() - torch.tensor([0.5, 0.0])
-    metrics = update(learner_of(policy), batch, forests_of(batch), old)
+    metrics = update_with(run_of(policy), batch, forests_of(batch), old)
     assert metrics["clip_ratio"] == 0.5
 
 
@@ -164,7 +164,7 @@ def test_gradient_that_is_not_finite_makes_no_step() -> None:
     policy = tiny_policy()
     before = [p.detach().clone() for p in policy.parameters()]
     batch = make_batch(rows, advantages=[math.inf])
-    metrics = update(learner_of(policy, learning_rate=1.0), batch, forests_of(batch), None)
+    metrics = update_with(run_of(policy, learning_rate=1.0), batch, forests_of(batch), None)
     assert metrics["skipped"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert all(p.grad is None for p in policy.parameters())
@@ -172,7 +172,7 @@ def test_gradient_that_is_not_finite_makes_no_step() -> None:
 
 def test_mini_batch_without_targets_makes_no_step() -> None:
     batch = make_batch([([1, 2], [3, 4], [False, False])])
-    metrics = update(learner_of(tiny_policy()), batch, forests_of(batch), None)
+    metrics = update_with(run_of(tiny_policy()), batch, forests_of(batch), None)
     assert (metrics["skipped"], metrics["loss"], metrics["num_trained_tokens"]) == (1, 0.0, 0)
 
 
@@ -180,8 +180,8 @@ def test_gradient_is_clipped_to_the_norm() -> None:
     batch = make_batch([([1, 2], [3, 4], [True, True])], advantages=[1e3])
     policy = tiny_policy()
     before = torch.cat([p.detach().flatten() for p in policy.parameters()])
-    learner = learner_of(policy, max_grad_norm=0.5, learning_rate=1.0)
-    metrics = update(learner, batch, forests_of(batch), None)
+    learner = run_of(policy, max_grad_norm=0.5, learning_rate=1.0)
+    metrics = update_with(learner, batch, forests_of(batch), None)
     after = torch.cat([p.detach().flatten() for p in policy.parameters()])
     assert metrics["grad_norm"] > 0.5
     assert float((before - after).norm()) == pytest.approx(0.5, rel=1e-3)

@@ -15,9 +15,9 @@ from tests.helpers.trainer_helpers import (
     VOCAB,
     Row,
     forests_of,
-    learner_of,
     make_batch,
     plain_logprobs,
+    run_of,
     tiny_policy,
 )
 from trainer.run.advice import likely_cause
@@ -34,7 +34,7 @@ def cause_of(rollout_logprobs: torch.Tensor, temperature: float | None = None) -
     given_logprobs = [part.tolist() for part in rollout_logprobs.split(sizes)]
     temperatures = [temperature] * len(ROWS)
     batch = make_batch(ROWS, rollout_logprobs=given_logprobs, temperatures=temperatures)
-    return likely_cause(learner_of(tiny_policy()), batch, forests_of(batch))
+    return likely_cause(run_of(tiny_policy()), batch, forests_of(batch))
 
 
 def own(temperature: float = 1.0) -> torch.Tensor:

@@ -33,9 +33,8 @@ from trainer.forensics.blame.leave_out import (
 from trainer.forensics.blame.shares import outlier_scores, shares_table, traits
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.replay import Forwarding, refuse_several_processes
-from trainer.run.loss import Learner
-from trainer.run.open_run import TrainingRun
 from trainer.run.pass_progress import ticking
+from trainer.run.run import Run
 from trainer.run.update import Step
 
 Values = npt.NDArray[np.float64]
@@ -162,10 +161,9 @@ def attribute(
     step, training, update = found.step, found.run, found.update
     batch, origins = step.ready.batch, step.ready.origins
     assert origins is not None  # `reconstruct` records all tokens
-    old_logprobs, ref_logprobs = step.ready.known.get("old_logprobs"), step.ready.ref_logprobs
-    learner, forests = training.learner, step.forests
+    learner, forests = training, step.forests
     generator = torch.get_rng_state()
-    gradients = row_gradients(learner, batch, forests, old_logprobs, ref_logprobs, exact=exact)
+    gradients = row_gradients(learner, batch, forests, exact=exact)
     check_rows_are_separate(learner, batch, forests, gradients)
     leaving = LeavingOut(training, step, gradients, generator)
     products = inner_products(learner, batch, forests, gradients.coefficients, gradients.gradient)
@@ -181,7 +179,7 @@ def attribute(
         update=update,
         dataset=training.config.data.dataset,
         gradient_norm=square**0.5,
-        max_grad_norm=learner.optimization.max_grad_norm,
+        max_grad_norm=learner.config.optimizer.max_grad_norm,
         is_fast=gradients.is_fast,
         num_targets=int(gradients.targets.sum()),
         rows=rows.drop("batch_row"),
@@ -290,7 +288,7 @@ def _labels(batch: Batch, origins: Origins, slots: IntArray, row: IntArray) -> d
 
 
 def _with_effects(
-    run: TrainingRun,
+    run: Run,
     batch: Batch,
     found: RowGradients,
     leaving: LeavingOut,
@@ -299,7 +297,7 @@ def _with_effects(
     held_out: str | None,
 ) -> pl.DataFrame:
     """Add the columns that describe how the first rows affect the optimizer's step; see `Blame`."""
-    trial, total = TrialSteps(run.learner), found.gradient
+    trial, total = TrialSteps(run), found.gradient
     step = trial(total)
     descent, length = inner(total, step), norm(step)
     direction = None if held_out is None else held_out_gradient(run, held_out)
@@ -308,7 +306,7 @@ def _with_effects(
     effects["norm_without"] = rows["norm_without"].to_list()
     for number, row in enumerate(rows["batch_row"].head(top)):
         left = np.array([row])
-        own = gradient_of(run.learner, batch, found.targets, found.coefficients, left)
+        own = gradient_of(run, batch, found.targets, found.coefficients, left)
         if descent:
             effects["step_share"][number] = inner(own, step) / descent
         without = leaving.gradient(left, own)
@@ -337,7 +335,7 @@ class Units:
 
     def __init__(
         self,
-        learner: Learner,
+        learner: Run,
         step: Step,
         found: RowGradients,
         leaving: LeavingOut,

@@ -13,19 +13,17 @@ import rollout_io
 from trainer.batches.data import Batch, index_rows, read_rows, to_batch
 from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.packing import cut_batch
-from trainer.batches.plan import dataset_returns
+from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.train_config import resolved
 from trainer.forensics.blame.gradients import Direction, loss_gradient, trained_parameters
-from trainer.models.critic import critic_values
 from trainer.models.optimizer import clip_and_step
 from trainer.run.batch_advantages import estimate
-from trainer.run.dataset_checks import check_rows, corrects_for_sampler, plan_of
-from trainer.run.loss import Learner, policy_logprobs
-from trainer.run.open_run import TrainingRun
-from trainer.run.sampling_checks import check_sampling, scan_rows
+from trainer.run.checks import check_rows, check_sampling, corrects_for_sampler, scan_rows
+from trainer.run.loss import critic_values, policy_logprobs
+from trainer.run.run import Run
 
 
-def held_out_gradient(run: TrainingRun, dataset: str) -> dict[str, Tensor]:
+def held_out_gradient(run: Run, dataset: str) -> dict[str, Tensor]:
     """Compute the gradient of the run's loss on another dataset, under its current policy.
 
     Rows are read and masked, and their advantages estimated, as in the run; all rows form one
@@ -39,18 +37,17 @@ def held_out_gradient(run: TrainingRun, dataset: str) -> dict[str, Tensor]:
         RolloutError: The dataset cannot be used with the configuration of the run.
     """
     batch, forests, corrects = _read(run, dataset)
-    learner = dataclasses.replace(run.learner, corrects=run.learner.corrects and corrects)
-    values = critic_values(run.critic, batch, forests) if run.critic else None
-    advantage, is_supervised = run.config.advantage, run.config.loss.is_supervised
-    advantages = estimate(batch, advantage, values, is_supervised=is_supervised).advantages
-    batch = dataclasses.replace(batch, advantages=advantages)
-    ref_logprobs = None
+    learner = dataclasses.replace(run, corrects=run.corrects and corrects)
+    if run.critic:
+        batch = dataclasses.replace(batch, values=critic_values(run, batch, forests))
+    batch = estimate(batch, run.config.advantage, is_supervised=run.config.loss.is_supervised)
     if learner.reference is not None and not run.config.loss.kl_reward_coef:
         ref_logprobs = policy_logprobs(learner, batch, forests, learner.reference)
-    return loss_gradient(learner, batch, forests, ref_logprobs)
+        batch = dataclasses.replace(batch, ref_logprobs=ref_logprobs)
+    return loss_gradient(learner, batch, forests)
 
 
-def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
+def _read(run: Run, dataset: str) -> tuple[Batch, list[Forest], bool]:
     """Read a dataset as a single mini-batch.
 
     Also returns whether the loss corrects for sampler mismatch.
@@ -64,8 +61,8 @@ def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
     )
     config = resolved(config)
     rollouts = scan_rows(config)
-    plan = plan_of(dataset_returns(rollouts, config.data.outcome), config)
-    policy = run.learner.accelerator.unwrap_model(run.learner.policy)
+    plan = make_plan(dataset_returns(rollouts, config.data.outcome), config)
+    policy = run.whole_policy
     vocab_size = policy.model.get_input_embeddings().weight.shape[0]
     index = index_rows(rollouts, imitates=config.loss.is_supervised)
     trained = check_rows(index, plan, config, vocab_size=vocab_size, limit=run.limit)
@@ -92,7 +89,7 @@ class TrialSteps:
         learner: Policy and optimizer, just before the update.
     """
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Run) -> None:
         self._learner = learner
         self._optimizer: Any = getattr(learner.optimizer, "optimizer", learner.optimizer)
         self._trained = trained_parameters(learner)
@@ -106,7 +103,7 @@ class TrialSteps:
         for name, parameter in self._trained:
             parameter.grad = gradient[name].clone()
         parameters = [parameter for _, parameter in self._trained]
-        clip_and_step(parameters, self._optimizer, self._learner.optimization.max_grad_norm)
+        clip_and_step(parameters, self._optimizer, self._learner.config.optimizer.max_grad_norm)
         found = {}
         for name, parameter in self._trained:
             found[name] = parameter.detach() - self._weights[name]

@@ -36,8 +36,9 @@ from trainer.batches.forest import Chains, Forest, chain_forests, with_sets
 from trainer.forensics.blame.ghost import GhostNorms, UnsupportedLayerError, check_layers
 from trainer.models.attention import forward_mode_attention
 from trainer.models.policy import Policy
-from trainer.run.loss import Learner, LossInputs, loss_inputs, loss_of
+from trainer.run.loss import objective, targets_of, with_weights
 from trainer.run.messages import say
+from trainer.run.run import Run
 
 forward_ad: Any = torch.autograd.forward_ad
 Direction = Mapping[str, Tensor]
@@ -73,7 +74,7 @@ class RowGradients:
         gradient: G, the sum of the rows' gradients; not clipped.
         targets: [T] bool, response tokens that are targets of the update.
         coefficients: Derivatives of the loss, per response token of the batch.
-        inputs: Inputs of the loss.
+        batch: The batch with the weights of the update's targets.
         is_fast: Whether the norms come from one backward pass per micro-batch.
     """
 
@@ -82,16 +83,14 @@ class RowGradients:
     gradient: dict[str, Tensor]
     targets: BoolArray
     coefficients: Coefficients
-    inputs: LossInputs
+    batch: Batch
     is_fast: bool
 
 
 def row_gradients(
-    learner: Learner,
+    learner: Run,
     batch: Batch,
     forests: Sequence[Forest],
-    old_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None = None,
     *,
     exact: bool = False,
 ) -> RowGradients:
@@ -108,21 +107,19 @@ def row_gradients(
         learner: Policy and objective; neither the policy nor the optimizer is changed.
         batch: The batch; see `trainer.run.update.update` for the other arguments.
         forests: Micro-batches of the update.
-        old_logprobs: [T] nats, or None.
-        ref_logprobs: [T] nats, or None.
         exact: Run a separate backward pass for every row.
 
     Raises:
         InputError: A user's loss fails, or its result is invalid.
     """
-    inputs = loss_inputs(learner, batch, forests, old_logprobs, ref_logprobs)
+    batch = with_weights(learner, batch, forests)
     rows = _rows_of(batch, forests)
     if not exact:
         try:
-            return _fast(learner, batch, forests, inputs, rows)
+            return _fast(learner, batch, forests, rows)
         except UnsupportedLayerError as error:
             say(f"note: {error}; running one backward pass per row")
-    coefficients = _coefficients(learner, batch, forests, inputs)
+    coefficients = _coefficients(learner, batch, forests)
     targets, total = _is_target(batch, forests), zeros(learner)
     norms = np.zeros(len(rows))
     for number in range(len(rows)):
@@ -135,13 +132,13 @@ def row_gradients(
         gradient=total,
         targets=targets,
         coefficients=coefficients,
-        inputs=inputs,
+        batch=batch,
         is_fast=False,
     )
 
 
 def gradient_of(
-    learner: Learner,
+    learner: Run,
     batch: Batch,
     targets: BoolArray,
     coefficients: Coefficients,
@@ -172,19 +169,17 @@ def gradient_of(
     return total
 
 
-def loss_gradient(
-    learner: Learner, batch: Batch, forests: Sequence[Forest], ref_logprobs: Tensor | None = None
-) -> dict[str, Tensor]:
+def loss_gradient(learner: Run, batch: Batch, forests: Sequence[Forest]) -> dict[str, Tensor]:
     """Compute the gradient of the loss of a mini-batch, with the current policy as the old one."""
-    inputs = loss_inputs(learner, batch, forests, None, ref_logprobs)
-    coefficients = _coefficients(learner, batch, forests, inputs)
+    batch = with_weights(learner, batch, forests)
+    coefficients = _coefficients(learner, batch, forests)
     targets = _is_target(batch, forests)
     return gradient_of(learner, batch, targets, coefficients, _rows_of(batch, forests))
 
 
 @torch.no_grad()
 def inner_products(
-    learner: Learner,
+    learner: Run,
     batch: Batch,
     forests: Sequence[Forest],
     coefficients: Coefficients,
@@ -228,7 +223,7 @@ def inner_products(
 
 
 @contextmanager
-def _plain_experts(learner: Learner) -> Iterator[None]:
+def _plain_experts(learner: Run) -> Iterator[None]:
     """Compute experts one by one: PyTorch's grouped kernels have no forward-mode derivatives."""
     model: Any = learner.accelerator.unwrap_model(learner.policy).model
     if not model._can_set_experts_implementation():
@@ -250,7 +245,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def zeros(learner: Learner) -> dict[str, Tensor]:
+def zeros(learner: Run) -> dict[str, Tensor]:
     """Return the zero vector in the space of the trained parameters."""
     return {name: torch.zeros_like(p) for name, p in trained_parameters(learner)}
 
@@ -273,10 +268,9 @@ def inner(a: Direction, b: Direction) -> float:
 
 
 def _fast(
-    learner: Learner,
+    learner: Run,
     batch: Batch,
     forests: Sequence[Forest],
-    inputs: LossInputs,
     rows: IntArray,
 ) -> RowGradients:
     """Compute the gradient and the norms in one backward pass per micro-batch.
@@ -291,7 +285,7 @@ def _fast(
     check_layers(policy)
     known, targets = None, _is_target(batch, forests)
     if not all(_is_separate(batch, forest) for forest in forests):
-        known = _coefficients(learner, batch, forests, inputs)
+        known = _coefficients(learner, batch, forests)
         budget = max(forest.num_tokens for forest in forests)
         tokens = batch.prompts, batch.responses
         forests = chain_forests(*tokens, targets, rows, budget, routes=batch.routes)
@@ -302,7 +296,7 @@ def _fast(
         for forest in forests:
             slot = forest.target_slot
             given = None if known is None else (known.logprobs[slot], known.entropies[slot])
-            loss = partial(derivatives, learner, batch, slot, inputs)
+            loss = partial(derivatives, learner, batch, slot)
             temperature = batch.temperature[slot]
             with accelerator.autocast():
                 result = ghost.backward(forest, temperature, accelerator.device, given or loss)
@@ -331,7 +325,7 @@ def _fast(
         gradient=gradient,
         targets=targets,
         coefficients=found,
-        inputs=inputs,
+        batch=batch,
         is_fast=True,
     )
 
@@ -343,16 +337,14 @@ def _is_separate(batch: Batch, forest: Forest) -> bool:
     return lengths is not None and len(lengths) == len(rows)
 
 
-def _coefficients(
-    learner: Learner, batch: Batch, forests: Sequence[Forest], inputs: LossInputs
-) -> Coefficients:
+def _coefficients(learner: Run, batch: Batch, forests: Sequence[Forest]) -> Coefficients:
     """Compute the derivatives of the loss by a forward pass of the update's micro-batches."""
     device, found = learner.accelerator.device, _no_coefficients(batch)
     for forest in forests:
         slot = forest.target_slot
         with torch.no_grad():
             outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
-        c, e = derivatives(learner, batch, slot, inputs, *outputs)
+        c, e = derivatives(learner, batch, slot, *outputs)
         found.logprobs[slot], found.entropies[slot] = c.cpu(), e.cpu()
         found.outputs[slot] = outputs[0].cpu()
     return found
@@ -364,10 +356,9 @@ def _no_coefficients(batch: Batch) -> Coefficients:
 
 
 def derivatives(
-    learner: Learner,
+    learner: Run,
     batch: Batch,
     slot: Tensor,
-    inputs: LossInputs,
     logprobs: Tensor,
     entropies: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -375,21 +366,21 @@ def derivatives(
 
     Args:
         learner: Its objective is the loss.
-        batch: The batch.
+        batch: The batch, with weights.
         slot: [M] targets, as indices into the batch's response tokens.
-        inputs: Inputs of the loss.
         logprobs: [M] nats.
         entropies: [M] nats.
 
     Returns:
         [M] c and [M] e, in the order of `slot`.
     """
-    if learner.loss.policy_loss_type == "distill":
+    if learner.config.loss.policy_loss_type == "distill":
         got = "distill, whose loss does not follow from log-probabilities of single tokens"
         raise InputError("teacher_logprobs", "loss.policy_loss_type", got, "another loss")
     logprobs, entropies = (t.detach().requires_grad_() for t in (logprobs, entropies))
     with torch.enable_grad():
-        loss, _ = loss_of(learner, batch, slot, (logprobs, entropies), inputs, [])
+        targets = targets_of(batch, slot, (logprobs, entropies))
+        loss, _ = objective(targets, learner.config.loss, corrects=learner.corrects)
         c, e = torch.autograd.grad(loss, (logprobs, entropies), materialize_grads=True)
     policy: Policy = learner.accelerator.unwrap_model(learner.policy)
     return c, e if policy.entropy_gradient else torch.zeros_like(e)
@@ -401,7 +392,7 @@ def _weighted(outputs: Sequence[Tensor], coefficients: Coefficients, slot: Tenso
     return c * logprobs + e * entropies.to(logprobs.device)
 
 
-def trained_parameters(learner: Learner) -> list[tuple[str, torch.nn.Parameter]]:
+def trained_parameters(learner: Run) -> list[tuple[str, torch.nn.Parameter]]:
     """List the parameters that the optimizer changes, with their names."""
     return [(name, p) for name, p in learner.policy.named_parameters() if p.requires_grad]
 

@@ -23,8 +23,8 @@ from trainer.forensics.blame.gradients import (
     derivatives,
     gradient_of,
 )
-from trainer.run.loss import Learner, LossInputs, units_of
-from trainer.run.open_run import TrainingRun
+from trainer.run.loss import units_of
+from trainer.run.run import Run
 from trainer.run.update import Step
 
 SAME = 1e-5
@@ -65,14 +65,12 @@ class LeavingOut:
         generator: State of torch's generator before the update, which clip_cov uses to draw.
     """
 
-    def __init__(
-        self, run: TrainingRun, step: Step, found: RowGradients, generator: Tensor
-    ) -> None:
+    def __init__(self, run: Run, step: Step, found: RowGradients, generator: Tensor) -> None:
         self._run, self._step, self._found, self._generator = run, step, found, generator
         self._batch = step.ready.batch
         self._slots = np.flatnonzero(found.targets)
         self._row = self._batch.responses.row_of(self._slots)
-        loss = run.learner.loss
+        loss = run.config.loss
         self._selects = loss.selects_targets
         self._cuts = not loss.reduction_inputs.isdisjoint({"micro_batch", "num_micro_batches"})
 
@@ -83,7 +81,8 @@ class LeavingOut:
         """
         if self._selects or not (kept := self._kept(left)).any():
             return None
-        before = self._found.inputs.weights.numpy()[self._slots[kept]]
+        assert self._found.batch.weights is not None
+        before = self._found.batch.weights.numpy()[self._slots[kept]]
         if not before.all():
             return None
         factors = self._weights(left, self._slots[kept]) / before
@@ -108,7 +107,7 @@ class LeavingOut:
         found = {name: remainder.factor * (total[name] - own[name]) for name in total}
         if remainder.rest is not None:
             assert remainder.rows is not None
-            learner, targets = self._run.learner, self._found.targets
+            learner, targets = self._run, self._found.targets
             add(found, gradient_of(learner, self._batch, targets, remainder.rest, remainder.rows))
         return found
 
@@ -120,7 +119,7 @@ class LeavingOut:
     ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Compute the reduction's weights of the targets `slots` without the rows `left`."""
         batch, forests = self._fewer(left)
-        reduction = bind(LOSS_REDUCTION, self._run.learner.loss)
+        reduction = bind(LOSS_REDUCTION, self._run.config.loss)
         return reduction_weights(units_of(batch, forests, slots), reduction)
 
     def _fewer(self, left: IntArray) -> tuple[Batch, list[Forest]]:
@@ -131,31 +130,30 @@ class LeavingOut:
         trains[self._slots[~self._kept(left)]] = False
         batch = dataclasses.replace(batch, mini_batch=mini_batch, trains=trains)
         if self._cuts:
-            num_processes = self._run.learner.accelerator.num_processes
+            num_processes = self._run.accelerator.num_processes
             cut = cut_batch(batch, self._run.config.batch, num_processes)
             forests = cut[self._step.number].forests
         return batch, list(forests)
 
     def _remainder(self, left: IntArray) -> Remainder:
         """Compute how the derivatives of the loss change, from the known outputs of the policy."""
-        batch, learner, found = self._batch, self._run.learner, self._found
+        batch, learner, found = self._batch, self._run, self._found
         slots = self._slots[self._kept(left)]
         at = torch.from_numpy(slots)
-        weights = torch.zeros_like(found.inputs.weights)
+        weights = torch.zeros(len(batch.trains))
         weights[at] = torch.from_numpy(self._weights(left, slots)).float()
-        logprobs, selected = found.coefficients.outputs, found.inputs.selected
+        logprobs, selected = found.coefficients.outputs, found.batch.selected
         if self._selects:
-            old = found.inputs.old_logprobs
-            old = logprobs if old is None else old
+            old = logprobs if batch.old_logprobs is None else batch.old_logprobs
             selected = torch.zeros(len(batch.trains), dtype=torch.bool)
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self._generator)
-                chosen = select(logprobs[at], old[at], batch.advantages[at], learner.loss)
+                chosen = select(logprobs[at], old[at], batch.advantages[at], learner.config.loss)
                 assert chosen is not None
                 selected[at] = chosen
-        inputs = dataclasses.replace(found.inputs, weights=weights, selected=selected)
+        batch = dataclasses.replace(found.batch, weights=weights, selected=selected)
         outputs = logprobs[at], torch.zeros(len(at))
-        now = derivatives(learner, batch, at, inputs, *outputs)
+        now = derivatives(learner, batch, at, *outputs)
         before = found.coefficients.logprobs[at], found.coefficients.entropies[at]
         factor = _usual_factor(now, before)
         rest = [torch.zeros_like(logprobs) for _ in range(2)]
@@ -186,7 +184,7 @@ def _usual_factor(now: tuple[Tensor, Tensor], before: tuple[Tensor, Tensor]) -> 
 
 
 def check_rows_are_separate(
-    learner: Learner, batch: Batch, forests: list[Forest], found: RowGradients
+    learner: Run, batch: Batch, forests: list[Forest], found: RowGradients
 ) -> None:
     """Check that in a user's loss, each row is independent of the other rows of its micro-batch.
 
@@ -196,7 +194,7 @@ def check_rows_are_separate(
     Raises:
         InputError: `blame_rows`: the derivatives of a row depend on other rows.
     """
-    if not learner.loss.has_own_loss:
+    if not learner.config.loss.has_own_loss:
         return
     c, outputs = found.coefficients.logprobs, found.coefficients.outputs
     for forest in forests:
@@ -205,7 +203,7 @@ def check_rows_are_separate(
         limit = SEPARATE * float(c[slot].abs().max()) if len(slot) else 0.0
         for number in np.unique(row):
             at = slot[torch.from_numpy(row == number)]
-            alone = _alone(learner, batch, at, found.inputs, outputs[at])
+            alone = _alone(learner, found.batch, at, outputs[at])
             if alone is not None and float((alone - c[at]).abs().max()) <= limit:
                 continue
             got = (
@@ -214,17 +212,16 @@ def check_rows_are_separate(
             )
             hint = "rollouts replay --without shows the effect of leaving a row out"
             raise InputError(
-                "blame_rows", f"{POLICY_LOSS.place} {learner.loss.policy_loss_type}", got, hint=hint
+                "blame_rows",
+                f"{POLICY_LOSS.place} {learner.config.loss.policy_loss_type}",
+                got,
+                hint=hint,
             )
 
 
-def _alone(
-    learner: Learner, batch: Batch, at: Tensor, inputs: LossInputs, logprobs: Tensor
-) -> Tensor | None:
+def _alone(learner: Run, batch: Batch, at: Tensor, logprobs: Tensor) -> Tensor | None:
     """Compute the derivatives of the loss for a row alone; None if the loss fails."""
     try:
-        return derivatives(learner, batch, at, inputs, logprobs, torch.zeros_like(logprobs))[
-            0
-        ].cpu()
+        return derivatives(learner, batch, at, logprobs, torch.zeros_like(logprobs))[0].cpu()
     except RolloutError:
         return None

@@ -114,7 +114,7 @@ def traits(found: RowGradients, batch: Batch, share: Values) -> dict[str, Values
     slots = np.flatnonzero(found.targets)
     row = batch.responses.row_of(slots)
     logprobs = found.coefficients.outputs
-    old = found.inputs.old_logprobs
+    old = found.batch.old_logprobs
     mismatch = (logprobs if old is None else old) - batch.rollout_logprobs
 
     def mean(values: Tensor) -> Values:

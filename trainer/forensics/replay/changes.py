@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from torch import nn
 
 from rollout_io.configuration import build, checked_values
 from rollout_io.dataset.conditions import (
@@ -29,12 +30,11 @@ from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import wrap_frozen
 from trainer.forensics.replay.recorded import PLACES
 from trainer.models.lora import WithoutAdapter
-from trainer.run.batch_advantages import Estimates
 from trainer.run.load_models import load_reference
 from trainer.run.loop import set_rates
-from trainer.run.loss import Learner
 from trainer.run.metrics import batch_metrics
-from trainer.run.open_run import TrainingRun, open_run
+from trainer.run.open_run import open_run
+from trainer.run.run import Run
 from trainer.run.update import (
     ReadyBatch,
     Step,
@@ -130,10 +130,10 @@ class ChangedBatch:
     """
 
     settings: Sequence[str]
-    run: TrainingRun | None = None
+    run: Run | None = None
     ready: ReadyBatch | None = field(default=None, repr=False)
 
-    def prepare(self, run: TrainingRun, step: Step) -> None:
+    def prepare(self, run: Run, step: Step) -> None:
         """Recompute the batch: advantages, old and reference log-probabilities, and values."""
         changed = changed_run(run, changed_config(run.config, self.settings))
         position = step.before
@@ -143,7 +143,7 @@ class ChangedBatch:
         self.run = changed
         self.ready = ready_batch(changed, groups, position, read_share(changed, groups))
 
-    def of(self, run: TrainingRun, step: Step) -> tuple[TrainingRun, Step]:
+    def of(self, run: Run, step: Step) -> tuple[Run, Step]:
         """Return the run and the mini-batch to train with these settings."""
         assert self.run is not None
         assert self.ready is not None
@@ -154,20 +154,17 @@ class ChangedBatch:
         return dataclasses.replace(self.run, progress=run.progress), step
 
 
-def apply_settings(run: TrainingRun, global_step: int) -> None:
+def apply_settings(run: Run, global_step: int) -> None:
     """Apply the configuration of a changed run to its optimizers and its policy."""
     set_rates(run, global_step)
-    for learner in (run.learner, run.critic):
-        for group in learner.optimizer.param_groups if learner else ():
-            group |= {
-                "betas": run.config.optimizer.betas,
-                "weight_decay": run.config.optimizer.weight_decay,
-            }
-    policy = run.learner.accelerator.unwrap_model(run.learner.policy)
-    policy.entropy_gradient = run.config.loss.entropy_loss_coef > 0
+    settings = run.config.optimizer
+    for _, optimizer in run.optimizers.values():
+        for group in optimizer.param_groups:
+            group |= {"betas": settings.betas, "weight_decay": settings.weight_decay}
+    run.whole_policy.entropy_gradient = run.config.loss.entropy_loss_coef > 0
 
 
-def changed_run(run: TrainingRun, config: TrainConfig) -> TrainingRun:
+def changed_run(run: Run, config: TrainConfig) -> Run:
     """Return a copy of a run with different settings and the same models and optimizers.
 
     Raises:
@@ -178,30 +175,25 @@ def changed_run(run: TrainingRun, config: TrainConfig) -> TrainingRun:
         got = f"{config.advantage.estimator} needs a critic, which the run has not trained"
         hint = "choose an estimator without a critic"
         raise ConfigError("replay_change", "--set advantage.estimator", got, hint=hint)
-    opened = dataclasses.replace(run, learner=_with_reference(run.learner, config))
     return open_run(
         config,
         resume=None,
-        opened=opened,
+        opened=dataclasses.replace(run, reference=_reference(run, config)),
         num_planned=run.num_planned,
         first_batch=run.first_batch,
         tell=lambda _subject, _remark: None,
     )
 
 
-def _with_reference(learner: Learner, config: TrainConfig) -> Learner:
-    """Load the reference if the settings need one, and drop it if they do not."""
-    if not config.loss.needs_reference:
-        return dataclasses.replace(learner, reference=None)
-    if learner.reference is not None:
-        return learner
+def _reference(run: Run, config: TrainConfig) -> nn.Module | None:
+    """Return the reference that the settings need, loaded if the run has none."""
+    if not config.loss.needs_reference or run.reference is not None:
+        return run.reference if config.loss.needs_reference else None
     loaded = load_reference(config)
-    accelerator = learner.accelerator
-    model = wrap_frozen(accelerator, loaded) if loaded else WithoutAdapter(learner.policy)
-    return dataclasses.replace(learner, reference=model)
+    return wrap_frozen(run.accelerator, loaded) if loaded else WithoutAdapter(run.policy)
 
 
-def without_rows(run: TrainingRun, step: Step, changes: Changes) -> Step:
+def without_rows(run: Run, step: Step, changes: Changes) -> Step:
     """Leave rows out of the loss of a mini-batch; see `Changes`.
 
     Raises:
@@ -230,7 +222,7 @@ def without_rows(run: TrainingRun, step: Step, changes: Changes) -> Step:
         trains=batch.trains & ~leaves,
         mini_batch=np.where(gone & (batch.mini_batch == step.number), nowhere, batch.mini_batch),
     )
-    num_processes = run.learner.accelerator.num_processes
+    num_processes = run.accelerator.num_processes
     mini_batches = cut_batch(batch, run.config.batch, num_processes)
     counted = _metrics_without(run, step, batch)
     metrics = step.metrics | mini_batches[step.number].metrics | counted
@@ -239,13 +231,13 @@ def without_rows(run: TrainingRun, step: Step, changes: Changes) -> Step:
     return dataclasses.replace(step, ready=replaced, metrics=metrics, moving=moving)
 
 
-def _groups_of(run: TrainingRun, step: Step) -> frozenset[str]:
+def _groups_of(run: Run, step: Step) -> frozenset[str]:
     """Return the groups of a mini-batch."""
     size = run.config.batch.groups_per_mini_batch
     return frozenset(step.ready.groups[step.number * size : (step.number + 1) * size])
 
 
-def _chosen(run: TrainingRun, origins: Origins, changes: Changes, used: BoolArray) -> BoolArray:
+def _chosen(run: Run, origins: Origins, changes: Changes, used: BoolArray) -> BoolArray:
     """Return a mask of the stored rows to leave out ([D] bool).
 
     `used` marks the rows that the update trains on.
@@ -267,9 +259,7 @@ def _chosen(run: TrainingRun, origins: Origins, changes: Changes, used: BoolArra
     return chosen
 
 
-def _check_found(
-    found: BoolArray, used: BoolArray, where: str, names: pl.Series, run: TrainingRun
-) -> None:
+def _check_found(found: BoolArray, used: BoolArray, where: str, names: pl.Series, run: Run) -> None:
     if (found & used).any():
         return
     if found.any():
@@ -282,7 +272,7 @@ def _check_found(
     raise InputError("replay_without", where, got, expected, hint)
 
 
-def _matching(run: TrainingRun, rows: pl.DataFrame, condition: str) -> BoolArray:
+def _matching(run: Run, rows: pl.DataFrame, condition: str) -> BoolArray:
     """Return a mask of the stored rows that match an SQL condition."""
     where = f"--without-where {condition!r}"
     parsed, schema = condition_of(condition), run.rollouts.collect_schema()
@@ -320,9 +310,9 @@ def _rows_gone(
     return gone
 
 
-def _metrics_without(run: TrainingRun, step: Step, batch: Batch) -> dict[str, Any]:
+def _metrics_without(run: Run, step: Step, batch: Batch) -> dict[str, Any]:
     """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
-    before, ready = step.ready.batch, step.ready
+    before = step.ready.batch
     inside = before.mini_batch == step.number
     left = set(np.unique(batch.trajectory[batch.mini_batch == step.number]).tolist())
     lost = set(np.unique(before.trajectory[inside]).tolist()) - left
@@ -332,9 +322,8 @@ def _metrics_without(run: TrainingRun, step: Step, batch: Batch) -> dict[str, An
     ids = trajectories["trajectory_id"].sort().to_list()  # as `Batch.trajectory` numbers them
     names = [ids[number] for number in lost]
     kept = run.plan.trajectories.filter(~pl.col("trajectory_id").is_in(names))
-    estimates = Estimates(advantages=batch.advantages, raw=ready.raw_advantages, value_targets=None)
     plan = dataclasses.replace(run.plan, trajectories=kept)
-    counted = batch_metrics(plan, batch, step.ready.groups, estimates)
+    counted = batch_metrics(plan, batch, step.ready.groups)
     return counted[step.number]
 
 

@@ -25,7 +25,7 @@ from schemas.run_metrics import LOOP_METRICS
 from trainer.models.critic import VALUE_HEAD, Critic
 from trainer.models.lora import WEIGHTS, adapter_weights
 from trainer.run.checkpoint import write_model
-from trainer.run.open_run import TrainingRun
+from trainer.run.run import Run
 from trainer.run.run_log import line_of
 from trainer.run.state import Progress, load_progress, optimizer_tensors
 
@@ -199,23 +199,23 @@ def _numbers(values: pl.Series) -> Bits:
 
 
 def weight_differences(
-    folder: Path, run: TrainingRun, update: int, part: Literal["policy", "critic"] = "policy"
+    folder: Path, run: Run, update: int, part: Literal["policy", "critic"] = "policy"
 ) -> list[Difference]:
     """Compare the weights in memory with the weights in a model directory that the run wrote.
 
     Adapters are compared before they are merged.
     """
     model: Any
-    unwrap = run.learner.accelerator.unwrap_model
+    unwrap = run.accelerator.unwrap_model
     if part == "critic":
         assert run.critic is not None
-        critic: Critic = unwrap(run.critic.critic)
+        critic: Critic = unwrap(run.critic)
         model, head = critic.model, folder / VALUE_HEAD
         found = _tensor_differences(
             "weights", head, critic.value_head.state_dict(), update, "value_head."
         )
     else:
-        model, found = unwrap(run.learner.policy).model, []
+        model, found = unwrap(run.policy).model, []
     state = model.state_dict()
     if part == "policy" and (adapter := adapter_weights(state)):
         file = folder / "adapter" / WEIGHTS
@@ -233,16 +233,14 @@ def weight_differences(
     return [*found, *own]
 
 
-def state_differences(
-    folder: Path, run: TrainingRun, progress: Progress, update: int
-) -> list[Difference]:
+def state_differences(folder: Path, run: Run, progress: Progress, update: int) -> list[Difference]:
     """Compare optimizers and progress with a checkpoint's `state/`.
 
     Raises:
         InputError: `checkpoint_state`: the state cannot be read.
     """
     found: list[Difference] = []
-    for name, tensors in optimizer_tensors(run.learner, run.critic).items():
+    for name, tensors in optimizer_tensors(run.optimizers, keep=True).items():
         file = folder / f"{name}.safetensors"
         found += _tensor_differences("optimizer", file, tensors, update)
     then = load_progress(folder)

@@ -18,13 +18,14 @@ from trainer.forensics.replay.recorded import (
 from trainer.rl.updates import Learning
 from trainer.run.checkpoint import checkpoints
 from trainer.run.loop import count_update, set_rates
-from trainer.run.open_run import TrainingRun, open_run
+from trainer.run.open_run import open_run
 from trainer.run.pass_progress import UNWATCHED, Passes
+from trainer.run.run import Run
 from trainer.run.start_records import set_threads, start_of
 from trainer.run.state import Progress, load_progress
 from trainer.run.update import Step, make_update, steps
 
-Follow = Callable[[Progress | None], TrainingRun]
+Follow = Callable[[Progress | None], Run]
 """Function that returns the run at a given progress; None: at the progress where it was loaded."""
 
 
@@ -51,7 +52,7 @@ class Reconstruction:
         line: The update's line of `metrics.jsonl`.
         checkpoint: Checkpoint from which the run was loaded; None: its start model.
         forwarded: Mini-batches replayed between the checkpoint and the update, in order.
-        run: The run. `run.learner` and `run.critic` hold models and optimizers as they were just
+        run: The run. `run` and `run.critic` hold models and optimizers as they were just
             before the step, with the learning rates of the update set; `run.config` records the
             tokens of all rows.
         progress: Progress before the update; `progress.global_step` is `update` - 1.
@@ -66,7 +67,7 @@ class Reconstruction:
     line: Mapping[str, Any]
     checkpoint: Path | None
     forwarded: tuple[Forwarded, ...]
-    run: TrainingRun
+    run: Run
     progress: Progress
     step: Step
 
@@ -76,7 +77,7 @@ def reconstruct(
     update: int,
     *,
     places: Mapping[str, str] | None = None,
-    at_batch: Callable[[TrainingRun, Step], None] | None = None,
+    at_batch: Callable[[Run, Step], None] | None = None,
     passes: Passes = UNWATCHED,
 ) -> Reconstruction:
     """Restore a run to the state just before one of its optimizer steps.
@@ -172,7 +173,7 @@ def _opened_loop(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
     assert recorded.num_iterations is not None
     learning = Learning(recorded.config, checkpoint, num_iterations=recorded.num_iterations)
 
-    def follow(progress: Progress | None) -> TrainingRun:
+    def follow(progress: Progress | None) -> Run:
         if progress is not None:
             learning.progress = progress
         return learning.run_on(recorded.dataset_of(learning.iteration))

@@ -39,8 +39,8 @@ from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.recorded import naming_damaged, read_recorded
 from trainer.run.checkpoint import checkpoint_path, write_model
 from trainer.run.loop import count_update
-from trainer.run.open_run import TrainingRun
 from trainer.run.pass_progress import Passes, ticking
+from trainer.run.run import Run
 from trainer.run.start_records import CHANGING, MACHINE, start_of, starts_of, this_machine
 from trainer.run.state import Progress, load_progress
 from trainer.run.update import Step, make_update
@@ -171,7 +171,7 @@ class _Made:
     progress: Progress
 
 
-def _made(run: TrainingRun, found: Reconstruction, passes: Passes) -> _Made:
+def _made(run: Run, found: Reconstruction, passes: Passes) -> _Made:
     metrics, tokens = make_update(run, found.step, found.update, passes)
     passes.end_update(made=not metrics["skipped"])
     progress, metrics = count_update(run, found.progress, found.step, metrics)
@@ -180,15 +180,13 @@ def _made(run: TrainingRun, found: Reconstruction, passes: Passes) -> _Made:
 
 def _changed(
     found: Reconstruction, batch: ChangedBatch | None, changes: Changes
-) -> tuple[TrainingRun, Step]:
+) -> tuple[Run, Step]:
     """Apply the changes to a run and its mini-batch, without taking the step."""
     run, step = batch.of(found.run, found.step) if batch else (found.run, found.step)
     return run, without_rows(run, step, changes) if changes.leaves_out else step
 
 
-def _made_changed(
-    run: TrainingRun, step: Step, found: Reconstruction, passes: Passes
-) -> dict[str, Any]:
+def _made_changed(run: Run, step: Step, found: Reconstruction, passes: Passes) -> dict[str, Any]:
     """Make the update with the changes, and return its metrics."""
     apply_settings(run, found.progress.global_step)
     metrics, _ = make_update(run, step, found.update, passes)
@@ -200,7 +198,7 @@ class Forwarding(Passes):
     """`Passes` that also advance the progress bar after each replayed update."""
 
     def __init__(self, bar: Bar, *, num_planned: int, num_made: int = 0) -> None:
-        super().__init__(bar, num_planned=num_planned, num_made=num_made, spans_run=False)
+        super().__init__(bar, num_planned=num_planned, num_made=num_made)
         self._main = bar
 
     def end_update(self, *, made: bool) -> None:
@@ -228,17 +226,17 @@ class _Paused:
         self._optimizer.zero_grad()
 
 
-def _paused(run: TrainingRun) -> TrainingRun:
+def _paused(run: Run) -> Run:
     """Return a copy of the run whose optimizers leave models and optimizer states unchanged."""
 
     def still(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return cast("torch.optim.Optimizer", _Paused(optimizer))
 
-    critic = run.critic
+    of_critic = run.critic_optimizer
     return dataclasses.replace(
         run,
-        learner=dataclasses.replace(run.learner, optimizer=still(run.learner.optimizer)),
-        critic=critic and dataclasses.replace(critic, optimizer=still(critic.optimizer)),
+        optimizer=still(run.optimizer),
+        critic_optimizer=of_critic and still(of_critic),
     )
 
 
@@ -313,7 +311,7 @@ def _saved_differences(
 def _notes(found: Reconstruction) -> Iterator[str]:
     """Yield reasons why the replayed update may differ from the run's."""
     out, update = found.recorded.path, found.update
-    start, here = start_of(out, update), this_machine(found.run.learner.accelerator)
+    start, here = start_of(out, update), this_machine(found.run.accelerator)
     if not start:
         yield (
             "the run did not record its number of threads; if it was not"
@@ -355,10 +353,10 @@ def _refuse_taken(out: Path, run: Path) -> None:
         raise InputError("out_is_free", str(out), got, hint=hint)
 
 
-def _write(out: Path, run: TrainingRun) -> None:
+def _write(out: Path, run: Run) -> None:
     """Write the policy, and the critic in `critic/`, in the layout of a checkpoint."""
-    unwrap = run.learner.accelerator.unwrap_model
+    unwrap = run.accelerator.unwrap_model
     with destination(out), writable(str(out)), whole(out) as partial:
-        write_model(partial, unwrap(run.learner.policy).model, run.source)
+        write_model(partial, unwrap(run.policy).model, run.source)
         if run.critic is not None:
             unwrap(run.critic.critic).save(partial / "critic")

@@ -91,7 +91,7 @@ def test_a_run_is_only_read(run: Path) -> None:
 @pytest.mark.slow
 def test_the_step_of_a_trial_is_that_of_the_run_and_is_not_made(run: Path) -> None:
     found = reconstruct(run, 3)
-    learner, policy = found.run.learner, found.run.learner.policy
+    learner, policy = found.run, found.run.policy
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     kept: dict[str, torch.Tensor] = {}
 
@@ -104,9 +104,9 @@ def test_the_step_of_a_trial_is_that_of_the_run_and_is_not_made(run: Path) -> No
     hook.remove()
     after = {name: p.detach() for name, p in policy.named_parameters()}
     again = reconstruct(run, 3)
-    trial = TrialSteps(again.run.learner)
+    trial = TrialSteps(again.run)
     made, made_again = trial(kept), trial(kept)
-    for name, parameter in again.run.learner.policy.named_parameters():
+    for name, parameter in again.run.policy.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)
         torch.testing.assert_close(made[name], after[name] - before[name], rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(made_again[name], made[name], rtol=0, atol=0)

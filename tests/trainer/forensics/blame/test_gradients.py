@@ -1,5 +1,6 @@
 """Gradients of rows: they sum to the update's, and the fast norms are the exact ones."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from tests.helpers.trainer_helpers import (
     Row,
     forests_of,
     gradient_of_update,
-    learner_of,
     make_batch,
     relative_difference,
     row_lists,
+    run_of,
     tiny_policy,
 )
 from trainer.batches.data import Batch
 from trainer.forensics.blame import gradients as found
 from trainer.models.policy import Policy
-from trainer.run.loss import Learner
+from trainer.run.run import Run
 
 
 def some_rows(seed: int = 0, num: int = 6) -> list[Row]:
@@ -53,28 +54,29 @@ def old_logprobs(batch: Batch, seed: int = 2) -> torch.Tensor:
     return (batch.rollout_logprobs + noise).clamp(max=0.0)
 
 
-def flat(learner: Learner, direction: Any) -> torch.Tensor:
+def flat(learner: Run, direction: Any) -> torch.Tensor:
     names = [name for name, p in learner.policy.named_parameters() if p.requires_grad]
     return torch.cat([direction[name].flatten() for name in names])
 
 
-def both(learner: Learner, batch: Batch, budget: int = 4096, **given_: Any) -> tuple[Any, Any]:
+def both(learner: Run, batch: Batch, budget: int = 4096, **given_: Any) -> tuple[Any, Any]:
     forests = forests_of(batch, budget)
-    old, ref = given_.get("old"), given_.get("ref")
+    batch = dataclasses.replace(
+        batch, old_logprobs=given_.get("old"), ref_logprobs=given_.get("ref")
+    )
     return tuple(
-        found.row_gradients(learner, batch, forests, old, ref, exact=exact)
-        for exact in (False, True)
+        found.row_gradients(learner, batch, forests, exact=exact) for exact in (False, True)
     )
 
 
-def own_gradient(learner: Learner, batch: Batch, rows: found.RowGradients, row: Any) -> Any:
+def own_gradient(learner: Run, batch: Batch, rows: found.RowGradients, row: Any) -> Any:
     return found.gradient_of(learner, batch, rows.targets, rows.coefficients, np.array([row]))
 
 
 def test_the_literal_example() -> None:
     batch = make_batch([([1, 2], [3], [True]), ([4], [5, 6], [True, True])])
-    learner = learner_of(tiny_policy())
-    rows = found.row_gradients(learner, batch, forests_of(batch), None)
+    learner = run_of(tiny_policy())
+    rows = found.row_gradients(learner, batch, forests_of(batch))
     assert rows.rows.tolist() == [0, 1]
     one, other = (own_gradient(learner, batch, rows, row) for row in (0, 1))
     assert rows.norms == pytest.approx([found.norm(one), found.norm(other)], rel=1e-4)
@@ -102,11 +104,12 @@ def test_rows_sum_to_the_gradient_of_the_update_with_every_loss(settings_: dict[
     expected = gradient_of_update(
         policy, batch, budget=20, old=old, ref=ref, corrects=corrects, **settings_
     )
-    learner = learner_of(policy, corrects=corrects, **settings_)
+    learner = run_of(policy, corrects=corrects, **settings_)
     forests = forests_of(batch, 20)
+    batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
     for exact in (False, True):
         torch.manual_seed(3)
-        rows = found.row_gradients(learner, batch, forests, old, ref, exact=exact)
+        rows = found.row_gradients(learner, batch, forests, exact=exact)
         assert rows.is_fast is not exact
         assert relative_difference(flat(learner, rows.gradient), expected) < 1e-4
 
@@ -131,7 +134,7 @@ def models() -> dict[str, Policy]:
 @pytest.mark.parametrize("name", ["tied", "untied", "biases_and_head_norms"])
 @pytest.mark.parametrize("budget", [20, 4096])
 def test_fast_norms_are_the_exact_ones(name: str, budget: int) -> None:
-    learner = learner_of(models()[name], corrects=True)
+    learner = run_of(models()[name], corrects=True)
     batch = some_batch([*some_rows(), ([1] * 4, [2] * 20, [True] * 20)])
     fast, exact = both(learner, batch, budget, old=old_logprobs(batch))
     assert fast.is_fast
@@ -141,7 +144,7 @@ def test_fast_norms_are_the_exact_ones(name: str, budget: int) -> None:
 @settings(max_examples=examples(10), deadline=None)
 @given(row_lists(), st.integers(0, 2**31), st.integers(1, 30))
 def test_norms_and_inner_products_of_ragged_rows(rows: list[Row], seed: int, budget: int) -> None:
-    learner = learner_of(tiny_policy(chunk=4, tie_word_embeddings=True), corrects=True)
+    learner = run_of(tiny_policy(chunk=4, tie_word_embeddings=True), corrects=True)
     batch = some_batch(rows, seed)
     fast, exact = both(learner, batch, budget, old=old_logprobs(batch, seed))
     np.testing.assert_allclose(fast.norms, exact.norms, rtol=1e-4, atol=1e-7)
@@ -165,7 +168,7 @@ def test_norms_and_inner_products_of_other_architectures(kind: str, tmp_path: Pa
     assert seen is not None
     if seen.policy is None:
         pytest.skip(seen.text)
-    learner = learner_of(seen.policy)
+    learner = run_of(seen.policy)
     batch = some_batch(some_rows(num=3))
     fast, exact = both(learner, batch)
     np.testing.assert_allclose(fast.norms, exact.norms, rtol=1e-4)
@@ -179,7 +182,7 @@ def test_a_layer_called_twice_is_computed_row_by_row() -> None:
     policy = tiny_policy()
     policy.model.model.layers[1].mlp = policy.model.model.layers[0].mlp
     batch = some_batch(some_rows())
-    fast, exact = both(learner_of(policy), batch)
+    fast, exact = both(run_of(policy), batch)
     assert not fast.is_fast
     np.testing.assert_allclose(fast.norms, exact.norms, rtol=1e-6)
 
@@ -187,8 +190,8 @@ def test_a_layer_called_twice_is_computed_row_by_row() -> None:
 def test_recomputed_layers_change_nothing() -> None:
     batch = some_batch(some_rows())
     policy = tiny_policy()
-    plain, _ = both(learner_of(policy), batch, 20)
+    plain, _ = both(run_of(policy), batch, 20)
     policy.checkpoint_layers()
-    recomputed, _ = both(learner_of(policy), batch, 20)
+    recomputed, _ = both(run_of(policy), batch, 20)
     assert recomputed.is_fast
     np.testing.assert_allclose(recomputed.norms, plain.norms, rtol=1e-5)

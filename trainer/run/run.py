@@ -1,0 +1,112 @@
+"""A run: its models, their optimizers, where it stands, and the dataset that it learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from trainer.batches.forest import RowLimit
+from trainer.batches.plan import Plan
+from trainer.config.train_config import TrainConfig
+from trainer.models.critic import Critic
+from trainer.models.lora import WithoutAdapter
+from trainer.models.policy import Policy, row_limit
+from trainer.run.state import Position, Progress
+
+_NOWHERE = Progress(position=Position(kl_coef=0.0))
+_NO_PLAN = Plan(trajectories=pl.DataFrame(), batches=(), num_groups_without_variance=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run before its next update. The models and optimizers change with every update.
+
+    `rollouts rl` opens its models before it has sampled a dataset: then the fields from `rollouts`
+    on have their defaults, and each iteration is a copy with its dataset.
+
+    Attributes:
+        config: Configuration of the run.
+        accelerator: Provides the device, the precision and the reduction of gradients.
+        policy: The policy, prepared by `accelerator`.
+        optimizer: Optimizer of the policy, prepared by `accelerator`.
+        reference: The frozen reference of the KL divergence; None if not needed.
+        critic: Critic of the advantage estimator, prepared by `accelerator`; None if not needed.
+        critic_optimizer: Optimizer of the critic, prepared by `accelerator`.
+        corrects: Whether importance weights and masks apply.
+        source: Absolute path of the model directory from which the run started.
+        checkpoint: Checkpoint from which the run resumes; None: it starts from the configured models.
+        progress: Progress from which the run starts or resumes.
+        digest: Identifies the data of the run in its checkpoints.
+        rollouts: The dataset.
+        plan: Plan of one pass over the dataset.
+        num_planned: Maximum number of updates of the run.
+        num_greedy_rows: Rows masked because they were sampled at temperature 0.
+        kept_metrics: Lines of `metrics.jsonl` up to `progress`.
+        first_batch: Number of batches completed before the plan's first batch; 0 except in
+            `rollouts rl`, where each iteration has a separate plan.
+    """
+
+    config: TrainConfig
+    accelerator: Accelerator
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    reference: nn.Module | None = None
+    critic: Critic | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    corrects: bool = False
+    source: Path = Path()
+    checkpoint: Path | None = None
+    progress: Progress = _NOWHERE
+    digest: str = ""
+    rollouts: pl.LazyFrame = field(default_factory=pl.LazyFrame)
+    plan: Plan = _NO_PLAN
+    num_planned: int = 0
+    num_greedy_rows: int = 0
+    kept_metrics: bytes = b""
+    first_batch: int = 0
+
+    @property
+    def out(self) -> Path:
+        """Directory of the run."""
+        return Path(self.config.run.out)
+
+    @property
+    def whole_policy(self) -> Policy:
+        """The policy without the wrappers of `accelerator`, which exchange values in each forward."""
+        policy: Policy = self.accelerator.unwrap_model(self.policy)
+        return policy
+
+    @property
+    def optimizers(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
+        """Models with their optimizers, by the name of the optimizer's state in a checkpoint."""
+        trained: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {
+            "optimizer": (self.policy, self.optimizer)
+        }
+        if self.critic is not None and self.critic_optimizer is not None:
+            trained["critic_optimizer"] = self.critic, self.critic_optimizer
+        return trained
+
+    @property
+    def limit(self) -> RowLimit:
+        """Maximum length of a row: that of the model which takes the least."""
+        limits = (row_limit(model.config) for model in self._models())
+        return min(limits, key=lambda limit: limit.num_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids from 0 to vocab_size - 1 are valid in all models."""
+        embeddings = (model.get_input_embeddings() for model in self._models())
+        return min(int(embedding.weight.shape[0]) for embedding in embeddings)
+
+    def _models(self) -> Iterator[Any]:
+        for wrapped in (self.policy, self.reference, self.critic):
+            # The policy without its adapters is no model of its own.
+            if wrapped is not None and not isinstance(wrapped, WithoutAdapter):
+                yield self.accelerator.unwrap_model(wrapped).model
