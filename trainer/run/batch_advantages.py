@@ -48,8 +48,8 @@ def estimate(
 ) -> Estimates:
     """Estimate advantages per trained token with `advantage.estimator`.
 
-    Estimators of token rewards (gae, reinforce++) run here. Those of a trajectory's return (grpo,
-    rloo, maxrl) ran in `trainer.batches.plan`, which knows whole groups; their result passes.
+    Estimators of token rewards (gae, reinforce++) run here. Those of a trajectory (grpo, rloo,
+    maxrl, gdpo) ran in `trainer.batches.plan`, which knows whole groups; their result passes.
 
     Args:
         batch: A complete batch: means and variances are over all its trained tokens, independent of
@@ -64,7 +64,7 @@ def estimate(
     at = torch.from_numpy(batch.chains.slots)
     known = None if values is None else values[at].numpy().astype(np.float64)
     raw, targets = _along_chains(batch, advantage, known)
-    advantages = batch_normalize(raw) if advantage.batch_normalize else raw
+    advantages = batch_normalize(raw) if advantage.normalizes_batch else raw
 
     def spread(found: FloatArray, fill: float) -> Tensor:
         tokens = torch.full((len(batch.trains),), fill)

@@ -64,7 +64,7 @@ def _read(run: TrainingRun, dataset: str) -> tuple[Batch, list[Forest], bool]:
     )
     config = resolved(config)
     rollouts = scan_rows(config)
-    plan = plan_of(dataset_returns(rollouts, config.data.outcome), config)
+    plan = plan_of(dataset_returns(rollouts, config), config)
     policy = run.learner.accelerator.unwrap_model(run.learner.policy)
     vocab_size = policy.model.get_input_embeddings().weight.shape[0]
     index = index_rows(rollouts, imitates=config.loss.is_supervised)
