@@ -15,10 +15,13 @@ import numpy as np
 import torch
 
 
-def _row_means(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+def _row_sums(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     sums = torch.zeros(int(row.max()) + 1, dtype=values.dtype, device=values.device)
-    counts = torch.zeros_like(sums).index_add(0, row, torch.ones_like(values))
-    return (sums.index_add(0, row, values) / counts.clamp(min=1))[row]
+    return sums.index_add(0, row, values)[row]
+
+
+def _row_means(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    return _row_sums(values, row) / _row_sums(torch.ones_like(values), row)
 
 
 def gmpo(
@@ -39,14 +42,18 @@ def gmpo(
 
 
 def gpg(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """GPG (arXiv:2504.02546): the plain policy gradient, without a ratio: loss = -A l."""
+    """GPG (arXiv:2504.02546): the plain policy gradient, without a ratio: loss = -A l.
+
+    Its A is R - mean of the group, and its factor alpha leaves groups of equal returns out of the
+    mean: `advantage.normalize_by_std = false`, `data.drop_zero_variance_groups = true`.
+    """
     return -advantages * logprobs
 
 
 def dro(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, beta: float = 0.05
 ) -> torch.Tensor:
-    """DRO (arXiv:2405.19107): a quadratic penalty instead of a clip.
+    """DRO (arXiv:2405.19107), with the penalty on the policy at the start (arXiv:2501.12599).
 
     loss = -(A l - beta / 2 (l - l_old)^2)
     """
@@ -56,28 +63,49 @@ def dro(
 def off_policy_masked(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
     advantages: torch.Tensor,
     row: torch.Tensor,
     eps_clip_low: float,
     eps_clip_high: float,
-    max_kl: float = 0.1,
+    max_kl: float = 0.5,
 ) -> torch.Tensor:
-    """PPO's clip without stale failures (off-policy sequence mask of DeepSeek-V3.2, arXiv:2512.02556).
+    """PPO's clip without stale failures (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
 
-    loss = 0 in rows with A < 0 and mean over the row of (l_old - l) > max_kl; else `regular`
+    loss = 0 in rows with A < 0 and mean over the row of (l_roll - l) > max_kl; else `regular`
+
+    The report gives no value for max_kl. Add importance weights with `loss.tis_ratio_type = "token"`:
+    a loss that takes `rollout_logprobs` has none by default.
     """
     ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
     clipped = ratio.clamp(1 - eps_clip_low, 1 + eps_clip_high)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
-    is_stale = _row_means((old_logprobs - logprobs).detach(), row) > max_kl
+    is_stale = _row_means((rollout_logprobs - logprobs).detach(), row) > max_kl
     return torch.where(is_stale & (advantages < 0), 0 * losses, losses)
 
 
-def length_weighted(row: np.ndarray, num_rows: int) -> np.ndarray:
-    """Reduction that does not divide by a row's length; with `gspo`, long rows count as much a token.
+def vespo(
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    row: torch.Tensor,
+    powers: tuple[float, float] = (2.0, 3.0),
+    decays: tuple[float, float] = (3.0, 2.0),
+) -> torch.Tensor:
+    """VESPO (arXiv:2602.10693): a smooth weight of the row's ratio in place of a clip.
 
-    weight = 1 / rows
+    W = exp(sum over the row of l - l_roll);  loss = -sg(W^k exp(decay (1 - W))) A l
+
+    k and decay are the first of `powers` and `decays` where A >= 0, and the second where A < 0.
     """
+    log_ratio = _row_sums((logprobs - rollout_logprobs).detach(), row).clamp(-20, 20)
+    is_better = advantages >= 0
+    k, decay = (torch.where(is_better, *map(logprobs.new_tensor, v)) for v in (powers, decays))
+    return -(k * log_ratio + decay * (1 - log_ratio.exp())).exp() * advantages * logprobs
+
+
+def length_weighted(row: np.ndarray, num_rows: int) -> np.ndarray:
+    """LUSPO (arXiv:2602.05261): with `gspo`, each row's loss times its length: weight = 1 / rows."""
     return np.full(len(row), 1 / num_rows)
 
 

@@ -58,6 +58,13 @@ def version_path(dataset: str, name: str) -> Path:
     return Path(f"{dataset.rstrip('/')}.rewards") / f"{name}.arrow"
 
 
+def is_version(dataset: str, name: str) -> bool:
+    """True if the dataset has a version of this name."""
+    return bool(
+        _NAME.fullmatch(name) and Path(dataset).is_dir() and version_path(dataset, name).exists()
+    )
+
+
 def digests(frame: pl.LazyFrame) -> pl.DataFrame:
     """Return trajectory_id and a digest of the rows of each trajectory, in no order.
 

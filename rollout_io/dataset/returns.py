@@ -60,6 +60,18 @@ def earned_reward(frame: pl.LazyFrame, outcome: Outcome) -> pl.Expr:
     return pl.when(joined(frame)).then(earned).otherwise(reward)
 
 
+def metric_of(frame: pl.LazyFrame, name: str) -> pl.Expr:
+    """Select an environment metric of each row; of a merged row, that of the last step with it."""
+    if "metrics" not in frame.collect_schema():
+        return pl.lit(None, pl.Float64)
+    entries = pl.col("metrics")
+    if has_segment(frame, "metrics"):
+        inner = pl.col("segments").list.eval(pl.element().struct.field("metrics").list.explode())
+        entries = pl.when(joined(frame)).then(inner).otherwise(entries)
+    field = pl.element().struct.field
+    return entries.list.eval(field("value").filter(field("key") == name)).list.last()
+
+
 def fold_return(earned: pl.Expr, outcome: Outcome) -> pl.Expr:
     """Combine `earned_reward` of a trajectory's rows into its return; null if a part is null."""
     if outcome == "last":

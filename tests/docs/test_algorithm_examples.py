@@ -14,7 +14,7 @@ from trainer.config.functions import KINDS, find
 
 DRAW = np.random.default_rng(0)
 ROW = np.array([0, 0, 0, 1, 1, 2])
-OLD, NEW = -DRAW.random(6) * 2, -DRAW.random(6) * 2
+OLD, NEW, ROLLOUT = (-DRAW.random(6) * 2 for _ in range(3))
 A = np.array([0.7, 0.7, 0.7, -1.2, -1.2, 0.4])
 
 
@@ -23,7 +23,7 @@ def losses(function, **keys):
     new = torch.tensor(NEW, requires_grad=True)
     given = {"logprobs": new, "old_logprobs": torch.tensor(OLD), "advantages": torch.tensor(A)}
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    given["row"] = torch.tensor(ROW)
+    given |= {"row": torch.tensor(ROW), "rollout_logprobs": torch.tensor(ROLLOUT)}
     found = function(**{n: v for n, v in given.items() if n in names}, **keys)
     assert found.dtype == torch.float64
     found.sum().backward()
@@ -52,12 +52,23 @@ def test_gpg_and_dro_are_their_equations():
 
 def test_stale_failures_are_masked_and_nothing_else():
     keys = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
-    far = float((OLD - NEW)[3:5].mean())
+    far = float((ROLLOUT - NEW)[3:5].mean())
     whole = losses(EXAMPLES.off_policy_masked, max_kl=far + 0.01, **keys)[0]
     masked = losses(EXAMPLES.off_policy_masked, max_kl=far - 0.01, **keys)[0]
     assert (masked[3:5] == 0).all()
     assert (masked[[0, 1, 2, 5]] == whole[[0, 1, 2, 5]]).all()
     assert (whole[3:5] != 0).all()
+
+
+def test_vespo_weighs_rows_by_their_whole_ratio():
+    found, gradient = losses(EXAMPLES.vespo, powers=(1.5, 0.5), decays=(0.7, 2.5))
+    for r in range(3):
+        at = np.flatnonzero(r == ROW)
+        ratio = prod(exp(NEW[t] - ROLLOUT[t]) for t in at)
+        k, decay = (1.5, 0.7) if A[at[0]] >= 0 else (0.5, 2.5)
+        weight = ratio**k * exp(decay * (1 - ratio))
+        assert gradient[at] == pytest.approx(-weight * A[at])
+        assert found[at] == pytest.approx(-weight * A[at] * NEW[at])
 
 
 def test_pass_at_k_is_the_mean_over_all_sets_of_k():
@@ -91,7 +102,7 @@ def test_each_example_is_in_the_table_and_is_accepted():
     page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
     section = page.partition("### Algorithms of other trainers")[2].partition("\n### ")[0]
     loss, estimator, reduction = KINDS
-    kinds = dict.fromkeys(("gmpo", "gpg", "dro", "off_policy_masked"), loss)
+    kinds = dict.fromkeys(("gmpo", "gpg", "dro", "off_policy_masked", "vespo"), loss)
     kinds |= {"pass_at_k": estimator, "opo": estimator, "length_weighted": reduction}
     for name, kind in kinds.items():
         assert f"`{name}`" in section

@@ -51,8 +51,8 @@ def by_trajectory(rows: list[Step]) -> dict[str, list[Step]]:
 
 def masks_and_returns(
     trajectories: dict[str, list[Step]], c: Settings
-) -> tuple[set[str], dict[str, float]]:
-    """Trajectories that do not train, and the returns of those that did not fail."""
+) -> tuple[set[str], dict[str, Any]]:
+    """Trajectories that do not train, and the returns of those that did not fail (gdpo: rewards)."""
     failed = {t for t, steps in trajectories.items() if any(s["error"] for s in steps)}
     group_of = {t: steps[0]["instance_id"] for t, steps in trajectories.items()}
     masked = set(failed)
@@ -61,7 +61,7 @@ def masks_and_returns(
     sizes: dict[str, int] = {}
     for group in group_of.values():
         sizes[group] = sizes.get(group, 0) + 1
-    compares = c["estimator"] in ("grpo", "rloo", "maxrl")
+    compares = c["estimator"] in ("grpo", "rloo", "maxrl", "gdpo")
     if c["partial_groups"] == "mask" and compares and c["policy_loss_type"] != "cross_entropy":
         masked |= {t for t in trajectories if sizes[group_of[t]] != max(sizes.values())}
     returns = {}
@@ -69,11 +69,21 @@ def masks_and_returns(
         if t not in failed:
             last, total = steps[-1]["reward"], sum(s["reward"] for s in steps)
             returns[t] = last if c["outcome"] == "last" else total
+            if c["estimator"] == "gdpo":
+                returns[t] = [metric(steps, name) for name in c["reward_weights"]]
     return masked, returns
 
 
+def metric(steps: list[Step], name: str) -> float:
+    for step in reversed(steps):
+        for entry in step.get("metrics") or ():
+            if entry["key"] == name:
+                return float(entry["value"])
+    raise AssertionError(name)
+
+
 def varies(
-    group: str, trajectories: dict[str, list[Step]], masked: set[str], returns: dict[str, float]
+    group: str, trajectories: dict[str, list[Step]], masked: set[str], returns: dict[str, Any]
 ) -> bool:
     """Whether a group has not several trained trajectories, all of one return."""
     inside = [t for t in returns if trajectories[t][0]["instance_id"] == group]

@@ -76,7 +76,7 @@ def run(
     rows: list[Step], model: Any, reference: Any, settings: Settings
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights after a run over steps, one a row of the dataset, in order; `Adam.faint`."""
-    c = DEFAULTS | settings
+    c = DEFAULTS | {"batch_normalize": settings.get("estimator") == "gdpo"} | settings
     policy = copy.deepcopy(model).double()
     policy.set_attn_implementation("eager")
     frozen = copy.deepcopy(reference).double()
@@ -177,6 +177,8 @@ def estimate(
             after = coef * (1 + error * len(trajectories) / c["kl_horizon"])
     if c["estimator"] in ("reinforce++", "gae"):
         along_chains(trajectories, tokens, charges, c)
+    elif c["estimator"] == "gdpo":
+        from_several_rewards(trajectories, masked, returns, tokens, c)
     else:
         from_returns(trajectories, masked, returns, tokens, charges, c)
     if c["batch_normalize"]:
@@ -184,6 +186,25 @@ def estimate(
         for t in tokens:
             t.advantage = (t.advantage - mean) / math.sqrt(max(variance, 1e-8))
     return after
+
+
+def from_several_rewards(
+    trajectories: dict[str, list[Step]],
+    masked: set[str],
+    rewards: dict[str, Any],
+    tokens: list[Token],
+    c: Settings,
+) -> None:
+    for token in tokens:
+        own = [t for t, steps in trajectories.items() if steps[0]["instance_id"] == token.group]
+        token.advantage = 0.0
+        for k, weight in enumerate(c["reward_weights"].values()):
+            group = [rewards[t][k] for t in own if t in rewards and t not in masked]
+            mean = sum(group) / len(group)
+            if max(group) > min(group):
+                variance = sum((r - mean) ** 2 for r in group) / (len(group) - 1)
+                centred = rewards[token.trajectory][k] - mean
+                token.advantage += weight * centred / (math.sqrt(variance) + 1e-6)
 
 
 def from_returns(

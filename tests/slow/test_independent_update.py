@@ -41,6 +41,8 @@ FACTORS: dict[str, list[Settings]] = {
         {"estimator": "grpo", "batch_normalize": True},
         {"estimator": "rloo"},
         {"estimator": "maxrl"},
+        {"estimator": "gdpo", "reward_weights": {"a": 1.0, "b": -0.3}},
+        {"estimator": "gdpo", "reward_weights": {"b": 2.0}, "batch_normalize": False},
         {"estimator": "reinforce++", "gamma": 0.9},
         {"estimator": "gae", "gamma": 0.95, "gae_lambda": 0.9,
          "critic_learning_rate": 1e-2},
@@ -106,6 +108,8 @@ def is_allowed(settings: Settings) -> bool:
     anchored |= settings.get("cispo_anchor") == "rollout"
     masks = any("threshold" in key or "mask_metric" in key for key in settings)
     if anchored and settings.get("tis_ratio_type") is not None:
+        return False
+    if settings["estimator"] == "gdpo" and settings.get("kl_reward_coef"):
         return False
     if settings["policy_loss_type"] == "cross_entropy":
         charged = settings.get("kl_reward_coef")
@@ -204,6 +208,9 @@ def some_steps(model: Any, *, mixed: bool) -> list[Settings]:
             if group == 5:
                 for row in steps:
                     row |= {"reward": float(row["is_last_step"]), "rewards": None}
+            for row in steps[rng.randrange(len(steps)) :]:
+                values = {"a": rng.choice([0.0, 1.0]), "b": 1.0 if group == 3 else rng.gauss(5, 2)}
+                row["metrics"] = [{"key": key, "value": value} for key, value in values.items()]
             rows += steps
     return rows
 

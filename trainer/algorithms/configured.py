@@ -120,14 +120,19 @@ def reduction_weights(units: Units, reduction: Function) -> FloatArray:
 
 
 def advantages_of_returns(
-    returns: FloatArray, group_index: IntArray, estimator: Function
+    returns: FloatArray,
+    group_index: IntArray,
+    estimator: Function,
+    separate: FloatArray | None = None,
 ) -> FloatArray:
-    """Estimate the advantages of n trajectories from their returns.
+    """Estimate the advantages of n trajectories from their returns, or from separate rewards.
 
     Args:
         returns: [n] float64, finite.
         group_index: [n] int64 group of each trajectory, 0..num_groups-1.
         estimator: The run's `advantage.estimator`.
+        separate: [n, K] float64, finite: the rewards that `advantage.reward_weights` names; None for
+            an estimator that does not take them.
 
     Returns:
         [n] float64.
@@ -135,7 +140,7 @@ def advantages_of_returns(
     Raises:
         InputError: A user's estimator fails, or its result is invalid.
     """
-    given = {"returns": returns, "group_index": group_index}
+    given = {"returns": returns, "separate_rewards": separate, "group_index": group_index}
     return _estimated(given, len(returns), "advantage of each trajectory", estimator)[0]
 
 

@@ -51,9 +51,9 @@ class PolicyLoss(Protocol):
 
 
 class AdvantageEstimator(Protocol):
-    """Signature of an `advantage.estimator` function, which takes either `returns` or `rewards`.
+    """Signature of an `advantage.estimator` function, which takes `returns`, `separate_rewards` or `rewards`.
 
-    An estimator that takes `returns` is called with all trained trajectories of the dataset. With
+    An estimator that takes `returns` or `separate_rewards` is called with all trained trajectories of the dataset. With
     `loss.kl_reward_coef`, it is called again with the groups of each batch, so an advantage may depend
     only on the trajectory's group. The advantage applies to every trained token of the trajectory.
     An estimator that takes `rewards` is called for each batch (`groups_per_batch` groups) with its
@@ -61,6 +61,8 @@ class AdvantageEstimator(Protocol):
 
     Args:
         returns: [n] float64, finite: return of each trajectory (`outcome`).
+        separate_rewards: [n, K] float64, finite: the rewards that `advantage.reward_weights` names,
+            of each trajectory.
         rewards: [N] float64, finite: reward of each trained token.
         group_index: [n] or [N] int64, from 0 without gaps: group of each trajectory or token. A
             group consists of the trajectories of one `instance_id`. `partial_groups` applies to

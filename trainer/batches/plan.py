@@ -8,15 +8,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+import polars.selectors as cs
 
-from pipelines.rewards import are_equal, trajectory_returns
+from pipelines.rescoring.versions import is_version, with_version
+from pipelines.rewards import are_equal, fold_trajectories, trajectory_returns
+from rollout_io.dataset.returns import metric_of
 from schemas.error_ids import fix_of
 from schemas.errors import InputError, InvariantError, first_of
-from schemas.metadata import Outcome
 from trainer.algorithms.configured import advantages_of_returns
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.sections import BatchConfig
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import Sections, TrainConfig
+
+SEPARATE = "reward "
+"""Prefix of the columns with separate rewards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +48,31 @@ class Plan:
     num_partial_groups: int = 0
 
 
-def dataset_returns(rollouts: pl.LazyFrame, outcome: Outcome | None) -> pl.DataFrame:
-    """Compute the input of `make_plan`: one row per trajectory, with the return to maximise."""
-    return trajectory_returns(rollouts, outcome or "last").collect()
+def dataset_returns(rollouts: pl.LazyFrame, config: Sections) -> pl.DataFrame:
+    """Compute the input of `make_plan`: one row per trajectory, with the return to maximise.
+
+    A column for each of the `separate_rewards` of the estimator follows.
+
+    Raises:
+        InputError: `reward_version`: a trajectory is not scored in one of these versions.
+    """
+    names, path = config.advantage.separate_rewards, config.data.dataset
+    versions = [name for name in names if is_version(path, name)]
+    metrics = {SEPARATE + n: metric_of(rollouts, n) for n in names if n not in versions}
+    features = {name: (row, last_known) for name, row in metrics.items()}
+    found = fold_trajectories(rollouts, config.data.outcome or "last", features)
+    for name in versions:
+        scores = trajectory_returns(with_version(rollouts, path, name)).select(
+            "trajectory_id", pl.col("return").alias(SEPARATE + name), unscored="error"
+        )
+        found = found.join(scores, on="trajectory_id", how="left", maintain_order="left")
+        found = found.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")
+    return found.collect()
+
+
+def last_known(values: pl.Expr) -> pl.Expr:
+    """Fold the values of a trajectory's rows into the last one that is not null."""
+    return values.drop_nulls().last()
 
 
 def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
@@ -56,7 +83,7 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
     turns or failures. The last mini-batch and the last batch may be smaller.
 
     Args:
-        returns: instance_id, trajectory_id, return, error: one row per trajectory.
+        returns: From `dataset_returns`.
         config: Configuration of the run.
 
     Raises:
@@ -66,17 +93,19 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
             estimator fails.
     """
     data, batch = config.data, config.batch
+    separate = [SEPARATE + name for name in config.advantage.separate_rewards]
     if not config.loss.is_supervised:
-        _check_outcomes(returns)
+        for name in ("return", *separate):
+            _check_outcomes(returns, name)
     failed = pl.col("error").is_not_null()
     masked = failed.any().over("instance_id") if data.failed == "group" else failed
     group_size, partial = _partial_groups(returns, config)
     if data.partial_groups == "mask":
         masked = masked | pl.col("instance_id").is_in(partial)
     trajectories = returns.select(
-        "instance_id", "trajectory_id", "return", failed=failed, trains=~masked
+        "instance_id", "trajectory_id", "return", *separate, failed=failed, trains=~masked
     )
-    constant = _groups_without_variance(trajectories)
+    constant = _groups_without_variance(trajectories, separate or ["return"])
     if data.drop_zero_variance_groups:
         trajectories = trajectories.filter(~pl.col("instance_id").is_in(constant))
     elif data.mask_zero_variance_groups:
@@ -100,7 +129,7 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         trajectories=trajectories.with_columns(
             trajectory_advantages(trajectories, trajectory_estimator(config)),
             mini_batch.alias("mini_batch"),
-        ),
+        ).drop(separate),
         batches=tuple(split(groups, batch.groups_per_batch)),
         num_groups_without_variance=len(constant),
         group_size=group_size,
@@ -141,22 +170,22 @@ def _partial_groups(returns: pl.DataFrame, config: TrainConfig) -> tuple[int, li
     return size, partial["instance_id"].to_list()
 
 
-def _check_outcomes(returns: pl.DataFrame) -> None:
-    known = pl.col("return").is_not_null() & pl.col("return").is_finite()
+def _check_outcomes(returns: pl.DataFrame, name: str) -> None:
+    known = pl.col(name).is_not_null() & pl.col(name).is_finite()
     unknown = returns.filter(pl.col("error").is_null() & ~known)
     if len(unknown):
-        value = unknown["return"][0]
+        value = unknown[name][0]
         raise InputError(
             "unknown_outcome",
             first_of(f"trajectory {unknown['trajectory_id'][0]!r}", len(unknown)),
-            f"its return is {'unknown' if value is None else value}, and it has no `error`",
+            f"its {name} is {'unknown' if value is None else value}, and it has no `error`",
             hint=fix_of("unknown_outcome"),
         )
 
 
-def _groups_without_variance(trajectories: pl.DataFrame) -> list[str]:
+def _groups_without_variance(trajectories: pl.DataFrame, rewards: Sequence[str]) -> list[str]:
     groups = trajectories.filter("trains").group_by("instance_id", maintain_order=True)
-    spread = groups.agg(constant=are_equal(pl.col("return")))
+    spread = groups.agg(constant=pl.all_horizontal(are_equal(pl.col(name)) for name in rewards))
     return spread.filter("constant")["instance_id"].to_list()
 
 
@@ -168,9 +197,9 @@ def trajectory_estimator(config: TrainConfig) -> Function | None:
 
 
 def trajectory_advantages(trajectories: pl.DataFrame, estimator: Function | None) -> pl.Series:
-    """Compute the advantage of each trajectory from its return; 0 if it is excluded from training.
+    """Compute the advantage of each trajectory from its rewards; 0 if it is excluded from training.
 
-    `trajectories` has instance_id, return and trains of complete groups. Without an estimator, all
+    `trajectories` has instance_id, return, trains and separate rewards of complete groups. Without an estimator, all
     advantages are 0.
     """
     trains = trajectories["trains"].to_numpy()
@@ -179,7 +208,9 @@ def trajectory_advantages(trajectories: pl.DataFrame, estimator: Function | None
     advantages = np.zeros(len(trajectories))
     if estimator:
         _, group_index = np.unique(group, return_inverse=True)
-        advantages[trains] = advantages_of_returns(returns, group_index, estimator)
+        columns = trajectories.filter(trains).select(cs.starts_with(SEPARATE))
+        separate = np.array([column.to_numpy() for column in columns]).T
+        advantages[trains] = advantages_of_returns(returns, group_index, estimator, separate)
     return pl.Series("advantage", advantages)
 
 

@@ -14,7 +14,7 @@ from schemas.errors import InputError
 algorithm_option = click.option(
     "--algorithm",
     metavar="NAME",
-    help="Advantage estimator: grpo, rloo, maxrl, reinforce++, gae, or your module:function "
+    help="Advantage estimator: grpo, rloo, maxrl, gdpo, reinforce++, gae, or your module:function "
     "(advantage.estimator).",
 )
 

@@ -80,14 +80,15 @@ ADVANTAGE_ESTIMATOR = Kind(
     section="advantage",
     key="estimator",
     rule_id="advantage_estimator",
-    inputs=("returns", "rewards", "group_index", "trajectory", "values"),
-    needs_one_of=("returns", "rewards"),
+    inputs=("returns", "separate_rewards", "rewards", "group_index", "trajectory", "values"),
+    needs_one_of=("returns", "separate_rewards", "rewards"),
     exactly_one=True,
     module="trainer.algorithms.advantages",
     built_in={
         "grpo": ("outcome:grpo", "returns group_index"),
         "rloo": ("outcome:rloo", "returns group_index"),
         "maxrl": ("outcome:maxrl", "returns group_index"),
+        "gdpo": ("outcome:gdpo", "separate_rewards group_index"),
         "reinforce++": ("token:reinforce_plus_plus", "rewards trajectory"),
         "gae": ("token:whitened_gae", "rewards values trajectory"),
     },
@@ -216,9 +217,9 @@ def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -
         hint = found or f"name a parameter after one of the {known_inputs(kind)}"
         raise InputError(kind.rule_id, function.name, got, expected, hint)
     of_tokens = function.inputs & {"trajectory", "values"}
-    if kind is ADVANTAGE_ESTIMATOR and "returns" in function.inputs and of_tokens:
-        got = f"returns and {', '.join(sorted(of_tokens))}"
-        expected = "rewards instead of returns, because the other inputs have one element per token"
+    if kind is ADVANTAGE_ESTIMATOR and "rewards" not in function.inputs and of_tokens:
+        got = f"{', '.join(sorted(taken))} and {', '.join(sorted(of_tokens))}"
+        expected = f"rewards instead of {', '.join(taken)}, because the other inputs have one element per token"
         raise InputError(kind.rule_id, function.name, got, expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -64,7 +65,7 @@ class DataConfig:
     partial_groups: Literal["refuse", "mask", "train"] = "refuse"
     """What to do with a group whose size (including failed trajectories) differs from `group_size`:
     reject the run, mask the group, or train on it after a warning. Applies only to estimators that
-    compare the trajectories of a group (grpo, rloo, maxrl)."""
+    compare the trajectories of a group (grpo, rloo, maxrl, gdpo)."""
     images: Literal["refuse", "text"] = "refuse"
     """What to do with rows whose messages have images: reject the run, or train on the tokens alone
     (`text`), without the pictures that the model saw."""
@@ -128,13 +129,18 @@ class AdvantageConfig:
     """The section `[advantage]`: how advantages are estimated."""
 
     estimator: str = "grpo"
-    """How advantages are estimated: per trajectory, from its return (`grpo`, `rloo`, `maxrl`); per
-    token, from the reward of each step (`reinforce++`, `gae`); or by your own `module:function`:
-    see docs/algorithms.md."""
+    """How advantages are estimated: per trajectory, from its return (`grpo`, `rloo`, `maxrl`), or
+    from several rewards (`gdpo`); per token, from the reward of each step (`reinforce++`, `gae`); or
+    by your own `module:function`: see docs/algorithms.md."""
     normalize_by_std: bool = True
     """GRPO: whether to divide by the group's standard deviation, or only subtract the group's mean."""
-    batch_normalize: bool = False
-    """Normalise the advantages of each batch's trained tokens to mean 0 and variance 1."""
+    reward_weights: dict[str, float] = field(default_factory=dict)
+    """gdpo: table of the rewards to normalise separately, each with its weight:
+    `--set advantage.reward_weights.NAME=1`. A name is a reward version of the dataset (`rollouts
+    rescore`), or else an environment metric (`metrics`), of the last step that has it."""
+    batch_normalize: bool | None = None
+    """Normalise the advantages of each batch's trained tokens to mean 0 and variance 1. None: true for
+    gdpo."""
     gamma: Fraction = 1.0
     """reinforce++ and gae: discount per trained token; in [0, 1]."""
     gae_lambda: Fraction = 1.0
@@ -157,9 +163,26 @@ class AdvantageConfig:
         """True if the estimator uses values of a critic."""
         return "values" in self.inputs
 
+    @property
+    def separate_rewards(self) -> tuple[str, ...]:
+        """Names of the rewards that the estimator takes separately; empty for other estimators."""
+        return tuple(self.reward_weights) if "separate_rewards" in self.inputs else ()
+
+    @property
+    def normalizes_batch(self) -> bool:
+        """Resolved `batch_normalize`."""
+        return self.estimator == "gdpo" if self.batch_normalize is None else self.batch_normalize
+
     def __post_init__(self) -> None:
         check_functions(self, ADVANTAGE_ESTIMATOR)
-        check_section("advantage", self)
+        check_section("advantage", self, self._breaches())
+
+    def _breaches(self) -> Iterator[Breach]:
+        keys, got = "reward_weights and estimator", f"{self.reward_weights} and {self.estimator}"
+        if ("separate_rewards" in self.inputs) != bool(self.reward_weights):
+            yield keys, got, "rewards with weights for gdpo, and none for other estimators"
+        elif not all(map(math.isfinite, self.reward_weights.values())):
+            yield "reward_weights", str(self.reward_weights), "finite weights"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

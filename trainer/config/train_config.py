@@ -106,6 +106,10 @@ class Sections:
                 "gae, or a custom estimator that takes `values`",
             )
             raise ConfigError("config_value", keys, advantage.estimator, expected)
+        if loss.kl_reward_coef and advantage.separate_rewards:
+            keys, got = "loss.kl_reward_coef and advantage.estimator", advantage.estimator
+            expected = "kl_loss_coef, because separate rewards have no return to subtract it from"
+            raise ConfigError("config_value", keys, got, expected)
         if loss.is_supervised and advantage.needs_critic:
             keys, got = (
                 "loss.policy_loss_type and advantage.estimator",
@@ -218,15 +222,15 @@ def save_config(config: TrainConfig, path: Path) -> None:
 def resolved(config: AnySections) -> AnySections:
     """Resolve keys that are None.
 
-    `outcome` and `merge_rule` follow from the dataset, if there is one, `dtype` from the device, and
-    `learning_rate` from the method.
+    `outcome` and `merge_rule` follow from the dataset, if there is one, `dtype` from the device,
+    `batch_normalize` from the estimator, and `learning_rate` from the method.
 
     Raises:
         RolloutError: The dataset cannot be read.
     """
     from rollout_io.dataset.returns import dataset_outcome
 
-    data, batch, model = config.data, config.batch, config.model
+    data, batch, model, advantage = config.data, config.batch, config.model, config.advantage
     rule = batch.merge_rule
     if data.dataset and batch.sequence_layout == "merge" and rule is None:
         rule = "keep" if _was_merged(data.dataset) else "lineage"
@@ -235,6 +239,7 @@ def resolved(config: AnySections) -> AnySections:
         config,
         data=dataclasses.replace(data, outcome=outcome),
         batch=dataclasses.replace(batch, merge_rule=rule),
+        advantage=dataclasses.replace(advantage, batch_normalize=advantage.normalizes_batch),
         model=dataclasses.replace(model, dtype=model.dtype or default_dtype()),
         optimizer=dataclasses.replace(config.optimizer, learning_rate=config.learning_rate),
     )

@@ -200,7 +200,7 @@ class Collector:
         if not training.data.drop_zero_variance_groups:
             return False
         rows = pl.concat(map(_outcomes, tables.values()), how="diagonal_relaxed")
-        returns = dataset_returns(rows.lazy(), training.data.outcome)
+        returns = dataset_returns(rows.lazy(), training)
         data = dataclasses.replace(training.data, drop_zero_variance_groups=False)
         plan = make_plan(returns, dataclasses.replace(training, data=data))
         return plan.num_groups_without_variance > 0
@@ -213,8 +213,8 @@ class Collector:
 
 
 def _outcomes(table: pa.Table) -> pl.DataFrame:
-    """Select the columns from which returns are computed."""
-    unused = [name for name in UNUSED_COLUMNS if name in table.column_names]
+    """Select the columns from which returns and separate rewards are computed."""
+    unused = [n for n in UNUSED_COLUMNS if n in table.column_names and n != "metrics"]
     return pl.DataFrame(table.drop_columns(unused))
 
 

@@ -24,8 +24,8 @@ from trainer.config.train_config import TrainConfig
 def estimate(batch: Batch, advantage: AdvantageConfig, *, is_supervised: bool = False) -> Batch:
     """Estimate the advantages of a complete batch: `advantages`, `raw_advantages`, `value_targets`.
 
-    Estimators of token rewards (gae, reinforce++) run here. Those of a trajectory's return (grpo,
-    rloo, maxrl) ran in `trainer.batches.plan`, which knows whole groups; their result passes. Means
+    Estimators of token rewards (gae, reinforce++) run here. Those of a trajectory (grpo, rloo,
+    maxrl, gdpo) ran in `trainer.batches.plan`, which knows whole groups; their result passes. Means
     and variances are over all trained tokens of the batch, independent of mini-batches and
     micro-batches. If the loss uses no advantages (`is_supervised`), all are 1.
 
@@ -35,7 +35,7 @@ def estimate(batch: Batch, advantage: AdvantageConfig, *, is_supervised: bool = 
     at = torch.from_numpy(batch.chains.slots)
     values = None if batch.values is None else batch.values[at].numpy().astype(np.float64)
     raw, targets = _along_chains(batch, advantage, values)
-    advantages = batch_normalize(raw) if advantage.batch_normalize else raw
+    advantages = batch_normalize(raw) if advantage.normalizes_batch else raw
 
     def spread(per_target: FloatArray, fill: float) -> Tensor:
         tokens = torch.full((len(batch.trains),), fill)

@@ -144,7 +144,7 @@ def _find(
 def _plan(config: TrainConfig) -> tuple[pl.LazyFrame, Plan, pl.DataFrame]:
     """Return the rows of the dataset, their plan, and their index (`index_rows`)."""
     rollouts = scan_rows(config)
-    plan = make_plan(dataset_returns(rollouts, config.data.outcome), config)
+    plan = make_plan(dataset_returns(rollouts, config), config)
     return rollouts, plan, index_rows(rollouts, imitates=config.loss.is_supervised)
 
 

@@ -15,6 +15,7 @@ from trainer.algorithms.advantages import (
     batch_normalize,
     discounted_returns,
     gae,
+    gdpo,
     grpo,
     maxrl,
     rloo,
@@ -115,6 +116,40 @@ def test_outcome_estimators_are_the_formulas_one_trajectory_at_a_time(
         divided = (value - mean) / (size + 1e-6)
         assert found["rloo"][i] == pytest.approx(left_out, rel=1e-9, abs=1e-9)
         assert found["maxrl"][i] == pytest.approx(divided, rel=1e-9, abs=1e-6)
+
+
+PAIRS_OF_REWARDS = st.lists(
+    st.tuples(st.floats(-100, 100), st.sampled_from([0.0, 0.1, 1.0]), st.integers(0, 3)),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(PAIRS_OF_REWARDS, st.tuples(st.floats(-2, 2), st.floats(-2, 2)))
+def test_gdpo_is_the_sum_of_the_rewards_normalised_one_by_one(
+    trajectories: list[tuple[float, float, int]], weights: tuple[float, float]
+) -> None:
+    rewards = np.array([pair for *pair, _ in trajectories])
+    _, group = np.unique([g for *_, g in trajectories], return_inverse=True)
+    found = gdpo(rewards, group, reward_weights=dict(zip("ab", weights, strict=True)))
+    for i, own in enumerate(group):
+        total = 0.0
+        for k, weight in enumerate(weights):
+            values = [r[k] for r, g in zip(rewards.tolist(), group, strict=True) if g == own]
+            if len(values) > 1 and max(values) > min(values):
+                mean = sum(values) / len(values)
+                variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
+                total += weight * (rewards[i][k] - mean) / (variance**0.5 + 1e-6)
+        assert found[i] == pytest.approx(total, rel=1e-6, abs=1e-9)
+
+
+def test_gdpo_tells_apart_what_grpo_of_the_sum_does_not() -> None:
+    group, weights = np.zeros(2, int), {"correct": 1.0, "format": 1.0}
+    both, one = np.array([[0.0, 0.0], [1.0, 1.0]]), np.array([[0.0, 0.0], [1.0, 0.0]])
+    collapsed = [grpo(rewards.sum(axis=1), group) for rewards in (both, one)]
+    assert collapsed[0] == pytest.approx(collapsed[1], rel=1e-5)
+    separate = [gdpo(rewards, group, reward_weights=weights) for rewards in (both, one)]
+    assert separate[0] == pytest.approx(2 * separate[1], rel=1e-5)
 
 
 def test_discounted_returns_of_the_documented_example() -> None:

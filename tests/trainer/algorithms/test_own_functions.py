@@ -399,7 +399,7 @@ def test_a_reduction_gets_its_arrays_by_name(rows: list[int]) -> None:
         ),
         ({"policy_loss_type": own(positional)}, "cannot be passed by name", None),
         ({"policy_loss_type": own(variadic)}, "cannot be passed by name", None),
-        ({"estimator": own(both)}, "exactly one of returns, rewards", None),
+        ({"estimator": own(both)}, "exactly one of returns, separate_rewards, rewards", None),
         ({"estimator": own(mixed)}, "found returns and values; expected rewards", None),
         ({"reduction": own(centred)}, "at least one of num_targets, row", None),
         ({"estimator": own(centred), "critic_model": "c"}, "that takes `values`", None),

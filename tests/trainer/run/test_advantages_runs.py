@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ import torch
 import pipelines
 import rollout_io
 import trainer
+from pipelines.rescoring.versions import SCHEMA, digests, version_path, write_version
+from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
+from tests.conftest import ROOT
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     group_rows,
@@ -23,11 +28,16 @@ from tests.helpers.trainer_helpers import (
     two_step_trajectory,
     write_dataset,
 )
-from trainer.batches.plan import make_plan
-from trainer.config.train_config import load_config
+from trainer.batches.plan import dataset_returns, make_plan
+from trainer.config.train_config import load_config, resolved
 from trainer.models.critic import Critic, load_critic
+from trainer.run.checks import scan_rows
 
-ESTIMATORS = ["grpo", "rloo", "maxrl", "reinforce++", "gae"]
+ESTIMATORS = ["grpo", "rloo", "maxrl", "gdpo", "reinforce++", "gae"]
+SEPARATE: dict[str, Any] = {
+    "estimator": "gdpo",
+    "reward_weights": {"correct": 1.0, "format/length": 0.5},
+}
 PATHS = ["data.dataset=ds", "model.path=m", "run.out=o"]
 
 
@@ -49,9 +59,17 @@ def critic_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def rewarded_rows(num_groups: int = 3, **values: Any) -> list[dict[str, Any]]:
     """Groups of four trajectories of two steps, of which the first earns too."""
     rows = group_rows(num_groups, (1.0, 0.0, 0.0, 1.0), **values)
-    for first in rows[::2]:
+    for first, last in zip(rows[::2], rows[1::2], strict=True):
         first["reward"] = 0.25 * first["repetition_id"]
+        scores = {"correct": first["repetition_id"] // 2, "format/length": 1e-3 * last["reward"]}
+        # Metrics of the last step count; of a metric that it lacks, those of the step before.
+        first["metrics"] = entries({"correct": 9.0, "format/length": scores["format/length"]})
+        last["metrics"] = entries({"correct": scores["correct"], "turns": 2.0})
     return rows
+
+
+def entries(values: dict[str, float]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": value} for key, value in values.items()]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +79,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run(dataset: str, model: str, out: Path, **settings: Any) -> Any:
     defaults = {"tokens_per_micro_batch": 64, "weight_decay": 0.0, "learning_rate": 1e-3}
+    defaults |= SEPARATE if settings.get("estimator") == "gdpo" else {}
     config = train_config(dataset=dataset, model=model, out=str(out), **(defaults | settings))
     return trainer.train(config)
 
@@ -121,6 +140,111 @@ def test_merged_dataset_trains_gae_as_its_steps_do(
     ]
     for name in ("loss", "grad_norm", "critic/critic_loss", "critic/values_mean"):
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-4), name
+
+
+def test_gdpo_takes_metrics_of_steps_and_of_merged_rows_alike(
+    dataset: str, model: str, tmp_path: Path
+) -> None:
+    merged = pipelines.merge(rollout_io.scan(dataset)).collect().to_arrow()
+    assert merged.num_rows < rollout_io.read(dataset).num_rows
+    with rollout_io.RolloutWriter(tmp_path / "merged") as writer:
+        writer.write(merged)
+    correct, form = np.array([0.0, 0.0, 1.0, 1.0]), np.array([1.0, 0.0, 0.0, 1.0]) * 1e-3
+    parts = [(r - r.mean()) / (r.std(ddof=1) + 1e-6) * w for r, w in ((correct, 1.0), (form, 0.5))]
+    for path in (dataset, str(tmp_path / "merged")):
+        config = resolved(train_config(dataset=path, model=model, out="o", **SEPARATE))
+        assert config.advantage.batch_normalize
+        plan = make_plan(dataset_returns(scan_rows(config), config), config)
+        found = plan.trajectories.filter(instance_id="g1")["advantage"].to_list()
+        assert found == pytest.approx(sum(parts).tolist(), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_gdpo_trains_on_reward_versions_as_on_metrics(
+    dataset: str, model: str, tmp_path: Path
+) -> None:
+    rows = rollout_io.scan(dataset)
+    own = tmp_path / "ds"
+    with rollout_io.RolloutWriter(own) as writer:
+        writer.write(rows.drop("metrics").collect().to_arrow())
+    scores = digests(rollout_io.scan(own)).sort("trajectory_id")
+    repetition = scores["trajectory_id"].str.slice(-1).cast(pl.Int64)
+    values = {"correct": repetition // 2, "form": 1e-3 * repetition.is_in([0, 3])}
+    for name, value in values.items():
+        table = scores.with_columns(reward=value.cast(pl.Float64), error=pl.lit(None, pl.String))
+        write_version(version_path(str(own), name), table.select(*SCHEMA), {})
+    weights = {"correct": 1.0, "form": 0.5}
+    found = [
+        run(dataset, model, tmp_path / "a", estimator="gdpo"),
+        run(str(own), model, tmp_path / "b", estimator="gdpo", reward_weights=weights),
+    ]
+    for name in ("loss", "grad_norm", "loss/avg_raw_advantages_abs"):
+        assert found[0].metrics[name] == pytest.approx(found[1].metrics[name], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_for_several_rewards_trains(
+    dataset: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    (command,) = re.findall(
+        r"\n    rollouts (train [^`]*?--algorithm gdpo.*?)\n\n", page, re.DOTALL
+    )
+    paths = {"DS": dataset, "DIR": model, "RUN": "run"}
+    words = [paths.get(word, word) for word in command.replace("\\\n", "").split()]
+    monkeypatch.chdir(tmp_path)
+    assert main([word.replace(".format=", '."format/length"=') for word in words]) == 0
+    assert metrics_of(tmp_path / "run")[0]["grad_norm"] > 0
+
+
+def test_gdpo_keeps_groups_that_differ_in_one_reward_alone_and_refuses_unknown_ones(
+    model: str, tmp_path: Path
+) -> None:
+    rows = rewarded_rows(2)
+    for row in rows:
+        row["reward"] = 1.0
+        if row["instance_id"] == "g1":
+            row["metrics"] = entries({"correct": 1.0, "format/length": 0.0})
+    dataset = write_dataset(tmp_path / "ds", rows)
+    dropping = {"drop_zero_variance_groups": True, "max_updates": 1}
+    result = run(dataset, model, tmp_path / "run", estimator="gdpo", **dropping)
+    assert result.num_trained_groups == 1
+    unknown = {"correct": 1.0, "speed": 1.0}
+    with pytest.raises(RolloutError, match=r"its reward speed is unknown.*\[unknown_outcome\]"):
+        run(dataset, model, tmp_path / "no", estimator="gdpo", reward_weights=unknown)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"estimator": "gdpo"}, "reward_weights and advantage.estimator"),
+        ({"reward_weights": {"a": 1.0}}, "reward_weights and advantage.estimator"),
+        ({"estimator": "gdpo", "reward_weights": {"a": math.nan}}, "reward_weights"),
+        ({**SEPARATE, "kl_reward_coef": 0.1}, "kl_reward_coef and advantage.estimator"),
+    ],
+)
+def test_separate_rewards_are_named_for_gdpo_alone(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
+        train_config(dataset="d", model="m", out="o", **settings)
+
+
+@pytest.mark.slow
+def test_a_changed_separate_reward_is_another_dataset_for_resume(
+    model: str, tmp_path: Path
+) -> None:
+    rows = rewarded_rows(2)
+    dataset = write_dataset(tmp_path / "ds", rows)
+    settings = {"estimator": "gdpo", "groups_per_batch": 1, "groups_per_mini_batch": 1}
+    run(dataset, model, tmp_path / "run", max_updates=1, **settings)
+    rows[1]["metrics"][0]["value"] = 5.0
+    shutil.rmtree(dataset)
+    write_dataset(tmp_path / "ds", rows)
+    config = train_config(
+        dataset=dataset, model=model, out=str(tmp_path / "run"), max_updates=2,
+        tokens_per_micro_batch=64, weight_decay=0.0, learning_rate=1e-3, **(settings | SEPARATE)
+    )  # fmt: skip
+    with pytest.raises(RolloutError, match="resume_dataset"):
+        trainer.train(config, resume=True)
 
 
 @pytest.mark.slow

@@ -59,6 +59,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "clip_cov_lb": -1.0,
         "entropy_loss_coef": 0.01,
         "sequence_layout": "step",
+        "estimator": "gdpo",
+        "reward_weights": {"correct": 1.0, "short": 0.5},
     },
     "gae": GAE,
     "tree": {"sequence_layout": "tree"},
@@ -98,6 +100,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     rows += two_step_trajectory(rng, "alone", 0, 1.0, **sampled)
     failed = {"error": "timeout", "is_last_step": True, "rollout_logprobs": [-3.0]}
     rows.append(step("alonex", 0, 0, [1], [2], **failed))
+    for row in rows:
+        scores = {"correct": row["reward"] or 0.0, "short": float(rng.integers(3))}
+        row["metrics"] = [{"key": key, "value": value} for key, value in scores.items()]
     model = save_tiny_model(folder / "model", tie_word_embeddings=True)
     return {"dataset": write_dataset(folder / "ds", rows), "model": model}
 

@@ -7,6 +7,8 @@ needs two trajectories: a group of one has advantage 0 and no gradient (a run wa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -93,6 +95,38 @@ def maxrl(returns: FloatArray, group_index: IntArray) -> FloatArray:
     centred, counts = _centred(returns, group_index)
     size = np.bincount(group_index, np.abs(returns))[group_index] / counts
     return np.asarray(centred / (size + EPSILON))
+
+
+def gdpo(
+    separate_rewards: FloatArray, group_index: IntArray, *, reward_weights: Mapping[str, float]
+) -> FloatArray:
+    """Normalise several rewards separately: GDPO (arXiv:2601.05242).
+
+        A_i = sum over k of w_k (r_ik - mean_g(r_k)) / (std_g(r_k) + 1e-6)
+
+    Each reward is normalised like the return of `grpo`, so that a reward with a small spread counts as
+    much as one with a large spread, and (0, 2) differs from (0, 1). The third step of the method, over
+    the batch, is `advantage.batch_normalize`. The paper has no weights (w = 1).
+
+    Args:
+        separate_rewards: [n, K] float64, K rewards per trajectory; finite.
+        group_index: [n] group of each trajectory, 0..num_groups-1.
+        reward_weights: w, the weights of the K rewards, in order.
+
+    Returns:
+        [n] float64.
+
+    Example:
+        >>> gdpo(
+        ...     np.array([[1.0, 0.0], [0.0, 9.0]]),
+        ...     np.array([0, 0]),
+        ...     reward_weights={"a": 1, "b": 1},
+        ... )
+        array([0., 0.])
+    """
+    normalised = (grpo(one, group_index) for one in separate_rewards.T)
+    weighted = [w * a for w, a in zip(reward_weights.values(), normalised, strict=True)]
+    return np.asarray(np.sum(weighted, axis=0))
 
 
 def _centred(returns: FloatArray, group_index: IntArray) -> tuple[FloatArray, IntArray]:

@@ -61,7 +61,7 @@ def _read(run: Run, dataset: str) -> tuple[Batch, list[Forest], bool]:
     )
     config = resolved(config)
     rollouts = scan_rows(config)
-    plan = make_plan(dataset_returns(rollouts, config.data.outcome), config)
+    plan = make_plan(dataset_returns(rollouts, config), config)
     policy = run.whole_policy
     vocab_size = policy.model.get_input_embeddings().weight.shape[0]
     index = index_rows(rollouts, imitates=config.loss.is_supervised)
