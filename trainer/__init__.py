@@ -22,7 +22,6 @@ from schemas.lazy import exports  # noqa: E402
 if TYPE_CHECKING:
     from trainer.algorithms.advantages.token import CriticAdvantages
     from trainer.algorithms.losses.policy import TokenLoss
-    from trainer.algorithms.protocols import AdvantageEstimator, LossReduction, PolicyLoss
     from trainer.config.loss_config import LossConfig
     from trainer.config.sections import (
         AdvantageConfig,
@@ -38,15 +37,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdvantageConfig",
-    "AdvantageEstimator",
     "BatchConfig",
     "CriticAdvantages",
     "DataConfig",
     "LossConfig",
-    "LossReduction",
     "ModelConfig",
     "OptimizerConfig",
-    "PolicyLoss",
     "RunConfig",
     "TokenLoss",
     "TrainConfig",

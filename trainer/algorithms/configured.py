@@ -5,7 +5,6 @@ Built-in functions take arrays and numbers. Results of the user's own functions 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from schemas.errors import InputError
 from schemas.ragged import IntArray
 from trainer.algorithms.advantages.token import CriticAdvantages
 from trainer.algorithms.losses.covariance import (
@@ -98,8 +96,8 @@ def policy_loss(t: Targets, loss: Function) -> TokenLoss:
     """
     if loss.is_own and not len(t.logprobs):
         return TokenLoss(t.logprobs, torch.zeros_like(t.logprobs, dtype=torch.bool))
-    found = _call(loss, {name: getattr(t, name) for name in loss.inputs})
-    return _checked_loss(loss, found, t.logprobs) if loss.is_own else found
+    result = loss(lambda name: getattr(t, name))
+    return _checked_loss(loss, result, t.logprobs) if loss.is_own else result
 
 
 def reduction_weights(units: Units, reduction: Function) -> FloatArray:
@@ -113,10 +111,10 @@ def reduction_weights(units: Units, reduction: Function) -> FloatArray:
     """
     if reduction.is_own and not units.num_targets:
         return np.zeros(0)
-    found = _call(reduction, {name: getattr(units, name) for name in reduction.inputs})
+    weights = reduction(lambda name: getattr(units, name))
     if not reduction.is_own:
-        return np.asarray(found)
-    return _finite_array(reduction, found, units.num_targets, "weight of each target")
+        return np.asarray(weights)
+    return _checked(reduction, weights, units.num_targets, "weight of each target")
 
 
 def advantages_of_returns(
@@ -186,16 +184,16 @@ def _estimated(
     with_critic = "values" in estimator.inputs
     if estimator.is_own and not num:
         return np.zeros(0), np.zeros(0) if with_critic else None
-    found = _call(estimator, {name: arrays[name] for name in estimator.inputs})
+    result = estimator(arrays.__getitem__)
     if not estimator.is_own:
-        return (found.advantages, found.value_targets) if with_critic else (found, None)
+        return (result.advantages, result.value_targets) if with_critic else (result, None)
     if not with_critic:
-        return _finite_array(estimator, found, num, what), None
-    if not isinstance(found, CriticAdvantages):
+        return _checked(estimator, result, num, what), None
+    if not isinstance(result, CriticAdvantages):
         expected = "CriticAdvantages(advantages, value_targets), because it takes `values`"
-        raise _refused(estimator, f"a value of type {type(found).__name__}", expected)
-    targets = _finite_array(estimator, found.value_targets, num, "value of each trained token")
-    return _finite_array(estimator, found.advantages, num, what), targets
+        raise estimator.refused(f"a value of type {type(result).__name__}", expected)
+    targets = _checked(estimator, result.value_targets, num, "value of each trained token")
+    return _checked(estimator, result.advantages, num, what), targets
 
 
 def select(
@@ -221,128 +219,71 @@ def select(
     )
 
 
-def _call(function: Function, arrays: Mapping[str, Any]) -> Any:
-    """Call a function with its inputs and the values of its keys.
-
-    A user's function gets copies of the arrays and tensors, in case it modifies them.
-
-    Raises:
-        InputError: `{rule}_raised`: the user's function raised an exception (the message has the
-            location).
-    """
-    if not function.is_own:
-        return function.call(**arrays, **function.values)
-    given = {name: _copy(value) for name, value in arrays.items()}
-    try:
-        return function.call(**given, **function.values)
-    except Exception as error:  # a user function may raise anything
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        path = function.place.rpartition(":")[0]
-        own = [frame for frame in frames if frame.filename == path] or frames
-        place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-        text = " ".join(str(error).split())[:300]
-        got = f"raised {type(error).__name__}: {text}".strip(": ") + place
-        raise InputError(f"{function.kind.rule_id}_raised", function.name, got) from error
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def _refused(
-    function: Function, got: str, expected: str, hint: str | None = None, *, part: str = ""
-) -> InputError:
-    """Build the error for an invalid result of a user's function, or for `part` of the result."""
-    where = f"{function.name}, {part}" if part else function.name
-    return InputError(function.kind.rule_id, where, got, expected, hint)
-
-
-def _finite_array(function: Function, found: Any, num: int, what: str) -> FloatArray:
-    """Convert a function's result to [num] float64.
-
-    Args:
-        function: The function.
-        found: The function's result: a NumPy array, a CPU tensor or a list of numbers.
-        num: Required number of elements.
-        what: Description of an element, for messages.
+def _checked(function: Function, result: Any, num: int, what: str) -> FloatArray:
+    """Convert a result (a NumPy array, a CPU tensor or a list of numbers) to [num] finite float64.
 
     Raises:
         InputError: The result is not numeric, has the wrong shape, or is not finite.
     """
-    expected = f"an array of {num} finite numbers with the {what}"
+    expected, kind = f"an array of {num} finite numbers with the {what}", type(result).__name__
     try:
-        array = np.asarray(found)
+        array = np.asarray(result)
     except Exception as error:  # such as a tensor on a GPU, or with gradient
-        got = f"a value of type {type(found).__name__}, which NumPy cannot convert ({error})"
-        raise _refused(function, got, expected) from None
+        got = f"a value of type {kind}, which NumPy cannot convert ({error})"
+        raise function.refused(got, expected) from None
     if array.dtype.kind not in "fiu":
-        got = f"a value of type {type(found).__name__}"
-        got += f" and dtype {array.dtype}" if isinstance(found, np.ndarray | list) else ""
-        raise _refused(function, got, expected)
+        of = f" and dtype {array.dtype}" if isinstance(result, np.ndarray | list) else ""
+        raise function.refused(f"a value of type {kind}{of}", expected)
     if array.shape != (num,):
-        raise _refused(function, f"shape {list(array.shape)}", expected)
+        raise function.refused(f"shape {list(array.shape)}", expected)
     array = array.astype(np.float64)
     if not np.isfinite(array).all():
         first = int(np.argmin(np.isfinite(array)))
-        raise _refused(function, f"{array[first]} at element {first}", expected)
+        raise function.refused(f"{array[first]} at element {first}", expected)
     return array
 
 
-def _checked_loss(function: Function, found: Any, logprobs: Tensor) -> TokenLoss:
+def _checked_loss(function: Function, result: Any, logprobs: Tensor) -> TokenLoss:
     """Check that a user's loss returned one finite number per target, with gradient."""
-    losses, clipped, metrics = found if isinstance(found, TokenLoss) else (found, None, {})
-    num = len(logprobs)
-    expected = f"a tensor of shape [{num}] and dtype {logprobs.dtype} with the loss of each target,"
-    expected += " or a TokenLoss"
-    is_scalar = isinstance(losses, Tensor) and losses.dim() == 0
-    hint = "return one loss per target; loss.reduction reduces the losses" if is_scalar else None
-    _check_tensor(function, "", losses, logprobs, expected, hint, dtype=logprobs.dtype)
-    if logprobs.requires_grad and not losses.requires_grad:
-        raise _refused(function, "losses without a gradient", "losses computed from `logprobs`")
+    parts: tuple[Any, Any, Any] = result if isinstance(result, TokenLoss) else (result, None, {})
+    losses, clipped, metrics = parts
     if clipped is None:
         clipped = torch.zeros_like(logprobs, dtype=torch.bool)
-    expected = f"a tensor of shape [{num}] and dtype torch.bool"
-    _check_tensor(function, "clipped", clipped, logprobs, expected, dtype=torch.bool)
+    _check_tensor(function, "", losses, logprobs, logprobs.dtype)
+    if logprobs.requires_grad and not losses.requires_grad:
+        raise function.refused("losses without a gradient", "losses computed from `logprobs`")
+    _check_tensor(function, "clipped", clipped, logprobs, torch.bool)
     if not isinstance(metrics, Mapping):
-        raise _refused(
-            function,
-            f"a value of type {type(metrics).__name__}",
-            "a mapping from names to tensors",
-            part="metrics",
-        )
+        got = f"a value of type {type(metrics).__name__}"
+        raise function.refused(got, "a mapping from names to tensors", part="metrics")
     for name, values in metrics.items():
-        expected = f"a finite tensor of shape [{num}], whose mean over the mini-batch is reported"
-        _check_tensor(function, f"metrics[{name!r}]", values, logprobs, expected)
+        _check_tensor(function, f"metrics[{name!r}]", values, logprobs)
     named = {f"policy_loss/{name}": values for name, values in metrics.items()}
     return TokenLoss(losses, clipped, named)
 
 
 def _check_tensor(
-    function: Function,
-    part: str,
-    found: Any,
-    logprobs: Tensor,
-    expected: str,
-    hint: str | None = None,
-    *,
-    dtype: torch.dtype | None = None,
+    function: Function, part: str, values: Any, logprobs: Tensor, dtype: torch.dtype | None = None
 ) -> None:
-    if not isinstance(found, Tensor):
-        got = f"a value of type {type(found).__name__}"
-        raise _refused(function, got, expected, hint, part=part)
-    shape, device = list(found.shape), logprobs.device
-    if found.shape != logprobs.shape or (dtype and found.dtype != dtype):
-        got = f"a tensor of shape {shape} and dtype {found.dtype}"
-        raise _refused(function, got, expected, hint, part=part)
-    if found.device != device:
-        got, expected = f"a tensor on {found.device}", f"a tensor on {device}"
-        raise _refused(function, got, expected, part=part)
-    found, logprobs = found.detach(), logprobs.detach()
-    finite = found.isfinite()
-    if not finite.all():
-        first = int(finite.logical_not().nonzero()[0])
-        got = f"{float(found[first])} at target {first}, whose log-probability is"
+    """Check that a part of a result is finite, with one element per target and of a dtype."""
+    of = f"of shape [{len(logprobs)}]" + (f" and dtype {dtype}" if dtype else "")
+    expected = f"a tensor {of}, one element per target"
+    expected += "" if part else ", or a TokenLoss"
+    if not isinstance(values, Tensor):
+        raise function.refused(f"a value of type {type(values).__name__}", expected, part=part)
+    fits = values.shape == logprobs.shape and (dtype is None or values.dtype == dtype)
+    if not fits or values.device != logprobs.device:
+        got = f"a tensor of shape {list(values.shape)} and dtype {values.dtype}"
+        if values.device != logprobs.device:
+            got, expected = f"{got} on {values.device}", f"{expected}, on {logprobs.device}"
+        is_reduced = not part and values.dim() == 0
+        hint = (
+            "return one loss per target; loss.reduction reduces the losses" if is_reduced else None
+        )
+        raise function.refused(got, expected, hint, part=part)
+    values, logprobs = values.detach(), logprobs.detach()
+    if not values.isfinite().all():
+        first = int(values.isfinite().logical_not().nonzero()[0])
+        got = f"{float(values[first])} at target {first}, whose log-probability is"
         got += f" {float(logprobs[first]):.4g}"
-        raise _refused(function, got, "finite numbers", part=part)
+        raise function.refused(got, "finite numbers", part=part)

@@ -2,8 +2,8 @@
 
 The names of a function's parameters determine its arguments. A parameter that has the name of an
 input of its kind receives that array or tensor. All other parameters are keys: each gets its value
-from the function's section of the configuration, or from the table `own` of that section. See
-`trainer.algorithms.protocols` for the inputs and results of each kind.
+from the function's section of the configuration, or from the table `own` of that section.
+docs/algorithms.md has the inputs and results of each kind.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import difflib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
@@ -117,36 +118,72 @@ KINDS = (POLICY_LOSS, ADVANTAGE_ESTIMATOR, LOSS_REDUCTION)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Function:
-    """A function named by the configuration.
+    """A function that the configuration names, with the values of its keys.
 
     Attributes:
         kind: Kind of function.
         name: Name in the configuration.
-        is_own: Whether this is a user function, `module:function`.
         inputs: Parameters that receive arrays or tensors.
         keys: All other parameters: configuration keys.
         takes_all_keys: Whether the function accepts arbitrary keys (`**keys`).
-        call: The function.
+        function: The Python function.
         values: Values of the keys, from the configuration; empty until the function is bound.
     """
 
     kind: Kind
     name: str
-    is_own: bool
     inputs: frozenset[str]
     keys: Mapping[str, Parameter]
     takes_all_keys: bool
-    call: Callable[..., Any]
+    function: Callable[..., Any]
     values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is a user function, `module:function`."""
+        return self.name not in self.kind.built_in
 
     @property
     def place(self) -> str:
         """File and line of the definition; "" if unknown."""
         try:
-            line = inspect.getsourcelines(inspect.unwrap(self.call))[1]
-            return f"{inspect.getsourcefile(inspect.unwrap(self.call))}:{line}"
+            line = inspect.getsourcelines(inspect.unwrap(self.function))[1]
+            return f"{inspect.getsourcefile(inspect.unwrap(self.function))}:{line}"
         except (OSError, TypeError):
             return ""
+
+    def __call__(self, arrays: Callable[[str], Any]) -> Any:
+        """Call the function with its keys and with `arrays` of the name of each of its inputs.
+
+        A user's function gets copies of arrays and tensors, in case it modifies them.
+
+        Raises:
+            InputError: `{rule_id}_raised`: the user's function raised an exception (the message has
+                the location).
+        """
+        inputs = {name: arrays(name) for name in self.inputs}
+        if not self.is_own:
+            return self.function(**inputs, **self.values)
+        for name, array in inputs.items():
+            copy = getattr(array, "clone", None) or getattr(array, "copy", None)
+            inputs[name] = copy() if copy else array
+        try:
+            return self.function(**inputs, **self.values)
+        except Exception as error:  # a user function may raise anything
+            frames = traceback.extract_tb(error.__traceback__)[1:]
+            path = self.place.rpartition(":")[0]
+            frames = [frame for frame in frames if frame.filename == path] or frames
+            place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+            text = " ".join(str(error).split())[:300]
+            got = f"raised {type(error).__name__}: {text}".strip(": ") + place
+            raise InputError(f"{self.kind.rule_id}_raised", self.name, got) from error
+
+    def refused(
+        self, got: str, expected: str = "", hint: str | None = None, *, part: str = ""
+    ) -> InputError:
+        """Return the error for the function, or for `part` of its result."""
+        where = f"{self.name}, {part}" if part else self.name
+        return InputError(self.kind.rule_id, where, got, expected, hint)
 
 
 def inputs_of(kind: Kind, name: str) -> frozenset[str]:
@@ -162,7 +199,7 @@ def inputs_of(kind: Kind, name: str) -> frozenset[str]:
 
 @functools.cache
 def find(kind: Kind, name: str) -> Function:
-    """Import the function that a key names.
+    """Import the function that a key names, and check its parameters.
 
     Raises:
         ConfigError: `config_value`: no built-in function has this name; `{kind.rule_id}`: the function
@@ -171,10 +208,8 @@ def find(kind: Kind, name: str) -> Function:
     """
     is_own = name not in kind.built_in
     if is_own and ":" not in name:
-        near = difflib.get_close_matches(name, kind.built_in, n=1, cutoff=0.5)
         expected = f"one of {', '.join(kind.built_in)}, or module:function"
-        hint = f"did you mean `{near[0]}`?" if near else None
-        raise ConfigError("config_value", kind.place, name, expected, hint)
+        raise ConfigError("config_value", kind.place, name, expected, _near(name, kind.built_in))
     from pipelines.generation.environments import resolve
 
     path = name if is_own else f"{kind.module}.{kind.built_in[name][0]}"
@@ -185,59 +220,52 @@ def find(kind: Kind, name: str) -> Function:
         got = f"its signature cannot be read: {error}"
         raise InputError(kind.rule_id, name, got) from None
     inputs = kind.inputs if is_own else kind.built_in[name][1].split()
+    variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
     function = Function(
         kind=kind,
         name=name,
-        is_own=is_own,
         inputs=frozenset(inputs) & parameters.keys(),
-        keys={n: p for n, p in parameters.items() if n not in inputs and p.kind not in _VARIADIC},
+        keys={n: p for n, p in parameters.items() if n not in inputs and p.kind not in variadic},
         takes_all_keys=any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()),
-        call=call,
+        function=call,
     )
-    _check_parameters(function, parameters)
-    return function
-
-
-_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-
-
-def _check_parameters(function: Function, parameters: Mapping[str, Parameter]) -> None:
-    kind = function.kind
     for parameter in parameters.values():
         if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
-            got = f"parameter `{parameter}` cannot be passed by name"
-            raise InputError(kind.rule_id, function.name, got)
+            raise function.refused(f"parameter `{parameter}` cannot be passed by name")
     taken = function.inputs & {*kind.needs_one_of}
     if not taken or (kind.exactly_one and len(taken) > 1):
-        found = nearest_inputs(function)
-        got = f"parameters ({', '.join(parameters)})"
-        several = "exactly one" if kind.exactly_one else "at least one"
-        number = "" if len(kind.needs_one_of) == 1 else f"{several} of "
+        number = f"{'exactly' if kind.exactly_one else 'at least'} one of "
+        number = "" if len(kind.needs_one_of) == 1 else number
         expected = f"parameters that include {number}{', '.join(kind.needs_one_of)}"
-        hint = found or f"name a parameter after one of the {known_inputs(kind)}"
-        raise InputError(kind.rule_id, function.name, got, expected, hint)
+        raise function.refused(
+            f"parameters ({', '.join(parameters)})", expected, _input_for(function)
+        )
     of_tokens = function.inputs & {"trajectory", "values"}
     if kind is ADVANTAGE_ESTIMATOR and "rewards" not in function.inputs and of_tokens:
         got = f"{', '.join(sorted(taken))} and {', '.join(sorted(of_tokens))}"
-        expected = f"rewards instead of {', '.join(taken)}, because the other inputs have one element per token"
-        raise InputError(kind.rule_id, function.name, got, expected)
+        why = "because the other inputs have one element per token"
+        raise function.refused(got, f"rewards instead of {', '.join(taken)}, {why}")
+    return function
 
 
-def nearest_inputs(function: Function) -> str | None:
-    """Suggest the input that a parameter without a value was probably meant to be."""
+def _near(name: str, names: Iterable[str], place: str = "", cutoff: float = 0.5) -> str | None:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    return f"did you mean `{place}{near[0]}`?" if near else None
+
+
+def _input_for(function: Function) -> str:
+    """Suggest an input for a parameter without a value."""
     for name in function.keys:
-        if near := difflib.get_close_matches(name, function.kind.inputs, n=1, cutoff=0.7):
-            return f"`{name}`: did you mean `{near[0]}`?"
-    return None
-
-
-def known_inputs(kind: Kind) -> str:
-    """List the inputs that a kind of function may take, for a hint."""
-    return f"inputs of {kind.place}: {', '.join(kind.inputs)}"
+        if near := _near(name, function.kind.inputs, cutoff=0.7):
+            return f"`{name}`: {near}"
+    inputs = f"inputs of {function.kind.place}: {', '.join(function.kind.inputs)}"
+    return f"name a parameter after one of the {inputs}"
 
 
 def bind(kind: Kind, section: Any) -> Function:
     """Find the function that a section names, and bind it to the section's values.
+
+    Values of a function's keys are those of the section, and of its table `own` for a user function.
 
     Raises:
         RolloutError: See `find`.
@@ -250,17 +278,12 @@ def bind(kind: Kind, section: Any) -> Function:
         {'max_seq_len': 8}
     """
     function = find(kind, getattr(section, kind.key))
-    return replace(function, values=_values(function, section))
-
-
-def _values(function: Function, section: Any) -> dict[str, Any]:
-    """Return the values of a function's keys, from its section or the section's table `own`."""
     fields = section.__dataclass_fields__.keys() - {"own"}
     values = {name: getattr(section, name) for name in function.keys if name in fields}
     if function.is_own:
         own = section.own
         values |= {n: own[n] for n in own if n in function.keys or function.takes_all_keys}
-    return values
+    return replace(function, values=values)
 
 
 def check_functions(section: Any, *kinds: Kind) -> None:
@@ -269,12 +292,14 @@ def check_functions(section: Any, *kinds: Kind) -> None:
     Raises:
         ConfigError: `config_key`, `config_value`: a key of `own` is not a parameter of any function,
             is also a key of the section, or has a value of the wrong type.
-        InputError: See `find`.
+        InputError: See `find`; or a parameter has no value.
     """
-    names = [(kind, getattr(section, kind.key)) for kind in kinds]
     # Import user functions only.
-    own = [find(kind, name) for kind, name in names if name not in kind.built_in]
+    functions = [
+        bind(kind, section) for kind in kinds if getattr(section, kind.key) not in kind.built_in
+    ]
     table, fields = kinds[0].section, section.__dataclass_fields__.keys() - {"own"}
+    keys = {name: p for function in functions for name, p in function.keys.items()}
     for key, value in section.own.items():
         if not is_plain(value):
             expected = "a number, text, true or false, or lists and tables of these"
@@ -283,10 +308,34 @@ def check_functions(section: Any, *kinds: Kind) -> None:
             hint = f"set {table}.{key}; your function receives its value from there"
             got = f"`{key}` is a key of [{table}], not of a function"
             raise ConfigError("config_key", f"{table}.own", got, hint=hint)
-        if not any(key in function.keys or function.takes_all_keys for function in own):
-            raise _unknown_key(key, own, kinds, fields)
-    for function in own:
-        _check_values(function, section)
+        if not functions:
+            hint = f"set {' or '.join(kind.place for kind in kinds)} to module:function"
+            hint = _near(key, fields, f"{table}.") or hint
+            got = f"`{key}` has no effect, because every configured function is built in"
+            raise ConfigError("config_key", f"{table}.own", got, hint=hint)
+        if key not in keys and not any(function.takes_all_keys for function in functions):
+            free = sorted(keys.keys() - fields)
+            hint = (
+                f"use one of {', '.join(free)}" if free else "remove the key: no function takes it"
+            )
+            expected = f"a parameter of {' and '.join(function.name for function in functions)}"
+            hint = _near(key, free) or hint
+            raise ConfigError("config_key", f"{table}.own", f"`{key}`", expected, hint)
+        annotation = keys[key].annotation if key in keys else None
+        plain_type = _PLAIN.get(getattr(annotation, "__name__", annotation) or "")
+        fits = type(value) is plain_type or (plain_type is float and type(value) is int)
+        if plain_type and not fits:
+            owner = next(function.name for function in functions if key in function.keys)
+            where = f"{table}.own.{key}, a parameter of {owner}"
+            raise ConfigError("config_value", where, repr(value), type_in_words(plain_type))
+    for function in functions:
+        for name, parameter in function.keys.items():
+            if name not in function.values and parameter.default is Parameter.empty:
+                got = f"parameter `{name}` is neither an input nor a key of [{table}.own]"
+                raise function.refused(got, hint=_input_for(function))
+
+
+_PLAIN: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
 def is_plain(value: Any) -> bool:
@@ -296,44 +345,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_plain(value[key]) for key in value)
     return value is None or (isinstance(value, bool | int | float | str) and value == value)
-
-
-def _unknown_key(
-    key: str, own: Sequence[Function], kinds: Sequence[Kind], fields: set[str]
-) -> ConfigError:
-    table = kinds[0].section
-    if not own:
-        near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-        hint = f"set {' or '.join(kind.place for kind in kinds)} to module:function"
-        hint = f"did you mean `{table}.{near[0]}`?" if near else hint
-        got = f"`{key}` has no effect, because every configured function is built in"
-        return ConfigError("config_key", f"{table}.own", got, hint=hint)
-    known = sorted({name for function in own for name in function.keys} - fields)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    expected = f"a parameter of {' and '.join(function.name for function in own)}"
-    hint = f"use one of {', '.join(known)}" if known else "remove the key: no function takes it"
-    hint = f"did you mean `{near[0]}`?" if near else hint
-    return ConfigError("config_key", f"{table}.own", f"`{key}`", expected, hint)
-
-
-_PLAIN: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str)}
-
-
-def _check_values(function: Function, section: Any) -> None:
-    """Check that every parameter has a value, and that values from `own` have the right type."""
-    values, table = _values(function, section), f"{function.kind.section}.own"
-    for name, parameter in function.keys.items():
-        if name not in values and parameter.default is Parameter.empty:
-            got = f"parameter `{name}` is neither an input nor a key of [{table}]"
-            known = f"set {table}.{name}, or rename it to one of the {known_inputs(function.kind)}"
-            hint = nearest_inputs(function) or known
-            raise InputError(function.kind.rule_id, function.name, got, hint=hint)
-        annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
-        if name in section.own and annotation in _PLAIN:
-            kind, value = _PLAIN[annotation], section.own[name]
-            if type(value) is not kind and not (kind is float and type(value) is int):
-                where = f"{table}.{name}, a parameter of {function.name}"
-                raise ConfigError("config_value", where, repr(value), type_in_words(kind))
 
 
 def own_parameters(values: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
