@@ -1,4 +1,12 @@
-"""The RL loop: sample, train, load the new weights, repeat."""
+"""The RL loop: sample, train, load the new weights, repeat.
+
+Driver           asks for the groups of an iteration, and waits for them
+Collector        samples groups with the engine, as far ahead as `max_staleness` allows
+Learning         waits for whole groups; audits and trains on them in a thread of its own, in all
+processes together (`trainer.rl.follow`), while the Collector goes on
+WeightSwapEngine waits for the update, and (if `weight_sync` is "wait") for running calls; then it
+loads the weights, for which new calls wait
+"""
 
 from __future__ import annotations
 
@@ -15,7 +23,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate import Accelerator
 
@@ -36,6 +44,7 @@ from trainer.models.policy import Policy
 from trainer.rl.collector import Collector
 from trainer.rl.config import ROLLOUTS, RlConfig
 from trainer.rl.evaluation import EvaluationSet, evaluate, notes_of, read_sets
+from trainer.rl.follow import SAVE, UPDATE, WEIGHTS, follow, leading
 from trainer.rl.groups import Groups
 from trainer.rl.iteration_metrics import (
     evaluation_line,
@@ -47,7 +56,6 @@ from trainer.rl.iteration_metrics import (
 from trainer.rl.resume import find_checkpoint, prepare
 from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import check_names, endless_tasks, first_name
-from trainer.rl.together import Together, follow
 from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_swap import WeightSwapEngine
 from trainer.run.checkpoint import checkpoint_path
@@ -57,6 +65,7 @@ from trainer.run.resume import alone_in, say_if_new, stops_when_full
 from trainer.run.run_log import RunLog
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.start_records import record_start
+from trainer.run.state import generators
 from trainer.run.token_records import say_size
 
 if TYPE_CHECKING:
@@ -134,7 +143,7 @@ def run(
     """
     t = config.training
     accelerator = make_accelerator(t)
-    checkpoint, sampler = agreed(
+    checkpoint, sampling = agreed(
         accelerator, lambda: _set_up(config, accelerator, open_engine, resume=resume)
     )
     say_learning_rate(t)
@@ -152,45 +161,42 @@ def run(
         held.enter_context(stops_when_full(out))
         evaluated = agreed(
             accelerator,
-            lambda: _open(config, learning, held) if sampler else dict[int, float | None](),
+            lambda: _open(config, learning, held) if sampling else dict[int, float | None](),
         )
-        if not sampler:
+        if not sampling:
             return RlResult(**follow(learning, orders))
-        loop = Loop(
+        engine, tokenizer, tasks, evaluation_sets = sampling
+        ended = held.enter_context(leading(orders))
+        driver = Driver(
             config=config,
             learning=learning,
-            together=held.enter_context(Together(learning, orders)),
-            engine=sampler.engine,
-            tokenizer=sampler.tokenizer,
-            tasks=sampler.tasks,
-            evaluation_sets=sampler.evaluation_sets,
+            orders=orders,
+            engine=engine,
+            tokenizer=tokenizer,
+            tasks=tasks,
+            evaluation_sets=evaluation_sets,
             evaluated=evaluated,
             audit=audit,
             log=held.enter_context(learning.open_log()),
             thread=held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer")),
         )
         try:
-            asyncio.run(loop.run())
+            asyncio.run(driver.run())
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         say_size(out)
-        result = loop.result()
-        loop.together.end_with(dataclasses.asdict(result))
+        result = driver.result()
+        ended |= dataclasses.asdict(result)
     return result
 
 
-class Sampler(NamedTuple):
-    """Engine, tokenizer, tasks and evaluation sets, with which the main process samples."""
-
-    engine: WeightSwapEngine
-    tokenizer: ChatTokenizer
-    tasks: list[Task]
-    evaluation_sets: dict[str, EvaluationSet]
+Sampling = tuple[WeightSwapEngine, ChatTokenizer, list[Task], dict[str, EvaluationSet]]
+"""Engine, tokenizer, tasks and evaluation sets, with which the main process samples."""
 
 
 def _set_up(
     config: RlConfig, accelerator: Accelerator, open_engine: OpenEngine | None, *, resume: bool
-) -> tuple[Path | None, Sampler | None]:
+) -> tuple[Path | None, Sampling | None]:
     """Find the checkpoint, and check tasks and engine in the main process; others get None."""
     checkpoint = find_checkpoint(config, resume=resume)
     if not accelerator.is_main_process:
@@ -208,7 +214,7 @@ def _set_up(
         (open_engine or open_usual)(config.generation), waits=config.loop.weight_sync == "wait"
     )
     Generator(engine, tokenizer, config.generation).check(tasks)
-    return checkpoint, Sampler(engine, tokenizer, tasks, sets)
+    return checkpoint, (engine, tokenizer, tasks, sets)
 
 
 def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, float | None]:
@@ -222,12 +228,12 @@ def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, fl
 
 
 @dataclass(kw_only=True)
-class Loop:
-    """A run that is ready to start or resume."""
+class Driver:
+    """A run that is ready to start or resume; only the main process has one."""
 
     config: RlConfig
     learning: Learning
-    together: Together
+    orders: Orders
     engine: WeightSwapEngine
     tokenizer: ChatTokenizer
     tasks: Sequence[Task]
@@ -249,7 +255,7 @@ class Loop:
             task = asyncio.current_task()
             assert task is not None
             stack.enter_context(_cancelled_by_sigterm(asyncio.get_running_loop(), task))
-        with stack, _hints_at_resuming(config), self.together.saved_when_it_ends(self.log):
+        with stack, _hints_at_resuming(config), self._saved_when_it_ends():
             async with self.engine, self._open_calls() as calls:
                 generator = Generator(self.engine, self.tokenizer, config.generation, calls)
                 for remark in check_tokenizers(
@@ -288,11 +294,11 @@ class Loop:
         policy = learning.policy
         if audit := self.audit:
             numbers |= await self._in_thread(lambda: audit(path, iteration, policy))
-        lines = await self._in_thread(lambda: self.together.update(path, numbers, self.log))
+        lines = await self._in_thread(lambda: self._update(path, numbers))
         every, last = self.config.loop.save_every_iterations, self.config.num_iterations
         is_due = learning.iteration in {1, last} or (every and learning.iteration % every == 0)
         if is_due:
-            await self._in_thread(lambda: self.together.save(self.log))
+            await self._in_thread(self._save)
         await self._sync()
         self.return_mean = mean_of(lines, "return_mean")
         for text in collector.new_warnings():
@@ -329,7 +335,7 @@ class Loop:
             await self._sync()
 
     async def _sync(self) -> None:
-        begun = time.perf_counter()
+        begun, learning = time.perf_counter(), self.learning
         # An engine may read the files of both loaded adapters again until `load_weights`
         # has replaced the older one.
         keep = (
@@ -337,9 +343,10 @@ class Loop:
             if self.as_adapter
             else self.config.loop.keep_weights
         )
-        write = functools.partial(self.together.write_weights, keep, as_adapter=self.as_adapter)
-        path = await self._in_thread(write)
-        await self.engine.load_weights(str(path), policy_version=self.learning.iteration)
+        how: Any = {"keep": keep, "as_adapter": self.as_adapter}
+        write = functools.partial(learning.write_weights, **how)
+        path = await self._in_thread(lambda: self._in_all({"do": WEIGHTS} | how, write))
+        await self.engine.load_weights(str(path), policy_version=learning.iteration)
         self.sync_s = time.perf_counter() - begun
 
     async def _evaluate(self, calls: Calls | Endpoint | None) -> None:
@@ -354,6 +361,30 @@ class Loop:
         self.log.write_line({"iteration": version, "global_step": step} | found)
         self.evaluated[version] = found["evaluation/return_mean"]
         say(evaluation_line(found, version, self.config.evaluations(version)))
+
+    def _update(self, dataset: Path, numbers: dict[str, Any]) -> list[dict[str, Any]]:
+        # Environments and engines may have drawn from the generators of the main process.
+        order = {"do": UPDATE, "dataset": str(dataset), "generators": generators()}
+        return self._in_all(order, lambda: self.learning.update(dataset, numbers, self.log))
+
+    def _save(self) -> Path:
+        return self._in_all({"do": SAVE}, lambda: self.learning.save(self.log))
+
+    def _in_all(self, order: Mapping[str, Any], work: Callable[[], T]) -> T:
+        """Give an order to the other processes, and carry it out in this one."""
+        self.orders.give(order)
+        with self.orders.under_way():
+            return work()
+
+    @contextmanager
+    def _saved_when_it_ends(self) -> Iterator[None]:
+        """Save the progress if an error or a signal ends the run between two iterations."""
+        try:
+            yield
+        except (RolloutError, asyncio.CancelledError):
+            if self.learning.has_unsaved_iterations and self.orders.is_between:
+                self._save()
+            raise
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run blocking work in the trainer's thread while sampling continues.
