@@ -12,7 +12,6 @@ Samples with the same `rollout_id` (or `index`, if that is null) form one run. T
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -50,7 +49,6 @@ from schemas.errors import InputError, RolloutError, count
 from schemas.extras import requires_extra
 
 _ALONE = "inferred: a run whose samples do not name a group is a separate group"
-_PICKLE = "data.pkl"
 _FIELDS = (b"rollout_id", b"samples")
 _SAMPLE_FIELDS = (b"response_length", b"group_index")
 _REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
@@ -91,19 +89,7 @@ class _Sample(_Named, kw_only=True, gc=False):
 
 def recognizes(start: Start) -> bool:
     """True if a file is a torch.save archive whose pickle contains the fields of slime's samples."""
-    path = start.path
-    try:
-        if not start.is_file or not zipfile.is_zipfile(path):
-            return False
-        with zipfile.ZipFile(path) as archive:
-            name = next((n for n in archive.namelist() if n.rpartition("/")[2] == _PICKLE), None)
-            if name is None:
-                return False
-            with archive.open(name) as file:
-                head = file.read(1 << 20)
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError):
-        return False
-    return all(field in head for field in (*_FIELDS, *_SAMPLE_FIELDS))
+    return all(field in start.torch_pickle for field in (*_FIELDS, *_SAMPLE_FIELDS))
 
 
 def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
@@ -396,7 +382,7 @@ def _load(path: Path, _: Version, where: str) -> list[Any]:
     """Load the samples of a file; two files are cached, because runs are read one by one."""
     with open_input(path) as file:
         refuse_lfs_pointer(file.read(_LFS_BYTES), where)
-    if not _is_zip(path):
+    if not Start(path).torch_pickle:
         got = "the file was not written by torch.save, or it is cut off"
         raise InputError("torch_file", where, got, hint="save the rollout again")
     found = _load_plain(path, where)
@@ -406,13 +392,6 @@ def _load(path: Path, _: Version, where: str) -> list[Any]:
             "no_calls", where, "the file has no samples", hint="save the rollout again"
         )
     return samples
-
-
-def _is_zip(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except (zipfile.BadZipFile, ValueError):
-        return False
 
 
 def _load_plain(path: Path, where: str) -> Any:
