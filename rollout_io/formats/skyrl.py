@@ -137,25 +137,10 @@ ADAPTER = Adapter(
 
 
 HELD = {
-    *[
-        "instance_id",
-        "repetition_id",
-        "trajectory_id",
-        "step_index",
-        "is_last_step",
-        "prompt_token_ids",
-    ],
-    *[
-        "response_ids",
-        "loss_mask",
-        "rollout_logprobs",
-        "reward",
-        "rewards",
-        "stop_reason",
-        "metrics",
-        "segments",
-    ],
-    *("rollout_expert_indices", "error", "token_source", COLUMN, *USER_FIELDS),
+    *("instance_id", "repetition_id", "trajectory_id", "step_index", "is_last_step", "error"),
+    *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "rewards"),
+    *("stop_reason", "rollout_expert_indices", "metrics", "segments", "token_source", COLUMN),
+    *USER_FIELDS,
 }
 
 
