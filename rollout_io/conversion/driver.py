@@ -29,13 +29,7 @@ from rollout_io.conversion.chunk import (
     sound,
     without_collector,
 )
-from rollout_io.conversion.inputs import (
-    PathLike,
-    open_file,
-    paths_of,
-    refuse_changed,
-    versions_of,
-)
+from rollout_io.conversion.inputs import PathLike, open_file, paths_of, refuse_changed, versions_of
 from rollout_io.conversion.joining import Recorded, recorded_calls
 from rollout_io.conversion.opened_logs import Log, Opened, open_log
 from rollout_io.conversion.plan import (

@@ -10,7 +10,7 @@ their order. Each recorded call is used once.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,51 +91,42 @@ class Recorded:
     """The recorded calls, by their answers."""
 
     path: str
+    _reader: RowReader
     alone: list[str] = field(default_factory=list)
     _calls: list[_Call] = field(default_factory=list)
     _found: dict[tuple[str, str], list[_Call]] = field(default_factory=dict)
     _bounds: list[tuple[int, int]] = field(default_factory=list)
     _used: set[int] = field(default_factory=set)
-    _reader: RowReader | None = None
 
     @classmethod
     def read(cls, path: str) -> Recorded:
         """Index the calls of a dataset."""
-        made, reader = cls(path), RowReader(path)
-        made._reader = reader
+        reader = RowReader(path)
         if "response_text" not in reader.schema.names:
             got = "the dataset has no column response_text, by which calls are matched"
             raise InputError("join", path, got, "", "pass a dataset that `rollouts record` wrote")
         if _is_merged(reader.schema):
             hint = "run `rollouts unmerge` on it first"
             raise InputError("join", path, "the rows of the dataset are merged", "", hint)
-        found = defaultdict[tuple[str, str], list[_Call]](list)
-        num_rows = 0
+        recorded, num_rows = cls(path, reader), 0
         for table in iter_tables(path, _INDEXED, decode=False):
             starts = [*trajectory_starts(table).tolist(), table.num_rows]
             for begin, end in pairwise(starts):
-                made._bounds.append((num_rows + begin, num_rows + end))
+                recorded._bounds.append((num_rows + begin, num_rows + end))
                 for at, values in enumerate(table.slice(begin, end - begin).to_pylist(), begin):
-                    made._add(found, num_rows + at, values)
+                    if values["response_text"] is not None:
+                        recorded._add(num_rows + at, values)
             num_rows += table.num_rows
-        made._found = dict(found)
-        return made
+        return recorded
 
-    def _add(
-        self,
-        found: Mapping[tuple[str, str], list[_Call]],
-        row: int,
-        values: Mapping[str, Any],
-    ) -> None:
-        if values["response_text"] is None:
-            return
+    def _add(self, row: int, values: Mapping[str, Any]) -> None:
         text, calls = _split(values["response_text"])
         name = f"{values['trajectory_id']}, step {values['step_index']}"
         call = _Call(row, len(self._bounds) - 1, name, text)
         self._calls.append(call)
         for size in _TAILS:
             if size <= len(text):
-                found[calls, text[len(text) - size :]].append(call)
+                self._found.setdefault((calls, text[len(text) - size :]), []).append(call)
 
     def joined(self, trajectory: Trajectory, steps: Sequence[Logged]) -> list[Step]:
         """Return the recorded calls of a trajectory's answers as steps, in the order of recording."""
@@ -154,8 +145,8 @@ class Recorded:
         numbers = {call.session for call in matched.values()}
         sessions = {number: self._session(number) for number in numbers}
         made = [self._step(call, answers[i], sessions[call.session]) for i, call in pairs]
-        if trajectory.reward is None and "reward" in self._reader_of().schema.names:
-            last = self._reader_of().take(np.array([pairs[-1][1].row]), ["reward"])
+        if trajectory.reward is None and "reward" in self._reader.schema.names:
+            last = self._reader.take(np.array([pairs[-1][1].row]), ["reward"])
             made[-1].reward = last.column("reward")[0].as_py()
         return made
 
@@ -186,15 +177,12 @@ class Recorded:
         found = self._found.get((answer.calls, tail), [])
         return [call for call in found if answer.is_said_by(call)]
 
-    def _reader_of(self) -> RowReader:
-        assert self._reader is not None
-        return self._reader
-
     def _session(self, number: int) -> pa.Table:
         """Read all calls of a session: each prompt is stored as a part of earlier calls."""
-        reader = self._reader_of()
-        there = [name for name in _KEPT if name in reader.schema.names]
-        return reader.rows(*self._bounds[number], ["prompt_token_ids", "response_ids", *there])
+        there = [name for name in _KEPT if name in self._reader.schema.names]
+        return self._reader.rows(
+            *self._bounds[number], ["prompt_token_ids", "response_ids", *there]
+        )
 
     def _step(self, call: _Call, answer: _Answer, session: pa.Table) -> Step:
         conversation = answer.conversation

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from rollout_io.formats.base import Ids, Step
@@ -129,14 +128,6 @@ def _ids(rows: Sequence[Ids], kind: pa.DataType) -> pa.Array:
     return ragged_array([next(parsed) if isinstance(r, bytes) else r for r in rows], kind)
 
 
-def _prompts(rows: _Rows, kind: pa.DataType) -> pa.Array:
-    return _ids([s.prompt_token_ids for s in rows.steps], kind)
-
-
-def _responses(rows: _Rows, _: pa.DataType) -> pa.Array:
-    return rows.responses
-
-
 def _logprobs(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
     given = [s.rollout_logprobs for s in rows.steps]
     return None if all(row is None for row in given) else ragged_array(given, kind)
@@ -146,16 +137,13 @@ def _versions(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
     """Build `policy_versions`; if a step has them, all steps get them, so that steps can be merged."""
     if all(s.policy_versions is None for s in rows.steps):
         return None
-    lengths = list_lengths(rows.responses).tolist()
-    return ragged_array(
-        [_versions_of(s, n) for s, n in zip(rows.steps, lengths, strict=True)], kind
-    )
-
-
-def _versions_of(step: Step, length: int) -> npt.NDArray[np.int32] | None:
-    if step.policy_versions is not None or step.policy_version is None:
-        return step.policy_versions
-    return np.full(length, step.policy_version, np.int32)
+    versions = [
+        np.full(n, s.policy_version, np.int32)
+        if s.policy_versions is None and s.policy_version is not None
+        else s.policy_versions
+        for s, n in zip(rows.steps, list_lengths(rows.responses).tolist(), strict=True)
+    ]
+    return ragged_array(versions, kind)
 
 
 def _loss_masks(rows: _Rows, kind: pa.DataType) -> pa.Array:
@@ -171,24 +159,9 @@ def _loss_masks(rows: _Rows, kind: pa.DataType) -> pa.Array:
     return ragged_array(masks, kind)
 
 
-def _rewards(rows: _Rows, kind: pa.DataType) -> pa.Array:
-    """Build the `reward` column, even if it is all null, so that filters can always refer to it."""
-    return pa.array([s.reward for s in rows.steps], kind)
-
-
 def _metrics(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
     values = [s.metrics and list(s.metrics.items()) for s in rows.steps]
     return pa.array(values, kind) if any(values) else None
-
-
-def _step_indices(rows: _Rows, kind: pa.DataType) -> pa.Array:
-    return pa.array(ranges(np.zeros_like(rows.lengths), rows.lengths), kind)
-
-
-def _last_flags(rows: _Rows, kind: pa.DataType) -> pa.Array:
-    is_last = np.zeros(len(rows.steps), np.bool_)
-    is_last[np.cumsum(rows.lengths) - 1] = True
-    return pa.array(is_last, kind)
 
 
 def _segments(rows: _Rows, kind: pa.DataType) -> pa.Array | None:
@@ -214,14 +187,23 @@ def _routes(rows: _Rows, _: pa.DataType) -> pa.Array | None:
     return routing_array(routes, *shapes.pop()) if shapes else None
 
 
-_MADE = {
-    "prompt_token_ids": _prompts,
-    "response_ids": _responses,
+def _last_flags(rows: _Rows, kind: pa.DataType) -> pa.Array:
+    is_last = np.zeros(len(rows.steps), np.bool_)
+    is_last[np.cumsum(rows.lengths) - 1] = True
+    return pa.array(is_last, kind)
+
+
+_MADE: dict[str, Callable[[_Rows, pa.DataType], pa.Array | None]] = {
+    "prompt_token_ids": lambda rows, kind: _ids([s.prompt_token_ids for s in rows.steps], kind),
+    "response_ids": lambda rows, _: rows.responses,
     "loss_mask": _loss_masks,
     "rollout_logprobs": _logprobs,
-    "reward": _rewards,
+    # Built even if it is all null, so that filters can always refer to it.
+    "reward": lambda rows, kind: pa.array([s.reward for s in rows.steps], kind),
     "metrics": _metrics,
-    "step_index": _step_indices,
+    "step_index": lambda rows, kind: pa.array(
+        ranges(np.zeros_like(rows.lengths), rows.lengths), kind
+    ),
     "is_last_step": _last_flags,
     "segments": _segments,
     "rollout_expert_indices": _routes,

@@ -76,19 +76,15 @@ def settings_of(
     of the chat template is None if it differs between formats.
     """
     refuse_misfits(choices, logs)
-    needs = [
-        recorded is None and log.adapter.is_text and about.get(HAS_TEXT, True)
+    found = [
+        retokenizer_of(
+            choices.tokenizer,
+            choices.chat_template,
+            is_needed=recorded is None and log.adapter.is_text and about.get(HAS_TEXT, True),
+        )
         for log, about in zip(logs, abouts, strict=True)
     ]
-    found = [
-        retokenizer_of(choices.tokenizer, choices.chat_template, is_needed=is_needed)
-        for is_needed in needs
-    ]
     retokenizers, tokenizers = zip(*found, strict=True)
-    facts = [
-        _with_template(log, about, retokenizer)
-        for log, about, retokenizer in zip(logs, abouts, retokenizers, strict=True)
-    ]
     models = {name for about in abouts for name in about.get(MODELS, ())}
     templates = {tokenizer.chat_template_fingerprint for tokenizer in tokenizers}
     metadata = tokenizers[0].replace(
@@ -98,15 +94,18 @@ def settings_of(
     )
     if recorded is not None:
         metadata = with_recorded(metadata, recorded.path)
-    for log, about in zip(logs, facts, strict=True):
+    join = {} if choices.join is None else {"join": shown(choices.join)}
+    for log, about, retokenizer in zip(logs, abouts, retokenizers, strict=True):
+        facts = {name: value for name, value in about.items() if name not in {MODELS, HAS_TEXT}}
         metadata = metadata.made(
             "convert",
             tool=tool_name(),
             format=log.format,
             inputs=[given.name for given in log.inputs],
             rewards=choices.rewards and shown(choices.rewards),
-            **({} if choices.join is None else {"join": shown(choices.join)}),
-            **{name: value for name, value in about.items() if name not in {MODELS, HAS_TEXT}},
+            **join,
+            **facts,
+            **_template_text(log, about, retokenizer),
         )
     is_verified = metadata.tokenizer_fingerprint is not None
     return [
@@ -127,27 +126,16 @@ def settings_of(
     ]
 
 
-def about_template(retokenizer: Retokenizer | None) -> dict[str, str]:
-    """Describe the text that a chat template adds to prompts, for the dataset's history."""
-    if retokenizer is None:
-        return {}
-    always, alone = (retokenizer.tokenizer.added_text(system=system) for system in (True, False))
-    if always:
-        return {"template_text": f"the chat template adds to every prompt: {always!r}"}
-    if alone:
-        return {
-            "template_text": f"the chat template adds to prompts without a system message: {alone!r}"
-        }
-    return {}
-
-
-def _with_template(
+def _template_text(
     log: Log, about: Mapping[str, Any], retokenizer: Retokenizer | None
-) -> Mapping[str, Any]:
-    """Add the result of `about_template`, unless the log is a table or has text without roles."""
-    if log.adapter.is_table or "text" in about:
-        return about
-    return {**about, **about_template(retokenizer)}
+) -> dict[str, str]:
+    """Describe what a chat template adds to prompts; nothing for text without roles."""
+    if retokenizer is None or log.adapter.is_table or "text" in about:
+        return {}
+    for system, which in ((True, "every prompt"), (False, "prompts without a system message")):
+        if text := retokenizer.tokenizer.added_text(system=system):
+            return {"template_text": f"the chat template adds to {which}: {text!r}"}
+    return {}
 
 
 def refuse_misfits(choices: Choices, logs: Iterable[Log]) -> None:

@@ -308,16 +308,8 @@ _ABSENT: dict[str, Any] = {
 _NO_LOGPROBS = "applies no importance weights, and rejects losses that need them"
 _SOME_LOGPROBS = "rejects the dataset unless tis_ratio_type is none"
 _NAMES = (
-    *(
-        "instance_id",
-        "trajectory_id",
-        "is_last_step",
-        "prompt_token_ids",
-        "rollout_logprobs",
-        "reward",
-        "error",
-    ),
-    *("source", "token_source", "segments", *_SAMPLING),
+    *("instance_id", "trajectory_id", "is_last_step", "prompt_token_ids", "rollout_logprobs"),
+    *("reward", "error", "source", "token_source", "segments", *_SAMPLING),
 )
 
 _IS_HEALTHY, _IS_LAST = pl.col("error").is_null(), pl.col("is_last_step")

@@ -80,12 +80,6 @@ class _Head(msgspec.Struct, gc=False):
     session: str
 
 
-class _Shape(msgspec.Struct, gc=False):
-    session: str
-    request: dict[str, msgspec.Raw]
-    response: dict[str, msgspec.Raw] | list[msgspec.Raw] | str | None
-
-
 class _Entry(msgspec.Struct, gc=False):
     """A call with its location and its line of the log."""
 
@@ -243,6 +237,6 @@ ADAPTER = Adapter(
     find=find_sessions,
     read=read_session,
     noun="session",
-    line=_Shape,
+    line=_Call,
     is_own=True,
 )

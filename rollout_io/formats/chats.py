@@ -24,14 +24,12 @@ import msgspec
 from rollout_io.formats.base import Completion, Conversation, Options, Place, Run, Trajectory
 from rollout_io.formats.dialects import frameworks, responses
 from rollout_io.formats.dialects.bodies import tools_of, value_of
-from rollout_io.formats.engines.records import Open, Records
+from rollout_io.formats.engines.records import Records
 from rollout_io.formats.engines.tables import is_table, schema_of
-from rollout_io.formats.openai_messages import with_groups
+from rollout_io.formats.openai_messages import NAMES, Named, with_groups
 from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.messages import prompt_key
 from rollout_io.formats.parsing.naming import (
-    TASK_LABELS,
-    is_name,
     note_unread_labels,
     numbers,
     task_labels,
@@ -43,13 +41,12 @@ from schemas.errors import InputError
 _LISTS = ("messages", "conversations", "conversation")
 _ANSWERS = ("completion", "response", "answer")
 _SYSTEM = ("system", "system_prompt", "instructions")
-_NAMES = ("instance_id", *TASK_LABELS, "id")
 _ITEMS = frozenset({"function_call", "function_call_output", "reasoning"})
 _NOT_TRL = "step"
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw] | Any)
 
 
-class Chat(Open):
+class Chat(Named):
     """A conversation, or a prompt and its completion."""
 
     messages: Any = None
@@ -63,13 +60,6 @@ class Chat(Open):
     system: Any = None
     system_prompt: Any = None
     instructions: Any = None
-    instance_id: Any = None
-    task_id: Any = None
-    task: Any = None
-    problem_id: Any = None
-    question_id: Any = None
-    instance: Any = None
-    id: Any = None
     reward: Any = None
     score: Any = None
     metrics: msgspec.Raw = NO_JSON
@@ -77,8 +67,7 @@ class Chat(Open):
 
 def run_of(chat: Chat, place: Place) -> Run:
     """Return the run of a chat, named as in `openai_messages`."""
-    values = {name: getattr(chat, name) for name in _NAMES}
-    names = {name: str(value) for name, value in values.items() if _is_name(name, value)}
+    names = chat.names(place.where)
     if not names:
         step = _conversation(chat, place.where)
         prompt = step.prompt if isinstance(step, Completion) else step.messages
@@ -88,17 +77,12 @@ def run_of(chat: Chat, place: Place) -> Run:
     return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
 
-def _is_name(name: str, value: Any) -> bool:
-    is_plain = isinstance(value, str | int) and not isinstance(value, bool) and value != ""
-    return is_plain and (name not in TASK_LABELS or is_name(str(value)))
-
-
 def read(chat: Chat, run: Run, _: Options) -> Trajectory:
     """Read a conversation, or a prompt and its completion; numbers beside it become metrics."""
     (place,) = run.places
     step = _conversation(chat, place.where)
     fields = chat.fields
-    numeric = {n: raw for n, raw in fields.items() if n not in _NAMES}
+    numeric = {n: raw for n, raw in fields.items() if n not in NAMES}
     objects = ["metrics"] if bytes(chat.metrics).startswith(b"{") else []
     metrics = numbers(numeric, place.where, objects)
     note_unread_labels(run.labels, run.instance_id)

@@ -250,43 +250,13 @@ def holds_text(value: Any) -> bool:
 
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 MARKS = frozenset(
-    [
-        "base",
-        "origin",
-        "fork",
-        "forked",
-        "parent",
-        "supersedes",
-        "superseded",
-        "replaces",
-        "replaced",
-        "retracted",
-        "reverted",
-        "revert",
-        "rewind",
-        "branch",
-        "hidden",
-        "visible",
-        "ignored",
-        "excluded",
-        "deleted",
-        "removed",
-        "undone",
-        "compacted",
-        "condensed",
-        "archived",
-        "active",
-        "inactive",
-        "synthetic",
-        "sidechain",
-        "weight",
-        "loss",
-        "mask",
-        "masked",
-        "train",
-        "trained",
-        "trainable",
-    ]
+    {
+        *("base", "origin", "parent", "branch", "fork", "forked", "rewind", "revert", "reverted"),
+        *("supersedes", "superseded", "replaces", "replaced", "retracted", "undone", "deleted"),
+        *("removed", "excluded", "ignored", "hidden", "visible", "active", "inactive", "archived"),
+        *("compacted", "condensed", "synthetic", "sidechain"),
+        *("weight", "loss", "mask", "masked", "train", "trained", "trainable"),
+    }
 )
 """Words in the names of keys that link records to each other, or say what a message counts for."""
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -86,13 +88,11 @@ def damage_in(
 def _formats_of(
     content: bytes, path: Path, formats_of: Callable[[Path], Sequence[str]]
 ) -> Sequence[str]:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, suppress(OSError, RolloutError):
         copy = Path(folder) / path.name
         copy.write_bytes(content)
-        try:
-            return formats_of(copy)
-        except (OSError, RolloutError):
-            return ()
+        return formats_of(copy)
+    return ()
 
 
 def _broken(name: str, path: Path) -> Iterator[tuple[InputError, bytes]]:
@@ -100,37 +100,26 @@ def _broken(name: str, path: Path) -> Iterator[tuple[InputError, bytes]]:
     lines = list(first_lines(path))
     if not lines or not lines[0].lstrip().startswith((b"{", b"[")):
         return
-    try:
-        decode_line(_ANY, lines[0], name)
-        is_document = False
-    except InputError:
-        is_document = True
-    if is_document:
+    if _error_of(lines[0], name, decode_line) is not None:
         with open_input(path) as file:
             content = file.read(_MAX_BYTES)
-        error = _error_of(content, name)
+        error = _error_of(content, name, decode_document)
         if error is None:
             return  # a sound document
+        repaired = mended(content[:_MENDED_BYTES]) or b""
         is_one_line = b"\n" not in content.strip() and path.suffix != ".jsonl"
-        if is_one_line or _spans_lines(content):
+        if is_one_line or b"\n" in repaired.strip():  # the first value goes on after its first line
             yield error, content[:_MENDED_BYTES]
             return
     for number, line in enumerate(lines, 1):
-        try:
-            decode_line(_ANY, line, f"{name}:{number}")
-        except InputError as error:
+        error = _error_of(line, f"{name}:{number}", decode_line)
+        if error is not None:
             yield error, line[:_MENDED_BYTES]
 
 
-def _spans_lines(content: bytes) -> bool:
-    """True if the first value of a text goes on after its first line."""
-    repaired = mended(content[:_MENDED_BYTES])
-    return repaired is not None and b"\n" in repaired.strip()
-
-
-def _error_of(content: bytes, name: str) -> InputError | None:
+def _error_of(content: bytes, where: str, decode: Callable[..., Any]) -> InputError | None:
     try:
-        decode_document(_ANY, content, name)
+        decode(_ANY, content, where)
     except InputError as error:
         return error
     return None

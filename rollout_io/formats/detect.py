@@ -9,7 +9,6 @@ are explained: empty files, pickles, and parts of a Harbor job.
 from __future__ import annotations
 
 import difflib
-import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +20,7 @@ from rollout_io.dataset.opening import open_input, refuse_irregular
 from rollout_io.formats.base import Adapter
 from rollout_io.formats.contents import Coverage
 from rollout_io.formats.damage import damage_in
-from rollout_io.formats.parsing.jsonl import (
-    read_document,
-    refuse_lfs_pointer,
-)
+from rollout_io.formats.parsing.jsonl import read_document, refuse_lfs_pointer
 from rollout_io.formats.refused import REFUSED
 from rollout_io.formats.start import Start
 from rollout_io.plugins import Plugin, plugins
@@ -248,8 +244,6 @@ if it contains SkyRL's GeneratorOutput, write a dataset in the program that has 
       writer.write(table)
 otherwise, write your data as JSON Lines in one of the formats of `rollouts formats`"""
 _PROTOCOLS = tuple(bytes([0x80, number]) for number in range(2, 6))
-_TORCH_MEMBER = "data.pkl"
-_HEAD_BYTES = 1 << 16
 
 
 class _HarborConfig(msgspec.Struct, gc=False):
@@ -264,14 +258,10 @@ _HARBOR = msgspec.json.Decoder(_HarborConfig)
 
 def explained(name: str, path: Path) -> InputError | None:
     """Return the error for an input of a known kind that is not a log; None for unknown content."""
-    try:
-        if not path.is_file():
-            return None
-        with open_input(path) as file:
-            head = file.read(_HEAD_BYTES)
-    except (OSError, RolloutError):
+    start = Start(path)
+    if not start.is_file:
         return None
-    if not head:
+    if path.stat().st_size == 0:
         return empty_file(name)
     return pickle_error(name, path) or _harbor_config(name, path)
 
@@ -284,26 +274,14 @@ def empty_file(name: str) -> InputError:
 
 def pickle_error(name: str, path: Path) -> InputError | None:
     """Return the error for a pickle or a file of torch.save, recognised by its first bytes."""
-    try:
-        with open_input(path) as file:
-            head = file.read(_HEAD_BYTES)
-    except (OSError, RolloutError):
-        return None
-    if head.startswith(_PROTOCOLS):
+    start = Start(path)
+    if start.head.startswith(_PROTOCOLS):
         got = "the file is a pickle, which could run code, so it is never loaded"
-    elif head.startswith(b"PK") and _is_saved_by_torch(path):
+    elif start.torch_pickle:
         got = "the file was written by torch.save: it is a pickle, which could run code, so it is never loaded"
     else:
         return None
     return InputError("pickle", name, got, hint=PICKLE_HINT)
-
-
-def _is_saved_by_torch(path: Path) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(n.rpartition("/")[2] == _TORCH_MEMBER for n in archive.namelist())
-    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError):
-        return False
 
 
 def _harbor_config(name: str, path: Path) -> InputError | None:
@@ -312,16 +290,13 @@ def _harbor_config(name: str, path: Path) -> InputError | None:
         config = read_document(_HARBOR, path)[0]
     except RolloutError:
         return None
+    above = f"{name.rpartition('/')[0] or '.'}/"
     if config.trial_name and config.trials_dir:
         got = "the file is the configuration of a Harbor trial, not its result"
-        hint = f"pass the trial directory ({_above(name)}), or its result.json"
+        hint = f"pass the trial directory ({above}), or its result.json"
     elif config.job_name and config.jobs_dir:
         got = "the file is the configuration of a Harbor job, not its result"
-        hint = f"pass the job directory ({_above(name)})"
+        hint = f"pass the job directory ({above})"
     else:
         return None
     return InputError("harbor_input", name, got, hint=hint)
-
-
-def _above(name: str) -> str:
-    return f"{name.rpartition('/')[0] or '.'}/"

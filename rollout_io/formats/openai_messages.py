@@ -54,17 +54,15 @@ GROUPS = "inferred: lines without an id that have the same messages before the f
 _ANOTHER = frozenset(
     {"response", "trajectory_format", "info", "message_log", "sessionId", "events"}
 )
-_NAMES = ("instance_id", *TASK_LABELS, "id")
-_OF_NAMES = frozenset({*_NAMES, "repetition_id"})
+NAMES = ("instance_id", *TASK_LABELS, "id")
+_OF_NAMES = frozenset({*NAMES, "repetition_id"})
 _SYSTEM = ("system_prompt", "system", "system_message", "instructions")
 _TEXT = (b'"', b"[")
 
 
-class Line(Open, kw_only=True):
-    """A conversation."""
+class Named(Open, kw_only=True):
+    """A record with labels that name its group."""
 
-    messages: Annotated[list[msgspec.Raw], inner(MESSAGE)]
-    tools: list[Any] | None = None
     instance_id: msgspec.Raw = NO_JSON
     task_id: msgspec.Raw = NO_JSON
     task: msgspec.Raw = NO_JSON
@@ -72,6 +70,22 @@ class Line(Open, kw_only=True):
     question_id: msgspec.Raw = NO_JSON
     instance: msgspec.Raw = NO_JSON
     id: msgspec.Raw = NO_JSON
+
+    def names(self, where: str) -> dict[str, str]:
+        """Return the labels that the record has, the first of which names its group."""
+        labels = {name: label(getattr(self, name), where) for name in NAMES}
+        return {
+            name: value
+            for name, value in labels.items()
+            if value and (name not in TASK_LABELS or is_name(value))
+        }
+
+
+class Line(Named, kw_only=True):
+    """A conversation."""
+
+    messages: Annotated[list[msgspec.Raw], inner(MESSAGE)]
+    tools: list[Any] | None = None
     repetition_id: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)] | None = None
     reward: float | None = None
     score: float | None = None
@@ -100,12 +114,7 @@ def with_groups(items: Iterable[Found]) -> Iterator[Found]:
 
 def run_of(line: Line, place: Place) -> Run:
     """Return the run of a line."""
-    values = {name: label(getattr(line, name), place.where) for name in _NAMES}
-    labels = {
-        name: value
-        for name, value in values.items()
-        if value and (name not in TASK_LABELS or is_name(value))
-    }
+    labels = line.names(place.where)
     instance = next(iter(labels.values()), None) or prompt_key(_messages(line, place.where))
     return Run(
         instance_id=instance,

@@ -136,20 +136,11 @@ ADAPTER = Adapter(
 )
 
 
-EXPORTED_METRICS = "rollout_metrics"
 HELD = {
-    *("instance_id", "repetition_id", "trajectory_id", "step_index", "is_last_step"),
+    *("instance_id", "repetition_id", "trajectory_id", "step_index", "is_last_step", "error"),
     *("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "rewards"),
-    *(
-        "stop_reason",
-        "rollout_expert_indices",
-        "metrics",
-        "segments",
-        "error",
-        "token_source",
-        COLUMN,
-        *USER_FIELDS,
-    ),
+    *("stop_reason", "rollout_expert_indices", "metrics", "segments", "token_source", COLUMN),
+    *USER_FIELDS,
 }
 
 
@@ -197,7 +188,7 @@ def _with_metrics(table: pa.Table, dataset: PathLike) -> pa.Table:
 
     history = read_metadata(dataset).made_by
     is_same = all(each["verb"] in {"merge", "unmerge"} for each in history[1:])
-    by_file = history[0].get(EXPORTED_METRICS) if history and is_same else None
+    by_file = history[0].get(METRICS) if history and is_same else None
     if not isinstance(by_file, dict) or len(by_file) != 1 or len(history[0]["inputs"]) != 1:
         return table
     (metrics,) = by_file.values()

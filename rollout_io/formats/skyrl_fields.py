@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from rollout_io.formats.parsing.arrays import array_of
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import InputError, InvariantError, RolloutError, count
 from schemas.ragged import BoolArray
@@ -172,14 +172,6 @@ def unknown_fields(output: Mapping[str, Any]) -> list[str]:
     """Return the names of fields that have a value but match no column."""
     known = {*REQUIRED, *OPTIONAL, *COLUMN_FIELDS, "rollout_metrics"}
     return [name for name, value in output.items() if value is not None and name not in known]
-
-
-def array_of(value: Any) -> npt.NDArray[Any]:
-    """Return a value as an array; lists of different lengths are none."""
-    try:
-        return np.asarray(value)
-    except ValueError:
-        return np.asarray(None)
 
 
 def number(value: Any, name: str, row: int) -> float:

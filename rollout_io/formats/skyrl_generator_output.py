@@ -75,21 +75,28 @@ def to_generator_output(
         message = "the table has no rows"
         raise InputError("some_rows", "table", "no rows", hint=hint, message=message)
     data, masked = _with_placeholders(cast_table(data), failed)
+    names = set(data.column_names)
+    metrics = (data.schema.metadata or {}).get(METRICS_KEY)
+    stops = logprobs = None
+    if "stop_reason" in names or masked.any():
+        stops = _filled(_of_last_step(data, "stop_reason"), masked, lambda: "error")
+    if _is_filled(data, "rollout_logprobs", masked, "logprobs_kind"):
+        logprobs = _filled(_lists(data, "rollout_logprobs"), masked, lambda: [0.0])
+    ids = map(TrajectoryID, _values(data, "instance_id"), _values(data, "repetition_id"))
+    env_metrics = map(metrics_dict, _values(data, "metrics")) if "metrics" in names else None
     return {
         "prompt_token_ids": _filled(_lists(data, "prompt_token_ids"), masked, lambda: [0]),
         "response_ids": _filled(_lists(data, "response_ids"), masked, lambda: [0]),
         "rewards": _rewards(data, masked, outcome),
         "loss_masks": _filled(_lists(data, "loss_mask"), masked, lambda: [0]),
-        "stop_reasons": _stop_reasons(data, masked),
-        "rollout_metrics": _rollout_metrics(data),
-        "rollout_logprobs": _logprobs(data, masked),
-        "trajectory_ids": list(
-            map(TrajectoryID, _values(data, "instance_id"), _values(data, "repetition_id"))
-        ),
+        "stop_reasons": stops,
+        "rollout_metrics": None if metrics is None else json.loads(metrics),
+        "rollout_logprobs": logprobs,
+        "trajectory_ids": list(ids),
         "rollout_expert_indices": _routes(data, masked),
         "is_last_step": _values(data, "is_last_step"),
-        "env_metrics": _env_metrics(data),
-        "trajectory_generation_times": _values(data, TIMES) if TIMES in data.column_names else None,
+        "env_metrics": None if env_metrics is None else list(env_metrics),
+        "trajectory_generation_times": _values(data, TIMES) if TIMES in names else None,
         **_newer_fields(data, masked),
     }
 
@@ -325,18 +332,6 @@ def _of_last_step(table: pa.Table, name: str) -> list[Any]:
     return values
 
 
-def _stop_reasons(table: pa.Table, masked: BoolArray) -> list[str | None] | None:
-    if "stop_reason" not in table.column_names and not masked.any():
-        return None
-    return _filled(_of_last_step(table, "stop_reason"), masked, lambda: "error")
-
-
-def _logprobs(table: pa.Table, masked: BoolArray) -> list[Any] | None:
-    if not _is_filled(table, "rollout_logprobs", masked, "logprobs_kind"):
-        return None
-    return _filled(_lists(table, "rollout_logprobs"), masked, lambda: [0.0])
-
-
 def _routes(table: pa.Table, masked: BoolArray) -> list[Any] | None:
     """Return the routing; a placeholder's token gets experts 0..topk-1, as in SkyRL's padding."""
     name = "rollout_expert_indices"
@@ -355,12 +350,6 @@ def _routes(table: pa.Table, masked: BoolArray) -> list[Any] | None:
     ]
     unsampled = np.tile(np.arange(topk, dtype=routes.dtype), (1, num_layers, 1))
     return _filled(rows, masked, lambda: unsampled)
-
-
-def _env_metrics(table: pa.Table) -> list[dict[str, float] | None] | None:
-    if "metrics" not in table.column_names:
-        return None
-    return [metrics_dict(entries) for entries in _values(table, "metrics")]
 
 
 def _newer_fields(table: pa.Table, masked: BoolArray) -> GeneratorOutput:
@@ -390,9 +379,3 @@ def support_arrays(table: pa.Table, masked: BoolArray) -> list[Any] | None:
         return None
     width = max(1, *(len(ids) for row in rows for ids in row))
     return [np.array([[*ids, *[-1] * (width - len(ids))] for ids in row], np.int32) for row in rows]
-
-
-def _rollout_metrics(table: pa.Table) -> Mapping[str, Any] | None:
-    found = (table.schema.metadata or {}).get(METRICS_KEY)
-    metrics: Mapping[str, Any] | None = None if found is None else json.loads(found)
-    return metrics

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from rollout_io.formats.parsing import arrays
+from rollout_io.formats.parsing.arrays import IDS, LOGPROBS, MASK, ROUTES
 from rollout_io.formats.skyrl_fields import (
     COLUMN_FIELDS,
     OPTIONAL,
@@ -19,7 +21,6 @@ from rollout_io.formats.skyrl_fields import (
     SUPPORT,
     OtherFields,
     TrajectoryID,
-    array_of,
     field_error,
     number,
     unknown_fields,
@@ -27,6 +28,7 @@ from rollout_io.formats.skyrl_fields import (
     without_empty_rows,
 )
 from schemas.columns import COLUMN_BY_NAME, COLUMNS
+from schemas.errors import RolloutError
 from schemas.ragged import ragged_array, routing_array
 
 METRICS_KEY = b"rollout_io.rollout_metrics"
@@ -35,33 +37,15 @@ _TOKEN_SOURCES = ("engine", "retokenized")
 ERROR = "failed: a placeholder row in the GeneratorOutput"
 
 
-class _Numbers(NamedTuple):
-    """A field with an array of numbers in each row.
-
-    Attributes:
-        kinds: Kinds of numbers that are accepted, as NumPy names them.
-        bounds: Smallest and largest value; if there are any, numbers are whole.
-        rules: Rule that another type or shape breaks, and rule that another value breaks.
-    """
-
-    kinds: str
-    dtype: Any
-    bounds: tuple[int, int] | None = None
-    num_dimensions: int = 1
-    rules: tuple[str, str] = ("field_kind", "token_range")
-
-
-_LAST_ID = 2**31 - 1
 _NUMBERS = {
-    "prompt_token_ids": _Numbers("iu", np.int32, (0, _LAST_ID)),
-    "response_ids": _Numbers("iu", np.int32, (0, _LAST_ID)),
-    "loss_masks": _Numbers("biuf", np.bool_, (0, 1), rules=("field_kind", "mask_kind")),
-    "rollout_logprobs": _Numbers("fiu", np.float32),
-    "rewards": _Numbers("fiu", np.float64),
-    _ROUTES: _Numbers("iu", np.int16, (0, 2**15 - 1), 3, ("routing_shape", "routing_shape")),
-    SUPPORT: _Numbers("iu", np.int64, (-1, _LAST_ID), 2),
+    "prompt_token_ids": IDS,
+    "response_ids": IDS,
+    "loss_masks": MASK._replace(rules=("field_kind", "mask_kind")),
+    "rollout_logprobs": LOGPROBS,
+    "rewards": LOGPROBS._replace(dtype=np.float64),
+    _ROUTES: ROUTES,
+    SUPPORT: arrays.SUPPORT,
 }
-_SHAPES = ("a number", "a flat list of numbers", "numbers [tokens, k]", "[tokens, layers, topk]")
 _LISTS = {
     "prompt_token_ids": "prompt_token_ids",
     "response_ids": "response_ids",
@@ -106,7 +90,7 @@ def table_of(
     stated = own.get("error", [None] * len(failed))
     errors = [e or (ERROR if f else None) for e, f in zip(stated, failed, strict=True)]
     has_error = [error is not None for error in errors]
-    arrays: dict[str, Any] = own | {
+    columns: dict[str, Any] = own | {
         "instance_id": [i.instance_id for i in identities],
         "repetition_id": [i.repetition_id for i in identities],
         "trajectory_id": [i.to_string() for i in identities],
@@ -120,16 +104,16 @@ def table_of(
         "sampling_support": _support(output, failed),
     }
     if source is not None:
-        arrays["source"] = [f"{source}, row {row}" for row in range(len(failed))]
+        columns["source"] = [f"{source}, row {row}" for row in range(len(failed))]
     for name, rows in lists.items():
-        arrays[name] = [row[:0] if f else row for row, f in zip(rows, failed, strict=True)]
+        columns[name] = [row[:0] if f else row for row, f in zip(rows, failed, strict=True)]
     alive = [None if f else value for value, f in zip(rewards, has_error, strict=True)]
-    arrays["reward"] = alive
+    columns["reward"] = alive
     if isinstance(rewards[0], np.ndarray):
-        arrays["rewards"] = alive
-        arrays["reward"] = [None if r is None else float(r.sum()) for r in alive]
-    keep, warnings = without_empty_rows(arrays)
-    table = _assemble(arrays)
+        columns["rewards"] = alive
+        columns["reward"] = [None if r is None else float(r.sum()) for r in alive]
+    keep, warnings = without_empty_rows(columns)
+    table = _assemble(columns)
     for name, column in user_columns(output, others if other_fields == "keep" else []).items():
         table = table.append_column(name, column)
     if not keep.all():
@@ -318,34 +302,16 @@ def _column_fields(output: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 def _arrays(output: Mapping[str, Any], name: str) -> list[Any]:
     """Return the rows of a field of `_NUMBERS`; only routing may be null."""
-    kind, arrays = _NUMBERS[name], list[Any]()
-    for row, value in enumerate(output[name]):
-        if value is None and name == _ROUTES:
-            arrays.append(None)
-            continue
-        array, got = array_of(value), "null" if value is None else ""
-        if (
-            "b" not in kind.kinds
-            and isinstance(value, list | tuple)
-            and bool in set(map(type, value))
-        ):
-            got = "booleans"
-        elif array.ndim != kind.num_dimensions or (
-            array.size and array.dtype.kind not in kind.kinds
-        ):
-            got = got or f"{array.dtype} of shape {array.shape}"
-        if got:
-            raise field_error(kind.rules[0], name, got, _SHAPES[kind.num_dimensions], row=row)
-        if kind.bounds is not None and array.size:
-            low, high = kind.bounds
-            is_within = low <= array.min() <= array.max() <= high
-            if not is_within or not np.array_equal(array, np.round(array)):
-                got = f"numbers in {array.min()}..{array.max()}"
-                expected = f"whole numbers in {low}..{high}"
-                raise field_error(kind.rules[1], name, got, expected, row=row)
-        with np.errstate(over="ignore"):  # overflow gives infinity, which the invariants reject
-            arrays.append(array.astype(kind.dtype))
-    return arrays
+
+    def refuse(row: int, rule: str, got: str, expected: str) -> RolloutError:
+        return field_error(rule.replace("record_type", "field_kind"), name, got, expected, row=row)
+
+    return [
+        None
+        if value is None and name == _ROUTES
+        else _NUMBERS[name].read(value, partial(refuse, row))
+        for row, value in enumerate(output[name])
+    ]
 
 
 def _rewards(output: Mapping[str, Any]) -> Sequence[Any]:
@@ -379,14 +345,14 @@ def _routes(output: Mapping[str, Any], failed: Sequence[bool]) -> pa.Array | Non
     if output.get(_ROUTES) is None:
         return None
     rows = zip(_arrays(output, _ROUTES), failed, strict=True)
-    arrays = [None if is_failed else routes for routes, is_failed in rows]
-    shapes = {a.shape[1:] for a in arrays if a is not None}
+    routing = [None if is_failed else routes for routes, is_failed in rows]
+    shapes = {r.shape[1:] for r in routing if r is not None}
     if not shapes:
         return None
-    if len(shapes) > 1 or any(0 in a.shape for a in arrays if a is not None):
+    if len(shapes) > 1:
         got = f"rows with different (layers, topk): {', '.join(map(str, sorted(shapes)))}"
         raise field_error("routing_shape", _ROUTES, got, "the same layers and topk in every row")
-    return routing_array(arrays, *shapes.pop())
+    return routing_array(routing, *shapes.pop())
 
 
 def _support(output: Mapping[str, Any], failed: Sequence[bool]) -> list[Any] | None:

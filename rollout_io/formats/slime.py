@@ -12,7 +12,6 @@ Samples with the same `rollout_id` (or `index`, if that is null) form one run. T
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -37,6 +36,7 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
+from rollout_io.formats.parsing.arrays import IDS, LOGPROBS, MASK, ROUTES, Numbers
 from rollout_io.formats.parsing.content import filled
 from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
@@ -48,9 +48,9 @@ from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers_traces import runs
 from schemas.errors import InputError, RolloutError, count
 from schemas.extras import requires_extra
+from schemas.rules import RULES
 
 _ALONE = "inferred: a run whose samples do not name a group is a separate group"
-_PICKLE = "data.pkl"
 _FIELDS = (b"rollout_id", b"samples")
 _SAMPLE_FIELDS = (b"response_length", b"group_index")
 _REASONS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
@@ -91,19 +91,7 @@ class _Sample(_Named, kw_only=True, gc=False):
 
 def recognizes(start: Start) -> bool:
     """True if a file is a torch.save archive whose pickle contains the fields of slime's samples."""
-    path = start.path
-    try:
-        if not start.is_file or not zipfile.is_zipfile(path):
-            return False
-        with zipfile.ZipFile(path) as archive:
-            name = next((n for n in archive.namelist() if n.rpartition("/")[2] == _PICKLE), None)
-            if name is None:
-                return False
-            with archive.open(name) as file:
-                head = file.read(1 << 20)
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError):
-        return False
-    return all(field in head for field in (*_FIELDS, *_SAMPLE_FIELDS))
+    return all(field in start.torch_pickle for field in (*_FIELDS, *_SAMPLE_FIELDS))
 
 
 def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
@@ -233,7 +221,7 @@ def _sample(value: Any, where: str) -> _Sample:
 
 
 def _step(sample: _Sample, where: str, *, failed: bool) -> Step:
-    tokens = _integers(sample.tokens, f"{where}, tokens")
+    tokens = _array(IDS, sample.tokens, f"{where}, tokens")
     num = sample.response_length
     if num > len(tokens):
         got = f"response_length is {num}, but there are only {count(len(tokens), 'token')}"
@@ -256,7 +244,7 @@ def _step(sample: _Sample, where: str, *, failed: bool) -> Step:
         stop_reason=_REASONS.get(sample.status or "", sample.status),
         policy_version=oldest(names_of(sample.weight_versions)),
         policy_versions=versions_of_calls(sample.weight_versions, len(tokens) - num, num, where),
-        messages=_json(sent),
+        messages=None if sent is None else _json(sent),
         response_text=sample.response or None,
         texts=(sample.response,) if sample.response else (),
     )
@@ -265,11 +253,7 @@ def _step(sample: _Sample, where: str, *, failed: bool) -> Step:
 def _mask(sample: _Sample, where: str) -> npt.NDArray[np.bool_] | None:
     if sample.loss_mask is None:
         return None
-    given = _array(sample.loss_mask, f"{where}, loss_mask", "biuf")
-    if not np.isin(given, (0, 1)).all():
-        got = f"{given[~np.isin(given, (0, 1))][0]} in loss_mask"
-        raise InputError("record_type", where, got, "only 0 and 1")
-    mask = given != 0
+    mask = _array(MASK, sample.loss_mask, f"{where}, loss_mask")
     if len(mask) != sample.response_length:
         got = f"a loss_mask of length {len(mask)}"
         expected = f"{sample.response_length}, one per response token"
@@ -280,7 +264,7 @@ def _mask(sample: _Sample, where: str) -> npt.NDArray[np.bool_] | None:
 def _logprobs(sample: _Sample, where: str) -> npt.NDArray[np.float32] | None:
     if sample.rollout_log_probs is None:
         return None
-    values = _array(sample.rollout_log_probs, f"{where}, rollout_log_probs", "iuf")
+    values = _array(LOGPROBS, sample.rollout_log_probs, f"{where}, rollout_log_probs")
     return logprob_array(values.tolist(), sample.response_length, where)
 
 
@@ -289,8 +273,8 @@ def _support(sample: _Sample, where: str) -> list[list[int]] | None:
     if sample.rollout_top_p_token_offsets is None:
         return None
     place = f"{where}, rollout_top_p_token_ids"
-    ids = _integers(sample.rollout_top_p_token_ids, place).tolist()
-    ends = _integers(sample.rollout_top_p_token_offsets, f"{where}, rollout_top_p_token_offsets")
+    ids = _array(IDS, sample.rollout_top_p_token_ids, place).tolist()
+    ends = _array(IDS, sample.rollout_top_p_token_offsets, f"{where}, rollout_top_p_token_offsets")
     is_whole = len(ends) == sample.response_length + 1 and (np.diff(ends) >= 0).all()
     if not is_whole or ends[0] != 0 or ends[-1] != len(ids):
         expected = f"{sample.response_length + 1} ascending offsets, from 0 to {len(ids)}"
@@ -298,63 +282,33 @@ def _support(sample: _Sample, where: str) -> list[list[int]] | None:
     return [ids[start:end] for start, end in pairwise(ends.tolist())]
 
 
-def _integers(value: Any, where: str) -> npt.NDArray[np.int32]:
-    found = _array(value, where, "iu")
-    if len(found) and not 0 <= int(found.min()) <= int(found.max()) <= INT32_MAX:
-        raise broken("token_range", where, f"a number is not in 0..{INT32_MAX}")
-    return found.astype(np.int32)
+def _array(numbers: Numbers, value: Any, where: str) -> npt.NDArray[Any]:
+    def refuse(rule: str, got: str, expected: str) -> RolloutError:
+        return (broken if rule in RULES else InputError)(rule, where, got, expected)
 
-
-def _array(value: Any, where: str, kinds: str) -> npt.NDArray[Any]:
-    """Convert a flat list, array or tensor to a 1-D array whose NumPy kind is in `kinds`."""
-    found = _numpy(value, where)
-    if "b" not in kinds and isinstance(value, list) and bool in set(map(type, value)):
-        raise InputError("record_type", where, "booleans", _flat(kinds))
-    if found.ndim != 1 or (len(found) and found.dtype.kind not in kinds):
-        got = f"{type(value).__name__}, dtype {found.dtype}, shape {found.shape}"
-        raise InputError("record_type", where, got, _flat(kinds))
-    return found
-
-
-def _flat(kinds: str) -> str:
-    return f"a flat list of {'numbers' if 'f' in kinds else 'integers'}"
-
-
-def _numpy(value: Any, where: str) -> npt.NDArray[Any]:
-    try:
-        if hasattr(value, "detach"):
-            value = value.detach().cpu().numpy()
-        return np.asarray(value)
-    except (ValueError, TypeError, OverflowError, RuntimeError, RecursionError) as error:
-        got = " ".join(f"not a list of numbers: {error}".split())[:200]
-        raise InputError("record_type", where, got) from None
+    return numbers.read(value, refuse)
 
 
 def _routes(value: Any, num_tokens: int, where: str) -> npt.NDArray[np.int16] | None:
     if value is None:
         return None
     place = f"{where}, rollout_routed_experts"
-    expected = f"shape [1..{num_tokens} tokens][layers][topk] with experts in 0..32767"
-    found = _numpy(value, place)
-    is_known = found.ndim == 3 and found.dtype.kind in "iu" and 0 not in found.shape
-    if not is_known or len(found) > num_tokens or not 0 <= found.min() <= found.max() < 2**15:
-        raise broken("routing_shape", place, f"shape {found.shape}", expected)
-    return found.astype(np.int16)
+    routes = _array(ROUTES, value, place)
+    if len(routes) > num_tokens:
+        raise broken(
+            "routing_shape", place, f"shape {routes.shape}", f"at most {num_tokens} tokens"
+        )
+    return routes
 
 
 def _reward(sample: _Sample, where: str) -> tuple[float | None, dict[str, float]]:
     """Return the outcome, and all rewards by name."""
-    if not isinstance(sample.reward, Mapping):
-        found = _numbers({"reward": sample.reward}, where)
-        if sample.reward is not None and not found:
-            got = f"a reward of type {type(sample.reward).__name__}"
+    rewards = sample.reward if isinstance(sample.reward, Mapping) else {"reward": sample.reward}
+    found = _numbers(rewards, f"{where}, reward")
+    if "reward" in rewards:
+        if rewards["reward"] is not None and "reward" not in found:
+            got = f"a reward of type {type(rewards['reward']).__name__}"
             raise InputError("record_type", where, got, "a number, or an object of numbers")
-        return found.get("reward"), found
-    found = _numbers(sample.reward, f"{where}, reward")
-    if "reward" in sample.reward:
-        if sample.reward["reward"] is not None and "reward" not in found:
-            got = f"a reward of type {type(sample.reward['reward']).__name__}"
-            raise InputError("record_type", f"{where}, reward", got, "a number, or null")
         return found.get("reward"), found
     alone = next(iter(found.values())) if len(found) == 1 else None
     return alone, found
@@ -383,8 +337,6 @@ def _error(samples: Sequence[_Sample], outcome: float | None) -> str | None:
 
 
 def _json(value: Any) -> str | None:
-    if value is None:
-        return None
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, RecursionError, OverflowError):
@@ -396,7 +348,7 @@ def _load(path: Path, _: Version, where: str) -> list[Any]:
     """Load the samples of a file; two files are cached, because runs are read one by one."""
     with open_input(path) as file:
         refuse_lfs_pointer(file.read(_LFS_BYTES), where)
-    if not _is_zip(path):
+    if not Start(path).torch_pickle:
         got = "the file was not written by torch.save, or it is cut off"
         raise InputError("torch_file", where, got, hint="save the rollout again")
     found = _load_plain(path, where)
@@ -406,13 +358,6 @@ def _load(path: Path, _: Version, where: str) -> list[Any]:
             "no_calls", where, "the file has no samples", hint="save the rollout again"
         )
     return samples
-
-
-def _is_zip(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except (zipfile.BadZipFile, ValueError):
-        return False
 
 
 def _load_plain(path: Path, where: str) -> Any:

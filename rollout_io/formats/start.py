@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,8 @@ _MAX_DOCUMENT_BYTES = 1 << 28
 """Largest document that detection decodes completely."""
 
 _NO_JSON = object()
+_ERRORS = (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError)
+"""What a damaged zip archive raises."""
 
 
 class Start:
@@ -101,6 +104,17 @@ class Start:
             with open_input(self.path) as file:
                 return file.read(1 << 16)
         except (OSError, RolloutError):
+            return b""
+
+    @cached_property
+    def torch_pickle(self) -> bytes:
+        """The first MiB of the pickle in a file of torch.save, which is a zip archive; else empty."""
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                names = [n for n in archive.namelist() if n.rpartition("/")[2] == "data.pkl"]
+                with archive.open(names[0]) as file:
+                    return file.read(1 << 20)
+        except (*_ERRORS, IndexError):
             return b""
 
     def below(self, pattern: str) -> list[Path]:

@@ -21,15 +21,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rollout_io.formats.base import (
-    Conversation,
-    Found,
-    Options,
-    Place,
-    Rejected,
-    Run,
-    Trajectory,
-)
+from rollout_io.formats.base import Conversation, Found, Options, Place, Rejected, Run, Trajectory
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.engines.records import Records, beside
 from rollout_io.formats.grammar import inner

@@ -41,9 +41,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects import frameworks
-from rollout_io.formats.dialects.bodies import (
-    value_of,
-)
+from rollout_io.formats.dialects.bodies import value_of
 from rollout_io.formats.dialects.model_spans import (
     ModelCall,
     first_value,
@@ -53,13 +51,7 @@ from rollout_io.formats.dialects.model_spans import (
     sampling,
     stop_reason,
 )
-from rollout_io.formats.dialects.spans import (
-    Span,
-    at,
-    form_of,
-    protobuf_records,
-    spans_in,
-)
+from rollout_io.formats.dialects.spans import Span, at, form_of, protobuf_records, spans_in
 from rollout_io.formats.engines.records import decoder_of, records_of
 from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import contained, refuse_lfs_pointer

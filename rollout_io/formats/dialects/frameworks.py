@@ -17,15 +17,17 @@ Each shape is brought into the form of one of the large APIs, whose converter do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollout_io.formats.dialects import anthropic, gemini
 from rollout_io.formats.dialects.parts import (
     as_json,
     as_text,
+    call_block,
     is_of_vercel,
     langchain_block,
+    media_block,
     parsed,
     result_block,
     vercel_block,
@@ -220,13 +222,7 @@ def _semantic_block(part: Any) -> Fields | str:
         return str(part)
     kind, content = word(part.get("type")), part.get("content", part.get("text"))
     if kind == "tool_call":
-        arguments = parsed(part.get("arguments"))
-        return {
-            "type": "tool_use",
-            "id": part.get("id"),
-            "name": part.get("name"),
-            "input": arguments,
-        }
+        return call_block(part.get("id"), part.get("name"), part.get("arguments"))
     if kind == "tool_call_response":
         result = part.get("response", part.get("result", content))
         return result_block(part.get("id"), result)
@@ -234,14 +230,9 @@ def _semantic_block(part: Any) -> Fields | str:
         text = content.get("text") if isinstance(content, Mapping) else content
         return {"type": "thinking", "thinking": str(text or "")}
     if kind in {"blob", "uri", "file"}:
+        url = part.get("uri") or str(part.get("file_id"))
         media = str(part.get("modality") or "image")
-        data, url = part.get("content"), part.get("uri")
-        mime = part.get("mime_type")
-        source = {"type": "base64", "media_type": mime, "data": data} if data else None
-        source = source or known(
-            {"type": "url", "url": url or str(part.get("file_id")), "media_type": mime}
-        )
-        return {"type": media, "source": source}
+        return media_block(media, part.get("content"), url, part.get("mime_type"))
     if kind == "text":
         return {"type": "text", "text": as_text(content)}
     return part
@@ -273,22 +264,12 @@ def _pydantic_block(part: Fields, where: str) -> Fields:
     if kind in {"text", "thinking"}:
         return {"type": kind, ("text" if kind == "text" else "thinking"): part.get("content") or ""}
     if kind in {"tool-call", "builtin-tool-call"}:
-        name, call_id = part.get("tool_name"), part.get("tool_call_id")
         arguments = parsed(part.get("args")) or {}
-        is_own = kind == "tool-call"
-        return {
-            "type": "tool_use" if is_own else "server_tool_use",
-            "id": call_id,
-            "name": name,
-            "input": arguments,
-        }
+        block = call_block(part.get("tool_call_id"), part.get("tool_name"), arguments)
+        return block if kind == "tool-call" else {**block, "type": "server_tool_use"}
     if kind == "builtin-tool-return":
-        content = as_text(part.get("content"))
-        return {
-            "type": "mcp_tool_result",
-            "tool_use_id": part.get("tool_call_id"),
-            "content": content,
-        }
+        block = result_block(part.get("tool_call_id"), as_text(part.get("content")))
+        return {**block, "type": "mcp_tool_result"}
     raise bad_message(where, f"a part of the kind {kind!r}", "a part of a response")
 
 
@@ -298,11 +279,10 @@ def _user_block(each: Any) -> Fields | str:
     kind = str(each.get("kind"))
     if kind == "binary":
         mime = str(each.get("media_type", ""))
-        source = {"type": "base64", "media_type": mime, "data": each.get("data")}
-        return {"type": "image" if mime.startswith("image/") else "document", "source": source}
+        kind = "image" if mime.startswith("image/") else "document"
+        return media_block(kind, each.get("data"), None, mime)
     if kind.endswith("-url"):
-        name = kind.removesuffix("-url")
-        return {"type": name, "source": {"type": "url", "url": each.get("url")}}
+        return media_block(kind.removesuffix("-url"), None, each.get("url"), None)
     return each
 
 
@@ -317,46 +297,15 @@ def _of_autogen(given: Fields, where: str) -> list[Message]:
     )
     for each in content if isinstance(content, list) else [content]:
         if isinstance(each, Mapping) and "arguments" in each:
-            arguments = parsed(each["arguments"])
-            blocks.append(
-                {
-                    "type": "tool_use",
-                    "id": each.get("id"),
-                    "name": each.get("name"),
-                    "input": arguments,
-                }
-            )
+            blocks.append(call_block(each.get("id"), each.get("name"), each["arguments"]))
         else:
             blocks.append(each if isinstance(each, Mapping) else as_text(each))
     return _of_blocks(role, blocks, where)
 
 
 def _of_llama_index(given: Fields, where: str) -> list[Message]:
-    makers: dict[str, Callable[[Fields], Fields]] = {
-        "text": lambda b: {"type": "text", "text": b.get("text") or ""},
-        "thinking": lambda b: {"type": "thinking", "thinking": b.get("content") or ""},
-        "tool_call": lambda b: {
-            "type": "tool_use",
-            "id": b.get("tool_call_id"),
-            "name": b.get("tool_name"),
-            "input": parsed(b.get("tool_kwargs")),
-        },
-        "image": lambda b: {
-            "type": "image",
-            "source": {"type": "base64", "media_type": b.get("image_mimetype"), "data": b["image"]}
-            if b.get("image")
-            else {"type": "url", "url": b.get("url") or b.get("path")},
-        },
-    }
     more, role = given.get("additional_kwargs") or {}, str(given.get("role"))
-    blocks = []
-    for block in given["blocks"]:
-        kind = word(block.get("block_type"))
-        if kind not in makers:
-            raise bad_message(
-                where, f"a block of the type {kind!r}", "text, image, thinking, tool_call"
-            )
-        blocks.append(makers[kind](block))
+    blocks = [_llama_block(block, where) for block in given["blocks"]]
     calls = more.get("tool_calls")
     if calls or role == "tool":
         texts = [block["text"] for block in blocks if block["type"] == "text"]
@@ -368,6 +317,23 @@ def _of_llama_index(given: Fields, where: str) -> list[Message]:
         }
         return _of_chat(known(fields), where)
     return _of_blocks(role, blocks, where)
+
+
+def _llama_block(block: Fields, where: str) -> Fields:
+    match word(block.get("block_type")):
+        case "text":
+            return {"type": "text", "text": block.get("text") or ""}
+        case "thinking":
+            return {"type": "thinking", "thinking": block.get("content") or ""}
+        case "tool_call":
+            arguments = block.get("tool_kwargs")
+            return call_block(block.get("tool_call_id"), block.get("tool_name"), arguments)
+        case "image":
+            url = block.get("url") or block.get("path")
+            return media_block("image", block.get("image"), url, block.get("image_mimetype"))
+        case kind:
+            expected = "text, image, thinking, tool_call"
+            raise bad_message(where, f"a block of the type {kind!r}", expected)
 
 
 def _of_sharegpt(given: Fields, where: str) -> list[Message]:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.contents import Contents
+from rollout_io.formats.dialects.responses import add_piece
 from rollout_io.formats.parsing.content import (
     NO_JSON,
     Message,
@@ -161,51 +162,32 @@ def messages_of(
     for i, part in enumerate(parts_in(given)):
         if part.function_response is not None:
             results.append(_result(part.function_response, waiting, where))
-        elif bytes(part.code_execution_result) != b"null":
+            continue
+        if bytes(part.code_execution_result) != b"null":
             text = json_text(part.code_execution_result, where)
             made.append({"role": "tool", "content": text, "tool_call_id": _CODE})
-        else:
-            _add(made, role, part, f"{where}.parts[{i}]")
+            continue
+        piece = {"role": role, "content": ""} | _piece(part, f"{where}.parts[{i}]")
+        if len(piece) > 2 or piece["content"]:
+            add_piece(made, piece, is_open=bool(made) and made[-1]["role"] == role)
     return [*results, *(made if made or results else [{"role": role, "content": ""}])]
 
 
-def _add(made: list[Message], role: str, part: Part, where: str) -> None:
-    """Add a part to the last message, or begin another one."""
-    rank, piece = _piece(part, where)
-    last = made[-1] if made and made[-1]["role"] == role else None
-    if last is None or rank < _rank(last):
-        last = {"role": role, "content": ""}
-        made.append(last)
-    if "tool_calls" in piece:
-        last["tool_calls"] = [*last.get("tool_calls", ()), *piece["tool_calls"]]
-    if "reasoning_content" in piece:
-        thoughts = (last.get("reasoning_content"), piece["reasoning_content"])
-        last["reasoning_content"] = "\n".join(filter(None, thoughts))
-    if "content" in piece:
-        last["content"] = joined_content([last["content"], piece["content"]])
-
-
-def _rank(message: Message) -> int:
-    if message.get("tool_calls"):
-        return 2
-    return 1 if message["content"] else 0
-
-
-def _piece(part: Part, where: str) -> tuple[int, Message]:
-    """Return what a part adds to a message, and its rank in the order of a chat message."""
+def _piece(part: Part, where: str) -> Message:
+    """Return what a part adds to a message."""
     if part.function_call is not None:
         call = part.function_call
         call_id = call.id or f"call_{where.rpartition('[')[2].rstrip(']')}_{call.name}"
-        return 2, {"tool_calls": [tool_call(call_id, call.name, json_text(call.args, where))]}
+        return {"tool_calls": [tool_call(call_id, call.name, json_text(call.args, where))]}
     if bytes(part.executable_code) != b"null":
-        return 2, {"tool_calls": [tool_call(_CODE, _CODE, json_text(part.executable_code, where))]}
+        return {"tool_calls": [tool_call(_CODE, _CODE, json_text(part.executable_code, where))]}
     data = part.inline_data or part.file_data
     if data is not None:
-        return 1, {"content": [part_of_data(data) or {"type": "data"}]}
+        return {"content": [part_of_data(data) or {"type": "data"}]}
     if isinstance(part.thought, str) or part.thought:
         said = part.thought if isinstance(part.thought, str) else part.text or ""
-        return 0, ({"reasoning_content": said} if said else {})
-    return 1, {"content": part.text or ""}
+        return {"reasoning_content": said} if said else {}
+    return {"content": part.text or ""}
 
 
 def joined_content(contents: Iterable[str | list[Message]]) -> str | list[Message]:

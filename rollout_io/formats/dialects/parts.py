@@ -12,6 +12,17 @@ from rollout_io.formats.parsing.content import canonical_json, known
 Fields = Mapping[str, Any]
 
 
+def call_block(call_id: Any, name: Any, arguments: Any) -> Fields:
+    """Return a call as a block; arguments may be JSON text."""
+    return {"type": "tool_use", "id": call_id, "name": name, "input": parsed(arguments)}
+
+
+def media_block(kind: str, data: Any, url: Any, mime: Any) -> Fields:
+    """Return a picture or a file as a block: its bytes in base64, or its URL."""
+    source = {"type": "base64", "data": data} if data else {"type": "url", "url": url}
+    return {"type": kind, "source": known(source | {"media_type": mime})}
+
+
 def result_block(call_id: Any, result: Any) -> Fields:
     """Return the result of a call as a block; a list of parts is its content, anything else is text."""
     is_parts = isinstance(result, list) and all(
@@ -56,8 +67,7 @@ def langchain_block(part: Any) -> Any:
     if not isinstance(data, str) and not isinstance(url, str):
         return part
     kind = "document" if part["type"] == "file" else part["type"]
-    source = {"type": "base64", "data": data} if data else {"type": "url", "url": url}
-    return {"type": kind, "source": known(source | {"media_type": part.get("mime_type")})}
+    return media_block(kind, data, url, part.get("mime_type"))
 
 
 def is_of_vercel(part: Any) -> bool:
@@ -81,9 +91,8 @@ def vercel_block(part: Any) -> Any:
         return part
     kind = word(part.get("type"))
     if kind == "tool-call":
-        arguments = parsed(part.get("input", part.get("args")))
-        name, call_id = part.get("toolName"), part.get("toolCallId")
-        return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+        arguments = part.get("input", part.get("args"))
+        return call_block(part.get("toolCallId"), part.get("toolName"), arguments)
     if kind == "tool-result":
         output = part.get("output", part.get("result"))
         if isinstance(output, Mapping) and {"type", "value"} <= output.keys():

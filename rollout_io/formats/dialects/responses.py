@@ -257,14 +257,14 @@ def messages(given: Iterable[Any], where: str, before: Iterable[Message] = ()) -
 
 
 def add_piece(found: list[Message], piece: Message, *, is_open: bool) -> bool:
-    """Extend the last message by an assistant's piece, or append it; return True.
+    """Extend the last message by a piece of the same role, or append it; return True.
 
     The piece begins a new message if it does not fit behind what the last one has.
     """
     last: Message = found[-1] if is_open and found else {}
     is_late = _rank(piece) < _rank(last)
     if not is_open or is_late:
-        found.append({"role": "assistant", "content": ""})
+        found.append({"role": piece["role"], "content": ""})
     extend(found[-1], piece)
     return True
 

@@ -17,8 +17,7 @@ Responses of other APIs are explained by the error that rejects them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
@@ -184,48 +183,36 @@ _GENERATE += "prompt's ids as `prompt_token_ids`, and the first value of each en
 _GENERATE += "`meta_info.output_token_logprobs` as `choices[0].logprobs.content[j].logprob`"
 
 
-class _Api(NamedTuple):
-    name: str
-    is_of: Callable[[Response, str], bool]
-    hint: str = _LOG
-
-
-def _has(name: str) -> Callable[[Response, str], bool]:
-    return lambda response, _: bytes(getattr(response, name)) != _NULL
-
-
-_APIS = (
-    _Api(
-        "Anthropic's Messages API",
-        lambda _, kind: kind in {"message", "ping"} or kind.startswith(("message_", "content_")),
-    ),
-    _Api(
-        "OpenAI's Responses API",
-        lambda response, kind: response.object == "response" or kind.startswith("response."),
-    ),
-    _Api("Gemini's API", _has("candidates")),
-    _Api("SGLang's /generate", _has("output_ids"), _GENERATE),
-    _Api("SGLang's /generate", _has("meta_info"), _GENERATE),
-    _Api("Text Generation Inference", _has("generated_text")),
-    _Api("Ollama's API", _has("done")),
-    _Api("OpenAI's Responses API", _has("output")),
-    _Api("Anthropic's Messages API", _has("content")),
+_MESSAGES, _RESPONSES, _SGLANG_API = (
+    "Anthropic's Messages API",
+    "OpenAI's Responses API",
+    "SGLang's /generate",
 )
+_APIS = {
+    "candidates": "Gemini's API",
+    "output_ids": _SGLANG_API,
+    "meta_info": _SGLANG_API,
+    "generated_text": "Text Generation Inference",
+    "done": "Ollama's API",
+    "output": _RESPONSES,
+    "content": _MESSAGES,
+}
+"""Keys of the responses of other APIs."""
 
 
 def other_api(response: Response, where: str) -> InputError | None:
-    """Return the error for a response without choices, if it is of another known API.
-
-    Args:
-        response: The response, or the first chunk of a stream.
-        where: Location of the call, for error messages.
-    """
+    """Return the error for a response without choices, or the first chunk of one, of another API."""
     kind = bytes(response.type).decode().strip('"')
-    api = next((api for api in _APIS if api.is_of(response, kind)), None)
+    api = next((api for key, api in _APIS.items() if bytes(getattr(response, key)) != _NULL), None)
+    if response.object == "response" or kind.startswith("response."):
+        api = _RESPONSES
+    if kind in {"message", "ping"} or kind.startswith(("message_", "content_")):
+        api = _MESSAGES
     if api is None:
         return None
-    got = f"the response is of {api.name}, which the format `calls` does not read"
-    return InputError("other_api", where, got, "a chat or text completion", api.hint)
+    got = f"the response is of {api}, which the format `calls` does not read"
+    hint = _GENERATE if api == _SGLANG_API else _LOG
+    return InputError("other_api", where, got, "a chat or text completion", hint)
 
 
 def sglang(choice: Choice, where: str) -> InputError | None:

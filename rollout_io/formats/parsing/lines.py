@@ -15,10 +15,7 @@ import msgspec
 
 from rollout_io.dataset.opening import open_input
 from rollout_io.formats.base import Input, Place, Progress, Rejected
-from rollout_io.formats.parsing.jsonl import (
-    read_lines,
-    refuse_lfs_pointer,
-)
+from rollout_io.formats.parsing.jsonl import read_lines, refuse_lfs_pointer
 from rollout_io.formats.parsing.media import slimmed
 from schemas.errors import InputError, RolloutError
 
