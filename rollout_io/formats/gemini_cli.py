@@ -41,6 +41,7 @@ THOUGHTS = "thoughts that are not sent again, before later answers of their cont
 UNCALLED = "answers with a call that is not in the log, only its result: part of the prompt"
 PLACEHOLDER = "turns that ended with a result, behind which the program puts an answer of its own"
 BROKEN_OFF = "[The previous response was interrupted before it completed.]"
+JOINED = "answers that are sent as one with the answer before them: thoughts and texts are joined"
 _CONTEXT = "<session_context>"
 _LEAVES = {
     "shown to the user, not sent": "info warning error */displayContent user/tokens model/tokens */timestamp "
@@ -214,6 +215,7 @@ def _show(history: Sequence[Answer], where: str, log: Contexts, logged: set[str]
         if logged is not None and is_copy and items and _is_answer(items[-1].messages[-1:], said):
             last = dict(items[-1].messages[-1])  # they are sent as one
             extend(last, said[0])
+            note(JOINED)
             items[-1] = items[-1]._replace(messages=[*items[-1].messages[:-1], last, *said[1:]])
         else:
             items.append(Item(key, said, f"{where}[{i}]", given=given))

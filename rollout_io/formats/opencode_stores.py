@@ -19,10 +19,20 @@ from rollout_io.formats.engines.sessions import Names
 from rollout_io.formats.parsing.content import known
 from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.sqlite import columns_in, opened
 from rollout_io.formats.start import Start
 from schemas.errors import RolloutError
 
+REVERTED = "answers that were taken back, whose messages are deleted: left out (the table `event` has them)"
+_REVERTED = """
+    SELECT COUNT(DISTINCT json_extract(data, '$.messageID')) FROM event
+    WHERE aggregate_id = :session AND type LIKE 'message.removed.%'
+    AND json_extract(data, '$.messageID') IN (
+        SELECT json_extract(data, '$.info.id') FROM event
+        WHERE aggregate_id = :session AND type LIKE 'message.updated.%'
+        AND json_extract(data, '$.info.role') = 'assistant')
+"""
 _V1, _V2 = {"session", "message", "part"}, {"session_v2", "session_message"}
 
 
@@ -45,7 +55,9 @@ class Database:
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self.database = database
-        self.columns = {name: columns_in(database, name) for name in ("session", "session_v2")}
+        self.columns = {
+            name: columns_in(database, name) for name in ("session", "session_v2", "event")
+        }
         self.new = {name for (name,) in self._ids("session_v2")}
 
     def _ids(self, table: str) -> list[Any]:
@@ -84,6 +96,8 @@ class Database:
         for message, data in self.database.execute(query, (session,)).fetchall():
             row = _row(str(message), _bytes(data), parts.get(str(message), []))
             yield f"message {message}", row
+        if self.columns["event"]:
+            note(REVERTED, self.database.execute(_REVERTED, {"session": session}).fetchone()[0])
 
 
 class _Spoken2(msgspec.Struct, gc=False):

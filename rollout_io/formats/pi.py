@@ -31,6 +31,9 @@ from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.notes import note
 
+EXTENDED = (
+    "messages of extensions: what an extension changes when a prompt is sent is not in the log"
+)
 _NO_RESULT = "No result provided"
 _LEAVES = {
     "facts about the session": "session/version session/timestamp session/parentSession "
@@ -171,6 +174,7 @@ def _edit(record: Edit, log: Contexts, where: str) -> None:
 def _message(record: Spoken | Custom, where: str) -> PiMessage:
     if isinstance(record, Spoken):
         return decode_line(_MESSAGE, bytes(record.message), f"{where}, message")
+    note(EXTENDED)
     fields = b'{"role":"custom","content":%s}' % bytes(record.content)
     return decode_line(_MESSAGE, fields, f"{where}, content")
 

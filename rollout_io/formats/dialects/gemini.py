@@ -31,6 +31,7 @@ from rollout_io.formats.parsing.content import (
 )
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.media import part_of_data
+from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 
 PARTS = Contents(
@@ -64,6 +65,7 @@ _SNAKE = frozenset(
         "file_uri",
     }
 )
+MOVED = "results behind a text or a picture of their message, which stand in front of it here"
 _CODE = "code_execution"
 
 
@@ -161,6 +163,7 @@ def messages_of(
     waiting = list(calls)
     for i, part in enumerate(parts_in(given)):
         if part.function_response is not None:
+            note(MOVED, bool(made))
             results.append(_result(part.function_response, waiting, where))
             continue
         if bytes(part.code_execution_result) != b"null":

@@ -4,6 +4,7 @@ import pytest
 
 from rollout_io.formats.dialects import anthropic, gemini, responses
 from rollout_io.formats.parsing.media import media_part
+from rollout_io.formats.parsing.notes import noted
 from schemas.messages import marked, media_in
 
 PNG = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
@@ -117,6 +118,18 @@ def test_items_of_responses_become_messages_in_their_order():
         said(reasoning_content="More."),
         {"role": "user", "content": "Stop."},
     ]
+
+
+def test_results_of_gemini_stand_before_a_picture_between_them_which_is_noted():
+    results = [
+        {"functionResponse": {"id": n, "name": "ls", "response": {"output": n}}} for n in "xy"
+    ]
+    picture = {"inlineData": {"mimeType": "image/png", "data": "AAAA"}}
+    parts = [results[0], picture, results[1]]
+    with noted() as notes:
+        messages = gemini.messages([{"role": "user", "parts": parts}], "a")
+    assert [m["role"] for m in messages] == ["tool", "tool", "user"]
+    assert notes == {gemini.MOVED: 1}
 
 
 def test_geminis_contents_become_messages_in_their_order():

@@ -10,6 +10,7 @@ from rollout_io.formats.contexts import SUMMARIES
 from rollout_io.formats.gemini_cli import (
     ADAPTER,
     BROKEN_OFF,
+    JOINED,
     PLACEHOLDER,
     THOUGHTS,
     UNCALLED,
@@ -313,7 +314,7 @@ def test_a_history_that_an_editors_session_shows_is_read_as_it_is(tmp_path):
     _, step = found.steps
     texts = ["Go.", "One.", "of x", "of y", "of x", "Two.\nThree.", "Resumed.", "Five."]
     assert (texts_of(step)[1:], called_in(step)) == (texts, [["x", "y"]])
-    assert (len(step.messages) - 2, found.notes) == (step.num_given, {})
+    assert (len(step.messages) - 2, found.notes) == (step.num_given, {JOINED: 2})
 
 
 def test_a_file_that_only_says_what_the_session_is_about_is_left_out(tmp_path):

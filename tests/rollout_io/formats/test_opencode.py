@@ -10,6 +10,7 @@ import pytest
 
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.opencode import ADAPTER, FILES, INVALID, REMINDED, UNENDED, WRITTEN
+from rollout_io.formats.opencode_stores import REVERTED
 from rollout_io.formats.parsing.forks import COPIED
 from tests.helpers.adapter_helpers import read_all
 from tests.helpers.session_facts import opencode
@@ -370,6 +371,26 @@ def test_an_answer_that_broke_off_is_context_and_counted(tmp_path):
     answers, notes = trained_in(path)
     stopped = "[Tool execution was interrupted]"
     assert (answers, notes) == ([("Two.", ["Go.", "Hal", stopped, "On."])], {UNENDED: 1})
+
+
+def test_answers_whose_messages_a_revert_deleted_are_counted(tmp_path):
+    path = database(
+        tmp_path / "opencode.db",
+        ("m1", "user", {}, [text("Go.")]),
+        ("m2", "assistant", ended(), [STEP, text("One.")]),
+    )
+    said_once = [{"info": {"id": name, "role": role}} for name, role in DELETED]
+    events = [("message.updated.1", fields) for fields in said_once * 2]
+    events += [("message.removed.1", {"messageID": name}) for name, _ in DELETED]
+    with closing(sqlite3.connect(path)) as store, store:
+        store.execute("CREATE TABLE event (id, aggregate_id, seq, type, data)")
+        for i, (kind, fields) in enumerate(events):
+            row = (f"e{i}", "s", i, kind, json.dumps(fields))
+            store.execute("INSERT INTO event VALUES (?, ?, ?, ?, ?)", row)
+    assert trained_in(path) == ([("One.", ["Go."])], {REVERTED: 2})
+
+
+DELETED = (("m3", "user"), ("m4", "assistant"), ("m5", "assistant"))
 
 
 def test_prompts_to_which_the_program_adds_a_reminder_are_counted(tmp_path):
