@@ -29,6 +29,8 @@ import polars as pl
 import pyarrow as pa
 from torch import Tensor
 
+import rollout_io
+from rollout_io.dataset.row_digests import with_stored_digest
 from schemas.errors import RolloutError
 from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch, without_sets
 from trainer.batches.forest import Forest, chain_lengths
@@ -211,7 +213,12 @@ def read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
         generated_per(config.data.dataset),
         merges=config.batch.sequence_layout == "merge",
     )
-    return rows, generated, stored_rows(found) if config.run.record_tokens != "none" else None
+    if config.run.record_tokens == "none":
+        return rows, generated, None
+    # Not of `run.rollouts`, whose rewards may be those of a reward version.
+    stored = rollout_io.scan(config.data.dataset).filter(pl.col("instance_id").is_in(list(groups)))
+    digests = with_stored_digest(stored).select("row_digest").collect()
+    return rows, generated, stored_rows(found.hstack(digests))
 
 
 def ready_batch(
