@@ -8,7 +8,7 @@ Shares: one row for each row of an update, with its share of the update. The tab
 numeric columns, which the viewer also shows.
 
 `dataset`, `trajectory_id` and `step_index` identify the row of the dataset (for merged rows, the
-step as `unmerge` numbers it); `token_sum` shows whether it has changed since.
+step as `unmerge` numbers it); `row_digest` shows whether it has changed since.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
         type=pa.int32(),
         meaning="number of tokens in the row's `response_ids`",
     ),
-    Column(name="token_sum", type=pa.int64(), meaning="sum of the row's `response_ids`"),
+    Column(name="row_digest", type=pa.int64(), meaning="digest of the stored row"),
     Column(name="span", type=pa.int32(), meaning="index of the span in its row, from 0"),
     Column(name="start", type=pa.int32(), meaning="position of the span's first token"),
     Column(name="end", type=pa.int32(), meaning="position after the span's last token"),
@@ -101,7 +101,7 @@ UPDATE_SHARE_COLUMNS: tuple[Column, ...] = (
     Column(name="instance_id", type=pa.string(), meaning="group of the row"),
     Column(name="trajectory_id", type=pa.string(), meaning="trajectory of the row"),
     Column(name="step_index", type=pa.int32(), meaning="index of the row in its trajectory"),
-    Column(name="token_sum", type=pa.int64(), meaning="sum of the row's `response_ids`"),
+    Column(name="row_digest", type=pa.int64(), meaning="digest of the stored row"),
     Column(
         name="share",
         type=pa.float64(),

@@ -36,9 +36,9 @@ TOKEN_RECORD_COLUMNS: tuple[Column, ...] = (
     Column(name="trajectory_id", type=pa.string(), meaning="trajectory of the row"),
     Column(name="step_index", type=pa.int32(), meaning="index of the row in its trajectory"),
     Column(
-        name="token_sum",
+        name="row_digest",
         type=pa.int64(),
-        meaning="sum of the row's `response_ids`, to detect a dataset whose row has changed",
+        meaning="digest of the stored row, to detect a dataset whose row has changed",
     ),
     _per_token("loss_mask", _FLAGS, "true for targets of this update", nullable=False),
     _per_token("advantages", _NUMBERS, "advantage; null if the loss does not use advantages"),

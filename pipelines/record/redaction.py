@@ -38,6 +38,7 @@ from rollout_io.formats.parsing.tokens import strict_ids
 from rollout_io.formats.parsing.witnesses import holds
 from rollout_io.redaction.literals import Literals
 from rollout_io.redaction.redact import Findings
+from rollout_io.redaction.scanned import Scanned
 from rollout_io.redaction.scanner import Rules
 from rollout_io.redaction.tables import Redactor
 from rollout_io.retokenize.token_bytes import TokenBytes, load_token_bytes
@@ -77,9 +78,10 @@ class Redaction:
     ) -> None:
         self.rules = rules
         self._vocabulary, self._mode = vocabulary, logprobs_mode
-        self._findings = Findings()
+        self._findings, self._scanned = Findings(), Scanned()
         self._made = Redactor(Literals(()), vocabulary)
         self._thread = ThreadPoolExecutor(1, "redaction")
+        self._nonce = os.urandom(8).hex().encode()
 
     @classmethod
     def of(cls, settings: RecordSettings) -> Self | None:
@@ -168,8 +170,7 @@ class Redaction:
         about = {n: v for n, v in record.items() if n not in {"session", "request", "response"}}
         given = [msgspec.json.encode(each) for each in (fields, _said(answer), about, error)]
         joined = [self._vocabulary.join(ids) for ids in whole]
-        for text in joined:
-            self._findings.scan(text, self.rules)
+        self._scan(joined)
         prompts = [
             ids[: len(step.prompt_token_ids)].astype(np.int32)
             for step, ids in zip(steps, whole, strict=True)
@@ -231,18 +232,23 @@ class Redaction:
 
     def _clean(self, texts: Sequence[bytes]) -> list[bytes]:
         """Scan texts and replace all known secrets; data of pictures and sounds is not read."""
-        nonce, media = os.urandom(8).hex().encode(), list[bytes]()
+        media = list[bytes]()
 
         def parted(found: re.Match[bytes]) -> bytes:
             media.append(found[0])
-            return b"data:%b.%d;" % (nonce, len(media) - 1)
+            return b"data:%b.%d;" % (self._nonce, len(media) - 1)
 
         plain = [_MEDIA.sub(parted, text) for text in texts]
-        for text in plain:
-            self._findings.scan(text, self.rules)
+        self._scan(plain)
         made = self.redactor.replacer.texts(plain)
-        place = re.compile(rb"data:%b\.(\d+);" % nonce)
+        place = re.compile(rb"data:%b\.(\d+);" % self._nonce)
         return [place.sub(lambda found: media[int(found[1])], text) for text in made]
+
+    def _scan(self, texts: Iterable[bytes]) -> None:
+        for text in texts:
+            fresh, num_known = self._scanned.fresh(text)
+            self._findings.scan(fresh, self.rules, num_known)
+            self._scanned.add(text)
 
     def _refuse_other(self, step: Step, ids: np.ndarray, where: str) -> None:
         """Check that ids are of the tokenizer: secrets would not be found otherwise."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from hashlib import blake2b
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 
@@ -23,9 +21,9 @@ from pipelines.rescoring.attempts import LEFT_OUT
 from pipelines.rewards import place_outcomes
 from rollout_io.dataset.atomic_files import whole
 from rollout_io.dataset.opening import open_input
+from rollout_io.dataset.row_digests import row_digest
 from schemas.errors import ConfigError, InputError, count
-from schemas.ragged import Ragged
-from schemas.types import as_table, with_absent
+from schemas.types import with_absent
 
 RULE = "reward_version"
 SCHEMA = {
@@ -39,7 +37,7 @@ SCHEMA = {
 UNSCORED = "reward {}: "
 """How the error of a trajectory begins that has no reward in the version of that name."""
 _NAME = re.compile(r"[A-Za-z0-9][\w-]{0,99}")
-_DIGEST_BYTES = 6  # the sum over the rows of a trajectory fits into 64 bits
+_SPARE = 2**16  # the sum over the rows of a trajectory fits into 63 bits
 _MADE = b"rollout_io.reward_version"
 
 
@@ -51,7 +49,8 @@ def version_path(dataset: str, name: str) -> Path:
         InputError: `reward_version`: the dataset is not a local directory.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError(RULE, "name", repr(name), "letters, digits, _ and -")
+        expected = "the name of a reward version: letters, digits, _ and -, and no path"
+        raise ConfigError(RULE, "reward", repr(name), expected)
     if not Path(dataset).is_dir():
         got, expected = "not a local directory", "the directory of one dataset"
         raise InputError(RULE, dataset, got, expected)
@@ -72,35 +71,12 @@ def digests(frame: pl.LazyFrame) -> pl.DataFrame:
     digest covers prompts and all that an `Attempt` has. Columns without a value do not change it.
     """
     seen = [n for n in frame.collect_schema() if n not in LEFT_OUT - {"prompt_token_ids"}]
-    rows = pl.struct(sorted(seen)).map_batches(
-        _row_digests, return_dtype=pl.Int64, is_elementwise=True
-    )
     return (
-        frame.select("trajectory_id", digest=rows)
+        frame.select("trajectory_id", digest=row_digest(seen) // _SPARE)
         .group_by("trajectory_id")
         .agg(pl.col("digest").sum())
         .collect(engine="streaming")
     )
-
-
-def _row_digests(rows: pl.Series) -> pl.Series:
-    table = as_table(rows.struct.unnest())
-    states = [blake2b(digest_size=_DIGEST_BYTES) for _ in range(len(rows))]
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        for state, cell in zip(states, _cells(name, column), strict=True):
-            if cell is not None:
-                state.update(f"{name} {len(cell)} ".encode() + cell)
-    found = [int.from_bytes(state.digest()) for state in states]
-    return pl.Series(rows.name, found, dtype=pl.Int64)
-
-
-def _cells(name: str, column: pa.ChunkedArray) -> Iterable[bytes | None]:
-    """Return each value of a column as bytes."""
-    if name in ("prompt_token_ids", "response_ids"):
-        ids = Ragged.from_arrow(column)
-        return (ids.row(i).astype(np.int32).tobytes() for i in range(len(column)))
-    values = column.to_pylist()
-    return (None if one is None else repr(one).encode("utf-8", "replace") for one in values)
 
 
 def write_version(path: Path, scores: pl.DataFrame, made: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from rollout_io.dataset.blobs import Blobs, stores_of
 from rollout_io.dataset.media_types import MEDIA_TYPES
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
 from rollout_io.dataset.rewriting import rewrite
+from rollout_io.dataset.sources import Sources
 from rollout_io.retokenize import ChatTokenizer
 from rollout_io.retokenize.token_bytes import TokenBytes
 from schemas.columns import COLUMN_BY_NAME
@@ -98,6 +99,7 @@ class Dataset:
         """
         with self._lock:
             if self._index is None:
+                _ = self._shards
                 index = TrajectoryIndex.read(self.path)
                 if self.verdicts is not None:
                     index.add(faults_of(self.verdicts))
@@ -107,8 +109,17 @@ class Dataset:
             return self._index
 
     def now(self) -> Self:
-        """Return the dataset for one request: itself, because it does not change."""
+        """Return the dataset for one request: itself.
+
+        Raises:
+            InputError: `input_file`: a shard was replaced, rewritten or removed since it was opened.
+        """
+        self._shards.refuse_changed()
         return self
+
+    @cached_property
+    def _shards(self) -> Sources:
+        return Sources(self.path, may_grow=True)
 
     @property
     def stored_path(self) -> str:
@@ -131,6 +142,7 @@ class Dataset:
 
     @cached_property
     def _reader(self) -> RowReader:
+        _ = self._shards  # before anything is read
         return RowReader(self.path)
 
     @property

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from starlette.responses import Response
 
 from pipelines.view.responses import arrow_response
-from pipelines.view.run_files import row_sums
+from pipelines.view.run_files import stored_digests
 from rollout_io.dataset.opening import refuse_irregular
 from schemas.columns import Column
 from schemas.errors import InputError, count
@@ -34,7 +34,7 @@ SHARE = "share_of_update_"
 MAX_ROWS = 10_000
 _ROW = ["trajectory_id", "step_index"]
 _MAX_KIND = 40
-_NOT_SHOWN = frozenset({"run", "global_step", "dataset", "token_sum", "token_shares", *_ROW})
+_NOT_SHOWN = frozenset({"run", "global_step", "dataset", "row_digest", "token_shares", *_ROW})
 
 
 def _needed(kind: Kind) -> list[Column]:
@@ -124,7 +124,7 @@ class RowTable:
     def difference(self, named: str, path: str) -> str:
         """Describe how the rows of the dataset at `path` differ from the rows that were recorded.
 
-        A row differs if no row of the dataset has the same ids and the same sum of tokens, or if
+        A row differs if no row of the dataset has the same ids and the same digest, or if
         the table refers to positions outside the row.
 
         Args:
@@ -139,8 +139,8 @@ class RowTable:
             InputError: `readable_file`: the dataset is damaged.
         """
         rows = self.of_dataset(named).join(
-            row_sums(path, self.of_dataset(named)["trajectory_id"].unique()),
-            on=[*_ROW, "token_sum"],
+            stored_digests(path, self.of_dataset(named)["trajectory_id"].unique()),
+            on=[*_ROW, "row_digest"],
             how="left",
             maintain_order="left",
         )
@@ -258,7 +258,7 @@ def spans(verdicts: pl.DataFrame, trajectory_id: str, step_index: int) -> list[d
     own = verdicts.filter(
         (pl.col("trajectory_id") == trajectory_id) & (pl.col("step_index") == step_index)
     )
-    hidden = {*_ROW, "dataset", "instance_id", "token_sum", "num_response_tokens"}
+    hidden = {*_ROW, "dataset", "instance_id", "row_digest", "num_response_tokens"}
     rows = own.drop(*hidden, strict=False).sort("start", "end", maintain_order=True).to_dicts()
     return [
         {

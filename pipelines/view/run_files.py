@@ -6,17 +6,20 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 
 import rollout_io
 from rollout_io.dataset.opening import read_input, refuse_irregular
+from rollout_io.dataset.row_digests import with_stored_digest
 from rollout_io.formats.parsing.naming import natural_key
 from schemas.errors import InputError, count
 from schemas.run_metrics import LOOP_METRICS, METRICS
-from schemas.token_records import TOKENS, token_record_path, token_record_steps
+from schemas.token_records import TOKENS, token_record_path, token_record_schema, token_record_steps
 
 KEYS = ("dataset", "instance_id", "trajectory_id", "step_index")
 """Columns that identify the row of a record."""
@@ -32,6 +35,7 @@ NUMBERS = {
     "losses": "loss",
 }
 """Columns with one number per response token; the values are the names used for one token."""
+_ROW = ("trajectory_id", "step_index")
 _EVALUATION = "evaluation/"
 ITERATIONS = "rollouts"
 """Directory of the datasets in a run of `rl`."""
@@ -121,67 +125,65 @@ def read_metrics(run: Path) -> dict[str, Any]:
     return {"global_step": steps, "updates": sorted(updates), "metrics": kept, "about": about}
 
 
-def changed_rows(run: Path, dataset: str, update: int | None = None) -> str:
-    """Compare a dataset with the rows that a run recorded, by their ids and sums of tokens.
+def recorded_rows(run: Path, update: int | None = None) -> pl.DataFrame:
+    """Read which rows a run recorded, and their digests, from one update or from all.
 
-    Ids alone are not enough, because a dataset may have been converted again under the same path.
     Damaged files of records are skipped; `read_tokens` reports them when their update is opened.
 
-    Args:
-        run: Directory of the run.
-        dataset: Path of the dataset.
-        update: Compare with all records of this update, even if they name a different dataset.
-            None: compare with the records of this path in the newest readable update.
+    Returns:
+        `dataset`, `trajectory_id`, `step_index` and `row_digest`, without repeats.
+    """
+    names = ["dataset", *_ROW, "row_digest"]
+    schema = token_record_schema()
+    found = [pl.DataFrame(pa.schema([schema.field(name) for name in names]).empty_table())]
+    for step in token_record_steps(run):
+        if update in (None, step):
+            # Records may be damaged, or of an earlier version, without digests.
+            with suppress(InputError):
+                found.append(read_tokens(run, step, names))
+    return pl.concat(found).unique(maintain_order=True)
+
+
+def changed_rows(recorded: pl.DataFrame, dataset: str) -> str:
+    """Compare a dataset with the rows of `recorded_rows`, by their ids and digests.
+
+    Ids alone are not enough, because a dataset may have been converted again under the same path.
 
     Returns:
         A clause such as "2 of 9 recorded rows differ, the first in trajectory a_0, step 1"; "" if
-        no row differs or the run has no records of the dataset.
+        no row differs or none was recorded.
 
     Raises:
         InputError: `readable_file`: the dataset is damaged.
     """
-    kept = ["trajectory_id", "step_index", "token_sum"]
-    steps = [step for step in token_record_steps(run) if update in (None, step)]
-    for step in reversed(steps):
-        try:
-            records = read_tokens(run, step, ["dataset", *kept])
-        except InputError:  # damaged, or written by an earlier version, without token_sum
-            continue
-        break
-    else:
+    if recorded.is_empty():
         return ""
-    if update is None:
-        records = records.filter(pl.col("dataset") == dataset)
-    recorded = records.select(kept)
-    stored = row_sums(dataset, recorded["trajectory_id"].unique())
-    changed = recorded.join(stored, on=kept, how="anti")
+    stored = stored_digests(dataset, recorded["trajectory_id"].unique())
+    changed = recorded.join(stored, on=[*_ROW, "row_digest"], how="anti")
     if changed.is_empty():
         return ""
-    name, step, _ = changed.row(0)
+    name, step = changed.select(_ROW).row(0)
     differ = f"{len(changed):,} of {count(len(recorded), 'recorded row')} differ"
     return f"{differ}, the first in trajectory {name}, step {step}"
 
 
-def row_sums(dataset: str, trajectory_ids: pl.Series) -> pl.DataFrame:
-    """For each row of the trajectories, return the number and the sum of its response token ids.
+def stored_digests(dataset: str, trajectory_ids: pl.Series) -> pl.DataFrame:
+    """For each row of the trajectories, return its digest and its number of response tokens.
 
     Returns:
-        `trajectory_id`, `step_index`, `token_sum` (int64) and `num_tokens_of_row`.
+        `trajectory_id`, `step_index`, `row_digest` (int64) and `num_tokens_of_row`.
 
     Raises:
         InputError: `readable_file`: the dataset is damaged.
     """
-    ids = pl.col("response_ids")
     try:
         rows = rollout_io.scan(dataset).filter(
             pl.col("trajectory_id").is_in(trajectory_ids.implode())
         )
-        return rows.select(
-            "trajectory_id",
-            "step_index",
-            token_sum=ids.cast(pl.List(pl.Int64)).list.sum(),
-            num_tokens_of_row=ids.list.len().cast(pl.Int32),
-        ).collect()
+        length = pl.col("response_ids").list.len().cast(pl.Int32)
+        return (
+            with_stored_digest(rows).select(*_ROW, "row_digest", num_tokens_of_row=length).collect()
+        )
     except (pl.exceptions.PolarsError, OSError) as error:
         got = f"its rows cannot be read: {' '.join(str(error).split())}"
         raise InputError("readable_file", dataset, got) from None

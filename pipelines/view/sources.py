@@ -406,11 +406,14 @@ class Sources:
 
     def _add_run(self, path: str, tokenizer: str | None) -> None:
         recorded: dict[str, str] = {}
+        rows = run_files.recorded_rows(Path(path))
         for found in run_files.dataset_paths(Path(path)):
             dataset = self._add_dataset(found, found, tokenizer)
             try:
                 _ = self.datasets[dataset].reader
-                changed = run_files.changed_rows(Path(path), found)
+                # By name: the run, with its datasets, may have been moved.
+                named = pl.col("dataset").str.split("/").list.last() == Path(found).name
+                changed = run_files.changed_rows(rows.filter(named), found)
             except RolloutError as error:
                 del self.datasets[dataset]
                 self.warnings.append(f"A dataset of the run {path} is unreadable: {error.sentence}")

@@ -115,9 +115,27 @@ PLACES = {
     ),
     "secret-option": (
         "-",
-        r"\s--?[\w-]{0,30}(?:password|passwd|passphrase|pass|token|secret|api-?key|"
-        rf"access-?key|auth)[ =]{_WORD}",
+        r"\s--?[\w-]{0,30}(?:password|passwd|passphrase|pass|token|secret|auth|"
+        rf"(?:api|access|secret|auth|account)[-_]?key)[ =]{_WORD}",
     ),
+    "argument-of-command": (
+        "mc config htpasswd aws",
+        r"\b(?:mc(?:li)? (?:alias set|config host add)(?:\s+(?!-)\S+){3}|htpasswd -\w*b\w*\s+\S+\s+\S+|"
+        r"(?:aws configure set|(?:npm|pnpm|yarn|git|pip|poetry|composer|rclone) config)\b"
+        rf"[^\n|;&]{{0,200}}?[ ./:_-](?:{_PASSWORD}|\w*token|(?:secret|access|api|auth|account)"
+        rf"[_-](?:access[_-])?key)[\w.-]{{0,20}})[ \t]+{_WORD}",
+    ),
+    "token-argument": (
+        "vault wandb snyk ngrok",
+        r"\b(?:vault login|wandb login|snyk auth|ngrok (?:config add-)?authtoken)[ \t]+"
+        r"(?:-[\w=-]+[ \t]+)*[\"']?(?P<random>[\w.-]{20,256})",
+    ),
+    "here-string": (
+        "<<<",
+        r"\b(?:login|auth|\w*passwd|secrets?|token|stdin)\b[^\n|;&<]{0,120}"
+        rf"<<<[ \t]?{_WORD}",
+    ),
+    "literal-of-secret": ("--from-literal", rf"--from-literal[ =][\"']?[\w.-]+={_WORD}"),
     "password-argument": (
         "-pass",
         r"-pass(?:in|out)?\s+(?:pass:)?(?P<secret>[^\s\"'<>|;&]{4,128})",
@@ -271,6 +289,10 @@ def _at_place(kind: str, content: bytes, match: re.Match[bytes]) -> Iterator[Pla
     if value[-1:] in {b")", b"]", b"}"} and not set(value) & set(b"([{"):
         value = value.rstrip(b")]}")
     is_token = group == "random"
+    if kind == "literal-of-secret":
+        before = content[max(0, start - 512) : start].lower()
+        if before.rfind(b"create secret") <= before.rfind(b"create configmap"):
+            return
     if kind == "named-secret":
         if not _is_name(match):
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
@@ -19,6 +19,7 @@ from rollout_io.dataset.reader import iter_tables, pieces, read_metadata
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.dataset.sources import Sources
 from rollout_io.redaction.literals import Literals, cut_parts, views, widened
+from rollout_io.redaction.scanned import CONTEXT_BYTES
 from rollout_io.redaction.scanner import Found, Rules, scan
 from rollout_io.redaction.tables import REDACTED, Redactor, sampled_ranges
 from rollout_io.redaction.values import has_text, texts_in
@@ -29,7 +30,6 @@ from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata, Layout
 from schemas.ragged import Ragged, zipped
 
-_CONTEXT_BYTES = 8192
 _TOKENS = ("prompt_token_ids", "response_ids")
 _MARK = re.compile(rb"\[REDACTED_(\d{1,15})\]|\*{4,}|x{8,}")
 _PARTS = re.compile(  # between the texts of two parts of a message
@@ -71,33 +71,35 @@ class Findings:
         return Literals(tuple(self.literals), self.num_marks)
 
     def scan(self, text: bytes, rules: Rules, num_known: int = 0) -> set[str]:
-        """Scan a text, as it is and without escapes.
+        """Scan a text, as it is and without escapes, for secrets that end after `num_known` bytes.
 
         Returns:
-            The kinds of the secrets that end after the first `num_known` bytes.
+            The kinds of these secrets.
         """
         kinds: set[str] = set()
         numbers = [int(mark[1]) + 1 for mark in _MARK.finditer(text) if mark[1]]
         self.num_marks = max((self.num_marks, *numbers))
         for view in views(text):
-            for kind, start, end in self._scanned(view.content, rules):
-                if view.span(start, end)[1] > num_known:
-                    kinds.add(kind)
+            for found in scan(view.content, rules):
+                if view.span(found.start, found.end)[1] > num_known:
+                    kinds |= self._add(view.content, found)
         if gaps := [match.span() for match in _PARTS.finditer(text)]:
             pieces = [text[a:b] for (_, a), (b, _) in pairwise([(0, 0), *gaps, (len(text), 0)])]
             cuts, whole = list(accumulate(map(len, pieces[:-1]))), b"".join(pieces)
-            for kind, start, end in self._scanned(whole, rules):
-                for part in cut_parts(whole, start, end, cuts):
+            for found in scan(whole, rules):
+                for part in cut_parts(whole, found.start, found.end, cuts):
                     self.literals[part] = None
-                    kinds.add(kind)
+                    kinds |= self._add(whole, found)
         return kinds
 
-    def _scanned(self, content: bytes, rules: Rules) -> Iterator[Found]:
-        for found in scan(content, rules):
-            if not _MARK.fullmatch(content[found.start : found.end]):
-                self.secrets.setdefault(found.kind, set()).add(content[found.start : found.end])
-                self.literals[widened(content, found.start, found.end)] = None
-                yield found
+    def _add(self, content: bytes, found: Found) -> set[str]:
+        """Add a secret, unless it is the mark of an earlier one; return its kind."""
+        secret = content[found.start : found.end]
+        if _MARK.fullmatch(secret):
+            return set()
+        self.secrets.setdefault(found.kind, set()).add(secret)
+        self.literals[widened(content, found.start, found.end)] = None
+        return {found.kind}
 
     def scan_table(self, table: pa.Table, rules: Rules, vocabulary: TokenBytes) -> None:
         """Scan the tokens and texts of a table with full prompts.
@@ -157,7 +159,7 @@ def _fresh(before: bytes, text: bytes) -> tuple[bytes, int]:
     left, right = (np.frombuffer(each, np.uint8, size) for each in (before, text))
     differs = left != right
     shared = int(differs.argmax()) if differs.any() else size
-    num_known = min(shared, _CONTEXT_BYTES)
+    num_known = min(shared, CONTEXT_BYTES)
     return text[shared - num_known :], num_known
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from pipelines.rewards import trajectory_returns
 from rollout_io import scan
+from rollout_io.dataset.row_digests import with_stored_digest
 from schemas.token_records import token_record_path, token_record_schema
 from tests.browser.conftest import tab_at, viewer
 
@@ -35,14 +36,14 @@ LEFT_OUT = ("shop-7_2", 5)  # a trajectory of which an update recorded nothing
 
 def write_records(run, update, dataset, tasks):
     """Records of the tasks' rows, with an advantage of half the update's number."""
-    rows = scan(dataset).collect().rows(named=True)
+    rows = with_stored_digest(scan(dataset)).collect().rows(named=True)
     rows = [row for row in rows if row["instance_id"] in tasks]
     rows = [row for row in rows if (row["trajectory_id"], update) != LEFT_OUT]
     sizes = [len(row["response_ids"]) for row in rows]
     known = {
         "dataset": [str(dataset)] * len(rows),
         **{k: [row[k] for row in rows] for k in ("instance_id", "trajectory_id", "step_index")},
-        "token_sum": [sum(row["response_ids"]) for row in rows],
+        "row_digest": [row["row_digest"] for row in rows],
         "loss_mask": [[True] * size for size in sizes],
         "advantages": [[update / 2] * size for size in sizes],
         "logprobs": [[-0.5] * size for size in sizes],

@@ -45,6 +45,17 @@ KINDS = {
     "npmrc": "//registry.npmjs.org/:_authToken=«{x36}»",
     "mysql": "mysql -u root -p«{a12}» -h db shop",
     "sshpass": "sshpass -p '«{a12}»' ssh root@10.0.0.1",
+    "mc_alias": "mc alias set store https://s3.x.org {a20} «{a40}»",
+    "mc_host": "mc config host add store https://s3.x.org {a20} «{l6}-{a9}» --api S3v4",
+    "aws_configure": "aws configure set aws_secret_access_key «{a20}/{a19}» --profile x",
+    "npm_config": "npm config set //npm.x.org/:_authToken «{x36}»",
+    "rclone": "rclone config create store s3 provider Minio secret_access_key «{a32}» region x",
+    "s3cmd": "s3cmd --access_key={a20} --secret_key=«{a40}» ls s3://x",
+    "vault_login": "vault login -no-print «{a26}»",
+    "here_string": "gh auth login --with-token <<< «{a40}»",
+    "docker_login": "docker login ghcr.io -u bob -p «{a16}»",
+    "kubectl_literals": "kubectl create secret generic db \\\n --from-literal=user=bob --from-literal=x='«{a16}»'",
+    "htpasswd": "htpasswd -bc users bob «{a12}»",
     "curl_user": "curl -u admin:«{a12}» https://x.org/api",
     "option": "deploy --api-key «{a32}» --verbose",
     "sql": "CREATE USER app WITH PASSWORD '«{a10}»';",
@@ -102,7 +113,6 @@ LATER = {
 
 # `docs/guides/redact.md` lists these.
 NOT_FOUND = {
-    "minio": LATER["minio"],
     "word": "config:\n  password: «{l14}»\n",
     "half": "second half: «{a20}»",
     "bare": "«{x40}»",
@@ -111,6 +121,15 @@ NOT_FOUND = {
 }
 
 TRAPS = [
+    "Run vault login before you call wandb login or snyk auth: ngrok authtoken is stored once.",
+    "mc alias set ALIAS URL ACCESS_KEY SECRET_KEY\nmc alias set store https://s3.x.org $AK $SK",
+    "mc alias ls; git config credential.helper store; npm config set cache /tmp/npm-cache",
+    "aws configure set aws_secret_access_key <value>; aws configure set region eu-west-1",
+    "git config --global user.name Bob; npm config get //npm.x.org/:_authToken",
+    "kubectl create configmap x --from-literal=LOG_LEVEL=verbose7 --from-literal=mode=r2d2c3po",
+    "kubectl create secret generic x --from-literal=password=$PASSWORD --from-literal=a=<value>",
+    'cat <<< $TOKEN; gh auth login --with-token <<< "$GH_TOKEN"; docker login <<<${PW}',
+    "s3cmd --access_key=$AK --secret_key=$SK; rclone config create store s3 secret_access_key $SK",
     "password: str = Field(..., description='The password')",
     "def login(user: str, password: str) -> Token:",
     "password = os.environ['DB_PASSWORD']",

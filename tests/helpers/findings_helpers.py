@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollout_io import RolloutWriter
+from rollout_io.dataset.row_digests import with_stored_digest
 from schemas.forensics import UPDATE_SHARE_COLUMNS, VERDICT_COLUMNS
 
 ROWS = (("t_0", 0, [5, 6, 7, 8]), ("t_0", 1, [9, 9]), ("t_1", 0, [4, 4, 4]), ("u_0", 0, [7]))
@@ -35,6 +36,13 @@ def write_dataset(path, rows=ROWS, **columns):
     return path
 
 
+def digest_of(prompt, ids, reward=1.0):
+    """The digest of a row that trains its whole response."""
+    values = {"prompt_token_ids": prompt, "response_ids": ids, "reward": reward}
+    row = pl.LazyFrame([values | {"loss_mask": [True] * len(ids)}])
+    return with_stored_digest(row).collect()["row_digest"].item()
+
+
 def _table(columns, rows):
     schema = pa.schema([pa.field(c.name, c.type) for c in columns])
     return pa.Table.from_pylist(rows, schema=schema)
@@ -43,7 +51,8 @@ def _table(columns, rows):
 def verdict(dataset, name, step, ids, **values):
     """One verdict about a row, of its whole response unless told otherwise."""
     known = {"dataset": str(dataset), "instance_id": name.split("_")[0], "trajectory_id": name}
-    known |= {"step_index": step, "num_response_tokens": len(ids), "token_sum": sum(ids), "span": 0}
+    known |= {"step_index": step, "num_response_tokens": len(ids), "span": 0}
+    known |= {"row_digest": digest_of([1, 2, step], ids)}
     return (
         known
         | {"start": 0, "end": len(ids), "num_tokens": len(ids), "kind": "as_labelled"}
@@ -56,7 +65,8 @@ def share(dataset, name, step, ids, value, **values):
     known = {"run": "run", "global_step": 3, "dataset": str(dataset)}
     known |= {"instance_id": name.split("_")[0], "trajectory_id": name, "step_index": step}
     tokens = [value * 0.5 ** min(at + 1, len(ids) - 1) for at in range(len(ids))]
-    return known | {"token_sum": sum(ids), "share": value, "token_shares": tokens} | values
+    known |= {"row_digest": digest_of([1, 2, step], ids)}
+    return known | {"share": value, "token_shares": tokens} | values
 
 
 def write_verdicts(path, rows):

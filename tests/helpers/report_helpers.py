@@ -9,7 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+import rollout_io
 from rollout_io import RolloutWriter
+from rollout_io.dataset.row_digests import with_stored_digest
 from schemas.metadata import DatasetMetadata
 from schemas.ragged import Ragged, offsets_of
 from schemas.token_records import token_record_path, token_record_schema
@@ -51,7 +53,6 @@ def large_run(folder, tokenizer, *, num=200, num_groups=(4,)):
     prompts = [excerpt(NUM_PROMPT) for _ in range(-(-num // GROUP_SIZE))]
     prompt = np.concatenate([prompts[i // GROUP_SIZE] for i in range(num)])
     response = np.concatenate([excerpt(num_response) for _ in range(num)])
-    sums = response.reshape(num, num_response).sum(1, dtype=np.int64)
     sampled = -rng.exponential(0.4, len(response)).astype(np.float32)
     groups = [f"task-{i // GROUP_SIZE}" for i in range(num)]
     names = [f"{group}_{i % GROUP_SIZE}" for i, group in enumerate(groups)]
@@ -76,6 +77,8 @@ def large_run(folder, tokenizer, *, num=200, num_groups=(4,)):
                 }
             )
         )
+    digests = with_stored_digest(rollout_io.scan(dataset)).select("row_digest").collect()
+    digests = digests["row_digest"].to_numpy()
     run = folder / "run"
     run.mkdir()
     (run / "config.json").write_text(json.dumps({"data": {"dataset": str(dataset)}}))
@@ -83,14 +86,14 @@ def large_run(folder, tokenizer, *, num=200, num_groups=(4,)):
         chosen = rng.permutation(-(-num // GROUP_SIZE))[:count]
         rows = [i for i in range(num) if i // GROUP_SIZE in chosen]
         at = np.concatenate([np.arange(i * num_response, (i + 1) * num_response) for i in rows])
-        write_records(run, step, str(dataset), rows, names, groups, sums, sampled[at], rng)
+        write_records(run, step, str(dataset), rows, names, groups, digests, sampled[at], rng)
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(1, len(num_groups) + 1):
             print(json.dumps({"global_step": step, "loss": float(rng.random())}), file=file)
     return run
 
 
-def write_records(run, step, dataset, rows, names, groups, sums, sampled, rng):
+def write_records(run, step, dataset, rows, names, groups, digests, sampled, rng):
     """Write what an update recorded: numbers that follow from each other as in a real one."""
     sizes = np.full(len(rows), len(sampled) // len(rows))
     noise = [rng.normal(0, spread, len(sampled)).astype(np.float32) for spread in (0.01, 0.05)]
@@ -117,7 +120,7 @@ def write_records(run, step, dataset, rows, names, groups, sums, sampled, rng):
         "instance_id": [groups[i] for i in rows],
         "trajectory_id": [names[i] for i in rows],
         "step_index": np.zeros(len(rows), np.int32),
-        "token_sum": sums[rows],
+        "row_digest": digests[rows],
     }
     found = {}
     for field in schema:

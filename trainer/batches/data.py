@@ -13,13 +13,13 @@ from torch import Tensor
 
 import pipelines
 from pipelines.tables import ROUTING
+from rollout_io.dataset.row_digests import row_digest
 from schemas.columns import COLUMN_BY_NAME
 from schemas.ragged import BoolArray, IntArray, Ragged
 from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
-from trainer.batches.row_digests import row_digests
 from trainer.batches.support import SUPPORT, TEACHER, covers_trained_tokens, sets_of
 from trainer.config.sections import BatchConfig
 
@@ -151,9 +151,7 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
             for other, default in ((mask, False), (logprobs, True), (rewards, True))
         ),
         complete=pl.all_horizontal(_holds(name, pl.element().is_not_null()) for name in names[:3]),
-        digest=pl.struct(trained).map_batches(
-            row_digests, return_dtype=pl.UInt64, is_elementwise=True
-        ),
+        digest=row_digest(trained),
         logprobs_finite=_holds("rollout_logprobs", pl.element().is_finite()),
         logprobs_nonpositive=_holds("rollout_logprobs", pl.element() <= 0),
     ).collect(engine="streaming")

@@ -18,8 +18,8 @@ class StoredRows:
     """Rows of a batch's groups as the dataset stores them, without their tokens.
 
     Attributes:
-        rows: [D] instance_id, trajectory_id, step_index (int32), num_tokens and token_sum (int64:
-            length and sum of `response_ids`); in the order of the dataset.
+        rows: [D] instance_id, trajectory_id, step_index (int32), num_tokens (int64: length of
+            `response_ids`) and row_digest (int64); in the order of the dataset.
         steps: The row and position of each step: see `_place_steps`.
     """
 
@@ -54,16 +54,16 @@ def stored_rows(rows: pl.DataFrame) -> StoredRows:
     """Index rows of a dataset, so that `find_origins` can look up the tokens of a batch.
 
     Args:
-        rows: instance_id, trajectory_id, step_index, response_ids, and optionally segments, of
-            complete trajectories in the order of the dataset.
+        rows: instance_id, trajectory_id, step_index, response_ids, row_digest, and optionally
+            segments, of complete trajectories in the order of the dataset.
     """
     return StoredRows(
         rows=rows.select(
             "instance_id",
             "trajectory_id",
             pl.col("step_index").cast(pl.Int32),
+            "row_digest",
             num_tokens=pl.col("response_ids").list.len().cast(pl.Int64),
-            token_sum=pl.col("response_ids").cast(pl.List(pl.Int64)).list.sum(),
         ),
         steps=_place_steps(rows),
     )

@@ -157,7 +157,7 @@ def token_records(dataset: str, origins: Origins, values: Mapping[str, Tensor]) 
     columns = {"dataset": pa.array([dataset] * len(rows), pa.string())}
     columns |= {name: rows[name].to_arrow().cast(schema.field(name).type) for name in KEYS[1:]}
     columns["step_index"] = to_arrow(rows["step_index"].to_numpy(), pa.int32())
-    columns["token_sum"] = to_arrow(rows["token_sum"].to_numpy(), pa.int64())
+    columns["row_digest"] = rows["row_digest"].to_arrow()
     columns |= {field.name: per_token(field) for field in schema if field.name not in columns}
     return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
 

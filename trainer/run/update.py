@@ -22,6 +22,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+import rollout_io
+from rollout_io.dataset.row_digests import with_stored_digest
 from schemas.errors import RolloutError
 from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch, without_sets
 from trainer.batches.forest import Forest, chain_lengths
@@ -201,7 +203,12 @@ def read_share(run: Run, groups: Sequence[str]) -> Share:
         generated_per(config.data.dataset),
         merges=config.batch.sequence_layout == "merge",
     )
-    return rows, generated, stored_rows(stored) if config.run.record_tokens != "none" else None
+    if config.run.record_tokens == "none":
+        return rows, generated, None
+    # Not of `run.rollouts`, whose rewards may be those of a reward version.
+    dataset = rollout_io.scan(config.data.dataset).filter(pl.col("instance_id").is_in(list(groups)))
+    digests = with_stored_digest(dataset).select("row_digest").collect()
+    return rows, generated, stored_rows(stored.hstack(digests))
 
 
 def ready_batch(

@@ -8,8 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rollout_io import RolloutWriter
+from rollout_io import RolloutWriter, read
+from schemas.columns import arrow_schema
+from schemas.errors import RolloutError
 from schemas.token_records import token_record_path, token_record_schema
+from tests.helpers.findings_helpers import digest_of
 from tests.helpers.view_helpers import Asked
 
 RESPONSES = ([5, 6, 7, 8], [9, 9])  # of the attempts in each iteration
@@ -47,7 +50,7 @@ def write_records(run, update, dataset, response, advantage):
         "instance_id": ["t"] * 2,
         "trajectory_id": ["t_0", "t_1"],
         "step_index": [0, 0],
-        "token_sum": [sum(response)] * 2,
+        "row_digest": [digest_of([1, 2], response, reward) for reward in (0.0, 1.0)],
         "loss_mask": [[True] * len(response)] * 2,
         "advantages": [[advantage] * len(response)] * 2,
         "weights": [[1.0] * len(response)] * 2,
@@ -164,3 +167,46 @@ def test_an_evaluation_does_not_hide_the_metrics_of_its_update(ask):
     assert found["about"]["iteration"]["unit"] == "iterations"
     assert found["about"]["loss"]["meaning"].startswith("Minimised loss")
     assert ask("/api/sources")["runs"][0]["updates"] == [1, 2]
+
+
+CHANGES = {
+    "another order of the prompt": {"prompt_token_ids": [2, 1]},
+    "another order of the response": {"response_ids": [8, 7, 6, 5]},
+    "another reward": {"reward": 0.5},
+    "another mask": {"loss_mask": [True, True, True, False]},
+    "log-probabilities": {"rollout_logprobs": [-1.0] * 4},
+}
+
+
+def changes_named(run):
+    return [text for text in Asked(run)("/api/sources")["warnings"] if "changed since" in text]
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_dataset_that_changed_since_the_run_is_named_whatever_changed(run, tmp_path, change):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    dataset = copy / "rollouts" / "iteration_00000"
+    write_records(copy, 1, str(dataset), RESPONSES[0], 0.5)
+    assert changes_named(copy) == []
+    rows = read(dataset).to_pylist()
+    rows[1] |= change
+    shutil.rmtree(dataset)
+    with RolloutWriter(dataset) as writer:
+        writer.write(pa.Table.from_pylist(rows, arrow_schema(tuple(rows[1]))))
+    (warning,) = changes_named(copy)
+    assert "1 of 2 recorded rows differ, the first in trajectory t_1" in warning
+
+
+@pytest.mark.parametrize("path", ["/api/datasets/d0/trajectories", "/api/datasets/d0/tokens"])
+def test_a_dataset_that_is_replaced_under_the_viewer_is_refused(tmp_path, path):
+    write_dataset(tmp_path / "ds", [5, 6])
+    ask, asked = Asked(tmp_path / "ds"), {"trajectory_id": "t_0"} if "tokens" in path else {}
+    ask(path, **asked)
+    with RolloutWriter(tmp_path / "other") as writer:
+        writer.write(read(tmp_path / "ds"))
+    (shard,), (other,) = ((tmp_path / name).glob("*.parquet") for name in ("ds", "other"))
+    other.replace(shard)
+    with pytest.raises(RolloutError, match=r"part-00000\.parquet: the file was replaced") as error:
+        ask(path, **asked)
+    assert error.value.rule == "input_file"

@@ -113,7 +113,7 @@ def test_the_rows_of_an_update_are_ranked_by_the_size_of_their_share(ask):
 
 
 CHANGED_VERDICTS = {
-    "another response": {"token_sum": 25},
+    "another response": {"row_digest": 25},
     "a shorter response": {"num_response_tokens": 3},
     "a span beyond the response": {"end": 5},
     "a swap outside its span": {"swap_position": 5},
@@ -133,7 +133,7 @@ def test_verdicts_about_changed_rows_are_not_shown(folder, tmp_path, change):
     assert ask(VERDICTS, trajectory_id="t_1", step_index=0)["spans"] == []
 
 
-@pytest.mark.parametrize("change", [{"token_sum": 25}, {"token_shares": [0.5]}])
+@pytest.mark.parametrize("change", [{"row_digest": 25}, {"token_shares": [0.5]}])
 def test_shares_of_changed_rows_are_not_shown(folder, tmp_path, change):
     path = write_shares(tmp_path / "b.parquet", shares_of(folder / "ds", **change))
     ask = Asked(folder / "ds", path)
@@ -213,7 +213,7 @@ def test_values_of_another_type_are_refused_and_harmless_ones_are_cast(folder, t
     out = tmp_path / "v.parquet"
     frame.cast({"start": pl.Int64, "step_index": pl.UInt8}).write_parquet(out)
     assert Asked(folder / "ds", out)(TABLE)["faults"].to_list()[0] == "version, swap"
-    for column, kind in (("start", pl.Float64), ("token_sum", pl.String), ("kind", pl.Int32)):
+    for column, kind in (("start", pl.Float64), ("row_digest", pl.String), ("kind", pl.Int32)):
         values = pl.Series(column, [1] * len(frame)).cast(kind)
         frame.with_columns(values).write_parquet(out)
         with pytest.raises(RolloutError, match=rf"{column} has the type {kind}.*\[view_table\]"):
@@ -229,8 +229,8 @@ def test_values_of_another_type_are_refused_and_harmless_ones_are_cast(folder, t
 @pytest.mark.parametrize(
     ("dropped", "words"),
     [
-        (["token_sum"], "looks like a table of verdicts, but has no column token_sum"),
-        (["token_sum", "kind", "span", "start", "end", "dataset"], "neither a dataset nor"),
+        (["row_digest"], "looks like a table of verdicts, but has no column row_digest"),
+        (["row_digest", "kind", "span", "start", "end", "dataset"], "neither a dataset nor"),
     ],
 )
 def test_another_parquet_file_is_refused(folder, tmp_path, dropped, words, capsys):

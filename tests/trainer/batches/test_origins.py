@@ -36,7 +36,7 @@ def frame_of(table: pa.Table) -> pl.DataFrame:
 def test_a_sampled_token_is_mapped_to_its_place_in_the_dataset(
     stored: str, trained: str, table: pa.Table
 ) -> None:
-    dataset = frame_of(FORMS[stored](table))
+    dataset = frame_of(FORMS[stored](table)).with_row_index("row_digest")
     # A batch has its groups in an order of its own.
     batch = frame_of(FORMS[trained](as_table(dataset)))
     batch = batch.sort("instance_id", descending=True, maintain_order=True)

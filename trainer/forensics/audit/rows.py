@@ -16,6 +16,7 @@ import pipelines
 from pipelines.merging.versions import VERSIONS, split_versions
 from pipelines.sampling_defaults import COLUMNS, NEUTRAL, SamplingDefaults
 from pipelines.tables import ROUTING
+from rollout_io.dataset.row_digests import with_stored_digest
 from rollout_io.formats.parsing.sampling import sampling_extra_of
 from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata, LogprobsMode
@@ -27,8 +28,8 @@ KEYS = ("instance_id", "trajectory_id", "step_index")
 LABELS = ("policy_version", "temperature", "top_p", "top_k", "sampling_extra")
 READ = (*KEYS, *LABELS, "prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs")
 OPTIONAL = ("segments", "messages", "token_source", "error", ROUTING)
-PLACE = ("first_token", "num_response_tokens", "token_sum")
-"""Position of a row's first token in the response of its step; length and sum of that response."""
+PLACE = ("first_token", "num_response_tokens", "row_digest")
+"""Position of a row's first token in the response of its step; length of that response; digest."""
 NO_LOGPROBS = "no log-probabilities"
 RETOKENIZED = "re-tokenized text"
 OTHER_SETTINGS = "sampling settings that change log-probabilities in unknown ways"
@@ -177,7 +178,8 @@ def read_steps(rollouts: pl.LazyFrame, metadata: DatasetMetadata) -> pl.DataFram
     """
     present = rollouts.collect_schema()
     names = (*READ, *OPTIONAL, VERSIONS, "is_last_step")
-    steps = pipelines.unmerge(rollouts).select([name for name in names if name in present])
+    steps = with_stored_digest(pipelines.unmerge(rollouts))
+    steps = steps.select("row_digest", *(name for name in names if name in present))
     table = _by_version(_with_all_columns(steps).collect())
     if "sampling_extra" not in present:
         extra = sampling_extra_of(metadata.made_by)
@@ -191,7 +193,6 @@ def _by_version(steps: pl.DataFrame) -> pl.DataFrame:
     tokens = pl.col("response_ids")
     steps = steps.with_columns(
         num_response_tokens=tokens.list.len().cast(pl.Int64),
-        token_sum=tokens.cast(pl.List(pl.Int64)).list.sum(),
         step=pl.col("step_index"),
     )
     if VERSIONS in steps.columns:

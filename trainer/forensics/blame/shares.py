@@ -76,7 +76,7 @@ def shares_table(
         "global_step": pa.array([global_step] * len(used), pa.int32()),
         "dataset": pa.array([dataset] * len(used), pa.string()),
         **{name: known[name].to_arrow() for name in ("instance_id", "trajectory_id")},
-        **{name: known[name].to_arrow() for name in ("step_index", "token_sum")},
+        **{name: known[name].to_arrow() for name in ("step_index", "row_digest")},
         "share": to_arrow(np.bincount(record, token_shares[slots], len(used)), pa.float64()),
         "token_shares": lists,
     }

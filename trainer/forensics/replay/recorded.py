@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.view.run_files import changed_rows
+from pipelines.view.run_files import changed_rows, recorded_rows
 from rollout_io.configuration import build, checked_values, flat, with_options
 from schemas.errors import ConfigError, InputError
 from trainer.config.sections import BatchConfig
@@ -154,7 +154,7 @@ def refuse_changed(run: RecordedRun, dataset: str, update: int) -> None:
     Raises:
         InputError: `resume_dataset`: a row has changed or is missing.
     """
-    if changed := changed_rows(run.path, dataset, update):
+    if changed := changed_rows(recorded_rows(run.path, update), dataset):
         got = f"the dataset has changed since the run trained on it: {changed}"
         raise InputError("resume_dataset", dataset, got, hint=ORIGINAL)
 

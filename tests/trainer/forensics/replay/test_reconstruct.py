@@ -23,6 +23,7 @@ from tests.conftest import ROOT
 from tests.helpers.configs import dotted
 from tests.helpers.replay_helpers import SETTINGS, line_of, plain, train
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
+from trainer.forensics.blame.blame import blame
 from trainer.forensics.replay.reconstruct import reconstruct
 from trainer.forensics.replay.replay import replay
 
@@ -207,14 +208,17 @@ def test_a_dataset_that_has_changed_is_refused(change, message, update, run, tmp
     assert "--set data.dataset=PATH" in str(error.value.hint)
 
 
-def test_recorded_tokens_tell_a_change_where_no_checkpoint_does(run, tmp_path):
+@pytest.mark.parametrize("change", ["response_ids", "prompt_token_ids", "rollout_logprobs"])
+def test_recorded_tokens_tell_a_change_where_no_checkpoint_does(change, run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     shutil.rmtree(copy / "checkpoints")
     rows = group_rows(3, (1.0, 0.0, 0.5), rollout_logprobs=[-3.0] * 4)
-    rows[0] |= {"response_ids": [7, 7, 7, 7]}
+    rows[0][change] = rows[0][change][::-1]  # with the same sum
+    rows[0]["rollout_logprobs"][0] -= 1 if change == "rollout_logprobs" else 0
     other = write_dataset(tmp_path / "ds", rows)
-    with pytest.raises(RolloutError, match=r"recorded rows? differ, the first in trajectory g0_0"):
-        reconstruct(copy, 1, places={"data.dataset": other})
+    for explain in (reconstruct, blame):
+        with pytest.raises(RolloutError, match=r"recorded rows? differ, the first in .* g0_0"):
+            explain(copy, 1, places={"data.dataset": other})
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 
+from rollout_io import RolloutWriter, read_metadata, scan
 from rollout_io.cli.main import run as command
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
@@ -79,10 +81,20 @@ def test_updates_of_the_loop_are_made_again_where_the_run_was_moved_to(tmp_path,
 def test_rollouts_that_have_changed_are_refused(tmp_path, model):
     config = config_of(tmp_path, model, num_iterations=2)
     rl.run(config)
+    refused = r"iteration_00001: .*recorded rows? differ"
     (shard, *_) = sorted(Path(config.run.out, "rollouts/iteration_00001").glob("*.parquet"))
     names = rows_of(config, 1)["trajectory_id"].unique().to_list()
+    copy = shutil.copytree(config.run.out, tmp_path / "copy")
+    dataset = copy / "rollouts/iteration_00001"
+    rows = scan(dataset).with_columns(reward=pl.col("reward") + 0.5).collect().to_arrow()
+    metadata = read_metadata(dataset)
+    shutil.rmtree(dataset)
+    with RolloutWriter(dataset, metadata=metadata) as writer:
+        writer.write(rows)
+    with pytest.raises(RolloutError, match=refused):
+        replay(copy, 3)
     shard.unlink()
-    with pytest.raises(RolloutError, match=r"iteration_00001: .*recorded rows differ") as error:
+    with pytest.raises(RolloutError, match=refused) as error:
         replay(config.run.out, 3)
     assert error.value.rule == "resume_dataset"
     assert any(name in str(error.value) for name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +16,30 @@ from schemas.numpy_arrays import filled, to_numpy
 from schemas.ragged import list_lengths, offsets_of
 
 Digests = npt.NDArray[np.uint64]
+_ZERO = np.uint64(0)
 _FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 
-def row_digests(rows: pl.Series) -> pl.Series:
-    """Hash each row of a struct, [N] uint64. They are the same on all machines and versions."""
-    return pl.Series(_digests(rows.to_arrow()), dtype=pl.UInt64)
+STORED = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward", "rewards")
+"""Columns of `stored_digests`: what a run or an audit reads of a row, as it is stored."""
+
+
+def row_digest(columns: Iterable[str]) -> pl.Expr:
+    """Build an expression that hashes the given columns of each row, int64.
+
+    Digests are the same on all machines and versions. Columns without a value do not change them.
+    """
+    return pl.struct(sorted(columns)).map_batches(
+        lambda rows: pl.Series(_digests(rows.to_arrow()).view(np.int64)),
+        return_dtype=pl.Int64,
+        is_elementwise=True,
+    )
+
+
+def with_stored_digest(frame: pl.LazyFrame) -> pl.LazyFrame:
+    """Add a column `row_digest`: the digest of the columns `STORED`."""
+    present = frame.collect_schema()
+    return frame.with_columns(row_digest=row_digest(name for name in STORED if name in present))
 
 
 def _digests(array: pa.Array) -> Digests:
@@ -29,7 +48,8 @@ def _digests(array: pa.Array) -> Digests:
         found = np.zeros(len(array), np.uint64)
         for number, field in enumerate(kind):
             name = np.array([zlib.crc32(field.name.encode())], np.uint64)
-            found += _mixed(_digests(array.field(number)), name)
+            values = array.field(number)
+            found += np.where(to_numpy(values.is_valid()), _mixed(_digests(values), name), _ZERO)
     elif pa.types.is_nested(kind):
         lengths = list_lengths(array)
         offsets = offsets_of(lengths)
@@ -42,10 +62,10 @@ def _digests(array: pa.Array) -> Digests:
     elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         found = filled(array, 0).astype(np.int64).view(np.uint64)
     else:
-        texts = array.cast(pa.large_string()).dictionary_encode()
-        hashes = [
-            hashlib.sha256(str(t).encode()).digest()[:8] for t in texts.dictionary.to_pylist()
-        ]
+        is_binary = pa.types.is_binary(kind) or pa.types.is_fixed_size_binary(kind)
+        texts = array.cast(pa.binary() if is_binary else pa.large_string()).dictionary_encode()
+        values = texts.dictionary.cast(pa.large_binary()).to_pylist()
+        hashes = [hashlib.sha256(value).digest()[:8] for value in values]
         found = np.frombuffer(b"\0" * 8 + b"".join(hashes), "<u8")[filled(texts.indices, -1) + 1]
     found[~to_numpy(array.is_valid())] = _FACTORS[1]
     return found
