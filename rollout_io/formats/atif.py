@@ -18,19 +18,19 @@ import msgspec
 
 from rollout_io.formats.atif_document import (
     VERSIONS,
-    Chat,
     Document,
     Metrics,
     Ref,
     StepRecord,
     read_trajectory,
+    tell,
     temperature_of,
 )
 from rollout_io.formats.base import Conversation, Step
-from rollout_io.formats.parsing.model_calls import Call, steps_of
+from rollout_io.formats.contexts import Contexts, Said
+from rollout_io.formats.parsing.messages import openai_tools
 from rollout_io.formats.parsing.tokens import logprob_array, token_ids
 from schemas.errors import InputError, RolloutError
-from schemas.messages import is_answer
 
 NO_TOKENS = "no_token_ids"
 MAIN = "main"
@@ -39,9 +39,9 @@ _IDS_SINCE = 4  # minor version that introduced prompt_token_ids
 _ASK = "set collect_rollout_details: true for the agent (terminus-2 with vLLM)"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Scope:
-    """A document of the run, with its location, agent, lineage and enclosing document."""
+    """A document of the run, with its location, agent, lineage, enclosing document, and last message."""
 
     document: Document
     path: Path
@@ -49,6 +49,7 @@ class _Scope:
     agent: str
     lineage: int
     outer: _Scope | None = None
+    tip: Said | None = None
 
     @property
     def where(self) -> str:
@@ -67,7 +68,7 @@ class _Scope:
 
     @property
     def has_ids(self) -> bool:
-        return any(_has_ids(step) for step in self.document.steps)
+        return any(map(_has_ids, self.document.steps))
 
 
 @dataclass(slots=True)
@@ -76,14 +77,14 @@ class LoggedRun:
 
     Attributes:
         steps: Steps in order; a sub-agent's steps follow the step that refers to it.
-        calls: Calls of a run without token ids, in the same order.
-        lineages: Lineage of each step or call: 0 for the main agent, n for the nth sub-agent.
+        texts: Contexts of a run without token ids; the main agent's last one comes last.
+        lineages: Lineage of each step: 0 for the main agent, n for the nth sub-agent.
         tokenless: Error that explains why the run has no ids; None if it has ids, or no calls.
         paths: Resolved paths of the files of the run.
     """
 
     steps: list[Step] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    texts: list[Conversation] = field(default_factory=list)
     lineages: list[int] = field(default_factory=list)
     tokenless: InputError | None = None
     paths: set[Path] = field(default_factory=set)
@@ -143,7 +144,7 @@ def read_run(path: Path, document: Document) -> LoggedRun:
     run = LoggedRun(paths={file for file, _ in walk.entered}, num_subagents=walk.num_subagents)
     if called and not any(scope.has_ids for scope in walk.scopes):
         run.tokenless = _without_ids(main if main.calls else called[0])
-        _read_text(run, walk)
+        run.texts = _texts(walk)
         return run
     if walk.unnamed:
         raise walk.unnamed[0]
@@ -156,36 +157,39 @@ def read_run(path: Path, document: Document) -> LoggedRun:
     return run
 
 
-def _read_text(run: LoggedRun, walk: _Walk) -> None:
-    chats = {id(scope): Chat(scope.document.agent, scope.agent) for scope in walk.scopes}
+def _texts(walk: _Walk) -> list[Conversation]:
+    main = Contexts(name=walk.scopes[0].agent, has_prompts=True)
+    lineages = dict[str, int]()
     for scope, index in walk.steps:
         step, where = scope.document.steps[index], scope.place(index)
         if step.is_call:
             _refuse_sum(step, where)
-        found = list(chats[id(scope)].calls(step, where))
-        run.calls += found
-        run.lineages += [scope.lineage] * len(found)
+        log = main.agent(scope.agent) if scope.lineage else main
+        log.has_prompts, log.tip = True, scope.tip
+        agent = scope.document.agent
+        tools = openai_tools(agent.tool_definitions)
+        tell(log, step, where, {"tools": tools, "temperature": temperature_of(agent.extra)})
+        scope.tip = log.tip
+        lineages[where] = scope.lineage
+    order = {where: i for i, where in enumerate(lineages)}
+    texts = {order[s.source]: s for s in main.steps() if isinstance(s, Conversation)}
+    last = max((i for i, s in texts.items() if not lineages[s.source]), default=None)
+    return [texts[i] for i in sorted(texts, key=lambda i: (i == last, i))]
 
 
 def conversations(run: LoggedRun, why: InputError) -> list[Conversation]:
-    """Return the contexts of a run; the main agent's last context with an answer comes last.
+    """Return the contexts of a run without token ids.
 
     Args:
         run: The run.
         why: Error that explains why the run has no ids.
+
+    Raises:
+        InputError: `no_calls`: there are none.
     """
-    steps = steps_of(run.calls, why.where)
-    found = [replace(step, tokenless=why) for step in steps if isinstance(step, Conversation)]
-    lineages = {call.where: n for call, n in zip(run.calls, run.lineages, strict=True)}
-    main = [step for step in found if lineages[step.source] == 0 and _has_answer(step)]
-    if main:
-        found = [*(step for step in found if step is not main[-1]), main[-1]]
-    return found
-
-
-def _has_answer(step: Conversation) -> bool:
-    said = step.messages[step.num_given :]
-    return any(message["role"] == "assistant" and is_answer(message) for message in said)
+    if not run.texts:
+        raise InputError("no_calls", why.where, "no model call has an answer that says something")
+    return [replace(step, tokenless=why) for step in run.texts]
 
 
 def _without_ids(scope: _Scope) -> InputError:

@@ -20,47 +20,32 @@ is reconstructed from the steps:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rollout_io.dataset.opening import read_input
-from rollout_io.formats.contents import SELF, Contents, account
+from rollout_io.formats.contents import Contents, account
+from rollout_io.formats.contexts import Contexts, Item
 from rollout_io.formats.dialects.responses import TEXTS
-from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.grammar import ITSELF, Grammar, inner
+from rollout_io.formats.parsing.content import NO_JSON, Message
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
-from rollout_io.formats.parsing.messages import openai_tools, read_message
-from rollout_io.formats.parsing.model_calls import Call
+from rollout_io.formats.parsing.messages import read_message
+from rollout_io.formats.parsing.model_calls import EMPTY
 from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
+from schemas.messages import is_answer
 
 VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
 
-_NO_JSON = msgspec.Raw(b"null")
-
-
-_CALL = "tool_calls.tool_call_id tool_calls.function_name tool_calls.arguments"
-_RESULT = "observation.results.source_call_id observation.results.subagent_trajectory_ref"
-_STEP = Contents(
-    reads={
-        "": f"source message reasoning_content {_CALL} {_RESULT} metrics extra.context_management"
-    },
-    leaves={
-        "facts about a step or a call": "extra timestamp model_name reasoning_effort "
-        "tool_calls.extra observation.results.extra"
-    },
-    inner={"observation.results.content": TEXTS.plus(reads={"image": "source"})},
+_RESULT = TEXTS.plus(reads={"image": "source"})
+_CALL = Contents(
+    reads={"": "tool_call_id function_name arguments"}, leaves={"facts about a call": "extra"}
 )
-CONTENTS = Contents(
-    reads={
-        "": "schema_version session_id trajectory_id agent.name agent.tool_definitions "
-        "continued_trajectory_ref"
-    },
-    leaves={"facts about the trajectory": "agent notes extra final_metrics"},
-    inner={"steps": _STEP, "subagent_trajectories": SELF},
-)
+_EXTRA = Contents(reads={"": "context_management"}, leaves={"facts about a step": "*"})
 
 
 class Metrics(msgspec.Struct, gc=False):
@@ -84,7 +69,7 @@ class Ref(msgspec.Struct, gc=False):
 class Result(msgspec.Struct, gc=False):
     """One result of a tool call, or of an operation of the harness."""
 
-    content: msgspec.Raw = _NO_JSON
+    content: Annotated[msgspec.Raw, inner(_RESULT)] = NO_JSON
     source_call_id: Any = None
     subagent_trajectory_ref: list[Ref] | None = None
 
@@ -100,12 +85,12 @@ class StepRecord(msgspec.Struct, gc=False):
 
     step_id: int
     source: Literal["system", "user", "agent"]
-    message: msgspec.Raw = _NO_JSON
+    message: msgspec.Raw = NO_JSON
     reasoning_content: str | None = None
-    tool_calls: msgspec.Raw = _NO_JSON
+    tool_calls: Annotated[msgspec.Raw, inner(_CALL)] = NO_JSON
     observation: Observation | None = None
     metrics: Metrics | None = None
-    extra: msgspec.Raw = _NO_JSON
+    extra: Annotated[msgspec.Raw, inner(_EXTRA)] = NO_JSON
     llm_call_count: int | None = None
     is_copied_context: bool | None = None
 
@@ -135,13 +120,21 @@ class Document(msgspec.Struct, gc=False):
     schema_version: str
     agent: Agent
     steps: list[StepRecord]
-    session_id: str | None = None
     trajectory_id: str | None = None
     continued_trajectory_ref: str | None = None
-    subagent_trajectories: list[Document] | None = None
+    subagent_trajectories: Annotated[list[Document] | None, ITSELF] = None
 
 
 _DECODER = msgspec.json.Decoder(Document)
+CONTENTS = Grammar(
+    records={"": Document},
+    leaves={
+        "facts about the trajectory": "agent notes extra final_metrics session_id",
+        "facts about a step or a call": "steps.timestamp steps.model_name steps.reasoning_effort "
+        "steps.metrics steps.observation.results.extra "
+        "steps.observation.results.subagent_trajectory_ref",
+    },
+).contents
 
 
 def read_trajectory(path: Path) -> Document:
@@ -187,7 +180,7 @@ UNKNOWN_CONTEXTS = "calls after a change of the context that the log does not co
 class _ToolCall(msgspec.Struct, gc=False):
     function_name: str
     tool_call_id: str | None = None
-    arguments: msgspec.Raw = msgspec.Raw(b"null")
+    arguments: msgspec.Raw = NO_JSON
 
 
 class _Management(msgspec.Struct, gc=False):
@@ -203,76 +196,60 @@ _CALLS_DECODER = msgspec.json.Decoder(list[_ToolCall] | None)
 _EXTRA_DECODER = msgspec.json.Decoder(_Extra | None)
 
 
-class Chat:
-    """Messages of one document, up to the last step read."""
+def tell(log: Contexts, step: StepRecord, where: str, facts: Mapping[str, Any]) -> None:
+    """Tell the contexts of an agent what the next step of a document adds to them.
 
-    def __init__(self, logged: Agent, agent: str) -> None:
-        """Start an empty chat.
+    Args:
+        log: The contexts, whose tip is the step before.
+        step: The step.
+        where: Its location, for error messages.
+        facts: See `Contexts.say`.
 
-        Args:
-            logged: Agent of the document.
-            agent: Name of the agent in the `agent` column.
-        """
-        self._agent = agent
-        self._tools = openai_tools(logged.tool_definitions)
-        self._temperature = temperature_of(logged.extra)
-        self._history: list[Message] = []
-        self._is_known, self._is_replaced = True, False
+    Raises:
+        InputError: `record_type`, `message`: a field has an unsupported type.
+    """
+    extra = decode_line(_EXTRA_DECODER, bytes(step.extra), f"{where}.extra")
+    managed = (extra and extra.context_management) or _Management()
+    message, results = _message(step, where), _results(step, where)
+    texts = [{"role": "user", "content": m["content"]} for m in results if m["content"]]
+    boundary = managed.boundary
+    is_elsewhere = boundary == _REPLACE and step.refs and not texts
+    if is_elsewhere or (boundary == _APPEND and step.source != "system"):
+        boundary = None
+    if step.is_call:
+        if log.tip is None and step.step_id > 1:
+            _lose(log, where)
+        note(EMPTY, not is_answer(message))
+        log.say([message], where, facts=facts)
+    elif step.source == "agent" or (step.source == "user" and boundary is None):
+        log.see(Item("", [message], where, given=True))
+    elif boundary is None:
+        _take_note(
+            log, message, where, is_compaction=bool(step.refs) or managed.type == _COMPACTION
+        )
+        return
+    if boundary == _REPLACE:
+        log.replace()
+    elif boundary not in {None, _APPEND}:
+        _lose(log, where)
+    for added in results if boundary is None else texts:
+        log.see(Item("", [added], where, given=True))
 
-    def calls(self, step: StepRecord, where: str) -> Iterator[Call]:
-        """Add a step to the chat; yield its call if the step is a model call.
 
-        Args:
-            step: The next step of the document.
-            where: Location of the step, for error messages.
+def _lose(log: Contexts, where: str) -> None:
+    error = InputError("record_type", where, "the log does not contain the new context")
+    log.lose(error, loss=UNKNOWN_CONTEXTS)
 
-        Raises:
-            InputError: `record_type`, `message`: a field has an unsupported type.
-        """
-        managed = _management(step, where)
-        message = _message(step, where)
-        if step.source == "system":
-            if not self._manage(managed.boundary, step, where):
-                self._take_note(step, message, managed)
-            return
-        if step.is_call and not (self._is_known and (self._history or not self._is_replaced)):
-            note(UNKNOWN_CONTEXTS)
-        elif step.is_call:
-            yield Call(
-                where=where,
-                prompt=list(self._history),
-                reply=message,
-                agent=self._agent,
-                tools=self._tools,
-                temperature=self._temperature,
-            )
-        if not self._manage(managed.boundary, step, where):
-            self._history.append(message)
-            self._history += _results(step, where)
 
-    def _manage(self, boundary: str | None, step: StepRecord, where: str) -> bool:
-        """Change the context at a boundary; return False if the step is like any other."""
-        texts = [m for m in _results(step, where) if m["content"]]
-        is_replaced = boundary == _REPLACE and (texts or not step.refs)
-        if boundary is None or (boundary == _REPLACE and not is_replaced):
-            return False
-        if boundary == _APPEND and step.source != "system":
-            return False
-        if is_replaced:
-            self._history, self._is_known, self._is_replaced = [], True, True
-        elif boundary != _APPEND:
-            self._is_known = False
-        self._history += [{"role": "user", "content": m["content"]} for m in texts]
-        return True
-
-    def _take_note(self, step: StepRecord, message: Message, managed: _Management) -> None:
-        if all(message["role"] == "system" for message in self._history):
-            self._history.append(message)
-        elif step.refs or managed.type == _COMPACTION:
-            answers = (i for i, m in enumerate(self._history) if m["role"] == "assistant")
-            del self._history[next(answers, len(self._history)) :]
-        else:
-            note(SYSTEM_NOTES)
+def _take_note(log: Contexts, message: Message, where: str, *, is_compaction: bool) -> None:
+    path = log.path()
+    if all(m["role"] == "system" for node in path for m in node.messages):
+        log.see(Item("", [message], where, given=True))
+    elif not is_compaction:
+        note(SYSTEM_NOTES)
+    elif all(node.error is None for node in path):
+        first = (n for n in path if any(m["role"] == "assistant" for m in n.messages))
+        log.rewind(next((node.before for node in first), log.tip))
 
 
 def temperature_of(settings: dict[str, Any] | None) -> float | None:
@@ -281,11 +258,6 @@ def temperature_of(settings: dict[str, Any] | None) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 <= value <= 1e38 else None
-
-
-def _management(step: StepRecord, where: str) -> _Management:
-    extra = decode_line(_EXTRA_DECODER, bytes(step.extra), f"{where}.extra")
-    return (extra and extra.context_management) or _Management()
 
 
 def _is_ref(result: Result) -> bool:

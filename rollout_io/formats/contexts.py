@@ -247,15 +247,17 @@ class Contexts:
         """Go to the end of a whole history, from its first message on; what is new in it is said."""
         self.tip = None
         for item in history:
-            mark = item.messages if item.mark is None else item.mark
-            for node in reversed(self._behind.get(self.tip, ())):
-                other = node.messages if node.mark is None else node.mark
-                if item.key in {"", node.key} and other == mark:
-                    self.tip = node
-                    break
-            else:
-                node = self.say(item.messages, item.where, item.key, given=item.given)
-                node.mark = item.mark
+            self.see(item)
+
+    def see(self, item: Item) -> None:
+        """Go to what is said behind the tip, or say it if it is new there."""
+        mark = item.messages if item.mark is None else item.mark
+        for node in reversed(self._behind.get(self.tip, ())):
+            other = node.messages if node.mark is None else node.mark
+            if item.key in {"", node.key} and other == mark:
+                self.tip = node
+                return
+        self.say(item.messages, item.where, item.key, given=item.given).mark = item.mark
 
     def call(
         self, prompt: Sequence[Message], reply: Message, where: str, facts: Mapping[str, Any]
