@@ -61,12 +61,12 @@ def iteration_line(
         >>> first |= {"loss": 0.125, "staleness_mean": 0.0, "wait_seconds": 3.0, "seconds": 2.0}
         >>> first |= {"rollout_logprobs_abs_diff_mean": 0.00123}
         >>> iteration_line([first], 10, 1.0)
-        'iteration 3 of 10: reward 0.5, 12.2 tokens, loss 0.125, logprobs differ by \
+        'iteration 3 of 10: return_mean 0.5, 12.2 tokens, loss 0.125, logprobs differ by \
 0.0012, staleness 0; sampling 3.0 s, training 2.0 s, weight sync 1.0 s'
     """
     first = lines[0]
     shown = [
-        ("reward {:.3g}", mean_of(lines, "return_mean")),
+        ("return_mean {:.3g}", mean_of(lines, "return_mean")),
         ("{:.1f} tokens", first.get("response_tokens_mean")),
         ("loss {:.4g}", mean_of(lines, "loss")),
         ("logprobs differ by {:.2g}", mean_of(lines, "rollout_logprobs_abs_diff_mean")),
@@ -88,7 +88,7 @@ def evaluation_line(metrics: dict[str, Any], version: int, sets: Iterable[str]) 
         >>> counts = {"evaluation/num_trajectories": 8, "evaluation/num_failed": 0}
         >>> means = {"evaluation/return_mean": 0.5, "eval/sums/avg_score": 0.75}
         >>> evaluation_line(counts | means, 3, ["sums"])
-        'evaluation after 3 iterations: reward 0.5 (sums 0.75), 8 trajectories'
+        'evaluation after 3 iterations: return_mean 0.5 (sums 0.75), 8 trajectories'
     """
     each = [f"{name} {_mean(metrics[f'eval/{name}/avg_score'])}" for name in sets if name]
     of_sets = f" ({', '.join(each)})" if each else ""
@@ -98,7 +98,7 @@ def evaluation_line(metrics: dict[str, Any], version: int, sets: Iterable[str]) 
     number = metrics["evaluation/num_trajectories"]
     trajectories = f"{number} trajector{'y' if number == 1 else 'ies'}"
     after = f"evaluation after {count(version, 'iteration')}"
-    return f"{after}: reward {shown}, {trajectories}{others}"
+    return f"{after}: return_mean {shown}, {trajectories}{others}"
 
 
 def _mean(value: float | None) -> str:

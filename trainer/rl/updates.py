@@ -257,13 +257,16 @@ SLOW_UPDATE_S = 120.0
 """Minimum duration of an update, in seconds, for which a note is shown."""
 
 
-def longest_row(config: RlConfig, limit: RowLimit) -> int:
-    """Return the largest number of tokens that a row may have."""
+def longest_row(config: RlConfig, limit: RowLimit) -> tuple[int, str]:
+    """Return the largest number of tokens that a row may have, and what limits it."""
     generation, training = config.generation, config.training
-    most = min(limit.num_tokens, training.batch.max_row_tokens or limit.num_tokens)
+    limits = [(limit.num_tokens, limit.reason)]
+    if training.batch.max_row_tokens is not None:
+        limits.append((training.batch.max_row_tokens, "batch.max_row_tokens"))
     if generation.max_input_tokens is not None:
-        most = min(most, generation.max_input_tokens + generation.max_response_tokens)
-    return most
+        num_tokens = generation.max_input_tokens + generation.max_response_tokens
+        limits.append((num_tokens, "generate.max_input_tokens + generate.max_response_tokens"))
+    return min(limits, key=lambda one: one[0])
 
 
 def notes_of_size(config: RlConfig, run: Run) -> Iterator[str]:
@@ -272,12 +275,12 @@ def notes_of_size(config: RlConfig, run: Run) -> Iterator[str]:
     On a CPU, both are measured on short chains. On a GPU, where the first forward pass may compile
     for minutes, nothing is measured: the note only warns about rows longer than a micro-batch.
     """
-    training, most = config.training, longest_row(config, run.limit)
+    training, (most, reason) = config.training, longest_row(config, run.limit)
     budget, device = training.batch.tokens_per_micro_batch, run.accelerator.device
     if device.type != "cpu":
         if most > budget:
             yield (
-                f"note: rows may have up to {most} tokens; rows longer than"
+                f"note: rows may have up to {most} tokens ({reason}); rows longer than"
                 f" batch.tokens_per_micro_batch ({budget}) are forwarded in separate micro-batches,"
                 " which need more memory"
             )
@@ -308,6 +311,6 @@ def notes_of_size(config: RlConfig, run: Run) -> Iterator[str]:
         keys.append("generate.max_input_tokens to end longer trajectories")
     keys.append("batch.max_row_tokens to truncate rows")
     yield (
-        f"note: rows may have up to {most:,} tokens ({run.limit.reason}); {', and '.join(found)}."
+        f"note: rows may have up to {most:,} tokens ({reason}); {', and '.join(found)}."
         f" If your rows get that long, set {', or '.join(keys)}"
     )

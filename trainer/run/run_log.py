@@ -146,7 +146,7 @@ def progress_line(metrics: dict[str, Any], num_planned: int) -> str:
     Example:
         >>> metrics = {"global_step": 2, "loss": -0.0123, "tokens_per_s": 850.4, "seconds": 3.21}
         >>> progress_line(metrics | {"return_mean": 0.5, "skipped": 0}, 6)
-        'update 2 of 6: loss -0.0123, reward 0.5, 850 tokens/s, 3.2 s'
+        'update 2 of 6: loss -0.0123, return_mean 0.5, 850 tokens/s, 3.2 s'
     """
     if metrics["skipped"]:
         has_tokens = metrics["num_trained_tokens"]
@@ -158,6 +158,6 @@ def progress_line(metrics: dict[str, Any], num_planned: int) -> str:
 
 def numbers_of(metrics: dict[str, Any]) -> str:
     """Format the most important metrics."""
-    reward = metrics["return_mean"]
-    shown = "" if reward is None else f"reward {reward:.3g}, "
+    return_mean = metrics["return_mean"]
+    shown = "" if return_mean is None else f"return_mean {return_mean:.3g}, "
     return f"loss {metrics['loss']:.4g}, {shown}{metrics['tokens_per_s']:.0f} tokens/s"

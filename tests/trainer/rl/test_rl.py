@@ -144,7 +144,7 @@ def test_each_iteration_trains_what_its_own_weights_sampled_and_train_replays_th
     ]
     said = capsys.readouterr().err
     assert said.startswith(f"no run in {config.run.out}: starting from the beginning\n")
-    assert "iteration 3 of 3: reward 0." in said
+    assert "iteration 3 of 3: return_mean 0." in said
     assert "the dataset's tokenizer" not in said.partition("iteration 3 of 3")[0]
     assert command(["validate", f"{config.run.out}/rollouts/*"]) == 0
 

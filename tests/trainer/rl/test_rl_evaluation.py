@@ -112,7 +112,7 @@ def test_several_sets_are_datasets_of_their_own_in_one_line_and_are_not_sampled_
     config = config_of(tmp_path, model, num_iterations=1, evaluate={"every_iterations": 1, **sets})
     result = rl.run(config)
     said = capsys.readouterr().err
-    assert "evaluation after 1 iteration: reward " in said
+    assert "evaluation after 1 iteration: return_mean " in said
     assert ", drawn " in said
     assert "greedy samples are alike" not in said
     folder = tmp_path / "run" / "evaluations"

@@ -43,7 +43,8 @@ def test_a_large_micro_batch_of_short_rows_names_its_own_key(model: str, tmp_pat
     (note,) = notes(tmp_path, model, generate=settings, train={"tokens_per_micro_batch": MANY})
     assert "rows may have up to 256 tokens" in note
     assert "batch.tokens_per_micro_batch for smaller micro-batches" in note
-    assert "generate.max_input_tokens" not in note
+    assert "(generate.max_input_tokens + generate.max_response_tokens)" in note
+    assert "generate.max_input_tokens to end longer" not in note
 
 
 @pytest.mark.parametrize(

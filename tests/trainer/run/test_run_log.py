@@ -56,7 +56,7 @@ def metrics(**changes: Any) -> dict[str, Any]:
 
 
 def test_an_update_is_one_line() -> None:
-    line = "update 2 of 6: loss -0.0123, reward 0.5, 850 tokens/s, 3.2 s"
+    line = "update 2 of 6: loss -0.0123, return_mean 0.5, 850 tokens/s, 3.2 s"
     assert progress_line(metrics(), 6) == line
     skipped = progress_line(metrics(skipped=1, num_trained_tokens=0), 6)
     assert skipped == "mini-batch skipped: no tokens to train on"
@@ -73,7 +73,7 @@ def test_each_update_is_a_line_on_stderr_where_that_is_no_terminal(
     run(tmp_path, model, rows, groups_per_batch=1, groups_per_mini_batch=1)
     printed = capsys.readouterr()
     assert printed.out == ""
-    numbers = r"loss -?[\d.e-]+, reward 0\.5, \d+ tokens/s, \d+\.\d s\n"
+    numbers = r"loss -?[\d.e-]+, return_mean 0\.5, \d+ tokens/s, \d+\.\d s\n"
     lines = (
         r"learning rate 1e-06 \(usual for RL of all weights\)\n",
         r"note: the dataset records neither a tokenizer .*\n",
@@ -106,7 +106,7 @@ def test_a_terminal_gets_a_bar_and_warnings_but_no_line_per_update(
             shown += os.read(master, 1 << 16).decode()
     os.close(master)
     assert "1/6" in shown
-    assert "loss -0.0123, reward 0.5, 850 tokens/s" in shown
+    assert "loss -0.0123, return_mean 0.5, 850 tokens/s" in shown
     assert re.search(r"0:00:\d\d (-:--:--|\d:\d\d:\d\d) ", shown), "time gone and time left"
     assert "warning: update 2: every advantage" in shown
     assert "update 2 of 6" not in shown
