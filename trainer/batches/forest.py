@@ -81,8 +81,8 @@ class Forest:
         routes = None if self.routes is None else to_device(self.routes, device)
         sets = None if self.sets is None else self.sets.to(device)
         teacher = None if self.teacher is None else self.teacher.to(device)
-        own = dict(zip(ARRAYS, moved, strict=True))
-        return Forest(**own, routes=routes, sets=sets, teacher=teacher, chains=chains)
+        arrays_there = dict(zip(ARRAYS, moved, strict=True))
+        return Forest(**arrays_there, routes=routes, sets=sets, teacher=teacher, chains=chains)
 
 
 ARRAYS = (
@@ -118,10 +118,12 @@ class Chains:
             Chains(lengths=None, ends=None)
         """
         runs: Any = torch.unique_consecutive
-        found, lengths = runs(subtree_end, return_counts=True)
-        if not torch.equal(lengths.cumsum(0), found):
+        # All tokens of a chain end with it. In a tree that branches, a run of equal ends is shorter
+        # than the subtree, so the runs' lengths do not add up to the ends.
+        ends, lengths = runs(subtree_end, return_counts=True)
+        if not torch.equal(lengths.cumsum(0), ends):
             return Chains()
-        return Chains(lengths=lengths.tolist(), ends=torch.cat([found.new_zeros(1), found]))
+        return Chains(lengths=lengths.tolist(), ends=torch.cat([ends.new_zeros(1), ends]))
 
 
 def attention_mask(subtree_end: Tensor) -> Tensor:
@@ -181,13 +183,14 @@ def chain_forest(
     slot_tree = np.repeat(np.arange(len(rows)), num_response)
     slot, slot_tree = slot[is_target[slot]], slot_tree[is_target[slot]]
     offset = slot - first[slot_tree]
-
+    # Assignment in ascending order keeps the last target of each row; -1 stays where there is none.
     last_target = np.full(len(rows), -1, dtype=np.int64)
     last_target[slot_tree] = offset
     lengths = np.where(last_target < 0, 0, num_prompt + last_target)
     starts = np.cumsum(lengths) - lengths
     tree = np.repeat(np.arange(len(rows)), lengths)
     depth = np.arange(len(tree)) - starts[tree]
+    # The token before a target predicts it; for the first response token, that is the prompt's last.
     parent = starts[slot_tree] + num_prompt[slot_tree] + offset - 1
 
     arrays = {
@@ -264,15 +267,15 @@ def pack(lengths: IntArray, budget: int) -> list[IntArray]:
         if not length:
             break
         node = 1
-        while node < num_leaves:
+        while node < num_leaves:  # down to the leftmost bin with enough room
             node *= 2
             node += free[node] < length
         bins.setdefault(node, []).append(row)
         free[node] -= length
         while node := node // 2:
             free[node] = max(free[2 * node], free[2 * node + 1])
-    found = [*bins.values(), *([row] for row in above.tolist())]
-    return sorted((np.array(sorted(rows)) for rows in found), key=lambda rows: int(rows[0]))
+    packed = [*bins.values(), *([row] for row in above.tolist())]
+    return sorted((np.array(sorted(rows)) for rows in packed), key=lambda rows: int(rows[0]))
 
 
 def spread(bins: Sequence[IntArray], lengths: IntArray, num_ranks: int) -> list[IntArray]:
@@ -285,13 +288,14 @@ def spread(bins: Sequence[IntArray], lengths: IntArray, num_ranks: int) -> list[
         >>> [rows.tolist() for rows in spread(bins, np.array([5, 9, 4, 1]), 3)]
         [[0, 3], [1], [2]]
     """
-    found = list(bins)
-    while len(found) % num_ranks and any(len(rows) > 1 for rows in found):
-        costs = [int(lengths[rows].sum()) if len(rows) > 1 else -1 for rows in found]
-        rows = found.pop(int(np.argmax(costs)))
+    split = list(bins)
+    while len(split) % num_ranks and any(len(rows) > 1 for rows in split):
+        # The most expensive bin that can be split, into rows dealt out by their length.
+        costs = [int(lengths[rows].sum()) if len(rows) > 1 else -1 for rows in split]
+        rows = split.pop(int(np.argmax(costs)))
         by_length = rows[np.argsort(-lengths[rows], kind="stable")]
-        found += [np.sort(by_length[::2]), np.sort(by_length[1::2])]
-    return sorted(found, key=lambda rows: int(rows[0]))
+        split += [np.sort(by_length[::2]), np.sort(by_length[1::2])]
+    return sorted(split, key=lambda rows: int(rows[0]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

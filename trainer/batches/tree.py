@@ -53,6 +53,7 @@ class Trie:
         shared = np.zeros(len(index), dtype=np.int64)
         if len(index) > 1:
             upto = self.shared[: index[-1] + 1]
+            # Two rows share what all rows between them share with the row before.
             shared[1:] = np.minimum.reduceat(upto, index[:-1] + 1)
         return Trie(
             rows=self.rows[index],
@@ -93,6 +94,8 @@ def make_trie(
     keys, kind = _keys(prompts, responses, lengths, rows), "int32"
     if routes is not None:
         keys, kind = _routed(keys, routes.numbered(rows, lengths[rows])), "int64"
+    # Any order that puts rows with a common prefix side by side will do. That of the bytes is compared
+    # in C; it is not that of the ids.
     order = np.array(sorted(range(len(rows)), key=keys.__getitem__), dtype=np.int64)
     order = order[np.argsort(scope[rows[order]], kind="stable")]
     tokens = [np.frombuffer(keys[i], dtype=kind) for i in order.tolist()]
@@ -146,6 +149,7 @@ def trie_forest(
     slot = slot[is_target[slot]]
     row = trie.rows[owner]
     depth = prompts.lengths[row] + slot - responses.offsets[row] - 1
+    # A target's parent may be a token that an earlier row added: go up until the row that added it.
     above = np.flatnonzero(trie.shared[owner] > depth)
     while len(above):
         owner[above] = owner_above[owner[above]]
@@ -178,6 +182,7 @@ def _branches(trie: Trie, begin: IntArray) -> tuple[IntArray, IntArray]:
     above = np.full(len(shared), -1, dtype=np.int64)
     for row, (level, at) in enumerate(zip([*shared, 0], [*begins, num_tokens], strict=True)):
         while stack and stack[-1][2] > level:
+            # Tokens of this run below `level` end here; those above go on, in a run of their own.
             owner, first, _ = stack.pop()
             run_starts.append(begins[owner] + max(level, first) - first)
             run_ends.append(at)
@@ -255,6 +260,8 @@ def _cheapest_cuts(lengths: list[int], shared: list[int], budget: int) -> list[i
     for row in range(len(lengths)):
         tokens, num_runs = costs[row]
         cost = tokens + shared[row], num_runs + 1
+        # Costs of candidates ascend: an earlier start that costs more can never be the best again,
+        # because it makes every run longer, too.
         while candidates and candidates[-1][0] > cost:
             candidates.pop()
         candidates.append((cost, row))
@@ -280,13 +287,14 @@ def _spread(trie: Trie, bins: list[IntArray], num_ranks: int) -> list[IntArray]:
 
     If there are too few rows, the number may not be a multiple.
     """
-    found = sorted((np.sort(rows) for rows in bins), key=lambda rows: int(rows[0]))
-    while len(found) % num_ranks and any(len(rows) > 1 for rows in found):
-        sizes = [trie.part(rows).num_tokens if len(rows) > 1 else 0 for rows in found]
-        rows = found.pop(int(np.argmax(sizes)))
+    split = sorted((np.sort(rows) for rows in bins), key=lambda rows: int(rows[0]))
+    while len(split) % num_ranks and any(len(rows) > 1 for rows in split):
+        sizes = [trie.part(rows).num_tokens if len(rows) > 1 else 0 for rows in split]
+        rows = split.pop(int(np.argmax(sizes)))
         part = trie.part(rows)
+        # The cut whose larger half is the smallest; the half behind it repeats what it shares.
         upto = np.cumsum(part.lengths - part.shared)
         after = part.lengths[1:] + upto[-1] - upto[1:]
         at = 1 + int(np.argmin(np.maximum(upto[:-1], after)))
-        found += [rows[:at], rows[at:]]
-    return sorted(found, key=lambda rows: int(rows[0]))
+        split += [rows[:at], rows[at:]]
+    return sorted(split, key=lambda rows: int(rows[0]))

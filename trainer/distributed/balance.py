@@ -58,11 +58,14 @@ def balance(costs: Sequence[float], num_ranks: int) -> IntArray:
     order = np.argsort(-cost, kind="stable")
     rounds = np.full((-(-len(cost) // num_ranks), num_ranks), -1, dtype=np.int64)
     load = np.zeros(num_ranks)
+    # Each round has neighbours in the order of costs, so that no rank waits long for another; the
+    # rank with the least work so far gets the largest.
     for number, dealt in enumerate(rounds):
         picked = order[number * num_ranks :][:num_ranks]
         ranks = np.argsort(load, kind="stable")[: len(picked)]
         dealt[ranks] = picked
         load[ranks] += cost[picked]
+    # Rounds run in the order of their first micro-batch; a single rank thus keeps the order.
     first = np.where(rounds < 0, len(cost), rounds).min(axis=1, initial=len(cost))
     return rounds[np.argsort(first)]
 

@@ -115,9 +115,11 @@ def block_mask(tree: Tensor, window: int | None) -> BlockMask:
     (first, low, least), (last, high, most) = (
         [getattr(b, name)(1) for b in blocks] for name in ("amin", "amax")
     )
+    # Positions within a block ascend, so its smallest and largest values decide for all its tokens.
     some = (first[None, :] <= first[:, None]) & (most[None, :] > first[:, None])
     every = (last[None, :] <= first[:, None]) & (least[None, :] > last[:, None])
     if window is not None:
+        # `some` stays as it is: more blocks are looked at than needed, but the mask is exact.
         every &= high[:, None] - low[None, :] < window
     partly, wholly = (_numbered(wanted) for wanted in (some & ~every, some & every))
     mask: BlockMask = BlockMask.from_kv_blocks(

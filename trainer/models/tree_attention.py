@@ -108,39 +108,43 @@ def pieces(tree: Tensor) -> list[Piece]:
     runs: Any = torch.unique_consecutive
     ends, sizes = runs(subtree_end, return_counts=True)
     begins = (sizes.cumsum(0) - sizes).tolist()
-    found: list[Piece] = []
+    # Tokens with the same end are a run without a fork: below a fork, subtrees end earlier.
+    listed: list[Piece] = []
     way: list[tuple[int, int]] = []  # path from the root: each piece and the end of its subtree
     for number, (begin, end, size) in enumerate(
         zip(begins, ends.tolist(), sizes.tolist(), strict=True)
     ):
         while way and way[-1][1] <= begin:
             way.pop()
-        found.append(Piece(size, int(depth[begin]), way[-1][0] if way else None))
+        listed.append(Piece(size, int(depth[begin]), way[-1][0] if way else None))
         way.append((number, end))
-    return found
+    return listed
 
 
 def _by_pieces(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    found: list[Piece],
+    listed: list[Piece],
     window: int | None,
     attend: Callable[..., Tensor],
 ) -> Tensor:
-    sizes = [piece.size for piece in found]
+    sizes = [piece.size for piece in listed]
     queries, *parts = (torch.split(tensor, sizes, 2) for tensor in (query, key, value))
     ways: list[list[Tensor]] = []  # keys and values from the root to each piece's end
     outputs = []
-    for piece, part, *own in zip(found, queries, *parts, strict=True):
+    for piece, part, *way in zip(listed, queries, *parts, strict=True):
         if piece.above is not None:
-            own = [torch.cat(pair, 2) for pair in zip(ways[piece.above], own, strict=True)]
-        ways.append(own)
+            # Ancestors become contiguous with the piece, so that a causal mask is all it needs. The
+            # copies are as long as the depth; a mask of tokens x tokens is what they save.
+            way = [torch.cat(pair, 2) for pair in zip(ways[piece.above], way, strict=True)]
+        ways.append(way)
         for start in range(0, piece.size, QUERIES):
             stop = min(start + QUERIES, piece.size)
             last = piece.depth + stop
+            # With a window, keys before the first query's window are in no query's window.
             first = 0 if window is None else max(0, piece.depth + start - window + 1)
-            seen = [way[:, :, first:last] for way in own]
+            seen = [tensor[:, :, first:last] for tensor in way]
             mask = _causal(stop - start, last - first, window, query.device)
             outputs.append(attend(part[:, :, start:stop], *seen, attn_mask=mask))
     return torch.cat(outputs, 2)
