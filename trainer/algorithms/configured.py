@@ -219,10 +219,6 @@ def _call(function: Function, arrays: Mapping[str, Any]) -> Any:
     """Call a function with its inputs and the values of its keys.
 
     A user's function gets copies of the arrays and tensors, in case it modifies them.
-
-    Raises:
-        InputError: `{rule}_raised`: the user's function raised an exception (the message has the
-            location).
     """
     if not function.is_own:
         return function.call(**arrays, **function.values)
@@ -254,17 +250,7 @@ def _refused(
 
 
 def _finite_array(function: Function, found: Any, num: int, what: str) -> FloatArray:
-    """Convert a function's result to [num] float64.
-
-    Args:
-        function: The function.
-        found: The function's result: a NumPy array, a CPU tensor or a list of numbers.
-        num: Required number of elements.
-        what: Description of an element, for messages.
-
-    Raises:
-        InputError: The result is not numeric, has the wrong shape, or is not finite.
-    """
+    """Convert a function's result to [num] float64."""
     expected = f"an array of {num} finite numbers with the {what}"
     try:
         array = np.asarray(found)
