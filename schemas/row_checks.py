@@ -350,16 +350,7 @@ class _SampledRanges:
 
 
 def _last_messages(prompt: Ragged, wanted: BoolArray) -> tuple[IntArray, IntArray]:
-    """Find the last assistant message of each prompt.
-
-    Args:
-        prompt: All prompts.
-        wanted: [N] bool: rows to search; their prompts must be at least as long as two headers.
-
-    Returns:
-        The rows whose prompts contain an assistant message, in order, and the flat position after
-        the header of the last one.
-    """
+    """Find the last assistant message of each prompt."""
     rows = np.flatnonzero(wanted)
     if not len(rows):
         return rows, rows

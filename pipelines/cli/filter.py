@@ -345,12 +345,7 @@ def _write(
 
 
 def _common(found: dict[str, DatasetMetadata], outcome: Outcome | None) -> DatasetMetadata:
-    """Combine the metadata of the datasets to mix; fields that differ become unknown.
-
-    Raises:
-        InputError: `file_metadata`: the datasets differ in how returns are computed, in their
-            tokenizers or in the kind of log-probabilities.
-    """
+    """Combine the metadata of the datasets to mix; fields that differ become unknown."""
     from schemas.metadata import common
 
     returns = {path: outcome or metadata.outcome or "last" for path, metadata in found.items()}

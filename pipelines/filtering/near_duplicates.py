@@ -77,12 +77,7 @@ def near_duplicates(similarity: float, within: Literal["group", "dataset"] = "gr
 
 
 def _similar_to_earlier(found: Iterable[list[bytes] | None], similarity: float) -> list[bool]:
-    """Compare trajectories in order, each with those that were not similar to an earlier one.
-
-    Args:
-        found: Signatures of each trajectory's rows; None: not compared.
-        similarity: Least similarity.
-    """
+    """Compare trajectories in order, each with those that were not similar to an earlier one."""
     deviation = (similarity * (1 - similarity) / _NUM_HASHES) ** 0.5
     least_equal = (similarity - _MARGIN * deviation) * _NUM_HASHES
     width = _band_width(least_equal / _NUM_HASHES)

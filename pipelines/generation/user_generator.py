@@ -158,13 +158,7 @@ class OwnGenerator:
     def _checked(
         self, output: Any, tasks: Sequence[Task], version: int, where: str
     ) -> list[Finished]:
-        """Check the output and split its rows by task, in order.
-
-        Raises:
-            InputError: `generator_output`: the output is not a GeneratorOutput; `trajectories`: it
-                does not contain exactly the requested trajectories; or any error of
-                `from_generator_output`.
-        """
+        """Check the output and split its rows by task, in order."""
         try:
             given = _with_ids(output, tasks)
             table, warnings = table_of(given, None, "drop")

@@ -226,11 +226,7 @@ class Calls:
     def _check_token(
         self, headers: Mapping[str, str], path: str, opened: OpenTrajectory | None
     ) -> None:
-        """Reject a request without the token of its trajectory.
-
-        Raises:
-            InputError: `endpoint_token`: the token is missing or wrong.
-        """
+        """Reject a request without the token of its trajectory."""
         if not self._has_tokens:
             return
         token = opened.token if opened is not None else None
@@ -303,12 +299,7 @@ class Calls:
                 opened.failure = self._served.failure
 
     async def _asked(self, kind: Kind, path: str, body: bytes, opened: OpenTrajectory) -> Asked:
-        """Parse a request, and add configured defaults to it.
-
-        Raises:
-            InputError: `engine_request`: the request is invalid or its response could not be
-                recorded; `request_size`: the request is too large.
-        """
+        """Parse a request, and add configured defaults to it."""
         try:
             fields = _DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -142,11 +142,6 @@ def _by_ancestors(above: list[int], keys: list[int], steps_back: int) -> list[in
 
     Candidates are ancestors in the prefix tree unless two steps have the same tokens, which can
     happen only if a prompt adds nothing to its parent's tokens (see `_by_tokens`).
-
-    Args:
-        above: For each step, the longest step whose tokens are a prefix of its prompt; -1: none.
-        keys: Key of each step (see `join_keys`).
-        steps_back: Maximum distance between a step and the step that it continues.
     """
     nearest = _nearest_of_its_key(above, keys)
     num_open = [1] * len(keys)
@@ -221,12 +216,7 @@ def _by_tokens(part: pa.Table, keys: list[int], steps_back: int) -> list[int]:
 
 
 def _ends(prompts: list[bytes], whole: list[bytes]) -> tuple[list[int], list[int], list[int]]:
-    """Locate steps in the trie of their tokens.
-
-    Returns:
-        For each step, its end node, and the last end node within its prompt (-1 for none); for each
-        end node, the end node above it.
-    """
+    """Locate steps in the trie of their tokens."""
     number: dict[bytes, int] = {}
     ends = [number.setdefault(tokens, len(number)) for tokens in whole]
     above, last = [-1] * len(number), {}

@@ -104,15 +104,7 @@ class Ancestry:
         return np.where(self._length[found] <= num_tokens, found, self.whole[found])
 
     def _adding(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
-        """[K] For each row, find the nearest ancestor that shares few tokens with its parent.
-
-        Args:
-            rows: [K] rows to start from; the result may be the row itself.
-            num_tokens: [K] maximum number of tokens that the ancestor shares with its parent.
-
-        Returns:
-            [K] rows.
-        """
+        """[K] For each row, find the nearest ancestor that shares few tokens with its parent."""
         for up, fewest in reversed(self._levels):
             rows = np.where(fewest[rows] > num_tokens, up[rows], rows)
         return rows

@@ -350,12 +350,7 @@ def _session_of(request: Request) -> str:
 
 
 async def _given(request: Request, decoder: msgspec.json.Decoder[T], where: str) -> T:
-    """Decode the body of a request to the recorder itself; an empty body is treated as {}.
-
-    Raises:
-        InputError: `media_type`: the content type is not JSON (web pages may send some other types
-            to any address); `json_line`, `record_type`: the body is invalid.
-    """
+    """Decode the body of a request to the recorder itself; an empty body is treated as {}."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         hint = "send the header Content-Type: application/json"
@@ -368,11 +363,7 @@ async def _given(request: Request, decoder: msgspec.json.Decoder[T], where: str)
 
 
 def _check_key(admin_key: str, target: Target, path: str) -> None:
-    """Reject a request without its session's key; lists of models need none.
-
-    Raises:
-        InputError: `session_key`: the key is missing or wrong.
-    """
+    """Reject a request without its session's key; lists of models need none."""
     session = target.session
     if session is None and target.rest.startswith(MODELS):
         return

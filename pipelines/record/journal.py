@@ -110,11 +110,7 @@ class Journal:
         return found
 
     def _refuse_links(self) -> None:
-        """Check that the logs are no links: lines are cut off and appended here.
-
-        Raises:
-            InputError: `journal`: a file or directory of the journal is a symbolic link.
-        """
+        """Check that the logs are no links: lines are cut off and appended here."""
         logs = [self._path(n, file) for n in self.folders() for file in _FILES]
         for path in (self._root, *(log.parent for log in logs), *logs):
             if path.is_symlink():

@@ -374,11 +374,7 @@ class Recorder:
 
 
 def _check_same(name: str, said: Outcome, kept: Outcome | None) -> None:
-    """Check that an ended session ended with the outcome that a client now reports.
-
-    Raises:
-        InputError: `session_ended`: it ended with a different outcome.
-    """
+    """Check that an ended session ended with the outcome that a client now reports."""
     if kept is None or not _is_same(said, kept):
         error = kept.error if kept else None
         got = "the session has already ended with a different outcome"

@@ -202,10 +202,6 @@ class Shards:
 
         A recorder that was killed before the shard was published may have appended them already,
         the last line in part.
-
-        Raises:
-            InputError: `out_is_free`: the file contains other data; `output_file`: the lines cannot
-                be written.
         """
         if not rejected:
             yield
@@ -260,12 +256,7 @@ class Shards:
 
 
 def _opened(path: Path) -> FileIO:
-    """Open the file of rejected calls to read it and append to it, without following a link.
-
-    Raises:
-        InputError: `out_is_free`: the path is a symbolic link, or not a regular file;
-            `output_file`: it cannot be written.
-    """
+    """Open the file of rejected calls to read it and append to it, without following a link."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         kind = "a symbolic link" if path.is_symlink() else "not a file"
         got = f"the path is needed for rejected calls, but is {kind}"

@@ -141,12 +141,7 @@ def first_visits(lines: pl.DataFrame, names: set[str], metadata: DatasetMetadata
 
 
 def _per_task(lines: pl.DataFrame, label: str, *, has_failed: bool) -> pl.DataFrame:
-    """Return the attempts at each task in each number.
-
-    Returns:
-        name, instance_id and, with _a or _b at the end of their names: values (known ones), num
-        (how many), num_unknown, num_copies; and the mean, whose name is a or b.
-    """
+    """Return the attempts at each task in each number."""
     failed, passed = pl.col("error").is_not_null(), is_above(pl.col("return"), 0.0)
     of_all = pl.when(failed).then(statement=False).otherwise(passed)
     rates = {PASSED: passed} | ({PASSED_OF_ALL: of_all} if has_failed else {}) | {"failed": failed}

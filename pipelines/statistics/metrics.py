@@ -213,11 +213,6 @@ def _turns(table: pa.Table, masks: Ragged, begin: IntArray) -> pa.Array:
     """Return the lengths of each row's turns.
 
     These are the sampled ranges in `segments`, else the runs of the loss mask in each step.
-
-    Args:
-        table: The rows.
-        masks: Their loss masks.
-        begin: [S] index into the masks' values at which each step begins.
     """
     runs = _runs(masks, begin)
     if "segments" not in table.column_names:

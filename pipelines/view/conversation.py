@@ -163,12 +163,7 @@ class _Lane:
         return [(turn.role, turn.text) for turn in turns_of_ids(ids, tokenizer)]
 
     def _continued(self, messages: list[Message]) -> tuple[int, Counter[tuple[str, str]]]:
-        """Compare the messages of a step with the messages of the agent's previous step.
-
-        Returns:
-            The number of leading messages that are equal; and how often each other message, as
-            (role, text), occurs in the previous step.
-        """
+        """Compare the messages of a step with the messages of the agent's previous step."""
         same = _num_equal(self._sent, messages)
         return same, Counter(map(_said, self._sent[same:]))
 

@@ -56,13 +56,7 @@ def search(
 
 
 def _named(index: TrajectoryIndex, text: str | None) -> dict[str, Any]:
-    """Find the ids of tasks and trajectories that contain a text, ignoring case.
-
-    Returns:
-        `tasks`: instance_id, number of attempts and task_text, shortest ids first; `trajectories`: ids of
-        trajectories whose task does not match; at most `MAX_NAMES` of each. `num_tasks` and
-        `num_trajectories` count all matches.
-    """
+    """Find the ids of tasks and trajectories that contain a text, ignoring case."""
     if text is None:
         return {"tasks": [], "num_tasks": 0, "trajectories": [], "num_trajectories": 0}
     lines = index.trajectories.select("instance_id", "trajectory_id", "task_text")

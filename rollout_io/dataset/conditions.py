@@ -235,14 +235,7 @@ def _is_bounded(key: str, value: Any) -> bool:
 
 
 def _grown_text(tree: Any) -> str | None:
-    """Find a function that may make a value much longer than its inputs.
-
-    Args:
-        tree: Polars' JSON of an expression.
-
-    Returns:
-        What was found, for an error message; None if all functions are bounded.
-    """
+    """Find a function that may make a value much longer than its inputs."""
     growth = 1
     for name, arguments in _functions(tree):
         if name in _REFUSED:

@@ -124,14 +124,7 @@ def _spelled(ids: Tokens, vocabulary: TokenBytes | None) -> str:
 
 
 def _ends_of_prefixes(table: pa.Table, own: Ragged, shared: IntArray, most_tokens: int) -> Ragged:
-    """Return the last tokens, at most `most_tokens`, of the prefix that each row shares.
-
-    Args:
-        table: Encoded table.
-        own: Tokens that each row does not share with its parent.
-        shared: Number of tokens that each row shares: the position at which `own` begins.
-        most_tokens: Number of tokens wanted.
-    """
+    """Return the last tokens, at most `most_tokens`, of the prefix that each row shares."""
     starts = trajectory_starts(table)
     first_row = np.repeat(starts, np.diff(starts, append=table.num_rows))
     parents = first_row + filled(table.column("parent_step_index"), 0)

@@ -94,12 +94,7 @@ def find_origins(rows: pl.DataFrame, stored: StoredRows) -> Origins:
 
 
 def _place_steps(rows: pl.DataFrame) -> pl.DataFrame:
-    """Find the row and the position of every step in the given rows.
-
-    Returns:
-        [S] trajectory_id; number (0..n-1 over the steps of the trajectory, in the order in which
-        they were sampled); row (index in `rows`); start (of the step in the row's response).
-    """
+    """Find the row and the position of every step in the given rows."""
     names = [name for name in ("trajectory_id", "segments") if name in rows.columns]
     table = as_table(rows.select(names))
     starts = trajectory_starts(table)

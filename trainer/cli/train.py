@@ -217,11 +217,7 @@ def plot(
 
 
 def _image_of(paths: tuple[str, ...], *, is_run: bool) -> str:
-    """Return the default image path: in the run, or beside the dataset, whose folder has shards only.
-
-    Raises:
-        HintedUsageError: There are several paths, or the dataset is remote.
-    """
+    """Return the default image path: in the run, or beside the dataset, whose folder has shards only."""
     if len(paths) > 1 or "://" in paths[0]:
         what = "several runs or datasets" if len(paths) > 1 else "a remote dataset"
         raise HintedUsageError(f"the image of {what} needs --out.", "pass --out FILE.png")

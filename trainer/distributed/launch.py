@@ -79,11 +79,7 @@ _MADE: list[weakref.ref[Accelerator]] = []
 
 
 def _forget_other_precision(precision: str) -> None:
-    """Clear the precision that Accelerate keeps for the whole process, after a run in another one.
-
-    Raises:
-        ConfigError: The other precision is still in use.
-    """
+    """Clear the precision that Accelerate keeps for the whole process, after a run in another one."""
     state = AcceleratorState._shared_state
     if not state or state.get("_mixed_precision") == precision:
         return

@@ -134,13 +134,7 @@ def continue_batch(
 
 
 def _keep_routes(rows: Sequence[Request], routes: Tensor | None, is_real: Tensor) -> None:
-    """Store the routes of each row's tokens, except padding, after a forward pass.
-
-    Args:
-        rows: N rows.
-        routes: [N * T, layers, topk]; None: nothing to store.
-        is_real: [N, T] bool.
-    """
+    """Store the routes of each row's tokens, except padding, after a forward pass."""
     if routes is not None:
         for row, own, real in zip(
             rows, routes.reshape(*is_real.shape, *routes.shape[1:]), is_real, strict=True

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import rollout_io
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.process_client import Server
@@ -224,6 +225,85 @@ def test_a_run_of_two_processes_that_is_killed_goes_on_with_one_and_with_two(
     server.train(config | {"out": str(tmp_path / "again")}, resume=True)
     for out in (tmp_path / "run", tmp_path / "again"):
         check_same_run(out, alone("gae"))
+
+
+def zeroed(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-4096:] = bytes(4096)
+    path.write_bytes(content)
+
+
+def edited(checkpoint: Path) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
+
+
+def of_another_step(checkpoint: Path) -> None:
+    other = checkpoint.with_name("global_step_2") / "state" / "optimizer.safetensors"
+    shutil.copyfile(other, checkpoint / "state" / "optimizer.safetensors")
+
+
+TAMPERINGS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "weights": (zeroed, "model.safetensors"),
+    "configuration of the model": (edited, "config.json"),
+    "optimizer": (of_another_step, "optimizer.safetensors"),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(
+    server: Server, paths: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A run of two processes with checkpoints of updates 2 and 4."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    config = {**paths, **COMMON, "out": str(out), "save_every_updates": 2, "max_updates": 4}
+    server.train(config)
+    return out
+
+
+def check_refused(server: Server, config: dict[str, Any], message: str, rule: str) -> None:
+    """Both processes end with the same error, before anything is written."""
+    out = Path(config["out"])
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    server.start(config=config, resume=True)
+    assert server.answer() == [3, 3], server.said()
+    for said in server.said():
+        assert message in said
+        assert f"[{rule}]" in said
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TAMPERINGS)
+def test_a_checkpoint_that_was_tampered_with_is_refused_by_every_process(
+    name: str, server: Server, paths: dict[str, str], stopped: Path, tmp_path: Path
+) -> None:
+    tamper, file = TAMPERINGS[name]
+    out = shutil.copytree(stopped, tmp_path / "run")
+    tamper(out / "checkpoints" / "global_step_4")
+    config = {**paths, **COMMON, "out": str(out), "save_every_updates": 2}
+    check_refused(server, config, file, "checkpoint_state")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["rollout_logprobs", "prompt_token_ids", "reward"])
+def test_a_changed_dataset_is_refused_by_every_process(
+    changed: str, server: Server, paths: dict[str, str], stopped: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(stopped, tmp_path / "run")
+    rows = rollout_io.read(paths["dataset"]).to_pylist()
+    values = {"reward": 0.25, "rollout_logprobs": [-2.0] * 4}
+    rows[1][changed] = values.get(changed, rows[1]["prompt_token_ids"][::-1])
+    dataset = Path(paths["dataset"])
+    kept = shutil.move(dataset, tmp_path / "kept")
+    try:
+        write_dataset(dataset, rows)
+        config = {**paths, **COMMON, "out": str(out), "save_every_updates": 2}
+        check_refused(server, config, "have changed since the run started", "resume_dataset")
+    finally:
+        shutil.rmtree(dataset)
+        shutil.move(kept, dataset)
 
 
 def test_an_error_of_the_user_ends_every_process_and_is_said_once(

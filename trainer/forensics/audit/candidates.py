@@ -150,11 +150,7 @@ def _candidate(path: Path, version: int | None, base: str | None) -> Candidate:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        InputError: `model_directory`: the file is damaged.
-    """
+    """Read a JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -175,11 +171,7 @@ _UNSUPPORTED = (
 
 
 def _check_adapter(settings: dict[str, Any], path: Path) -> None:
-    """Check that an audit can apply an adapter with these settings.
-
-    Raises:
-        InputError: `model_load`: a setting is invalid or not supported.
-    """
+    """Check that an audit can apply an adapter with these settings."""
     hint = "merge the adapter into its model with peft, and pass the merged model"
     numbers = [settings.get(name) for name in ("r", "lora_alpha")]
     if not all(isinstance(number, int | float) and number > 0 for number in numbers):

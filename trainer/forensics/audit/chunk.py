@@ -205,11 +205,7 @@ class Chunk:
             self._complete[number, wanted] = True
 
     def _check_vocabulary(self, number: int, policy: Policy, wanted: IntArray) -> None:
-        """Check that a candidate has an embedding for every token of the given rows.
-
-        Raises:
-            InputError: `audit_rows`: a token has no embedding.
-        """
+        """Check that a candidate has an embedding for every token of the given rows."""
         size = policy.model.get_input_embeddings().weight.shape[0]
         for row in wanted.tolist():
             tokens = (self._rows.prompts.row(row), self._rows.responses.row(row))

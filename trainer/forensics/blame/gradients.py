@@ -273,11 +273,7 @@ def _fast(
     forests: Sequence[Forest],
     rows: IntArray,
 ) -> RowGradients:
-    """Compute the gradient and the norms in one backward pass per micro-batch.
-
-    Raises:
-        UnsupportedLayerError: The norms cannot be computed in this way.
-    """
+    """Compute the gradient and the norms in one backward pass per micro-batch."""
     accelerator = learner.accelerator
     policy: Policy = accelerator.unwrap_model(learner.policy)
     if batch.support is not None:

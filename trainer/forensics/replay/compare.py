@@ -277,11 +277,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """Open a file of weights that the run saved.
-
-    Raises:
-        InputError: `checkpoint_state`, `model_load`: the file is missing or damaged.
-    """
+    """Open a file of weights that the run saved."""
     try:
         with safe_open(file, "pt") as opened:
             yield opened

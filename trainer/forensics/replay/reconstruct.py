@@ -184,11 +184,7 @@ def _opened_loop(recorded: RecordedRun, checkpoint: Path | None) -> Follow:
 def _check_skipped(
     recorded: RecordedRun, line: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> None:
-    """Check that a replayed mini-batch is skipped if and only if the run skipped it.
-
-    Raises:
-        InputError: `replay_skipped`: only the run or only the replay skipped the mini-batch.
-    """
+    """Check that a replayed mini-batch is skipped if and only if the run skipped it."""
     then, now = bool(line.get("skipped")), bool(metrics["skipped"])
     if then == now:
         return
