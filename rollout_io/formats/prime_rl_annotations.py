@@ -13,8 +13,7 @@ a stream that has a value for one of its sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rollout_io.formats.base import Place, Rejected, Run
+from rollout_io.formats.base import Place
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.notes import note_unread
@@ -79,49 +78,6 @@ class Update(NamedTuple):
 
 HEAD = msgspec.json.Decoder(Head)
 _RECORD = msgspec.json.Decoder(dict[str, Any])
-
-
-@dataclass(slots=True)
-class Annotated:
-    """The annotations of a log, and the runs of the traces that they are about.
-
-    Attributes:
-        runs: The run of each trace id; None if several episodes have the id.
-        places: Annotations by trace id, in the order of the log.
-    """
-
-    runs: dict[str, Run | None] = field(default_factory=dict)
-    places: dict[str, list[Place]] = field(default_factory=dict)
-
-    def add_run(self, run: Run, traces: Iterable[Mapping[str, msgspec.Raw]]) -> None:
-        """Note the traces of an episode."""
-        for trace in traces:
-            name = _trace_id(trace)
-            if name is not None:
-                other = self.runs.setdefault(name, run)
-                if other is None or other.labels["episode"] != run.labels["episode"]:
-                    self.runs[name] = None
-
-    def joined(self) -> Iterator[Rejected]:
-        """Add each annotation to the records of its run; yield those that are of no run."""
-        for name, places in self.places.items():
-            run = self.runs.get(name)
-            if run is not None:
-                run.places = [*run.places, *places]
-                continue
-            what = "several episodes have" if name in self.runs else "no episode has"
-            got = f"an annotation of the trace {name[:100]!r}, which {what}"
-            hint = "convert the annotations together with the episodes of their run"
-            for place in places:
-                yield Rejected(place, InputError("dangling_reference", place.where, got, hint=hint))
-
-
-def _trace_id(trace: Mapping[str, msgspec.Raw]) -> str | None:
-    try:
-        found = msgspec.json.decode(bytes(trace.get("id", b"null")))
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, str) else None
 
 
 def read_updates(places: Sequence[Place]) -> dict[str, list[Update]]:
