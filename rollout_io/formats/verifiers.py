@@ -388,7 +388,7 @@ def _files(log: Input) -> list[Input]:
 
 _RECORDS = Records(
     records={"": Record},
-    leaves={"facts about the run, which the model does not see": "*"},
+    leaves={"each kind of record has fields of its own": "*"},
     run=lambda _, place: Run(instance_id="", repetition_id=None, places=[place]),
     read=read,
     is_record=_is_record,
@@ -401,4 +401,5 @@ ADAPTER = replace(
     ),
     find=find,
     line=_RowHead,
+    contents=None,  # those of its messages are declared
 )
