@@ -73,37 +73,29 @@ class _Scope:
 
 @dataclass(slots=True)
 class LoggedRun:
-    """The calls of one run.
+    """The calls of one run, and the documents that have them.
 
     Attributes:
         steps: Steps in order; a sub-agent's steps follow the step that refers to it.
         texts: Contexts of a run without token ids; the main agent's last one comes last.
         lineages: Lineage of each step: 0 for the main agent, n for the nth sub-agent.
         tokenless: Error that explains why the run has no ids; None if it has ids, or no calls.
-        paths: Resolved paths of the files of the run.
+        num_subagents: Number of sub-agents.
+        scopes: Documents of the run.
+        walked: Steps of all documents, in order, by document and index.
+        unnamed: Errors for references to sub-agents that are neither embedded nor in a named file.
+        entered: Resolved file of each document, and its place there.
     """
 
     steps: list[Step] = field(default_factory=list)
     texts: list[Conversation] = field(default_factory=list)
     lineages: list[int] = field(default_factory=list)
     tokenless: InputError | None = None
-    paths: set[Path] = field(default_factory=set)
     num_subagents: int = 0
-
-
-@dataclass(slots=True)
-class _Walk:
-    """The state of a walk through all documents of a run, with the steps found so far.
-
-    Attributes:
-        unnamed: Errors for references to sub-agents that are neither embedded nor in a named file.
-    """
-
     scopes: list[_Scope] = field(default_factory=list)
-    steps: list[tuple[_Scope, int]] = field(default_factory=list)
+    walked: list[tuple[_Scope, int]] = field(default_factory=list)
     unnamed: list[InputError] = field(default_factory=list)
     entered: set[tuple[Path, str]] = field(default_factory=set)
-    num_subagents: int = 0
 
 
 def has_tokens(document: Document) -> bool:
@@ -132,35 +124,32 @@ def read_run(path: Path, document: Document) -> LoggedRun:
             does not exist. Also any error of `read_trajectory`, and the errors for invalid tokens.
     """
     is_subagent = "parent_session_id" in (document.agent.extra or {})
-    main = _Scope(
-        document=document, path=path, agent=document.agent.name if is_subagent else MAIN, lineage=0
-    )
-    walk = _Walk(entered={(path.resolve(), "$")})
-    _walk(walk, main)
-    called = [scope for scope in walk.scopes if scope.calls]
+    agent = document.agent.name if is_subagent else MAIN
+    main, run = _Scope(document=document, path=path, agent=agent, lineage=0), LoggedRun()
+    _enter(run, main)
+    called = [scope for scope in run.scopes if scope.calls]
     is_single = not main.embedded and document.continued_trajectory_ref is None
     if not called and is_single:
         raise _without_ids(main)
-    run = LoggedRun(paths={file for file, _ in walk.entered}, num_subagents=walk.num_subagents)
-    if called and not any(scope.has_ids for scope in walk.scopes):
+    if called and not any(scope.has_ids for scope in run.scopes):
         run.tokenless = _without_ids(main if main.calls else called[0])
-        run.texts = _texts(walk)
+        run.texts = _texts(run)
         return run
-    if walk.unnamed:
-        raise walk.unnamed[0]
-    for scope, index in walk.steps:
+    if run.unnamed:
+        raise run.unnamed[0]
+    for scope, index in run.walked:
         step = scope.document.steps[index]
         if step.source == "agent" and not step.is_copied_context:
-            found = _calls(step, scope, scope.place(index))
-            run.steps += found
-            run.lineages += [scope.lineage] * len(found)
+            steps = _calls(step, scope, scope.place(index))
+            run.steps += steps
+            run.lineages += [scope.lineage] * len(steps)
     return run
 
 
-def _texts(walk: _Walk) -> list[Conversation]:
-    main = Contexts(name=walk.scopes[0].agent, has_prompts=True)
+def _texts(run: LoggedRun) -> list[Conversation]:
+    main = Contexts(name=run.scopes[0].agent, has_prompts=True)
     lineages = dict[str, int]()
-    for scope, index in walk.steps:
+    for scope, index in run.walked:
         step, where = scope.document.steps[index], scope.place(index)
         if step.is_call:
             _refuse_sum(step, where)
@@ -221,23 +210,28 @@ def tokenless(where: str, got: str) -> InputError:
     return InputError(NO_TOKENS, where, got, hint=_ASK)
 
 
-def _walk(walk: _Walk, scope: _Scope) -> None:
-    walk.scopes.append(scope)
+def _enter(run: LoggedRun, scope: _Scope) -> None:
+    """Walk a document with all that it refers to, unless it has already been walked."""
+    key = scope.path.resolve(), scope.json
+    if key in run.entered:
+        return
+    run.entered.add(key)
+    run.num_subagents = max(run.num_subagents, scope.lineage)
+    run.scopes.append(scope)
     referred = set(_referred(scope.document))
     for index, child in enumerate(scope.embedded):
         if scope.outer is None and child.trajectory_id not in referred:
-            _enter_embedded(walk, scope, index)
+            _enter(run, _embedded(run, scope, index))
     for index, step in enumerate(scope.document.steps):
-        walk.steps.append((scope, index))
+        run.walked.append((scope, index))
         for ref in step.refs if not step.is_copied_context else ():
-            _enter(walk, scope, ref, scope.place(index))
-    ref_path = scope.document.continued_trajectory_ref
-    if ref_path is not None:
-        path = _resolve(ref_path, scope.path)
+            _refer(run, scope, ref, scope.place(index))
+    name = scope.document.continued_trajectory_ref
+    if name is not None:
+        path = _resolve(name, scope.path)
         if path is None:
-            where = f"{scope.path}, {scope.json}.continued_trajectory_ref"
-            raise _dangling(ref_path, where)
-        _enter_file(walk, path, scope)
+            raise _dangling(name, f"{scope.path}, {scope.json}.continued_trajectory_ref")
+        _enter_file(run, path, scope)
 
 
 def referred_files(path: Path) -> set[Path]:
@@ -277,49 +271,45 @@ def _referred(document: Document) -> Iterator[str | None]:
         yield from _referred(child)
 
 
-def _enter(walk: _Walk, scope: _Scope, ref: Ref, where: str) -> None:
+def _refer(run: LoggedRun, scope: _Scope, ref: Ref, where: str) -> None:
     """Walk a sub-agent's document: embedded in this or an outer document, or a separate file."""
     holder: _Scope | None = scope
     while holder is not None and ref.trajectory_id is not None:
         for index, child in enumerate(holder.embedded):
             if child.trajectory_id == ref.trajectory_id:
-                _enter_embedded(walk, holder, index)
+                _enter(run, _embedded(run, holder, index))
                 return
         holder = holder.outer
     path = _resolve(ref.trajectory_path, scope.path) if ref.trajectory_path else None
     if path is not None:
-        _enter_file(walk, path, None)
+        _enter_file(run, path, None)
     elif ref.trajectory_path:
         raise _dangling(ref.trajectory_path, where)
     else:  # not an error for text: the referring agent's text is complete without the sub-agent
         name = ref.trajectory_id or f"session {ref.session_id}"
-        walk.unnamed.append(_dangling(name, where))
+        run.unnamed.append(_dangling(name, where))
 
 
-def _enter_embedded(walk: _Walk, holder: _Scope, index: int) -> None:
-    json, child = f"{holder.json}.subagent_trajectories[{index}]", holder.embedded[index]
-    if (holder.path.resolve(), json) not in walk.entered:
-        walk.entered.add((holder.path.resolve(), json))
-        walk.num_subagents += 1
-        agent, lineage = child.agent.name, walk.num_subagents
-        inner = _Scope(
-            document=child, path=holder.path, json=json, agent=agent, lineage=lineage, outer=holder
-        )
-        _walk(walk, inner)
+def _embedded(run: LoggedRun, holder: _Scope, index: int) -> _Scope:
+    return _Scope(
+        document=holder.embedded[index],
+        path=holder.path,
+        json=f"{holder.json}.subagent_trajectories[{index}]",
+        agent=holder.embedded[index].agent.name,
+        lineage=run.num_subagents + 1,
+        outer=holder,
+    )
 
 
-def _enter_file(walk: _Walk, path: Path, continued: _Scope | None) -> None:
+def _enter_file(run: LoggedRun, path: Path, continued: _Scope | None) -> None:
     """Walk the file of a continuation or a sub-agent, unless it has already been walked."""
-    if (path.resolve(), "$") in walk.entered:
+    if (path.resolve(), "$") in run.entered:
         return
-    walk.entered.add((path.resolve(), "$"))
     document = read_trajectory(path)
-    if continued is None:
-        walk.num_subagents += 1
-        agent, lineage = document.agent.name, walk.num_subagents
-    else:
+    agent, lineage = document.agent.name, run.num_subagents + 1
+    if continued is not None:
         agent, lineage = continued.agent, continued.lineage
-    _walk(walk, _Scope(document=document, path=path, agent=agent, lineage=lineage))
+    _enter(run, _Scope(document=document, path=path, agent=agent, lineage=lineage))
 
 
 def _resolve(reference: str, base: Path) -> Path | None:
@@ -387,8 +377,8 @@ def _refuse_sum(step: StepRecord, where: str) -> None:
 
 def _text(step: StepRecord) -> str | None:
     parts = (step.reasoning_content, _plain(step.message), _plain(step.tool_calls))
-    known = [part for part in parts if part is not None]
-    return "\n".join(known) if known else None
+    texts = [part for part in parts if part is not None]
+    return "\n".join(texts) if texts else None
 
 
 def _plain(raw: msgspec.Raw) -> str | None:

@@ -46,6 +46,7 @@ from rollout_io.formats.harbor_trial import (
     outcome_of,
     read_steps,
 )
+from rollout_io.formats.parsing.content import known
 from rollout_io.formats.parsing.jsonl import NESTED, read_document
 from rollout_io.formats.parsing.lines import INCOMPLETE
 from schemas.errors import InputError, RolloutError
@@ -110,7 +111,7 @@ def _survey(sources: Iterable[Source]) -> tuple[set[Path], bool, dict[Path, Inpu
                     incomplete.setdefault(file, lost)
                 continue
             own = source.path.resolve()
-            files.setdefault(own, set()).update(run.paths - {own})
+            files.setdefault(own, set()).update({file for file, _ in run.entered} - {own})
     # A readable part of an incomplete run must not hide the parts to which it refers.
     inner = {file for own, found in files.items() if own not in incomplete for file in found}
     return inner, has_text, {file: e for file, e in incomplete.items() if file not in inner}
@@ -133,13 +134,9 @@ def _keeps_text(source: Source) -> bool:
 
 def _labels(source: Source) -> dict[str, str]:
     head = source.head
-    found = {
-        "task_name": head.task_name,
-        "task_checksum": head.task_checksum,
-        "trial_name": head.trial_name,
-        "job": source.job if head.is_trial else None,
-    }
-    return {name: value for name, value in found.items() if value is not None}
+    names = ("task_name", "task_checksum", "trial_name")
+    job = source.job if head.is_trial else None
+    return known({name: getattr(head, name) for name in names} | {"job": job})
 
 
 def read_trial(run: Run, options: Options) -> Trajectory:

@@ -27,6 +27,7 @@ from rollout_io.formats.atif import (
 )
 from rollout_io.formats.atif_document import read_trajectory, temperature_of
 from rollout_io.formats.base import Conversation, Options, Step, Trajectory
+from rollout_io.formats.parsing.content import filled
 from rollout_io.formats.parsing.tokens import logprob_array, route_array, token_ids
 from schemas.errors import InputError, RolloutError, count
 
@@ -114,13 +115,12 @@ def user_values(trial: Trial) -> dict[str, str]:
     """
     exception = trial.failure
     valid = exception is None or exception.exception_type in _VALID_AFTER
-    values = {
-        "trial_name": trial.trial_name,
-        "model_name": trial.config.agent.model_name,
-        "exception_type": exception.exception_type if exception else None,
-        "reward_valid": "true" if valid and _last_rewards(trial) else "false",
-    }
-    return {name: value for name, value in values.items() if value is not None}
+    return filled(
+        trial_name=trial.trial_name,
+        model_name=trial.config.agent.model_name,
+        exception_type=exception.exception_type if exception else None,
+        reward_valid="true" if valid and _last_rewards(trial) else "false",
+    )
 
 
 def outcome_of(trial: Trial, where: str, options: Options, *, is_needed: bool = True) -> Trajectory:

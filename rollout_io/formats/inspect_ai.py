@@ -22,7 +22,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +44,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.inspect_ai_samples import Sample, calls_of, outcome_of, plain_json
+from rollout_io.formats.parsing.content import filled
 from rollout_io.formats.parsing.documents import parts_of
 from rollout_io.formats.parsing.jsonl import decode_document, refuse_lfs_pointer
 from rollout_io.formats.parsing.lines import read_record
@@ -147,15 +148,9 @@ def _open_archive(given: Input) -> tuple[_Log, list[Place]]:
     log = decode_document(_LOG_DECODER, plain_json(read_member(given.path, header, where)), where)
     samples = [members[name] for name in members if name.startswith(_SAMPLES)]
     return log, [
-        Place(
-            given.path,
-            f"{given.name}, {member.filename}",
-            None,
-            member.file_size,
-            member.filename,
-        )
-        for member in samples
-        if not member.is_dir()
+        Place(given.path, f"{given.name}, {each.filename}", None, each.file_size, each.filename)
+        for each in samples
+        if not each.is_dir()
     ]
 
 
@@ -190,12 +185,11 @@ def read_sample(run: Run, options: Options) -> Trajectory:
     if place.offset is None:
         note(REPLACED, num_replaced(place.path, str(place.part), place.where))
     sample = decode_document(_SAMPLE_DECODER, _content(place), place.where)
-    logged = outcome_of(sample, place.where, options)
+    logged = outcome_of(sample, options)
     failed = run.failed or logged.error is not None
     logged.steps = steps_of(list(calls_of(sample, place.where)), place.where, failed=failed)
-    texts: Mapping[str, str] = {"model": run.labels["model"]}
-    if run.labels["status"] != _SUCCESS:
-        texts = {**texts, "log_status": run.labels["status"]}
+    status = "" if run.labels["status"] == _SUCCESS else run.labels["status"]
+    texts = filled(model=run.labels["model"], log_status=status)
     logged.user_values = {**logged.user_values, **texts}
     return logged
 
@@ -293,14 +287,10 @@ def read_member(path: Path, name: str, where: str) -> bytes:
         got = "the archive no longer contains this member"
         hint = "convert the log after its writer has finished"
         raise InputError("zip_archive", where, got, hint=hint) from None
-    except NotImplementedError:
-        got = "an unknown compression method"
-        hint = "unpack the archive, and pack it again with a zip program"
-        raise InputError("zip_archive", where, got, "deflate, Zstandard or none", hint) from None
-    except RuntimeError as error:
+    except RuntimeError as error:  # also an unknown compression method
         got = " ".join(f"cannot unpack the member: {error}".split())
-        hint = "pack the archive again without a password"
-        raise InputError("zip_archive", where, got, hint=hint) from None
+        hint = "unpack the archive, and pack it again with a zip program, without a password"
+        raise InputError("zip_archive", where, got, "deflate, Zstandard or none", hint) from None
     except _DAMAGE as error:
         raise _damaged(where, error) from None
 

@@ -10,8 +10,9 @@ import msgspec
 
 from rollout_io.formats.base import Options, Trajectory
 from rollout_io.formats.contents import account
+from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling
-from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.content import Message, known
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call
@@ -52,8 +53,11 @@ class _Limit(msgspec.Struct, gc=False):
     limit: float | None = None
 
 
+_Value = float | bool | str | None
+
+
 class _Score(msgspec.Struct, gc=False):
-    value: msgspec.Raw = NO_JSON
+    value: dict[str, _Value] | list[_Value] | _Value = None
 
 
 class _Pools(msgspec.Struct, gc=False):
@@ -81,7 +85,9 @@ class Sample(msgspec.Struct, gc=False):
         return self.message_pool or []
 
 
-class _Kind(msgspec.Struct, gc=False):
+class _Event(msgspec.Struct, gc=False):
+    """What an event must have, so that one without a type is refused."""
+
     event: str
 
 
@@ -133,13 +139,11 @@ class _Result(msgspec.Struct, gc=False):
     error: _Failure | None = None
 
 
-_KIND_DECODER = msgspec.json.Decoder(_Kind)
-_SPAN_DECODER = msgspec.json.Decoder(_Span)
-_MODEL_DECODER = msgspec.json.Decoder(_Model)
+_EVENTS = Grammar(
+    kind="event",
+    records={"": _Event, "span_begin": _Span, "step": _Span, "model": _Model},
+)
 _RESULT_DECODER = msgspec.json.Decoder(_Result)
-_SCALAR_DECODER = msgspec.json.Decoder(float | bool | str | None)
-_DICT_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_LIST_DECODER = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def plain_json(content: bytes) -> bytes:
@@ -192,19 +196,16 @@ def _model_events(sample: Sample, where: str) -> Iterator[tuple[str, _Model]]:
     scoring: set[str] = set()
     depth = 0
     for index, raw in enumerate(sample.events):
-        here, content = f"{where}, events[{index}]", bytes(raw)
-        kind = decode_line(_KIND_DECODER, content, here).event
-        if kind in {"span_begin", "step"}:
-            span = decode_line(_SPAN_DECODER, content, here)
-            is_scorer = span.type in _SCORERS
+        here = f"{where}, events[{index}]"
+        kind, event = _EVENTS.typed(bytes(raw), here, decode_line)
+        if isinstance(event, _Span):
+            is_scorer = event.type in _SCORERS
             if kind == "step":
-                depth += is_scorer * (1 if span.action == "begin" else -1)
-            elif span.id is not None and (is_scorer or span.parent_id in scoring):
-                scoring.add(span.id)
-        elif kind == "model":
-            model = decode_line(_MODEL_DECODER, content, here)
-            if depth <= 0 and model.span_id not in scoring:
-                yield here, model
+                depth += is_scorer * (1 if event.action == "begin" else -1)
+            elif event.id is not None and (is_scorer or event.parent_id in scoring):
+                scoring.add(event.id)
+        elif isinstance(event, _Model) and depth <= 0 and event.span_id not in scoring:
+            yield here, event
 
 
 def _referred(event: _Model, sample: Sample, where: str) -> Iterator[msgspec.Raw]:
@@ -258,12 +259,12 @@ def _resolved(raw: msgspec.Raw, sample: Sample, where: str) -> msgspec.Raw:
     return msgspec.Raw(_ATTACHMENT.sub(text, bytes(raw)))
 
 
-def outcome_of(sample: Sample, where: str, options: Options) -> Trajectory:
+def outcome_of(sample: Sample, options: Options) -> Trajectory:
     """Return a trajectory with the scores and failure of a sample; its steps are not read."""
     scores = {**(sample.scores or {})}
     if sample.score is not None:
         scores["score"] = sample.score
-    metrics = _numbers(scores, f"{where}, scores")
+    metrics = _numbers(scores)
     reward = next(iter(metrics.values())) if len(metrics) == 1 else None
     error = None if sample.error is None else sample.error.message or "error"
     kind = sample.limit.type if sample.limit else None
@@ -280,28 +281,24 @@ def outcome_of(sample: Sample, where: str, options: Options) -> Trajectory:
     return Trajectory(steps=[], reward=reward, error=error, metrics=metrics, user_values=texts)
 
 
-def _numbers(scores: Mapping[str, _Score], where: str) -> dict[str, float]:
+def _numbers(scores: Mapping[str, _Score]) -> dict[str, float]:
     """Return all numbers in the scores.
 
     If a score is a dictionary, its numbers are named "scorer.key"; if it is a list, "scorer[0]".
     """
-    found: dict[str, float | None] = {}
+    values: dict[str, _Value] = {}
     for name, score in scores.items():
-        text, here = bytes(score.value), f"{where}.{name}"
-        if text.startswith(b"{"):
-            parts = decode_line(_DICT_DECODER, text, here)
-            found |= {f"{name}.{key}": _number(raw, here) for key, raw in parts.items()}
-        elif text.startswith(b"["):
-            items = decode_line(_LIST_DECODER, text, here)
-            found |= {f"{name}[{i}]": _number(raw, here) for i, raw in enumerate(items)}
+        if isinstance(score.value, dict):
+            values |= {f"{name}.{key}": value for key, value in score.value.items()}
+        elif isinstance(score.value, list):
+            values |= {f"{name}[{i}]": value for i, value in enumerate(score.value)}
         else:
-            found[name] = _number(score.value, here)
-    return {name: value for name, value in found.items() if value is not None}
+            values[name] = score.value
+    return known({name: _number(value) for name, value in values.items()})
 
 
-def _number(raw: msgspec.Raw, where: str) -> float | None:
+def _number(value: _Value) -> float | None:
     """Convert a score as Inspect does; None if it has no numeric value."""
-    value = decode_line(_SCALAR_DECODER, bytes(raw), where)
     if not isinstance(value, str):
         return None if value is None else float(value)
     if value in _LETTERS or value.lower() in _LETTERS:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -44,6 +44,8 @@ from rollout_io.formats.parsing.lines import DUPLICATE, read_record
 from rollout_io.formats.parsing.messages import MESSAGE, read_messages
 from rollout_io.formats.parsing.naming import numbers
 from schemas.errors import InputError, InvariantError, RolloutError
+
+T = TypeVar("T")
 
 RESULTS, PAGE, METADATA = "results.jsonl", "rollouts_raw.json", "metadata.json"
 _TOLERANCE = 1e-5  # reward - advantage differs by rounding within a group
@@ -76,11 +78,6 @@ class _Count(msgspec.Struct, gc=False):
     total: int
     page: int | None = None
     total_pages: int | None = None
-
-    @property
-    def pages(self) -> str:
-        """Which page it is."""
-        return f"page {self.page} of {self.total_pages}"
 
 
 class _RunConfig(msgspec.Struct, gc=False):
@@ -134,7 +131,9 @@ class _Groups:
         """Add a row to its group, which has at most `size` rows; return the group's name."""
         problem = f"{row.run_id}/step-{row.step}/problem-{row.problem_id}"
         groups = self.by_key.setdefault((problem, row.prompt), [])
-        baseline = _baseline(row)
+        baseline = None
+        if row.reward is not None and row.advantage is not None:
+            baseline = row.reward - row.advantage
         fitting = (g for g in groups if _is_near(g.baseline, baseline) and g.num_rows != size)
         group = next(fitting, None)
         if group is None:
@@ -144,12 +143,6 @@ class _Groups:
             groups.append(group)
         group.num_rows += 1
         return group.name
-
-
-def _baseline(row: Row) -> float | None:
-    if row.reward is None or row.advantage is None:
-        return None
-    return row.reward - row.advantage
 
 
 def _is_near(one: float | None, other: float | None) -> bool:
@@ -166,7 +159,8 @@ def find(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         groups.refuse_repeated(row, place)
         path = place.path.parent / METADATA
         if path not in configs:
-            configs[path] = _run_config(path)
+            metadata = _read(_METADATA_DECODER, path)
+            configs[path] = _RunConfig() if metadata is None else metadata.run
         return _run(place, row, groups.of(row, configs[path].group_size(row.run_id)))
 
     for item in replace(_RECORDS, run=run).find(inputs, progress):
@@ -175,11 +169,11 @@ def find(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         yield item
     partial = {}
     for log in inputs:
-        count = _count(log.path / PAGE if log.path.is_dir() else log.path)
+        count = _read(_COUNT_DECODER, log.path / PAGE if log.path.is_dir() else log.path)
         num = sum(num_rows[file.path] for file in _files(log))
         if count and count.total > num:
-            text = f"{num} of {count.total} rows ({count.pages}): groups may be partial"
-            partial[log.name] = text
+            page = f"page {count.page} of {count.total_pages}"
+            partial[log.name] = f"{num} of {count.total} rows ({page}): groups may be partial"
     if partial:
         yield About("partial", partial)
 
@@ -194,16 +188,10 @@ def _files(log: Input) -> list[Input]:
     return [Input(f"{log.name}/{name}", log.path / name)] if is_log else []
 
 
-def _run_config(path: Path) -> _RunConfig:
+def _read(decoder: msgspec.json.Decoder[T], path: Path) -> T | None:
+    """Read a document; None if there is none of this kind."""
     try:
-        return read_document(_METADATA_DECODER, path)[0].run
-    except RolloutError:
-        return _RunConfig()
-
-
-def _count(page: Path) -> _Count | None:
-    try:
-        return read_document(_COUNT_DECODER, page)[0]
+        return read_document(decoder, path)[0]
     except RolloutError:
         return None
 

@@ -13,8 +13,7 @@ a stream that has a value for one of its sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rollout_io.formats.base import Place, Rejected, Run
+from rollout_io.formats.base import Place
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.notes import note_unread
@@ -32,14 +31,8 @@ from schemas.errors import InputError, count
 PART = "annotation"
 """`Place.part` of the annotations among the records of an episode."""
 
-LOGPROBS = "trainer_logprobs"
-_NUMBERS, _FLAGS = list[float | None], list[bool | None]
-_STREAMS: Mapping[str, Any] = {
-    **dict.fromkeys((LOGPROBS, "advantages", "entropies", "mismatch_kl"), _NUMBERS),
-    "is_masked": _FLAGS,
-}
-_ARROW = {_NUMBERS: pa.list_(pa.float64()), _FLAGS: pa.list_(pa.bool_())}
-_ELSEWHERE = {"version", "trace_id", "info", "branches"}
+LOGPROBS, _FLAGS = "trainer_logprobs", "is_masked"
+_Numbers = list[float | None] | None
 
 
 class Head(msgspec.Struct, gc=False):
@@ -64,9 +57,22 @@ class _Info(msgspec.Struct, gc=False):
     subset: str | None = None
 
 
-class _Branch(NamedTuple):
-    number: int
-    streams: dict[str, list[Any]]
+class _Branch(msgspec.Struct, gc=False):
+    """The values of a path's tokens: its streams."""
+
+    index: int
+    trainer_logprobs: _Numbers = None
+    advantages: _Numbers = None
+    entropies: _Numbers = None
+    mismatch_kl: _Numbers = None
+    is_masked: list[bool | None] | None = None
+
+
+class _Record(msgspec.Struct, gc=False):
+    trace_id: str
+    version: int = 1
+    info: dict[str, Any] | None = None
+    branches: list[_Branch] | None = None
 
 
 class Update(NamedTuple):
@@ -78,50 +84,8 @@ class Update(NamedTuple):
 
 
 HEAD = msgspec.json.Decoder(Head)
-_RECORD = msgspec.json.Decoder(dict[str, Any])
-
-
-@dataclass(slots=True)
-class Annotated:
-    """The annotations of a log, and the runs of the traces that they are about.
-
-    Attributes:
-        runs: The run of each trace id; None if several episodes have the id.
-        places: Annotations by trace id, in the order of the log.
-    """
-
-    runs: dict[str, Run | None] = field(default_factory=dict)
-    places: dict[str, list[Place]] = field(default_factory=dict)
-
-    def add_run(self, run: Run, traces: Iterable[Mapping[str, msgspec.Raw]]) -> None:
-        """Note the traces of an episode."""
-        for trace in traces:
-            name = _trace_id(trace)
-            if name is not None:
-                other = self.runs.setdefault(name, run)
-                if other is None or other.labels["episode"] != run.labels["episode"]:
-                    self.runs[name] = None
-
-    def joined(self) -> Iterator[Rejected]:
-        """Add each annotation to the records of its run; yield those that are of no run."""
-        for name, places in self.places.items():
-            run = self.runs.get(name)
-            if run is not None:
-                run.places = [*run.places, *places]
-                continue
-            what = "several episodes have" if name in self.runs else "no episode has"
-            got = f"an annotation of the trace {name[:100]!r}, which {what}"
-            hint = "convert the annotations together with the episodes of their run"
-            for place in places:
-                yield Rejected(place, InputError("dangling_reference", place.where, got, hint=hint))
-
-
-def _trace_id(trace: Mapping[str, msgspec.Raw]) -> str | None:
-    try:
-        found = msgspec.json.decode(bytes(trace.get("id", b"null")))
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, str) else None
+_RECORD = msgspec.json.Decoder(_Record)
+_FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_updates(places: Sequence[Place]) -> dict[str, list[Update]]:
@@ -130,40 +94,22 @@ def read_updates(places: Sequence[Place]) -> dict[str, list[Update]]:
     Raises:
         InputError: `record_type`: a field has the wrong type, or the version is not 1.
     """
-    found: dict[str, list[Update]] = {}
+    updates: dict[str, list[Update]] = {}
     for place in places:
-        record = decode_line(_RECORD, read_record(place), place.where)
-        found.setdefault(record["trace_id"], []).append(_update(record, place.where))
-    return found
-
-
-def _update(record: Mapping[str, Any], where: str) -> Update:
-    if record.get("version", 1) != 1:
-        hint = "convert the episodes without their annotations"
-        got = f"an annotation of version {record['version']}"
-        raise InputError("record_type", where, got, "version 1", hint)
-    flat = {name: value for name, value in record.items() if name not in _ELSEWHERE}
-    info = _converted(record.get("info") or {}, dict[str, Any], f"{where}, info")
-    branches = _converted(record.get("branches") or [], list[dict[str, Any]], f"{where}, branches")
-    return Update(where, {**flat, **info}, [_branch(each, where) for each in branches])
-
-
-def _branch(branch: Mapping[str, Any], where: str) -> _Branch:
-    index = _converted(branch.get("index"), int, f"{where}, index")
-    streams = {}
-    for name, values in branch.items():
-        if name in _STREAMS and values is not None:
-            streams[name] = _converted(values, _STREAMS[name], f"{where}, {name}")
-        elif name not in _STREAMS and name != "index":
-            note_unread(f"branches.{name}")
-    return _Branch(index, streams)
-
-
-def _converted(value: Any, kind: Any, where: str) -> Any:
-    try:
-        return msgspec.convert(value, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise InputError("record_type", where, str(error)) from None
+        content, where = read_record(place), place.where
+        record = decode_line(_RECORD, content, where)
+        fields = decode_line(_FIELDS, content, where)
+        if record.version != 1:
+            hint = "convert the episodes without their annotations"
+            got = f"an annotation of version {record.version}"
+            raise InputError("record_type", where, got, "version 1", hint)
+        for name in (name for branch in fields.get("branches") or () for name in branch):
+            if name not in _Branch.__struct_fields__:
+                note_unread(f"branches.{name}")
+        flat = {k: value for k, value in fields.items() if k not in _Record.__struct_fields__}
+        update = Update(where, {**flat, **(record.info or {})}, record.branches or [])
+        updates.setdefault(record.trace_id, []).append(update)
+    return updates
 
 
 class Annotations:
@@ -183,7 +129,7 @@ class Annotations:
             than its path; `record_type`: a fact has the wrong type.
 
     Example:
-        >>> update = Update("a:1", {"effective": True}, [_Branch(0, {"entropies": [None, 0.5]})])
+        >>> update = Update("a:1", {"effective": True}, [_Branch(0, entropies=[None, 0.5])])
         >>> made = Annotations([update], [[0, 1]], [np.array([False]), np.array([True])])
         >>> made.columns["effective"].as_py(), made.of(1, 0, 1)[1]["entropies"].as_py()
         (True, [0.5])
@@ -200,12 +146,15 @@ class Annotations:
         info: dict[str, Any] = {}
         for update in updates:
             info = _merged(info, update.info)
-            known = _converted(info, _Info, update.where)
+            try:
+                known = msgspec.convert(info, _Info)
+            except msgspec.ValidationError as error:
+                raise InputError("record_type", update.where, str(error)) from None
             for branch in update.branches:
-                if not 0 <= branch.number < len(paths):
-                    got = f"branch {branch.number}, but the trace has {count(len(paths), 'branch')}"
+                if not 0 <= branch.index < len(paths):
+                    got = f"branch {branch.index}, but the trace has {count(len(paths), 'branch')}"
                     raise InputError("dangling_reference", update.where, got)
-                self._take(branch, paths[branch.number], masks, update.where)
+                self._take(branch, paths[branch.index], masks, update.where)
         if not updates:
             return
         effective = known.effective
@@ -227,9 +176,10 @@ class Annotations:
         where: str,
     ) -> None:
         num_tokens = sum(len(masks[node]) for node in path)
-        for name, values in branch.streams.items():
+        for name in _Branch.__struct_fields__[1:]:
+            values = getattr(branch, name) or []
             if len(values) > num_tokens:
-                got = f"branch {branch.number} has {len(values)} {name}"
+                got = f"branch {branch.index} has {len(values)} {name}"
                 expected = f"at most {num_tokens}, one per token"
                 raise broken("lengths_align", where, got, expected)
             for node, own in _cut(values, path, masks):
@@ -254,7 +204,8 @@ class Annotations:
             if name == LOGPROBS:
                 logprobs = logprob_array([v or 0.0 for v in own], len(own), where)
             else:
-                columns[name] = pa.scalar(own, _ARROW[_STREAMS[name]])
+                kind = pa.bool_() if name == _FLAGS else pa.float64()
+                columns[name] = pa.scalar(own, pa.list_(kind))
         return logprobs, columns
 
 

@@ -13,14 +13,14 @@ is `group.id`, or else its task. The annotations of its traces are records of it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from rollout_io.formats.base import (
     About,
-    Adapter,
     Conversation,
     Found,
     Input,
@@ -33,23 +33,18 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
+from rollout_io.formats.engines.records import Open, Records
 from rollout_io.formats.parsing.bodies import NO_JSON, Int32
+from rollout_io.formats.parsing.content import filled
 from rollout_io.formats.parsing.documents import logs_of
-from rollout_io.formats.parsing.jsonl import decode_line, refuse_not_utf8
-from rollout_io.formats.parsing.lines import lines_of, read_record, refuse_repeated
+from rollout_io.formats.parsing.jsonl import decode_line
+from rollout_io.formats.parsing.lines import read_record, refuse_repeated
 from rollout_io.formats.parsing.naming import label
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.prime_rl_annotations import (
-    HEAD,
-    PART,
-    Annotated,
-    Update,
-    read_updates,
-)
-from rollout_io.formats.start import Start
+from rollout_io.formats.prime_rl_annotations import HEAD, PART, Update, read_updates
 from rollout_io.formats.verifiers_rows import METADATA, metadata_beside, read_row
 from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, metrics_of
-from schemas.errors import InputError, RolloutError, count
+from schemas.errors import InputError, count
 
 _LOGS = {"results.jsonl", "traces.jsonl"}
 _BESIDE = {METADATA, "config.json"}
@@ -102,8 +97,12 @@ class _Named(msgspec.Struct, gc=False):
     env: _Env | None = None
 
 
+class _TraceHead(msgspec.Struct, gc=False):
+    id: Any = None
+
+
 class _EpisodeHead(_Named, gc=False):
-    traces: list[dict[str, msgspec.Raw]] | None = None
+    traces: list[_TraceHead] = []
 
 
 class _Episode(_Named, gc=False):
@@ -122,131 +121,120 @@ class _RowHead(msgspec.Struct, gc=False):
     task: msgspec.Raw = NO_JSON
 
 
-class _Kind(msgspec.Struct, gc=False):
+class Record(Open):
+    """An episode, an annotation of a trace, or a row; the keys that tell which."""
+
     traces: msgspec.Raw = NO_JSON
     trace_id: msgspec.Raw = NO_JSON
     completion: msgspec.Raw = NO_JSON
 
 
-_KIND = msgspec.json.Decoder(_Kind)
 _EPISODE_HEAD = msgspec.json.Decoder(_EpisodeHead)
 _EPISODE = msgspec.json.Decoder(_Episode)
 _ROW_HEAD = msgspec.json.Decoder(_RowHead)
 
 
-def find_rollouts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+def find(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield rows, then episodes, in the order of the logs, and facts on how groups were inferred.
 
     Episodes with the same id, and the annotations of their traces, are records of one run.
     """
-    files = [file for given in inputs for file in _logs_of(given)]
-    episodes: dict[str, Run] = {}
-    rows: dict[bytes, str] = {}
-    rules: dict[str, str] = {}
-    annotated = Annotated()
-    for file in files:
-        owner = None if len(files) == 1 else file.name
-        for item in _find_in(file, progress, owner, rows, annotated):
-            if not isinstance(item, Run):
-                yield item
-                continue
-            episode = item.labels.get("episode")
-            first = item if episode is None else episodes.setdefault(episode, item)
-            if first is not item:
-                first.places = [*first.places, *item.places]
-                continue
-            if episode is not None and "group" not in item.labels:
-                rules["groups"] = _TASKS
-            if episode is None and "env" not in item.labels and len(files) > 1:
+    files = [file for log in inputs for file in _files(log)]
+    owners = {file.path: file.name for file in files} if len(files) > 1 else {}
+    rows, holders = dict[bytes, str](), dict[str, set[str]]()
+
+    def run_of(record: Record, place: Place) -> Run:
+        content = read_record(place)
+        if bytes(record.traces) != b"null":
+            head = decode_line(_EPISODE_HEAD, content, place.where)
+            for trace in head.traces:
+                if isinstance(trace.id, str):
+                    holders.setdefault(trace.id, set()).add(head.id)
+            return _episode_run(place, head)
+        if bytes(record.trace_id) != b"null" and bytes(record.completion) == b"null":
+            trace_id = decode_line(HEAD, content, place.where).trace_id
+            place = msgspec.structs.replace(place, part=PART)
+            return Run(instance_id=trace_id, repetition_id=None, places=[place])
+        refuse_repeated(content.strip(), place.where, rows)
+        return _row_run(place, decode_line(_ROW_HEAD, content, place.where), owners)
+
+    episodes, annotations, rules = dict[str, Run](), list[Run](), dict[str, str]()
+    for item in replace(_RECORDS, run=run_of).find(inputs, progress):
+        if isinstance(item, Run) and item.places[0].part == PART:
+            annotations.append(item)
+        elif isinstance(item, Run) and "episode" in item.labels:
+            first = episodes.setdefault(item.labels["episode"], item)
+            first.places = [*first.places, *item.places] if first is not item else first.places
+        else:
+            if isinstance(item, Run) and "env" not in item.labels and owners:
                 rules["groups"] = _EXAMPLES
-            if episode is None:
-                yield item
+            yield item
+    if any("group" not in run.labels for run in episodes.values()):
+        rules["groups"] = _TASKS
     repeated = sum(len(run.places) > 1 for run in episodes.values())
     if repeated:
         text = f"{count(repeated, 'episode')} in several files (subsets of one step): one run each"
         rules["repeated_episodes"] = text
-    yield from annotated.joined()
+    for annotation in annotations:
+        names = holders.get(annotation.instance_id, set()) & episodes.keys()
+        if len(names) == 1:
+            run = episodes[names.pop()]
+            run.places = [*run.places, *annotation.places]
+        else:
+            yield _of_no_run(annotation, is_shared=bool(names))
     yield from episodes.values()
     yield from (About(name, rule) for name, rule in rules.items())
 
 
-def _find_in(
-    file: Input,
-    progress: Progress,
-    owner: str | None,
-    rows: dict[bytes, str],
-    annotated: Annotated,
-) -> Iterator[Found]:
-    try:
-        for place, content in lines_of([file], progress):
-            try:
-                refuse_not_utf8(content, place.where)
-                found = _find(place, content, owner, rows, annotated)
-                if found is not None:
-                    yield found
-            except RolloutError as error:
-                yield Rejected(place, error)
-    except RolloutError as error:
-        if error.rule != "lfs_pointer":
-            raise
-        yield Rejected(Place(file.path, file.name, 0, file.path.stat().st_size), error)
+def _of_no_run(annotation: Run, *, is_shared: bool) -> Rejected:
+    (place,) = annotation.places
+    what = "several episodes have" if is_shared else "no episode has"
+    got = f"an annotation of the trace {annotation.instance_id[:100]!r}, which {what}"
+    hint = "convert the annotations together with the episodes of their run"
+    return Rejected(place, InputError("dangling_reference", place.where, got, hint=hint))
 
 
-def _find(
-    place: Place,
-    content: bytes,
-    owner: str | None,
-    rows: dict[bytes, str],
-    annotated: Annotated,
-) -> Run | None:
-    """Return the run of a record; None for an annotation, which is added to `annotated`."""
-    kind = decode_line(_KIND, content, place.where)
-    if bytes(kind.traces) != b"null":
-        head = decode_line(_EPISODE_HEAD, content, place.where)
-        run = _find_episode(place, head)
-        annotated.add_run(run, head.traces or ())
-        return run
-    if bytes(kind.trace_id) != b"null" and bytes(kind.completion) == b"null":
-        about = decode_line(HEAD, content, place.where).trace_id
-        place = msgspec.structs.replace(place, part=PART)
-        annotated.places.setdefault(about, []).append(place)
-        return None
-    refuse_repeated(content.strip(), place.where, rows)
-    return _find_row(place, decode_line(_ROW_HEAD, content, place.where), owner)
-
-
-def _find_episode(place: Place, head: _EpisodeHead) -> Run:
+def _episode_run(place: Place, head: _EpisodeHead) -> Run:
     run, data, env = head.run or _RunInfo(), head.task.data or _Data(), head.env or _Env()
     work = run.work or _Work()
-    step = None if work.step is None else str(work.step)
     task = head.task.key or head.task.hash
     group = None if head.group is None else head.group.id
-    found = {"episode": head.id, "group": group, "task": task, "run": run.id, "step": step}
-    found |= {"name": label(data.name, place.where), "env": env.name or env.id, "kind": work.type}
     if not head.id or not (group or task):
         got = "the episode needs an `id`, and a `group.id`, `task.key` or `task.hash`"
         raise InputError("group", place.where, got)
-    labels = {name: value for name, value in found.items() if value}
-    instance = group or task or ""
-    return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
+    labels = filled(
+        episode=head.id,
+        group=group,
+        task=task,
+        run=run.id,
+        step=None if work.step is None else str(work.step),
+        name=label(data.name, place.where),
+        env=env.name or env.id,
+        kind=work.type,
+    )
+    return Run(instance_id=group or task or "", repetition_id=None, places=[place], labels=labels)
 
 
-def _find_row(place: Place, head: _RowHead, owner: str | None) -> Run:
+def _row_run(place: Place, head: _RowHead, owners: Mapping[Path, str]) -> Run:
     example = label(head.example_id, place.where) or label(head.id, place.where)
     if example is None:
         hint = "use the file as the verifiers library saved it"
         got = "the row has no `example_id` or `id`"
         raise InputError("group", place.where, got, hint=hint)
-    metadata = metadata_beside(place.path)
+    metadata, owner = metadata_beside(place.path), owners.get(place.path)
     env = metadata.env or metadata.env_id
-    found = {"example": example, "env": env, "model": metadata.model, "file": owner}
-    found["task"] = label(head.task, place.where)
-    labels = {name: value for name, value in found.items() if value}
+    labels = filled(
+        example=example,
+        env=env,
+        model=metadata.model,
+        file=owner,
+        task=label(head.task, place.where),
+    )
     instance = f"{env or owner}/{example}" if env or owner else example
     return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
 
-def read_rollout(run: Run, options: Options) -> Trajectory:
+def read(record: Record, run: Run, options: Options) -> Trajectory:
     """Read the calls of an episode or a row.
 
     Raises:
@@ -254,8 +242,7 @@ def read_rollout(run: Run, options: Options) -> Trajectory:
     """
     place = run.places[0]
     if "episode" not in run.labels:
-        metadata = metadata_beside(place.path)
-        return read_row(read_record(place), place.where, metadata, options)
+        return read_row(record, place, options)
     others = [each for each in run.places[1:] if each.part != PART]
     updates = read_updates([each for each in run.places if each.part == PART])
     first = _read_episode(place, options, updates, failed=run.failed)
@@ -266,20 +253,18 @@ def read_rollout(run: Run, options: Options) -> Trajectory:
 
 
 def _refuse_other_tokens(first: Trajectory, second: Trajectory, at: Place, other: Place) -> None:
-    if len(first.steps) == len(second.steps) and all(map(_same, first.steps, second.steps)):
-        return
-    got = f"the episode differs from {at.where}, which has the same id"
-    hint = "convert each run separately"
-    raise InputError("tokens_disagree", other.where, got, hint=hint)
+    if [*map(_said, first.steps)] != [*map(_said, second.steps)]:
+        got = f"the episode differs from {at.where}, which has the same id"
+        hint = "convert each run separately"
+        raise InputError("tokens_disagree", other.where, got, hint=hint)
 
 
-def _same(first: Logged, second: Logged) -> bool:
-    if isinstance(first, Step) and isinstance(second, Step):
-        names = ("prompt_token_ids", "response_ids")
-        return all(np.array_equal(getattr(first, n), getattr(second, n)) for n in names)
-    if isinstance(first, Conversation) and isinstance(second, Conversation):
-        return first.messages == second.messages
-    return False
+def _said(step: Logged) -> Any:
+    """Return what is the same wherever a call is logged."""
+    if isinstance(step, Step):
+        return bytes(step.prompt_token_ids), bytes(step.response_ids)
+    assert isinstance(step, Conversation)
+    return step.messages
 
 
 def _read_episode(
@@ -300,8 +285,6 @@ def _read_episode(
     ]
     steps, num_left_out = _steps(graphs, _policy(episode), failed=failed)
     main = numbered[-1][1] if numbered else Trace()
-    if not steps and error is None and not failed:
-        raise InputError("no_calls", place.where, "the episode has no model calls")
     metrics = metrics_of(_prefixes([trace for _, trace in numbered]))
     known = [t.reward for _, t in numbered if t.agent.trainable and t.reward is not None]
     if known:
@@ -375,25 +358,19 @@ def _error(episode: _Episode, options: Options) -> str | None:
 
 def _texts(episode: _Episode, main: Trace) -> dict[str, str]:
     policy, env = _policy(episode), episode.env or _Env()
-    texts = {
-        "episode": episode.id,
-        "env": env.name or env.id,
-        "stop_condition": main.stop_condition,
-        "policy_start": None if policy.start is None else str(policy.start),
-        "policy_end": None if policy.end is None else str(policy.end),
-    }
-    return {name: text for name, text in texts.items() if text}
+    return filled(
+        episode=episode.id,
+        env=env.name or env.id,
+        stop_condition=main.stop_condition,
+        policy_start=None if policy.start is None else str(policy.start),
+        policy_end=None if policy.end is None else str(policy.end),
+    )
 
 
-def recognizes(start: Start) -> bool:
-    """True for a file of episodes, rows or annotations, or a directory of such files without other records."""
-    if not start.path.is_dir():
-        return any(map(_is_record, start.records))
-    return any(recognizes(Start(log.path)) for log in _logs_of(Input("", start.path))[:1])
-
-
-def _is_record(record: Mapping[str, Any]) -> bool:
+def _is_record(record: Any) -> bool:
     """True for an episode, an annotation, or a row with fields that are specific to this format."""
+    if not isinstance(record, dict):
+        return False
     if isinstance(record.get("traces"), list):
         return isinstance(record.get("id"), str) and isinstance(record.get("task"), dict)
     if isinstance(record.get("trace_id"), str):
@@ -405,15 +382,24 @@ def _is_record(record: Mapping[str, Any]) -> bool:
     return {"prompt", "completion", "reward"} <= record.keys() and (is_new or is_old)
 
 
-def _logs_of(given: Input) -> list[Input]:
-    return logs_of(given, _LOGS.__contains__, _BESIDE.__contains__)
+def _files(log: Input) -> list[Input]:
+    return logs_of(log, _LOGS.__contains__, _BESIDE.__contains__)
 
 
-ADAPTER = Adapter(
-    summary="verifiers and prime-rl: episodes and annotations (v1), rows (v0, legacy), directories",
-    recognizes=recognizes,
-    find=find_rollouts,
-    read=read_rollout,
-    is_text=True,
+_RECORDS = Records(
+    records={"": Record},
+    leaves={"each kind of record has fields of its own": "*"},
+    run=lambda _, place: Run(instance_id="", repetition_id=None, places=[place]),
+    read=read,
+    is_record=_is_record,
+    is_whole=lambda _: False,
+    files=_files,
+)
+ADAPTER = replace(
+    _RECORDS.adapter(
+        "verifiers and prime-rl: episodes and annotations (v1), rows (v0, legacy), directories"
+    ),
+    find=find,
     line=_RowHead,
+    contents=None,  # those of its messages are declared
 )

@@ -21,10 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_io.dataset.opening import Version
-from rollout_io.formats.base import Conversation, Options, Step, Trajectory
+from rollout_io.formats.base import Conversation, Options, Place, Step, Trajectory
 from rollout_io.formats.contents import account
+from rollout_io.formats.engines.records import Open
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
+from rollout_io.formats.parsing.content import Message, filled
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
+from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
 from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.sampling import sampling_extra
@@ -89,7 +92,6 @@ class Metadata(msgspec.Struct, gc=False):
 
 
 _ROW = msgspec.json.Decoder(_Row)
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder(Any)
 _METADATA = msgspec.json.Decoder(Metadata)
 
@@ -112,7 +114,7 @@ def _metadata(path: Path, _: Version) -> Metadata:
     return read_document(_METADATA, path)[0]
 
 
-def read_row(content: bytes, where: str, metadata: Metadata, options: Options) -> Trajectory:
+def read_row(record: Open, place: Place, options: Options) -> Trajectory:
     """Read the run of a row, as calls if they have tokens, else as text.
 
     Metrics are the reward, `metrics` and all other numbers of the row. Step rewards are left out if
@@ -121,20 +123,21 @@ def read_row(content: bytes, where: str, metadata: Metadata, options: Options) -
     Raises:
         RolloutError: The row cannot be used (`no_token_ids`, `conflicting_ids`, `no_calls`, ...).
     """
-    row = decode_line(_ROW, content, where)
-    fields = decode_line(_FIELDS, content, where)
+    where, fields = place.where, record.fields
+    row = decode_line(_ROW, read_record(place), where)
     error = _error(row.error)
     if error is None and options.timeouts == "fail" and "timeout" in (row.stop_condition or ""):
         error = row.stop_condition
     known = {"reward": row.reward} if row.reward is not None else {}
     others = {name: value for name, value in fields.items() if name not in _NAMES}
-    texts = {"stop_condition": row.stop_condition, "task": label(fields.get("task"), where)}
     return Trajectory(
-        steps=_steps(row, where, metadata, failed=error is not None),
+        steps=_steps(row, where, metadata_beside(place.path), failed=error is not None),
         reward=row.reward,
         error=error,
         metrics={**known, **numbers(others, where), **numbers(row.metrics or {}, where)},
-        user_values={name: text for name, text in texts.items() if text},
+        user_values=filled(
+            stop_condition=row.stop_condition, task=label(fields.get("task"), where)
+        ),
     )
 
 
@@ -151,7 +154,7 @@ def _steps(
     calls = row.trajectory or []
     missing = [i for i, call in enumerate(calls) if call.tokens is None]
     if not calls or len(missing) == len(calls):
-        return _conversation(row, where, metadata, failed=failed)
+        return _conversation(row, where, metadata)
     if missing and not failed:
         place = f"{where}, trajectory[{missing[0]}].tokens"
         hint = "sample all calls with a client that returns tokens"
@@ -242,32 +245,26 @@ def _logprobs(tokens: _Tokens, num: int, where: str) -> npt.NDArray[np.float32] 
     return logprob_array(tokens.completion_logprobs, num, f"{where}.tokens")
 
 
-def _conversation(
-    row: _Row, where: str, metadata: Metadata, *, failed: bool
-) -> Sequence[Conversation]:
-    for name, given in (("prompt", row.prompt), ("completion", row.completion)):
-        for raw in _messages(given, "user"):
-            account(MESSAGE, raw, name)
+def _conversation(row: _Row, where: str, metadata: Metadata) -> list[Conversation]:
     messages = [
-        *read_messages(_messages(row.prompt, "user"), f"{where}, prompt"),
-        *read_messages(_messages(row.completion, "assistant"), f"{where}, completion"),
+        *_read_messages(row.prompt, "user", "prompt", where),
+        *_read_messages(row.completion, "assistant", "completion", where),
     ]
-    if not any(message["role"] == "assistant" for message in messages):
-        if failed:
-            return []
-        raise InputError("no_calls", where, "the row has no model response")
+    if all(message["role"] != "assistant" for message in messages):
+        return []
     tools = row.tool_defs
     if not tools and isinstance(row.info, dict):
         tools = row.info.get("oai_tools")
     sampling = metadata.sampling_args or Sampling()
-    conversation = Conversation(
-        source=where,
-        messages=messages,
-        tools=openai_tools(tools),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-    )
-    return [conversation]
+    return [
+        Conversation(
+            source=where,
+            messages=messages,
+            tools=openai_tools(tools),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
+    ]
 
 
 def _messages(text: Text, role: str) -> list[msgspec.Raw]:
@@ -275,3 +272,10 @@ def _messages(text: Text, role: str) -> list[msgspec.Raw]:
     if isinstance(text, str):
         return [msgspec.Raw(msgspec.json.encode({"role": role, "content": text}))]
     return text or []
+
+
+def _read_messages(text: Text, role: str, name: str, where: str) -> list[Message]:
+    raws = _messages(text, role)
+    for raw in raws:
+        account(MESSAGE, raw, name)
+    return read_messages(raws, f"{where}, {name}")

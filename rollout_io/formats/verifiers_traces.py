@@ -26,6 +26,7 @@ from rollout_io.formats.base import Conversation, Step
 from rollout_io.formats.contents import account
 from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
+from rollout_io.formats.parsing.content import Message
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, openai_tools, read_messages, text_of
 from rollout_io.formats.parsing.sampling import sampling_extra
@@ -166,35 +167,38 @@ class Graph:
         places = [self._place(i) for i in range(len(self.trace.nodes))]
         # An answer trains on the first path that has it, so paths that are trained on come first.
         for i in sorted(range(len(places)), key=lambda i: i not in self.trained):
-            parent, message = self.trace.nodes[i].parent, self._message(i)
-            account(MESSAGE, message, "nodes.message")
-            log.follow(None if parent is None else places[parent])
-            messages = read_messages([message], places[i])
+            node, place, facts = self.trace.nodes[i], places[i], dict[str, Any]()
+            account(MESSAGE, node.message, "nodes.message")
+            log.follow(None if node.parent is None else places[node.parent])
+            if i in sampled:
+                facts = {
+                    **self._facts(i),
+                    "tools": self._tools(i),
+                    "columns": self.annotations.columns,
+                }
             log.say(
-                messages,
-                places[i],
-                given=i not in sampled,
-                facts=self._facts(i) if i in sampled else {},
+                read_messages([node.message], place), place, given=i not in sampled, facts=facts
             )
         steps = [step for step in log.steps() if isinstance(step, Conversation)]
         return sorted(steps, key=lambda step: places.index(step.source))
 
     def _facts(self, index: int) -> dict[str, Any]:
-        """Return the fields of a conversation that ends with a node."""
-        place, call = self._place(index), self.calls.get(index, _Call())
+        """Return what the answer of a node has as a step and as the end of a conversation."""
+        call = self.calls.get(index, _Call())
         sampling = call.sampling or Sampling()
-        tools = self.trace.nodes[self._path(index)[0]].tools
-        tools = self.trace.tools if bytes(tools) in {b"null", b"[]"} else tools
         return {
-            "source": place,
-            "tools": openai_tools(decode_line(_ANY, bytes(tools), place)),
+            "source": self._place(index),
             "trains": self.trace.agent.trainable and index in self.trained,
             "stop_reason": call.finish_reason,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "agent": self.trace.agent.name,
-            "columns": self.annotations.columns,
         }
+
+    def _tools(self, index: int) -> list[Message] | None:
+        tools = self.trace.nodes[self._path(index)[0]].tools
+        tools = self.trace.tools if bytes(tools) in {b"null", b"[]"} else tools
+        return openai_tools(decode_line(_ANY, bytes(tools), self._place(index)))
 
     def missing(self) -> InputError:
         """Return the error for a run in which only some calls have tokens."""
@@ -212,27 +216,21 @@ class Graph:
         mask = mask[start:stop]
         call = self.calls.get(index, _Call())
         sampling = call.sampling or Sampling()
-        trained = self.trace.agent.trainable and index in self.trained
-        messages = b",".join(bytes(self._message(i)) for i in path[:-1])
+        messages = b",".join(bytes(self.trace.nodes[i].message) for i in path[:-1])
         text = text_of(decode_line(_ANY, bytes(node.message), place))
         trainer_logprobs, columns = self.annotations.of(index, start, stop)
         usage = call.usage or Usage()
         num_sampled = usage.completion_tokens or None
         return Step(
-            source=place,
+            **self._facts(index),
             prompt_token_ids=np.concatenate([*(self.tokens[i] for i in path[:-1]), tokens[:start]]),
             response_ids=tokens[start:stop],
             rollout_logprobs=_logprobs(node, mask, place),
             trainer_logprobs=trainer_logprobs,
             loss_mask=None if mask.all() else mask,
             spans=None if mask.all() else runs(mask),
-            trains=trained,
-            stop_reason=call.finish_reason,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
             top_k=sampling.top_k,
             sampling_extra=sampling_extra(sampling),
-            agent=self.trace.agent.name,
             messages=f"[{messages.decode()}]",
             response_text=text,
             texts=(text,) if text else (),
@@ -261,9 +259,6 @@ class Graph:
             path.append(at)
             at = self.trace.nodes[at].parent
         return path[::-1]
-
-    def _message(self, index: int) -> msgspec.Raw:
-        return self.trace.nodes[index].message
 
     def _place(self, index: int) -> str:
         return f"{self.where}.nodes[{index}]"

@@ -172,7 +172,7 @@ class Records(Grammar):
                     for record in records_of(file, progress, self.is_whole, self.columns):
                         yield from self._runs(record, first)
                 except RolloutError as error:
-                    if not is_table(file.path):
+                    if not is_table(file.path) and error.rule != "lfs_pointer":
                         raise
                     yield _rejected(file, progress, error)
 
