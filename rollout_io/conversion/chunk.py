@@ -35,7 +35,7 @@ from rollout_io.conversion.text import Retokenizer, check_decoded, is_of_tokeniz
 from rollout_io.conversion.untokenized import Untokenized
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
-from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Step, Trajectory
+from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
 from rollout_io.formats.detect import find_adapter
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
@@ -283,7 +283,7 @@ class Reader:
     def settle(self, runs: Sequence[Run]) -> list[tuple[Run, Settled]]:
         """Read the runs; return each readable run with its trajectory."""
         batch: list[tuple[Run, Settled]] = []
-        options = self.settings.options
+        made, options = self.settings, self.settings.options
         with np.errstate(over="ignore"):  # the checks reject infinity
             for run in runs:
                 try:
@@ -292,17 +292,19 @@ class Reader:
                         logged = Trajectory(steps=[])
                         with noted() as notes:
                             if run.places:
-                                logged = self.settings.adapter.read(run, options)
-                            if self.settings.adapter.is_agent:
+                                logged = made.adapter.read(run, options)
+                            if made.adapter.is_agent:
                                 note_lacks(logged)
-                            if self.settings.adapter.is_own:
-                                check_slips(logged, strict=self.settings.strict)
-                            steps = self._with_tokens(logged)
-                        if self.settings.strict:
+                            if made.adapter.is_own:
+                                check_slips(logged, strict=made.strict)
+                            steps = with_tokens(
+                                logged, made.retokenizer, made.tokenizer, made.recorded
+                            )
+                        if made.strict:
                             refuse_unread(notes, run)
                         given = self.outcomes.get((run.instance_id, run.repetition_id))
                         settled = settle(run, logged, steps, given, options.reward)
-                    tokenizer = self.settings.tokenizer
+                    tokenizer = made.tokenizer
                     if tokenizer is not None and check_decoded(settled.steps, tokenizer):
                         self.compared.add(settled.trajectory_id)
                     routes = [step.rollout_expert_indices for step in settled.steps]
@@ -311,14 +313,10 @@ class Reader:
                         self.notes[settled.trajectory_id] = notes
                     batch.append((run, settled))
                 except RolloutError as error:
-                    if is_of_tokenizer(error, self.settings.retokenizer):
+                    if is_of_tokenizer(error, made.retokenizer):
                         raise
-                    self.rejected += of_run(run, pointed(error, self.settings.format))
+                    self.rejected += of_run(run, pointed(error, made.format))
         return batch
-
-    def _with_tokens(self, logged: Trajectory) -> list[Step]:
-        made = self.settings
-        return with_tokens(logged, made.retokenizer, made.tokenizer, made.recorded)
 
     def _take_routing(self, shapes: Iterable[tuple[int, ...] | None], run: Run) -> None:
         for shape in shapes:

@@ -161,9 +161,10 @@ def convert(
         whole, every = chunks_of(plans, outcomes, chunk_bytes, settings[0].metadata, staging)
         for chunk in every:
             chunk.record = record_of(identity, None if chunk.index else planned)
-        reports = _reports_before(staging.resume(whole), spool)
+        reports = {i: Report.decode(found) for i, found in staging.resume(whole).items()}
         num_resumed = len(reports)
         for i, known in reports.items():
+            known.rejected = [_located(rejected, spool) for rejected in known.rejected]
             report(every[i].num_bytes, known.summary.num_rows)
             if recorded is not None:
                 recorded.restore(known.joined or {"used": (), "alone": ()})
@@ -326,14 +327,6 @@ def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> 
     if shards and not staging.may_be_publishing(identity):
         raise occupied(staging.where, len(shards))
     return None
-
-
-def _reports_before(known: Mapping[int, dict[str, Any]], spool: Path) -> dict[int, Report]:
-    """Return the reports of chunks that an interrupted run finished, by index."""
-    reports = {i: Report.decode(found) for i, found in known.items()}
-    for report in reports.values():
-        report.rejected = [_located(rejected, spool) for rejected in report.rejected]
-    return reports
 
 
 def _located(rejected: Rejected, spool: Path) -> Rejected:

@@ -216,7 +216,8 @@ class _Directories:
     def _strays_in(self, path: Path) -> Iterator[Path]:
         """Yield the logs below a path that is not itself a log."""
         if path.is_file():
-            yield from [path] if path.suffix in _PACKED and _is_text(path.stem) else []
+            is_log = path.suffix in _PACKED and path.stem.endswith((".json", ".jsonl"))
+            yield from [path] if is_log else []
         elif path.is_symlink() or not path.is_dir():
             yield from self._below(path)
         else:
@@ -227,10 +228,6 @@ class _Directories:
 def _real(path: PathLike) -> Path:
     """Resolve links; unlike `Path.resolve`, accept circular links."""
     return Path(os.path.realpath(path))
-
-
-def _is_text(name: str) -> bool:
-    return name.endswith((".json", ".jsonl"))
 
 
 def open_file(name: str, spool: Path) -> Input:

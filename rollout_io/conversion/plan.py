@@ -196,14 +196,9 @@ def chunks_of(
         Chunk(
             part=replace(whole, index=i),
             runs=runs,
-            outcomes=_outcomes_of(runs, outcomes),
+            outcomes={key: outcomes[key] for key in map(_key, runs) if key in outcomes},
             out=staging.chunk_path(i),
             log=log,
         )
         for i, (log, runs) in enumerate(parts)
     ]
-
-
-def _outcomes_of(runs: Sequence[Run], outcomes: Mapping[Key, Outcome]) -> dict[Key, Outcome]:
-    keys = ((run.instance_id, run.repetition_id) for run in runs)
-    return {(i, r): outcomes[i, r] for i, r in keys if r is not None and (i, r) in outcomes}

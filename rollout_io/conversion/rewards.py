@@ -212,7 +212,16 @@ def settle(
     last = steps[-1]
     error = logged.error if given is None else given.error
     reward = _chosen(logged, reward_key, where) if given is None else given.reward
-    last.metrics = {**(last.metrics or {}), **_metrics(logged, given)} or None
+    metrics, texts = {**logged.metrics}, {**logged.user_values}
+    if given is not None:
+        known = {given.reward, *metrics.values()}
+        if logged.reward is not None and logged.reward not in known:
+            metrics[LOGGED_REWARD] = logged.reward
+        if logged.error is not None and logged.error != given.error:
+            texts[LOGGED_ERROR] = logged.error
+        metrics |= given.metrics
+        texts |= given.user_values
+    last.metrics = {**(last.metrics or {}), **metrics} or None
     last.reward = last.reward if reward is None else reward
     for step in steps:
         if error is None and last.reward is not None and step.reward is None:
@@ -226,7 +235,7 @@ def settle(
         repetition_id=run.repetition_id,
         steps=steps,
         error=error,
-        user_values=_texts(logged, given),
+        user_values=texts,
     )
 
 
@@ -240,22 +249,6 @@ def _chosen(logged: Trajectory, key: str | None, where: str) -> float | None:
     got = f"the run has no reward {key!r}" + (f", only {names}" if names else "")
     hint = f"did you mean --reward {near[0]}?" if near else "omit --reward, or pass --rewards FILE"
     raise ConfigError("reward_key", where, got, "", hint)
-
-
-def _metrics(logged: Trajectory, given: Outcome | None) -> dict[str, float]:
-    if given is None:
-        return dict(logged.metrics)
-    is_lost = logged.reward not in {None, given.reward, *logged.metrics.values()}
-    said = {LOGGED_REWARD: logged.reward} if is_lost and logged.reward is not None else {}
-    return {**logged.metrics, **said, **given.metrics}
-
-
-def _texts(logged: Trajectory, given: Outcome | None) -> dict[str, str]:
-    if given is None:
-        return dict(logged.user_values)
-    differs = logged.error is not None and logged.error != given.error
-    said = {LOGGED_ERROR: logged.error} if differs and logged.error is not None else {}
-    return {**logged.user_values, **said, **given.user_values}
 
 
 def by_run(

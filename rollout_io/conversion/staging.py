@@ -118,12 +118,12 @@ class Staging:
         entries = self._entries()
         complete = entries.keys() == set(range(whole.num_parts))
         sound, published = dict[int, dict[str, Any]](), set[str]()
-        first = 0
+        first, folder = 0, self.out.path.rstrip("/")
         for index, (num_shards, report) in sorted(entries.items()):
             shards = self._places_of(index, num_shards, first if complete else None)
             if _are_of(shards, whole, index, num_shards):
                 sound[index] = report
-                published |= {shard.path for shard in shards if self._is_published(shard)}
+                published |= {s.path for s in shards if posixpath.dirname(s.path) == folder}
             first += num_shards
         there = self.out.datasets()
         if set(there) != published:
@@ -160,9 +160,6 @@ class Staging:
             if shard is not None and shard.fs.exists(shard.path) and not _is_link(shard):
                 places.append(shard)
         return [] if staged else places
-
-    def _is_published(self, shard: Location) -> bool:
-        return posixpath.dirname(shard.path) == self.out.path.rstrip("/")
 
     def chunk_path(self, index: int) -> str:
         """Return a new path to write a chunk to."""

@@ -224,16 +224,11 @@ def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | Untokenized 
 
 
 def _readable(messages: Sequence[dict[str, Any]]) -> str:
-    """Join the texts of messages; all but assistant messages are prefixed with their role.
-
-    Tool calls and other parts that are not text are written as JSON.
-    """
-    return "\n".join(_text(message) for message in messages)
-
-
-def _text(message: dict[str, Any]) -> str:
-    text = text_of(message) or ""
-    return text if message["role"] == "assistant" else f"[{message['role']}] {text}"
+    """Join the texts of messages; all but assistant messages are prefixed with their role."""
+    roles = [message["role"] for message in messages]
+    prefixes = ["" if role == "assistant" else f"[{role}] " for role in roles]
+    texts = [text_of(message) or "" for message in messages]
+    return "\n".join(map(str.__add__, prefixes, texts))
 
 
 MIN_CHARS = 64
