@@ -29,6 +29,7 @@ from rollout_io.conversion.chunk import (
     tabulated,
     without_collector,
 )
+from rollout_io.conversion.inputs import odd_name
 from rollout_io.conversion.opened_logs import AUTO, Opened, open_log
 from rollout_io.conversion.plan import plan_logs
 from rollout_io.conversion.rows import Settled
@@ -115,23 +116,18 @@ class Listing:
     def _add(self, path: Path) -> None:
         if path.name.startswith(".") and path != self.path:
             return
-        name = str(path)
-        if name != name.encode(errors="replace").decode():
-            shown = os.fsencode(path).decode(errors="backslashreplace")
-            hint = "rename the file"
-            self.refused[path] = InputError(
-                "input_file", shown, "the file name is not valid UTF-8", "", hint
-            )
+        if (odd := odd_name(path)) is not None:
+            self.refused[path] = odd
             return
         if path.is_symlink() and not self.holds(path):
             got, hint = "the link leaves the directory, so it is not followed", "pass its target"
-            self.refused[path] = InputError(LINK, name, got, "", hint)
+            self.refused[path] = InputError(LINK, str(path), got, "", hint)
             return
         try:
             facts = path.stat()
         except OSError as error:
             got = (error.strerror or str(error)).lower()
-            self.refused[path] = InputError("input_file", name, got)
+            self.refused[path] = InputError("input_file", str(path), got)
             return
         if path.is_file():
             self.files.append(LogFile(path, facts.st_size, facts.st_mtime))

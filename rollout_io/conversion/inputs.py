@@ -78,7 +78,9 @@ def open_inputs(
         if path != STDIN and above & skipped:
             continue
         if tell is None:
-            _refuse_odd_names(given)
+            for file in (given, *(given.rglob("*") if given.is_dir() else ())):
+                if (error := odd_name(file)) is not None:
+                    raise error
         is_remote = is_url(path) and path.endswith("/")
         if is_remote:
             with writable(str(spool)):
@@ -147,14 +149,15 @@ def expanded(path: str) -> list[str]:
     return sorted(tops, key=natural_key)
 
 
-def _refuse_odd_names(path: Path) -> None:
-    """Reject names that are not valid UTF-8, because the column `source` stores them as text."""
-    for file in (path, *(path.rglob("*") if path.is_dir() else ())):
-        name = str(file)
-        if name != name.encode(errors="replace").decode():
-            shown = os.fsencode(file).decode(errors="backslashreplace")
-            got, hint = "the file name is not valid UTF-8", "rename the file"
-            raise InputError("input_file", shown, got, "", hint)
+def odd_name(path: Path) -> InputError | None:
+    """Return the error for a name that is not UTF-8: the column `source` stores it as text."""
+    name = str(path)
+    if name == name.encode(errors="replace").decode():
+        return None
+    readable = os.fsencode(path).decode(errors="backslashreplace")
+    return InputError(
+        "input_file", readable, "the file name is not valid UTF-8", "", "rename the file"
+    )
 
 
 @dataclass(frozen=True, slots=True)
