@@ -54,14 +54,8 @@ _ROLES = {"model": "assistant", "function": "user"}
 _WORD = re.compile(r"_([a-z])")
 _SNAKE = frozenset(
     {
-        "function_call",
-        "function_response",
-        "inline_data",
-        "file_data",
-        "executable_code",
-        "code_execution_result",
-        "mime_type",
-        "file_uri",
+        *("function_call", "function_response", "executable_code", "code_execution_result"),
+        *("inline_data", "file_data", "mime_type", "file_uri"),
     }
 )
 _CODE = "code_execution"

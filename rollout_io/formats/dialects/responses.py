@@ -62,14 +62,9 @@ TEXTS = Contents(
 
 OUTPUTS = frozenset(
     {
-        "function_call_output",
-        "custom_tool_call_output",
-        "tool_search_output",
-        "local_shell_call_output",
-        "shell_call_output",
-        "apply_patch_call_output",
-        "computer_call_output",
-        "program_output",
+        *("function_call_output", "custom_tool_call_output", "tool_search_output"),
+        *("local_shell_call_output", "shell_call_output", "apply_patch_call_output"),
+        *("computer_call_output", "program_output"),
     }
 )
 ITEMS = Contents(

@@ -112,17 +112,10 @@ def task_labels(labels: Mapping[str, str]) -> dict[str, str]:
 
 _PLACES = ("metadata", "extra", "extra_info", "info")
 _LIKE = frozenset(
-    [
-        "task",
-        "taskid",
-        "taskname",
-        "problemid",
-        "questionid",
-        "instance",
-        "instanceid",
-        "exampleid",
-        "promptid",
-    ]
+    {
+        *("task", "taskid", "taskname", "problemid", "questionid", "exampleid", "promptid"),
+        *("instance", "instanceid"),
+    }
 )
 
 
