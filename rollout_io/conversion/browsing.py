@@ -25,6 +25,7 @@ from rollout_io.conversion.chunk import (
     Reader,
     RunRows,
     Settings,
+    batches,
     sound,
     tabulated,
     without_collector,
@@ -212,7 +213,7 @@ def read_opened(
     num_runs, num_read = sum(planned.num_runs for planned in plans), 0
     for log, planned in zip(opened.logs, plans, strict=True):
         settings = settings_of(log.format, log.adapter, Untokenized())
-        for runs in _batches(planned.runs):
+        for runs, _ in batches(planned.runs, BATCH_BYTES):
             with _reading(listing, None):
                 yield from read_runs(runs, settings)
             num_read += len(runs)
@@ -324,18 +325,6 @@ def _sum(notes: Mapping[str, Mapping[str, int]]) -> Counter[str]:
     for own in notes.values():
         total.update(own)
     return total
-
-
-def _batches(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    batch, num_bytes = list[Run](), 0
-    for run in runs:
-        batch.append(run)
-        num_bytes += run.num_bytes
-        if num_bytes >= BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
 
 
 def encode_run(run: Run) -> bytes:

@@ -144,7 +144,7 @@ def convert_chunk(
     broken: list[Rejected] = []
     columns = pa.schema([])
     with without_collector(), stored_in(settings.blobs), writer:
-        for runs, num_bytes in _batches(chunk.runs):
+        for runs, num_bytes in batches(chunk.runs, BATCH_BYTES):
             for part in reader.parts(runs):
                 table = sound(part, broken, metadata.vocab_size)
                 # Later documents are not compared with the types and names of a rejected document.
@@ -171,14 +171,14 @@ def convert_chunk(
     return report
 
 
-def _batches(runs: Sequence[Run]) -> Iterator[tuple[list[Run], int]]:
-    """Yield consecutive runs and the number of bytes of their records."""
+def batches(runs: Sequence[Run], most_bytes: int) -> Iterator[tuple[list[Run], int]]:
+    """Yield consecutive runs with about `most_bytes` of records, and the number of these."""
     batch: list[Run] = []
     num_bytes = 0
     for run in runs:
         batch.append(run)
         num_bytes += run.num_bytes
-        if num_bytes >= BATCH_BYTES:
+        if num_bytes >= most_bytes:
             yield batch, num_bytes
             batch, num_bytes = [], 0
     if batch:
