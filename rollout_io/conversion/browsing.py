@@ -62,14 +62,10 @@ class LogFile(NamedTuple):
 
 @dataclass
 class Listing:
-    """The files of a log or of a directory of logs.
+    """The files of a log or of a directory of logs, without hidden ones; `root` is without links.
 
-    Attributes:
-        path: The path as given.
-        root: The path without links.
-        files: Files that are not hidden, in any order.
-        refused: Entries that are not read, with the reason: links to files outside the path,
-            directories that cannot be listed, and names that are not UTF-8.
+    Refused are links to files outside the path, directories that cannot be listed, and names that are
+    not UTF-8.
     """
 
     path: Path

@@ -51,12 +51,7 @@ BATCH_BYTES = 32 << 20  # size of the log records of one table
 
 @dataclass(kw_only=True, slots=True)
 class Chunk:
-    """Runs with their outcomes from the rewards file, and the directory to write them to.
-
-    Attributes:
-        log: Index of the log that contains the runs.
-        record: Record for the footer of the chunk's last shard.
-    """
+    """Runs with their outcomes from the rewards file, and the directory to write them to."""
 
     part: Part
     runs: Sequence[Run]
@@ -243,13 +238,8 @@ class RunRows(NamedTuple):
 class Reader:
     """Read runs from a log and convert them to tables.
 
-    Attributes:
-        settings: Settings of the conversion.
-        outcomes: Outcomes from the rewards file.
-        rejected: Records of runs that could not be read.
-        routing: (layers, experts per token) of the log, from the first run with routing.
-        compared: Ids of the trajectories whose token ids were compared with the text in the log.
-        notes: Notes about each trajectory (`rollout_io.formats.parsing.notes`), by its id.
+    `compared` are the trajectories whose ids were compared with the text in the log; notes are by
+    trajectory, too. `routing` is (layers, experts per token) of the first run that has routing.
     """
 
     settings: Settings

@@ -54,18 +54,9 @@ def open_inputs(
     are not searched (outside it, hidden or ignored). Other links to directories are not followed,
     because their targets are searched anyway.
 
-    Gzip and Zstandard files, recognised by their first bytes, are decompressed; standard input
-    (`-`) and pipes are saved to files.
-
-    Args:
-        paths: Paths as passed by the user.
-        spool: Directory for decompressed and saved files.
-        formats_of: Returns the formats that a file or directory matches.
-        ignored: Paths and URLs of files and directories to skip when a directory is searched.
-        tell: If given, errors of files inside directories are passed to it instead of raised.
-
-    Raises:
-        InputError: `input_file`: an input cannot be read; `duplicate_input`: a log is passed twice.
+    Gzip and Zstandard files, recognised by their first bytes, are decompressed to `spool`; standard
+    input (`-`) and pipes are saved there. What is `ignored` is skipped when a directory is searched. If
+    `tell` is given, errors of files inside directories are passed to it instead of raised.
     """
     found: list[Input] = []
     unread: list[str] = []

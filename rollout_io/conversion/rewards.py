@@ -43,15 +43,8 @@ class _Fields(msgspec.Struct):
 class Outcome:
     """A line of the rewards file: the outcome of one trajectory.
 
-    Attributes:
-        where: File and line.
-        reward: The outcome; None if unknown, or if a failed trajectory has none.
-        error: Why the trajectory failed, or None.
-        metrics: The other numbers of the line.
-        user_values: The other strings of the line, and its lists and objects as JSON.
-        is_exact: True if the line names its run by `instance_id` and `repetition_id`, which have no
-            short form.
-        stop_reason: Why the run ended, if its harness says; else the engine's word for the last call.
+    It `is_exact` if it names its run by `instance_id` and `repetition_id`, which have no short form.
+    The `stop_reason` is the harness's word, if it says why the run ended.
     """
 
     where: str
@@ -72,10 +65,6 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcom
     A line has `session` or `instance_id` and `repetition_id`, and `reward` (a number, or null if
     unknown) or `error` (a string) or both. Other numbers and booleans become metrics; other strings
     become user columns. `outcomes.by_run` matches the names to the runs of the log.
-
-    Raises:
-        InputError: `json_line`, `record_type`, `reward_line`, `session_name`: a line is invalid, or
-            two lines are about the same trajectory.
 
     Example:
         >>> # {"session": "shop-1/0", "reward": 1.0, "style": "append", "truth": 6}
@@ -254,19 +243,12 @@ def _chosen(logged: Trajectory, key: str | None, where: str) -> float | None:
 def by_run(
     outcomes: Mapping[str, Outcome], keys: Collection[Key]
 ) -> tuple[dict[Key, Outcome], list[Rejected]]:
-    """Find the run of each outcome by the name of its session.
+    """Return the outcomes by run, and a rejection for each whose name is no run's or several's.
 
     A name is `instance/repetition`, or the instance alone if it has one run, or the trajectory id
     (`instance_repetition`). A line with `instance_id` and `repetition_id` refers to exactly that
     run. A failed run that made no call may be missing from the log; its line must use the full name.
     `outcomes` are keyed by the names in the rewards file, `keys` are the runs of the log.
-
-    Returns:
-        The outcomes by run, and a rejection for each outcome without a run: `unknown_session` if
-        its name is a full name, `session_name` if it is not, or matches several runs.
-
-    Raises:
-        InputError: `reward_line`: two names refer to the same run.
     """
     found: dict[Key, Outcome] = {}
     left: list[tuple[str, Outcome]] = []

@@ -36,10 +36,6 @@ def check_slips(logged: Trajectory, *, strict: bool) -> None:
 
     A run of calls is checked by its last messages, which contain the earlier ones.
 
-    Raises:
-        InputError: `message_role`: a role is unknown; `message`: with `strict`, a result has no
-            call.
-
     Example:
         >>> messages = [{"role": "usr", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
         >>> check_slips(

@@ -294,17 +294,12 @@ _MIN_WORDS = 6
 
 
 def check_decoded(steps: Iterable[Step], directory: str) -> bool:
-    """Decode the sampled ids and compare them with the text in the log.
+    """Decode the sampled ids and compare them with the text in the log; true if it has any.
 
     If the log has the text of each token next to its log-probability, all tokens are compared;
-    otherwise only the text of one response per run, and the words of all tool calls. If the harness stored that text in a modified
-    form (parsed, or joined with tool calls), only its words are compared (`has_words_of`).
-
-    Returns:
-        True if there was text to compare with the ids of at least one step.
-
-    Raises:
-        InputError: `other_tokenizer`: the decoded ids differ from the text.
+    otherwise only the text of one response per run, and the words of all tool calls. If the harness
+    stored that text in a modified form (parsed, or joined with tool calls), only its words are compared
+    (`has_words_of`).
     """
     is_sampled = is_compared = False
     for step in steps:
