@@ -317,10 +317,7 @@ def _by_id(part: RunRows) -> dict[str, Run]:
 
 
 def _sum(notes: Mapping[str, Mapping[str, int]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for own in notes.values():
-        total.update(own)
-    return total
+    return sum(map(Counter, notes.values()), Counter())
 
 
 def encode_run(run: Run) -> bytes:

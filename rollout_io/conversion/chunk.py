@@ -197,12 +197,9 @@ class Settings:
     """Settings that all chunks of a conversion share; see also `Choices`.
 
     Attributes:
-        format: Name of the format, for hints.
         tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
         spool: Directory with copies of remote directories; None if there are none.
         blobs: Directory to store pictures in; None keeps them in the messages.
-        recorded: Recorded calls with the tokens of the log's answers; None if there are none.
-        strict: If true, a run with content that its adapter does not know is rejected.
     """
 
     adapter: Adapter

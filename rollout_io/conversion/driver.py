@@ -157,7 +157,9 @@ def convert(
         staging.begin(identity)
         recorded = stack.enter_context(recorded_calls(choices.join, _convert_calls))
         settings = sources.settings(plans, recorded)
-        planned = _planned(opened.logs, plans)
+        num_runs = {log.format: p.num_runs for log, p in zip(opened.logs, plans, strict=True)}
+        planned = Summary(formats=num_runs, num_records=sum(p.num_records for p in plans))
+        planned.reject([rejected for p in plans for rejected in p.rejected])
         whole, every = chunks_of(plans, outcomes, chunk_bytes, settings[0].metadata, staging)
         for chunk in every:
             chunk.record = record_of(identity, None if chunk.index else planned)
@@ -383,15 +385,6 @@ def _refuse_mixtures(reports: Sequence[Report], logs: Sequence[Log], plans: Sequ
     if len(routings) > 1:
         known, other, *_ = sorted(r for r in routings if r is not None)
         raise other_routing("the logs", other, known)
-
-
-def _planned(logs: Sequence[Log], plans: Sequence[Plan]) -> Summary:
-    """Return the counts that are known before the first record is converted."""
-    num_runs = {log.format: made.num_runs for log, made in zip(logs, plans, strict=True)}
-    num_records = sum(made.num_records for made in plans)
-    summary = Summary(formats=num_runs, num_records=num_records)
-    summary.reject([rejected for made in plans for rejected in made.rejected])
-    return summary
 
 
 def _nothing_usable(where: str, errors: Sequence[RolloutError], summary: Summary) -> NothingUsable:

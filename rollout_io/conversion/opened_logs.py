@@ -48,14 +48,11 @@ class Log(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The inputs of a conversion.
+    """The inputs of a conversion: a log per format, in the order of their first files.
 
     Attributes:
-        logs: One log per format, in the order of their first files.
-        left: Names of skipped entries of directories: files that match no format, and the entries
-            that `open_inputs` skips.
-        unused: Rejected inputs: copies of other files and, if they are not in `left`, files that
-            match no format.
+        left: Names of skipped entries of directories, such as files that match no format.
+        unused: Rejected inputs: copies, and files that match no format unless they are `left`.
     """
 
     logs: list[Log]

@@ -104,11 +104,7 @@ def size_of(inputs: Iterable[Input]) -> int:
 
 
 def chunk_size(num_bytes: int) -> int:
-    """Return the number of bytes per chunk for logs of this size.
-
-    It does not depend on the number of workers, so a conversion can be resumed with a different
-    number of workers.
-    """
+    """Return the number of bytes per chunk, which does not depend on the number of workers."""
     return min(max(num_bytes // _NUM_CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
 
 

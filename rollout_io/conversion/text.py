@@ -305,7 +305,9 @@ def check_decoded(steps: Iterable[Step], directory: str) -> bool:
     for step in steps:
         told = () if step.token_text is None else (step.token_text,)
         texts = told or (() if is_sampled else step.texts)
-        edited = None if texts or is_sampled else _long_enough(step.response_text)
+        edited = None if texts or is_sampled else step.response_text
+        if edited is not None and len(_words(edited)) < _MIN_WORDS:
+            edited = None  # too few to tell tokenizers apart
         if step.token_source == RETOKENIZED or not (texts or edited or step.called):
             continue
         tokenizer = cached_tokenizer(directory, None)
@@ -346,11 +348,6 @@ def _words(text: str) -> set[str]:
     # Remove escapes such as \n, whose letter would otherwise join the next word. If the backslash
     # is literal, the rest of the word remains and still occurs in the decoded tokens.
     return set(_WORD.findall(_ESCAPE.sub(" ", text)))
-
-
-def _long_enough(text: str | None) -> str | None:
-    """Return the text if it has enough words to tell tokenizers apart, else None."""
-    return text if text is not None and len(_words(text)) >= _MIN_WORDS else None
 
 
 def _ids(step: Step) -> list[int]:
