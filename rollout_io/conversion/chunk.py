@@ -269,7 +269,7 @@ class Reader:
     def settle(self, runs: Sequence[Run]) -> list[tuple[Run, Settled]]:
         """Read the runs; return each readable run with its trajectory."""
         batch: list[tuple[Run, Settled]] = []
-        made, options = self.settings, self.settings.options
+        settings, options = self.settings, self.settings.options
         with np.errstate(over="ignore"):  # the checks reject infinity
             for run in runs:
                 try:
@@ -278,19 +278,19 @@ class Reader:
                         logged = Trajectory(steps=[])
                         with noted() as notes:
                             if run.places:
-                                logged = made.adapter.read(run, options)
-                            if made.adapter.is_agent:
+                                logged = settings.adapter.read(run, options)
+                            if settings.adapter.is_agent:
                                 note_lacks(logged)
-                            if made.adapter.is_own:
-                                check_slips(logged, strict=made.strict)
+                            if settings.adapter.is_own:
+                                check_slips(logged, strict=settings.strict)
                             steps = with_tokens(
-                                logged, made.retokenizer, made.tokenizer, made.recorded
+                                logged, settings.retokenizer, settings.tokenizer, settings.recorded
                             )
-                        if made.strict:
+                        if settings.strict:
                             refuse_unread(notes, run)
                         given = self.outcomes.get((run.instance_id, run.repetition_id))
                         settled = settle(run, logged, steps, given, options.reward)
-                    tokenizer = made.tokenizer
+                    tokenizer = settings.tokenizer
                     if tokenizer is not None and check_decoded(settled.steps, tokenizer):
                         self.compared.add(settled.trajectory_id)
                     routes = [step.rollout_expert_indices for step in settled.steps]
@@ -299,9 +299,9 @@ class Reader:
                         self.notes[settled.trajectory_id] = notes
                     batch.append((run, settled))
                 except RolloutError as error:
-                    if is_of_tokenizer(error, made.retokenizer):
+                    if is_of_tokenizer(error, settings.retokenizer):
                         raise
-                    self.rejected += of_run(run, pointed(error, made.format))
+                    self.rejected += of_run(run, pointed(error, settings.format))
         return batch
 
     def _take_routing(self, shapes: Iterable[tuple[int, ...] | None], run: Run) -> None:

@@ -203,8 +203,8 @@ def settle(
     reward = _chosen(logged, reward_key, where) if given is None else given.reward
     metrics, texts = {**logged.metrics}, {**logged.user_values}
     if given is not None:
-        known = {given.reward, *metrics.values()}
-        if logged.reward is not None and logged.reward not in known:
+        rewards = {given.reward, *metrics.values()}
+        if logged.reward is not None and logged.reward not in rewards:
             metrics[LOGGED_REWARD] = logged.reward
         if logged.error is not None and logged.error != given.error:
             texts[LOGGED_ERROR] = logged.error

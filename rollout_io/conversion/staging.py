@@ -146,8 +146,8 @@ class Staging:
     def _chunks(self) -> Iterator[tuple[Location, int, bool]]:
         """Yield the directory and the index of each chunk, and whether it is unfinished."""
         for path in _names(self.folder):
-            if found := _CHUNK.fullmatch(posixpath.basename(path)):
-                yield Location(self.folder.fs, path), int(found[1]), found[2] is not None
+            if match := _CHUNK.fullmatch(posixpath.basename(path)):
+                yield Location(self.folder.fs, path), int(match[1]), match[2] is not None
 
     def _places_of(self, index: int, num_shards: int, first: int | None) -> list[Location]:
         """Return where the shards of a chunk are: still in the chunk, or already in the dataset."""
