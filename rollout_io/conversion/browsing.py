@@ -25,10 +25,12 @@ from rollout_io.conversion.chunk import (
     Reader,
     RunRows,
     Settings,
+    batches,
     sound,
     tabulated,
     without_collector,
 )
+from rollout_io.conversion.inputs import odd_name
 from rollout_io.conversion.opened_logs import AUTO, Opened, open_log
 from rollout_io.conversion.plan import plan_logs
 from rollout_io.conversion.rows import Settled
@@ -60,14 +62,10 @@ class LogFile(NamedTuple):
 
 @dataclass
 class Listing:
-    """The files of a log or of a directory of logs.
+    """The files of a log or of a directory of logs, without hidden ones; `root` is without links.
 
-    Attributes:
-        path: The path as given.
-        root: The path without links.
-        files: Files that are not hidden, in any order.
-        refused: Entries that are not read, with the reason: links to files outside the path,
-            directories that cannot be listed, and names that are not UTF-8.
+    Refused are links to files outside the path, directories that cannot be listed, and names that are
+    not UTF-8.
     """
 
     path: Path
@@ -115,23 +113,18 @@ class Listing:
     def _add(self, path: Path) -> None:
         if path.name.startswith(".") and path != self.path:
             return
-        name = str(path)
-        if name != name.encode(errors="replace").decode():
-            shown = os.fsencode(path).decode(errors="backslashreplace")
-            hint = "rename the file"
-            self.refused[path] = InputError(
-                "input_file", shown, "the file name is not valid UTF-8", "", hint
-            )
+        if (odd := odd_name(path)) is not None:
+            self.refused[path] = odd
             return
         if path.is_symlink() and not self.holds(path):
             got, hint = "the link leaves the directory, so it is not followed", "pass its target"
-            self.refused[path] = InputError(LINK, name, got, "", hint)
+            self.refused[path] = InputError(LINK, str(path), got, "", hint)
             return
         try:
             facts = path.stat()
         except OSError as error:
             got = (error.strerror or str(error)).lower()
-            self.refused[path] = InputError("input_file", name, got)
+            self.refused[path] = InputError("input_file", str(path), got)
             return
         if path.is_file():
             self.files.append(LogFile(path, facts.st_size, facts.st_mtime))
@@ -216,7 +209,7 @@ def read_opened(
     num_runs, num_read = sum(planned.num_runs for planned in plans), 0
     for log, planned in zip(opened.logs, plans, strict=True):
         settings = settings_of(log.format, log.adapter, Untokenized())
-        for runs in _batches(planned.runs):
+        for runs, _ in batches(planned.runs, BATCH_BYTES):
             with _reading(listing, None):
                 yield from read_runs(runs, settings)
             num_read += len(runs)
@@ -324,22 +317,7 @@ def _by_id(part: RunRows) -> dict[str, Run]:
 
 
 def _sum(notes: Mapping[str, Mapping[str, int]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for own in notes.values():
-        total.update(own)
-    return total
-
-
-def _batches(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    batch, num_bytes = list[Run](), 0
-    for run in runs:
-        batch.append(run)
-        num_bytes += run.num_bytes
-        if num_bytes >= BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
+    return sum(map(Counter, notes.values()), Counter())
 
 
 def encode_run(run: Run) -> bytes:

@@ -23,19 +23,18 @@ import pyarrow.compute as pc
 from rollout_io.conversion import rejections
 from rollout_io.conversion.images import stored_in
 from rollout_io.conversion.joining import Recorded
-from rollout_io.conversion.lacks import note_lacks
 from rollout_io.conversion.rejections import of_run, pointed
 from rollout_io.conversion.remote import named_rejection, named_table
 from rollout_io.conversion.rewards import Key, Outcome, settle
 from rollout_io.conversion.rows import Settled, table_of
-from rollout_io.conversion.slips import check_slips
+from rollout_io.conversion.slips import check_slips, note_lacks
 from rollout_io.conversion.staging import emptied
 from rollout_io.conversion.summary import Record, Summary, footer_of, refuse_unread
 from rollout_io.conversion.text import Retokenizer, check_decoded, is_of_tokenizer, with_tokens
 from rollout_io.conversion.untokenized import Untokenized
 from rollout_io.dataset.footer import Part
 from rollout_io.dataset.writer import RolloutWriter
-from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Step, Trajectory
+from rollout_io.formats.base import Adapter, Input, Options, Rejected, Run, Trajectory
 from rollout_io.formats.detect import find_adapter
 from rollout_io.formats.parsing.jsonl import contained
 from rollout_io.formats.parsing.lines import INCOMPLETE, close_files
@@ -52,12 +51,7 @@ BATCH_BYTES = 32 << 20  # size of the log records of one table
 
 @dataclass(kw_only=True, slots=True)
 class Chunk:
-    """Runs with their outcomes from the rewards file, and the directory to write them to.
-
-    Attributes:
-        log: Index of the log that contains the runs.
-        record: Record for the footer of the chunk's last shard.
-    """
+    """Runs with their outcomes from the rewards file, and the directory to write them to."""
 
     part: Part
     runs: Sequence[Run]
@@ -145,7 +139,7 @@ def convert_chunk(
     broken: list[Rejected] = []
     columns = pa.schema([])
     with without_collector(), stored_in(settings.blobs), writer:
-        for runs, num_bytes in _batches(chunk.runs):
+        for runs, num_bytes in batches(chunk.runs, BATCH_BYTES):
             for part in reader.parts(runs):
                 table = sound(part, broken, metadata.vocab_size)
                 # Later documents are not compared with the types and names of a rejected document.
@@ -172,14 +166,14 @@ def convert_chunk(
     return report
 
 
-def _batches(runs: Sequence[Run]) -> Iterator[tuple[list[Run], int]]:
-    """Yield consecutive runs and the number of bytes of their records."""
+def batches(runs: Sequence[Run], most_bytes: int) -> Iterator[tuple[list[Run], int]]:
+    """Yield consecutive runs with about `most_bytes` of records, and the number of these."""
     batch: list[Run] = []
     num_bytes = 0
     for run in runs:
         batch.append(run)
         num_bytes += run.num_bytes
-        if num_bytes >= BATCH_BYTES:
+        if num_bytes >= most_bytes:
             yield batch, num_bytes
             batch, num_bytes = [], 0
     if batch:
@@ -203,12 +197,9 @@ class Settings:
     """Settings that all chunks of a conversion share; see also `Choices`.
 
     Attributes:
-        format: Name of the format, for hints.
         tokenizer: Directory of the tokenizer against which exact ids are checked; None if unknown.
         spool: Directory with copies of remote directories; None if there are none.
         blobs: Directory to store pictures in; None keeps them in the messages.
-        recorded: Recorded calls with the tokens of the log's answers; None if there are none.
-        strict: If true, a run with content that its adapter does not know is rejected.
     """
 
     adapter: Adapter
@@ -244,13 +235,8 @@ class RunRows(NamedTuple):
 class Reader:
     """Read runs from a log and convert them to tables.
 
-    Attributes:
-        settings: Settings of the conversion.
-        outcomes: Outcomes from the rewards file.
-        rejected: Records of runs that could not be read.
-        routing: (layers, experts per token) of the log, from the first run with routing.
-        compared: Ids of the trajectories whose token ids were compared with the text in the log.
-        notes: Notes about each trajectory (`rollout_io.formats.parsing.notes`), by its id.
+    `compared` are the trajectories whose ids were compared with the text in the log; notes are by
+    trajectory, too. `routing` is (layers, experts per token) of the first run that has routing.
     """
 
     settings: Settings
@@ -283,7 +269,7 @@ class Reader:
     def settle(self, runs: Sequence[Run]) -> list[tuple[Run, Settled]]:
         """Read the runs; return each readable run with its trajectory."""
         batch: list[tuple[Run, Settled]] = []
-        options = self.settings.options
+        settings, options = self.settings, self.settings.options
         with np.errstate(over="ignore"):  # the checks reject infinity
             for run in runs:
                 try:
@@ -292,17 +278,19 @@ class Reader:
                         logged = Trajectory(steps=[])
                         with noted() as notes:
                             if run.places:
-                                logged = self.settings.adapter.read(run, options)
-                            if self.settings.adapter.is_agent:
+                                logged = settings.adapter.read(run, options)
+                            if settings.adapter.is_agent:
                                 note_lacks(logged)
-                            if self.settings.adapter.is_own:
-                                check_slips(logged, strict=self.settings.strict)
-                            steps = self._with_tokens(logged)
-                        if self.settings.strict:
+                            if settings.adapter.is_own:
+                                check_slips(logged, strict=settings.strict)
+                            steps = with_tokens(
+                                logged, settings.retokenizer, settings.tokenizer, settings.recorded
+                            )
+                        if settings.strict:
                             refuse_unread(notes, run)
                         given = self.outcomes.get((run.instance_id, run.repetition_id))
                         settled = settle(run, logged, steps, given, options.reward)
-                    tokenizer = self.settings.tokenizer
+                    tokenizer = settings.tokenizer
                     if tokenizer is not None and check_decoded(settled.steps, tokenizer):
                         self.compared.add(settled.trajectory_id)
                     routes = [step.rollout_expert_indices for step in settled.steps]
@@ -311,14 +299,10 @@ class Reader:
                         self.notes[settled.trajectory_id] = notes
                     batch.append((run, settled))
                 except RolloutError as error:
-                    if is_of_tokenizer(error, self.settings.retokenizer):
+                    if is_of_tokenizer(error, settings.retokenizer):
                         raise
-                    self.rejected += of_run(run, pointed(error, self.settings.format))
+                    self.rejected += of_run(run, pointed(error, settings.format))
         return batch
-
-    def _with_tokens(self, logged: Trajectory) -> list[Step]:
-        made = self.settings
-        return with_tokens(logged, made.retokenizer, made.tokenizer, made.recorded)
 
     def _take_routing(self, shapes: Iterable[tuple[int, ...] | None], run: Run) -> None:
         for shape in shapes:

@@ -157,13 +157,16 @@ def convert(
         staging.begin(identity)
         recorded = stack.enter_context(recorded_calls(choices.join, _convert_calls))
         settings = sources.settings(plans, recorded)
-        planned = _planned(opened.logs, plans)
+        num_runs = {log.format: p.num_runs for log, p in zip(opened.logs, plans, strict=True)}
+        planned = Summary(formats=num_runs, num_records=sum(p.num_records for p in plans))
+        planned.reject([rejected for p in plans for rejected in p.rejected])
         whole, every = chunks_of(plans, outcomes, chunk_bytes, settings[0].metadata, staging)
         for chunk in every:
             chunk.record = record_of(identity, None if chunk.index else planned)
-        reports = _reports_before(staging.resume(whole), spool)
+        reports = {i: Report.decode(found) for i, found in staging.resume(whole).items()}
         num_resumed = len(reports)
         for i, known in reports.items():
+            known.rejected = [_located(rejected, spool) for rejected in known.rejected]
             report(every[i].num_bytes, known.summary.num_rows)
             if recorded is not None:
                 recorded.restore(known.joined or {"used": (), "alone": ()})
@@ -328,14 +331,6 @@ def _done_before(staging: Staging, opened: Opened, identity: dict[str, Any]) -> 
     return None
 
 
-def _reports_before(known: Mapping[int, dict[str, Any]], spool: Path) -> dict[int, Report]:
-    """Return the reports of chunks that an interrupted run finished, by index."""
-    reports = {i: Report.decode(found) for i, found in known.items()}
-    for report in reports.values():
-        report.rejected = [_located(rejected, spool) for rejected in report.rejected]
-    return reports
-
-
 def _located(rejected: Rejected, spool: Path) -> Rejected:
     """Point to this run's copy of an input if the interrupted run's copy no longer exists."""
     place, copy = rejected.place, spool / rejected.place.path.name
@@ -390,15 +385,6 @@ def _refuse_mixtures(reports: Sequence[Report], logs: Sequence[Log], plans: Sequ
     if len(routings) > 1:
         known, other, *_ = sorted(r for r in routings if r is not None)
         raise other_routing("the logs", other, known)
-
-
-def _planned(logs: Sequence[Log], plans: Sequence[Plan]) -> Summary:
-    """Return the counts that are known before the first record is converted."""
-    num_runs = {log.format: made.num_runs for log, made in zip(logs, plans, strict=True)}
-    num_records = sum(made.num_records for made in plans)
-    summary = Summary(formats=num_runs, num_records=num_records)
-    summary.reject([rejected for made in plans for rejected in made.rejected])
-    return summary
 
 
 def _nothing_usable(where: str, errors: Sequence[RolloutError], summary: Summary) -> NothingUsable:

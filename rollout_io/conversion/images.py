@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,14 +28,9 @@ _LEFT = {
 }
 
 
-@contextmanager
-def stored_in(folder: str | None) -> Iterator[None]:
+def stored_in(folder: str | None) -> AbstractContextManager[None]:
     """Store the pictures of all runs that are read in this block in a directory, if there is one."""
-    if folder is None:
-        yield
-        return
-    with storing(Blobs(Location.of(folder))):
-        yield
+    return nullcontext() if folder is None else storing(Blobs(Location.of(folder)))
 
 
 def images_of(

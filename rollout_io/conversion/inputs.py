@@ -54,18 +54,9 @@ def open_inputs(
     are not searched (outside it, hidden or ignored). Other links to directories are not followed,
     because their targets are searched anyway.
 
-    Gzip and Zstandard files, recognised by their first bytes, are decompressed; standard input
-    (`-`) and pipes are saved to files.
-
-    Args:
-        paths: Paths as passed by the user.
-        spool: Directory for decompressed and saved files.
-        formats_of: Returns the formats that a file or directory matches.
-        ignored: Paths and URLs of files and directories to skip when a directory is searched.
-        tell: If given, errors of files inside directories are passed to it instead of raised.
-
-    Raises:
-        InputError: `input_file`: an input cannot be read; `duplicate_input`: a log is passed twice.
+    Gzip and Zstandard files, recognised by their first bytes, are decompressed to `spool`; standard
+    input (`-`) and pipes are saved there. What is `ignored` is skipped when a directory is searched. If
+    `tell` is given, errors of files inside directories are passed to it instead of raised.
     """
     found: list[Input] = []
     unread: list[str] = []
@@ -78,7 +69,9 @@ def open_inputs(
         if path != STDIN and above & skipped:
             continue
         if tell is None:
-            _refuse_odd_names(given)
+            for file in (given, *(given.rglob("*") if given.is_dir() else ())):
+                if (error := odd_name(file)) is not None:
+                    raise error
         is_remote = is_url(path) and path.endswith("/")
         if is_remote:
             with writable(str(spool)):
@@ -147,14 +140,15 @@ def expanded(path: str) -> list[str]:
     return sorted(tops, key=natural_key)
 
 
-def _refuse_odd_names(path: Path) -> None:
-    """Reject names that are not valid UTF-8, because the column `source` stores them as text."""
-    for file in (path, *(path.rglob("*") if path.is_dir() else ())):
-        name = str(file)
-        if name != name.encode(errors="replace").decode():
-            shown = os.fsencode(file).decode(errors="backslashreplace")
-            got, hint = "the file name is not valid UTF-8", "rename the file"
-            raise InputError("input_file", shown, got, "", hint)
+def odd_name(path: Path) -> InputError | None:
+    """Return the error for a name that is not UTF-8: the column `source` stores it as text."""
+    name = str(path)
+    if name == name.encode(errors="replace").decode():
+        return None
+    readable = os.fsencode(path).decode(errors="backslashreplace")
+    return InputError(
+        "input_file", readable, "the file name is not valid UTF-8", "", "rename the file"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +210,8 @@ class _Directories:
     def _strays_in(self, path: Path) -> Iterator[Path]:
         """Yield the logs below a path that is not itself a log."""
         if path.is_file():
-            yield from [path] if path.suffix in _PACKED and _is_text(path.stem) else []
+            is_log = path.suffix in _PACKED and path.stem.endswith((".json", ".jsonl"))
+            yield from [path] if is_log else []
         elif path.is_symlink() or not path.is_dir():
             yield from self._below(path)
         else:
@@ -227,10 +222,6 @@ class _Directories:
 def _real(path: PathLike) -> Path:
     """Resolve links; unlike `Path.resolve`, accept circular links."""
     return Path(os.path.realpath(path))
-
-
-def _is_text(name: str) -> bool:
-    return name.endswith((".json", ".jsonl"))
 
 
 def open_file(name: str, spool: Path) -> Input:

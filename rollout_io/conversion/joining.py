@@ -120,7 +120,9 @@ class Recorded:
         return recorded
 
     def _add(self, row: int, values: Mapping[str, Any]) -> None:
-        text, calls = _split(values["response_text"])
+        response, logged = calls_in(values["response_text"])
+        named = [(call["function"]["name"], call["function"]["arguments"]) for call in logged]
+        text, calls = _plain(response), _spelled(named)
         name = f"{values['trajectory_id']}, step {values['step_index']}"
         call = _Call(row, len(self._bounds) - 1, name, text)
         self._calls.append(call)
@@ -235,13 +237,6 @@ def _answers_of(steps: Sequence[Logged]) -> Iterator[_Answer]:
                 text = text_of({"content": message.get("content")}) or ""
                 thought = _plain(str(message.get("reasoning_content") or ""))
                 yield _Answer(step, index, thought, _plain(text), _spelled(calls))
-
-
-def _split(response: str) -> tuple[str, str]:
-    """Return the text of a recorded answer without whitespace, and its calls as text."""
-    text, calls = calls_in(response)
-    named = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    return _plain(text), _spelled(named)
 
 
 def _spelled(calls: Sequence[tuple[Any, Any]]) -> str:

@@ -48,14 +48,11 @@ class Log(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The inputs of a conversion.
+    """The inputs of a conversion: a log per format, in the order of their first files.
 
     Attributes:
-        logs: One log per format, in the order of their first files.
-        left: Names of skipped entries of directories: files that match no format, and the entries
-            that `open_inputs` skips.
-        unused: Rejected inputs: copies of other files and, if they are not in `left`, files that
-            match no format.
+        left: Names of skipped entries of directories, such as files that match no format.
+        unused: Rejected inputs: copies, and files that match no format unless they are `left`.
     """
 
     logs: list[Log]
@@ -86,21 +83,9 @@ def open_log(
 ) -> Opened:
     """Open the inputs, and sort them by format if `format_name` is `auto`.
 
-    Args:
-        paths: Files and directories, or "-" for standard input.
-        format_name: Name of a registered format, or `auto`.
-        spool: Directory for decompressed and saved files.
-        ignored: Paths and URLs of files and directories to skip when an input directory is searched.
-        skips: If true, reject copies and, with `strict` or a chosen format, files inside
-            directories that match no format; if false, they are errors.
-        strict: If true, files inside directories that match no format are invalid records; if
-            false, they are skipped.
-        tell: Called with each input once its format is known. Errors of single files inside
-            directories are passed to it instead of raised.
-
-    Raises:
-        InputError: `known_format`, `input_file`, `duplicate_input`, `lfs_pointer`: an input cannot
-            be used.
+    Files inside directories that match no format are skipped; with `strict` or a chosen format, they are
+    errors, as copies are. With `skips`, these are rejected instead. `tell` is called with each input
+    once its format is known, and with errors of single files inside directories.
     """
     is_auto, given_paths, paths = format_name == AUTO, paths, [shown(path) for path in paths]
     known = load_formats().adapters if is_auto else {format_name: find_adapter(format_name)}

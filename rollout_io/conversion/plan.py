@@ -104,11 +104,7 @@ def size_of(inputs: Iterable[Input]) -> int:
 
 
 def chunk_size(num_bytes: int) -> int:
-    """Return the number of bytes per chunk for logs of this size.
-
-    It does not depend on the number of workers, so a conversion can be resumed with a different
-    number of workers.
-    """
+    """Return the number of bytes per chunk, which does not depend on the number of workers."""
     return min(max(num_bytes // _NUM_CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
 
 
@@ -196,14 +192,9 @@ def chunks_of(
         Chunk(
             part=replace(whole, index=i),
             runs=runs,
-            outcomes=_outcomes_of(runs, outcomes),
+            outcomes={key: outcomes[key] for key in map(_key, runs) if key in outcomes},
             out=staging.chunk_path(i),
             log=log,
         )
         for i, (log, runs) in enumerate(parts)
     ]
-
-
-def _outcomes_of(runs: Sequence[Run], outcomes: Mapping[Key, Outcome]) -> dict[Key, Outcome]:
-    keys = ((run.instance_id, run.repetition_id) for run in runs)
-    return {(i, r): outcomes[i, r] for i, r in keys if r is not None and (i, r) in outcomes}

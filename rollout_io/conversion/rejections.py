@@ -12,7 +12,7 @@ from rollout_io import formats
 from rollout_io.conversion.inputs import DUPLICATE_INPUT
 from rollout_io.conversion.text import NO_TOKENS, TextAlone
 from rollout_io.dataset.opening import open_input
-from rollout_io.formats.base import Place, Rejected, Run
+from rollout_io.formats.base import Rejected, Run
 from rollout_io.formats.parsing.jsonl import WrongType
 from rollout_io.formats.parsing.lines import DUPLICATE, INCOMPLETE
 from rollout_io.formats.parsing.naming import natural_key
@@ -39,17 +39,14 @@ def decoded(kind: type, value: Any) -> Any:
 
 def of_run(run: Run, error: RolloutError) -> Iterator[Rejected]:
     """Reject all records of a run: the faulty record with `error`, the others as incomplete."""
-    guilty = {place for place in run.places if _is_at(error.where, place)}
+    where = f"{error.where},"
+    guilty = {place for place in run.places if where.startswith(f"{place.where},")}
     for place in run.places:
         if guilty and place not in guilty:
             got = f"a different record of this run was rejected ({error.rule}: {error.where})"
             yield Rejected(place, InputError(INCOMPLETE, place.where, got, "", error.hint))
         else:
             yield Rejected(place, error, "text" if isinstance(error, TextAlone) else "record")
-
-
-def _is_at(where: str, place: Place) -> bool:
-    return where == place.where or where.startswith(f"{place.where},")
 
 
 def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
@@ -60,9 +57,11 @@ def lines(rejections: Iterable[Rejected]) -> Iterator[bytes]:
     record is not a range of bytes (a directory, or part of a document) or is longer than 64 MiB.
     """
     for place, error, _ in rejections:
-        is_told = place.offset is not None and place.num_bytes <= _TOLD_BYTES
-        record = _bytes_of(place) if is_told else None
-        text = None if record is None else record.decode(errors="backslashreplace")
+        text = None
+        if place.offset is not None and place.num_bytes <= _TOLD_BYTES:
+            with open_input(place.path) as file:
+                file.seek(place.offset)
+                text = file.read(place.num_bytes).decode(errors="backslashreplace")
         told = {"source": place.where, **error.fields(), "record": text}
         yield msgspec.json.encode(told) + b"\n"
 
@@ -131,9 +130,3 @@ def merged(ours: Iterable[Reason], theirs: Iterable[Reason]) -> list[Reason]:
         known["num_records"] += reason["num_records"]
         known["first"] = min(known["first"], reason["first"], key=natural_key)
     return sorted(found.values(), key=lambda r: (r["rule"] == INCOMPLETE, -r["num_records"]))
-
-
-def _bytes_of(place: Place) -> bytes:
-    with open_input(place.path) as file:
-        file.seek(place.offset or 0)
-        return file.read(place.num_bytes)

@@ -51,7 +51,10 @@ def copy_directory(url: str, spool: Path, ignored: Collection[str] = ()) -> Path
                 with file.open("xb") as local:
                     local.writelines(_blocks(location, path, url))
             except (FileExistsError, NotADirectoryError) as error:
-                raise _clash(f"{shown(url).rstrip('/')}/{name}") from error
+                where = f"{shown(url).rstrip('/')}/{name}"  # such as `a//b` beside `a/b`
+                got = "another object would have the same path in the local copy of the directory"
+                hint = "rename one of the two, or pass their URLs one by one"
+                raise InputError("input_file", where, got, "", hint) from error
     return copy
 
 
@@ -67,13 +70,6 @@ def _inside(location: Location, ignored: Collection[str]) -> list[str]:
 def _blocks(location: Location, path: str, url: str) -> Iterator[bytes]:
     with reachable(url), location.fs.open(path, "rb") as remote:
         yield from iter(lambda: remote.read(_COPY_BYTES), b"")
-
-
-def _clash(where: str) -> InputError:
-    """Return the error for two objects with the same local path, such as `a//b` and `a/b`."""
-    got = "another object would have the same path in the local copy of the directory"
-    hint = "rename one of the two, or pass their URLs one by one"
-    return InputError("input_file", where, got, "", hint)
 
 
 def _parts(path: str) -> list[str]:

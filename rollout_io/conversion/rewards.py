@@ -43,15 +43,8 @@ class _Fields(msgspec.Struct):
 class Outcome:
     """A line of the rewards file: the outcome of one trajectory.
 
-    Attributes:
-        where: File and line.
-        reward: The outcome; None if unknown, or if a failed trajectory has none.
-        error: Why the trajectory failed, or None.
-        metrics: The other numbers of the line.
-        user_values: The other strings of the line, and its lists and objects as JSON.
-        is_exact: True if the line names its run by `instance_id` and `repetition_id`, which have no
-            short form.
-        stop_reason: Why the run ended, if its harness says; else the engine's word for the last call.
+    It `is_exact` if it names its run by `instance_id` and `repetition_id`, which have no short form.
+    The `stop_reason` is the harness's word, if it says why the run ended.
     """
 
     where: str
@@ -72,10 +65,6 @@ def read_rewards(name: str | Path, path: Path | None = None) -> dict[str, Outcom
     A line has `session` or `instance_id` and `repetition_id`, and `reward` (a number, or null if
     unknown) or `error` (a string) or both. Other numbers and booleans become metrics; other strings
     become user columns. `outcomes.by_run` matches the names to the runs of the log.
-
-    Raises:
-        InputError: `json_line`, `record_type`, `reward_line`, `session_name`: a line is invalid, or
-            two lines are about the same trajectory.
 
     Example:
         >>> # {"session": "shop-1/0", "reward": 1.0, "style": "append", "truth": 6}
@@ -212,7 +201,16 @@ def settle(
     last = steps[-1]
     error = logged.error if given is None else given.error
     reward = _chosen(logged, reward_key, where) if given is None else given.reward
-    last.metrics = {**(last.metrics or {}), **_metrics(logged, given)} or None
+    metrics, texts = {**logged.metrics}, {**logged.user_values}
+    if given is not None:
+        rewards = {given.reward, *metrics.values()}
+        if logged.reward is not None and logged.reward not in rewards:
+            metrics[LOGGED_REWARD] = logged.reward
+        if logged.error is not None and logged.error != given.error:
+            texts[LOGGED_ERROR] = logged.error
+        metrics |= given.metrics
+        texts |= given.user_values
+    last.metrics = {**(last.metrics or {}), **metrics} or None
     last.reward = last.reward if reward is None else reward
     for step in steps:
         if error is None and last.reward is not None and step.reward is None:
@@ -226,7 +224,7 @@ def settle(
         repetition_id=run.repetition_id,
         steps=steps,
         error=error,
-        user_values=_texts(logged, given),
+        user_values=texts,
     )
 
 
@@ -242,38 +240,15 @@ def _chosen(logged: Trajectory, key: str | None, where: str) -> float | None:
     raise ConfigError("reward_key", where, got, "", hint)
 
 
-def _metrics(logged: Trajectory, given: Outcome | None) -> dict[str, float]:
-    if given is None:
-        return dict(logged.metrics)
-    is_lost = logged.reward not in {None, given.reward, *logged.metrics.values()}
-    said = {LOGGED_REWARD: logged.reward} if is_lost and logged.reward is not None else {}
-    return {**logged.metrics, **said, **given.metrics}
-
-
-def _texts(logged: Trajectory, given: Outcome | None) -> dict[str, str]:
-    if given is None:
-        return dict(logged.user_values)
-    differs = logged.error is not None and logged.error != given.error
-    said = {LOGGED_ERROR: logged.error} if differs and logged.error is not None else {}
-    return {**logged.user_values, **said, **given.user_values}
-
-
 def by_run(
     outcomes: Mapping[str, Outcome], keys: Collection[Key]
 ) -> tuple[dict[Key, Outcome], list[Rejected]]:
-    """Find the run of each outcome by the name of its session.
+    """Return the outcomes by run, and a rejection for each whose name is no run's or several's.
 
     A name is `instance/repetition`, or the instance alone if it has one run, or the trajectory id
     (`instance_repetition`). A line with `instance_id` and `repetition_id` refers to exactly that
     run. A failed run that made no call may be missing from the log; its line must use the full name.
     `outcomes` are keyed by the names in the rewards file, `keys` are the runs of the log.
-
-    Returns:
-        The outcomes by run, and a rejection for each outcome without a run: `unknown_session` if
-        its name is a full name, `session_name` if it is not, or matches several runs.
-
-    Raises:
-        InputError: `reward_line`: two names refer to the same run.
     """
     found: dict[Key, Outcome] = {}
     left: list[tuple[str, Outcome]] = []

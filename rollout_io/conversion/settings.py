@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout_io import __version__
-from rollout_io.configuration import out_of_bounds
 from rollout_io.conversion.chunk import Settings
 from rollout_io.conversion.inputs import digests_of
 from rollout_io.conversion.joining import Recorded, states_of, with_recorded
@@ -53,13 +52,11 @@ class Choices(Options):
     strict: bool = False
 
     def __post_init__(self) -> None:
+        group_by: object = self.group_by
+        if isinstance(group_by, str):
+            hint = f"pass group_by=({group_by!r},)"
+            raise ConfigError("choices", "group_by", repr(group_by), "a tuple of labels", hint)
         Options.__post_init__(self)  # with slots, `super()` does not find the class
-        given: object = self.group_by
-        if isinstance(given, str):
-            hint = f"pass group_by=({given!r},)"
-            raise ConfigError("choices", "group_by", repr(given), "a tuple of labels", hint)
-        for name, got, expected in out_of_bounds(self):
-            raise ConfigError("choices", name, got, expected)
 
 
 def settings_of(

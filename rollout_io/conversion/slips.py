@@ -1,6 +1,7 @@
 """Checks of logs that users write themselves (`Adapter.is_own`): roles, and ids of tool calls.
 
-Programs write the logs of other formats; their readers map every role.
+Programs write the logs of other formats; their readers map every role. What the logs of agent programs
+lack, although every request has it, is counted (`note_lacks`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ ROLES = frozenset(
 )
 """Roles of OpenAI's API, and those that chat templates of open models know."""
 
+NO_SYSTEM = "contexts without a system prompt: the log has none"
+NO_TOOLS = "contexts without tool definitions: the log has none"
 ORPHANS = "tool results whose `tool_call_id` is no earlier call's (they stay in the conversation)"
 
 
@@ -32,10 +35,6 @@ def check_slips(logged: Trajectory, *, strict: bool) -> None:
     """Check the messages of a run; tool results without a call are counted.
 
     A run of calls is checked by its last messages, which contain the earlier ones.
-
-    Raises:
-        InputError: `message_role`: a role is unknown; `message`: with `strict`, a result has no
-            call.
 
     Example:
         >>> messages = [{"role": "usr", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -83,3 +82,11 @@ def _conversations(steps: Sequence[Logged]) -> Iterator[tuple[str, Sequence[Mapp
 def _listed(value: object) -> list[Mapping[str, Any]]:
     """Return the objects in a list; none if it is not a list."""
     return [v for v in value if isinstance(v, Mapping)] if isinstance(value, list) else []
+
+
+def note_lacks(logged: Trajectory) -> None:
+    """Count the contexts of an agent program without what every request has (`Adapter.is_agent`)."""
+    contexts = [step for step in logged.steps if isinstance(step, Conversation)]
+    roles = [{message["role"] for message in step.messages[:1]} for step in contexts]
+    note(NO_SYSTEM, sum(not found & {"system", "developer"} for found in roles))
+    note(NO_TOOLS, sum(not step.tools for step in contexts))

@@ -105,10 +105,9 @@ class Staging:
     def begin(self, identity: dict[str, Any]) -> None:
         """Start or resume the conversion with this identity; remove chunks of other conversions."""
         is_same = _read_json(self.folder.join(_PLAN)) == identity
-        for path in _names(self.folder):
-            found = _CHUNK.fullmatch(posixpath.basename(path))
-            if found and (found[2] or not is_same):
-                _remove(Location(self.folder.fs, path))
+        for chunk, _, is_unfinished in self._chunks():
+            if is_unfinished or not is_same:
+                _remove(chunk)
         if not is_same:
             _remove(self.blobs.folder)
             _write_json(self.folder.join(_PLAN), identity)
@@ -118,35 +117,37 @@ class Staging:
         entries = self._entries()
         complete = entries.keys() == set(range(whole.num_parts))
         sound, published = dict[int, dict[str, Any]](), set[str]()
-        first = 0
+        first, folder = 0, self.out.path.rstrip("/")
         for index, (num_shards, report) in sorted(entries.items()):
             shards = self._places_of(index, num_shards, first if complete else None)
             if _are_of(shards, whole, index, num_shards):
                 sound[index] = report
-                published |= {shard.path for shard in shards if self._is_published(shard)}
+                published |= {s.path for s in shards if posixpath.dirname(s.path) == folder}
             first += num_shards
         there = self.out.datasets()
         if set(there) != published:
             raise occupied(self.where, len(there))
-        for path in _names(self.folder):
-            found = _CHUNK.fullmatch(posixpath.basename(path))
-            if found and not found[2] and int(found[1]) not in sound:
-                _remove(Location(self.folder.fs, path))
+        for chunk, index, is_unfinished in self._chunks():
+            if not is_unfinished and index not in sound:
+                _remove(chunk)
         return sound
 
     def _entries(self) -> dict[int, tuple[int, dict[str, Any]]]:
         """Return the number of shards and the report of each chunk that has a valid report."""
         entries = {}
-        for path in _names(self.folder):
-            found = _CHUNK.fullmatch(posixpath.basename(path))
-            if not found or found[2] or path != self._finished(int(found[1])).path:
-                continue
-            chunk = Location(self.folder.fs, path)
-            if not _is_link(chunk) and (read := _read_json(chunk.join(_REPORT))):
+        for chunk, index, _ in self._chunks():
+            is_sound = chunk.path == self._finished(index).path and not _is_link(chunk)
+            if is_sound and (read := _read_json(chunk.join(_REPORT))):
                 number, report = read.get("num_shards"), read.get("report")
                 if isinstance(number, int) and number > 0 and isinstance(report, dict):
-                    entries[int(found[1])] = number, report
+                    entries[index] = number, report
         return entries
+
+    def _chunks(self) -> Iterator[tuple[Location, int, bool]]:
+        """Yield the directory and the index of each chunk, and whether it is unfinished."""
+        for path in _names(self.folder):
+            if match := _CHUNK.fullmatch(posixpath.basename(path)):
+                yield Location(self.folder.fs, path), int(match[1]), match[2] is not None
 
     def _places_of(self, index: int, num_shards: int, first: int | None) -> list[Location]:
         """Return where the shards of a chunk are: still in the chunk, or already in the dataset."""
@@ -160,9 +161,6 @@ class Staging:
             if shard is not None and shard.fs.exists(shard.path) and not _is_link(shard):
                 places.append(shard)
         return [] if staged else places
-
-    def _is_published(self, shard: Location) -> bool:
-        return posixpath.dirname(shard.path) == self.out.path.rstrip("/")
 
     def chunk_path(self, index: int) -> str:
         """Return a new path to write a chunk to."""
@@ -267,11 +265,8 @@ class Staging:
     def refuse_foreign(self) -> None:
         """Check that an existing file of rejected records was written by a conversion."""
         fs, path = self.rejected.fs, self.rejected.path
-        if not _is_link(self.rejected) and not fs.exists(path):
-            return
-        if not _is_link(self.rejected) and (
-            fs.isfile(path) and _LINE.match(fs.head(path, 1 << 16))
-        ):
+        is_ours = fs.isfile(path) and _LINE.match(fs.head(path, 1 << 16))
+        if not _is_link(self.rejected) and (is_ours or not fs.exists(path)):
             return
         got = "the path is needed for rejected records, but already exists and contains other data"
         hint = "choose a different --out, or rename the existing file"

@@ -190,29 +190,23 @@ class Summary:
                 "every group has one attempt, so there are no returns to compare within a group: if "
                 "some are attempts at the same task, pass --group-by LABEL, or name the task in the log"
             )
-        if self.num_duplicates:
+        lines += _line(self.num_duplicates, "rejected record", " with the same content as another")
+        lines += _line(self.num_without_reward, "trajectory", " without a reward (null)")
+        if self.num_without_reward and self.numbers and self.reward_mean is None:
+            names = ", ".join(sorted(self.numbers)[:8])
             lines.append(
-                f"{_num(self.num_duplicates, 'rejected record')} with the same content as another"
+                f"the log has metrics ({names}), none of which is named as the reward: if one "
+                "measures success, pass --reward KEY"
             )
-        if self.num_without_reward:
-            lines.append(f"{_num(self.num_without_reward, 'trajectory')} without a reward (null)")
-            if self.numbers and self.reward_mean is None:
-                names = ", ".join(sorted(self.numbers)[:8])
-                lines.append(
-                    f"the log has metrics ({names}), none of which is named as the reward: if one "
-                    "measures success, pass --reward KEY"
-                )
-        if self.num_retokenized:
-            lines.append(
-                f"{_num(self.num_retokenized, 'row')} re-tokenized from text: ids are approximate"
-            )
+        approximate = " re-tokenized from text: ids are approximate"
+        lines += _line(self.num_retokenized, "row", approximate)
         lines += [f"{what}: {number:,}" for what, number in self._told()]
-        if self.num_restarted:
-            lines.append(
-                f"{_num(self.num_restarted, 'trajectory')} in which the first prompt recurs, "
-                "probably because several attempts have the same name: give each attempt a "
-                "different name (calls: `session`)"
-            )
+        lines += _line(
+            self.num_restarted,
+            "trajectory",
+            " in which the first prompt recurs, probably because several attempts have the same name: "
+            "give each attempt a different name (calls: `session`)",
+        )
         if num := self.num_exact_without_logprobs:
             lines.append(
                 f"{_num(num, 'row')} without log-probabilities, so `train` "
@@ -226,8 +220,7 @@ class Summary:
                 " defaults applied (vLLM's and SGLang's are in the model's generation_config.json),"
                 " which `train` and `audit` compare"
             )
-        if self.num_failed:
-            lines.append(f"{_num(self.num_failed, 'failed trajectory')}, kept with `error`")
+        lines += _line(self.num_failed, "failed trajectory", ", kept with `error`")
         return "\n".join(lines)
 
     def tokenizer_text(self, out: str, tokenizer: str | None) -> str | None:
@@ -266,6 +259,10 @@ class Summary:
             more = _num(len(self.reasons) - _NUM_REASONS, "further reason")
             lines.append(f"  {more}: see `--json`")
         return lines
+
+
+def _line(number: int, noun: str, text: str) -> list[str]:
+    return [f"{_num(number, noun)}{text}"] if number else []
 
 
 def _is_label(unread: str) -> bool:

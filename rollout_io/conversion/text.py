@@ -224,16 +224,11 @@ def is_of_tokenizer(error: RolloutError, retokenizer: Retokenizer | Untokenized 
 
 
 def _readable(messages: Sequence[dict[str, Any]]) -> str:
-    """Join the texts of messages; all but assistant messages are prefixed with their role.
-
-    Tool calls and other parts that are not text are written as JSON.
-    """
-    return "\n".join(_text(message) for message in messages)
-
-
-def _text(message: dict[str, Any]) -> str:
-    text = text_of(message) or ""
-    return text if message["role"] == "assistant" else f"[{message['role']}] {text}"
+    """Join the texts of messages; all but assistant messages are prefixed with their role."""
+    roles = [message["role"] for message in messages]
+    prefixes = ["" if role == "assistant" else f"[{role}] " for role in roles]
+    texts = [text_of(message) or "" for message in messages]
+    return "\n".join(map(str.__add__, prefixes, texts))
 
 
 MIN_CHARS = 64
@@ -299,23 +294,20 @@ _MIN_WORDS = 6
 
 
 def check_decoded(steps: Iterable[Step], directory: str) -> bool:
-    """Decode the sampled ids and compare them with the text in the log.
+    """Decode the sampled ids and compare them with the text in the log; true if it has any.
 
     If the log has the text of each token next to its log-probability, all tokens are compared;
-    otherwise only the text of one response per run, and the words of all tool calls. If the harness stored that text in a modified
-    form (parsed, or joined with tool calls), only its words are compared (`has_words_of`).
-
-    Returns:
-        True if there was text to compare with the ids of at least one step.
-
-    Raises:
-        InputError: `other_tokenizer`: the decoded ids differ from the text.
+    otherwise only the text of one response per run, and the words of all tool calls. If the harness
+    stored that text in a modified form (parsed, or joined with tool calls), only its words are compared
+    (`has_words_of`).
     """
     is_sampled = is_compared = False
     for step in steps:
         told = () if step.token_text is None else (step.token_text,)
         texts = told or (() if is_sampled else step.texts)
-        edited = None if texts or is_sampled else _long_enough(step.response_text)
+        edited = None if texts or is_sampled else step.response_text
+        if edited is not None and len(_words(edited)) < _MIN_WORDS:
+            edited = None  # too few to tell tokenizers apart
         if step.token_source == RETOKENIZED or not (texts or edited or step.called):
             continue
         tokenizer = cached_tokenizer(directory, None)
@@ -356,11 +348,6 @@ def _words(text: str) -> set[str]:
     # Remove escapes such as \n, whose letter would otherwise join the next word. If the backslash
     # is literal, the rest of the word remains and still occurs in the decoded tokens.
     return set(_WORD.findall(_ESCAPE.sub(" ", text)))
-
-
-def _long_enough(text: str | None) -> str | None:
-    """Return the text if it has enough words to tell tokenizers apart, else None."""
-    return text if text is not None and len(_words(text)) >= _MIN_WORDS else None
 
 
 def _ids(step: Step) -> list[int]:

@@ -226,8 +226,8 @@ def _note(record: Record, rollouts: dict[str, _Rollout]) -> None:
         if kind == "model_request":
             request = decode_line(_PROMPT, bytes(event.data.request), f"{where}, data.request")
             if request is not None:
-                asked = request.prompt if bytes(request.messages) == b"null" else request.messages
-                rollout.labels.setdefault("prompt", f"prompt-{_digest(asked)}")
+                prompt = request.prompt if bytes(request.messages) == b"null" else request.messages
+                rollout.labels.setdefault("prompt", f"prompt-{_digest(prompt)}")
         events = rollout.attempts.setdefault(event.attempt_id, [])
         is_untimed = event.timestamp is None and events
         events.append((events[-1][0] if is_untimed else event.timestamp or 0.0, place))
@@ -258,9 +258,9 @@ def _runs(name: str, rollout: _Rollout) -> Iterator[Run | Rejected]:
             yield from incomplete(places, damage)
             continue
         superseded_by = last if last is not None and attempt != last else None
-        own = {"rollout_id": name, "attempt_id": attempt}
-        own |= filled(superseded_by=superseded_by, **labels)
-        yield Run(instance_id=instance, repetition_id=None, places=places, labels=own)
+        names = {"rollout_id": name, "attempt_id": attempt}
+        names |= filled(superseded_by=superseded_by, **labels)
+        yield Run(instance_id=instance, repetition_id=None, places=places, labels=names)
 
 
 def read_attempt(run: Run, _: Options) -> Trajectory:

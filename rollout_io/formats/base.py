@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rollout_io.configuration import Count, out_of_bounds
 from schemas.errors import ConfigError, InputError, RolloutError
 
 if TYPE_CHECKING:
@@ -127,24 +128,15 @@ class Options:
     """
 
     reward: str | None = None
-    timeouts: str = "fail"
-    overflows: str = "zero"
+    timeouts: Literal["fail", "keep"] = "fail"
+    overflows: Literal["zero", "fail", "keep"] = "zero"
     other_fields: Literal["refuse", "keep", "drop"] = "refuse"
-    group_size: int | None = None
+    group_size: Count | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("timeouts", ("fail", "keep")),
-            ("overflows", ("zero", "fail", "keep")),
-            ("other_fields", ("refuse", "keep", "drop")),
-        ):
-            if getattr(self, name) not in known:
-                expected = "one of " + ", ".join(map(repr, known))
-                raise ConfigError("choices", name, repr(getattr(self, name)), expected)
-        if self.group_size is not None and self.group_size < 1:
-            got = repr(self.group_size)
-            raise ConfigError("choices", "group_size", got, "a number of at least 1")
+        for name, got, expected in out_of_bounds(self):
+            raise ConfigError("choices", name, got, expected)
 
 
 Ids = npt.NDArray[np.int32] | bytes

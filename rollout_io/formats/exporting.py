@@ -219,21 +219,15 @@ def _place(where: str, table: pa.Table, name: str, row: int) -> str:
 def new_export(out: str | os.PathLike[str], dataset: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path for an export of `dataset`; rename that path to `out` at the end."""
     refuse_taken(out, dataset)
-    with _export(out, is_new=True) as path:
+    with written_to(out, is_new=True) as path:
         refuse_taken(out, dataset)  # another writer may have finished before this one locked it
         with refuse_changed(dataset):
             yield path
 
 
 @contextmanager
-def replaced_export(out: str | os.PathLike[str]) -> Iterator[Path]:
-    """Like `new_export`, but replace an existing file."""
-    with _export(out, is_new=False) as path:
-        yield path
-
-
-@contextmanager
-def _export(out: str | os.PathLike[str], *, is_new: bool) -> Iterator[Path]:
+def written_to(out: str | os.PathLike[str], *, is_new: bool) -> Iterator[Path]:
+    """Yield a temporary path; rename it to `out`, which may exist unless the output `is_new`."""
     target = Path(out).absolute()
     hint = f"check that the directory is writable: ls -ld {Path(out).parent}"
     with writable(os.fspath(out), hint), ExitStack() as stack:

@@ -41,15 +41,11 @@ class Grammar:
     """The records of a format.
 
     Attributes:
-        kind: Key with the type of a record; "": all records have one type.
-        subkind: Key that divides a type: `system` with a `subtype` is the type `system:subtype`, if
-            that is listed.
-        default: Name of the type of a record without the key `kind`.
+        kind, subkind, default, leaves: As in `Contents`.
         payload: Key below which the fields of the structs are; "": at the top level.
         records: Struct of each type that is read; None if nothing but its type is. Types that are not
             listed have the struct of `*`, which comes first and whose fields all types have. A record
             that is a list has a list of structs.
-        leaves: What is left out, by the reason (`contents.Contents`).
     """
 
     kind: str = ""

@@ -335,14 +335,6 @@ def _is_episode(value: Any) -> bool:
     return all(isinstance(t, dict) and isinstance(t.get("steps"), list) for t in trajectories)
 
 
-def _is_log(name: str) -> bool:
-    return name.startswith("episode_") and name.endswith(".json")
-
-
-def _is_beside(name: str) -> bool:
-    return name in _BESIDE or name.startswith("item_")
-
-
 ADAPTER = Records(
     records={"": Episode},
     leaves=_LEAVES,
@@ -350,6 +342,10 @@ ADAPTER = Records(
     read=read,
     is_record=_is_episode,
     is_whole=lambda _: True,
-    files=partial(logs_of, is_log=_is_log, is_beside=_is_beside),
+    files=partial(
+        logs_of,
+        is_log=lambda name: name.startswith("episode_") and name.endswith(".json"),
+        is_beside=lambda name: name in _BESIDE or name.startswith("item_"),
+    ),
     finish=partial(with_group_rule, rule=_GROUPS, label="task"),
 ).adapter("rLLM: episodes, one JSON document each, or run directories")

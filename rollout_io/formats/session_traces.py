@@ -153,7 +153,11 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
                 done.num_rows_read += len(rows)
                 num_rewards += sum(map(_is_rewarded, rows))
                 said = [(row, messages) for row in rows if (messages := _said(row))]
-                spoken = [(row, messages) for row, messages in said if _is_told(row, messages)]
+                spoken = [
+                    (row, messages)
+                    for row, messages in said
+                    if row.get("error") is not None or any(map(is_answer, messages))
+                ]
                 done.leave_out(NO_MESSAGES, len(rows) - len(said))
                 done.leave_out(NO_ANSWER, len(said) - len(spoken))
                 done.num_rows_written += len(spoken)
@@ -172,11 +176,6 @@ def write(dataset: PathLike, out: PathLike, failed: Failed = "group") -> Exporte
 
 def _is_rewarded(fields: Mapping[str, Any]) -> bool:
     return bool(fields.get("reward"))
-
-
-def _is_told(row: Mapping[str, Any], messages: Sequence[Message]) -> bool:
-    """True if a session of the messages can be read: it has an answer, or says why it has none."""
-    return any(map(is_answer, messages)) or row.get("error") is not None
 
 
 def _trajectories(table: pa.Table) -> Iterator[list[dict[str, Any]]]:

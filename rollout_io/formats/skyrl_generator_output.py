@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollout_io.dataset.opening import read_input
-from rollout_io.formats.exporting import replaced_export
+from rollout_io.formats.exporting import written_to
 from rollout_io.formats.skyrl_fields import (
     SPLITS,
     TIMES,
@@ -164,7 +164,7 @@ def write_generator_output(
 ) -> None:
     """Write a table as a GeneratorOutput in JSON; an error leaves no partial file."""
     text = generator_output_text(table, file, failed, outcome)
-    with replaced_export(file) as path:
+    with written_to(file, is_new=False) as path:
         path.write_text(text, encoding="utf-8")
 
 

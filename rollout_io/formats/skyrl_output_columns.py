@@ -81,22 +81,22 @@ def table_of(
     flags = _values(output, "is_last_step", _is_flag, "true or false", "last_flag")
     last = [bool(flag) for flag in flags] if has_flags else [True] * len(identities)
     _check_repeats(identities, last, has_flags=has_flags)
-    given = {column: name for column, name in _LISTS.items() if output.get(name) is not None}
-    lists = {column: _arrays(output, name) for column, name in given.items()}
+    fields = {column: name for column, name in _LISTS.items() if output.get(name) is not None}
+    lists = {column: _arrays(output, name) for column, name in fields.items()}
     rewards = _rewards(output)
     stops = _values(output, "stop_reasons", _is_text, "a string or null")
     failed = _placeholders([*lists.values(), rewards], stops, identities, last)
-    own = _column_fields(output)
-    stated = own.get("error", [None] * len(failed))
+    extra = _column_fields(output)
+    stated = extra.get("error", [None] * len(failed))
     errors = [e or (ERROR if f else None) for e, f in zip(stated, failed, strict=True)]
     has_error = [error is not None for error in errors]
-    columns: dict[str, Any] = own | {
+    columns: dict[str, Any] = extra | {
         "instance_id": [i.instance_id for i in identities],
         "repetition_id": [i.repetition_id for i in identities],
         "trajectory_id": [i.to_string() for i in identities],
         "step_index": _step_indices(identities, last),
         "is_last_step": last,
-        "token_source": own.get("token_source", ["engine"] * len(failed)),
+        "token_source": extra.get("token_source", ["engine"] * len(failed)),
         "metrics": _metrics(output),
         "stop_reason": stops or None,
         "error": errors if any(has_error) else None,
@@ -287,17 +287,17 @@ def _fits(kind: pa.DataType, value: Any) -> bool:
 
 def _column_fields(output: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the fields that are named like columns."""
-    found = {}
+    columns = {}
     for name in COLUMN_FIELDS:
         kind = COLUMN_BY_NAME[name].type
         if output.get(name) is None:
             continue
         if name == "token_source":
             expected = " or ".join(_TOKEN_SOURCES)
-            found[name] = _values(output, name, _TOKEN_SOURCES.__contains__, expected)
+            columns[name] = _values(output, name, _TOKEN_SOURCES.__contains__, expected)
         else:
-            found[name] = _values(output, name, partial(_fits, kind), f"{kind} or null")
-    return found
+            columns[name] = _values(output, name, partial(_fits, kind), f"{kind} or null")
+    return columns
 
 
 def _arrays(output: Mapping[str, Any], name: str) -> list[Any]:

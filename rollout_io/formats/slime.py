@@ -304,14 +304,14 @@ def _routes(value: Any, num_tokens: int, where: str) -> npt.NDArray[np.int16] | 
 def _reward(sample: _Sample, where: str) -> tuple[float | None, dict[str, float]]:
     """Return the outcome, and all rewards by name."""
     rewards = sample.reward if isinstance(sample.reward, Mapping) else {"reward": sample.reward}
-    found = _numbers(rewards, f"{where}, reward")
+    numbers = _numbers(rewards, f"{where}, reward")
     if "reward" in rewards:
-        if rewards["reward"] is not None and "reward" not in found:
+        if rewards["reward"] is not None and "reward" not in numbers:
             got = f"a reward of type {type(rewards['reward']).__name__}"
             raise InputError("record_type", where, got, "a number, or an object of numbers")
-        return found.get("reward"), found
-    alone = next(iter(found.values())) if len(found) == 1 else None
-    return alone, found
+        return numbers.get("reward"), numbers
+    alone = next(iter(numbers.values())) if len(numbers) == 1 else None
+    return alone, numbers
 
 
 def _numbers(values: Mapping[Any, Any], where: str) -> dict[str, float]:

@@ -84,11 +84,8 @@ class Start:
     @cached_property
     def document(self) -> Any:
         """The only value of a file that is one JSON document, on one line or more; else None."""
-        return self.values[0] if (self.is_document and self.values) or self._is_one_line else None
-
-    @cached_property
-    def _is_one_line(self) -> bool:
-        return len(self.lines) == 1 == len(self.values)
+        is_one_line = len(self.lines) == 1 == len(self.values)
+        return self.values[0] if (self.is_document and self.values) or is_one_line else None
 
     @cached_property
     def tables(self) -> dict[str, set[str]]:

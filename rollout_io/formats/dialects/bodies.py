@@ -109,14 +109,14 @@ def answers_of(logged: Any, where: str) -> list[Message]:
             return [{"role": "assistant", "content": "", "tool_calls": calls}]
         if is_choices or (len(value) == 1 and isinstance(value[0], Mapping | list)):
             return [answer for each in value for answer in answers_of(each, where)]
-        return _joined(frameworks.messages(value, where)) if _are_messages(value) else []
+        return joined(frameworks.messages(value, where)) if _are_messages(value) else []
     if not isinstance(value, Mapping):
         return []
     for name in ("choices", "candidates", "generations"):
         if isinstance(value.get(name), list):
             return [a for each in value[name] for a in answers_of(each, f"{where}, {name}")]
     if isinstance(value.get("output"), list):
-        return _joined(responses.messages(value["output"], f"{where}, output"))
+        return joined(responses.messages(value["output"], f"{where}, output"))
     for name in ("message", "content"):
         if isinstance(value.get(name), Mapping):
             return answers_of(value[name], where)
@@ -124,7 +124,7 @@ def answers_of(logged: Any, where: str) -> list[Message]:
         return answers_of(value["messages"], f"{where}, messages")
     fields = value if "role" in value or "type" in value else {"role": "assistant"} | dict(value)
     if _are_messages([fields]) and _holds_answer(fields):
-        return _joined(_messages([fields], where))
+        return joined(_messages([fields], where))
     text = value.get("text")
     return [{"role": "assistant", "content": text}] if isinstance(text, str) and text else []
 
@@ -176,7 +176,7 @@ def _holds_answer(fields: Mapping[str, Any]) -> bool:
     return any(fields.get(name) for name in names) or bool(more.get("tool_calls"))
 
 
-def _joined(found: list[Message]) -> list[Message]:
+def joined(found: list[Message]) -> list[Message]:
     """Return the one answer that consecutive messages of the model are."""
     answers = [message for message in found if message["role"] == "assistant"]
     for message in answers[1:]:
@@ -218,7 +218,8 @@ def tools_of(logged: Any) -> list[Message] | None:
     """Return the tool definitions of any API in OpenAI's format; None if there are none."""
     value = value_of(logged)
     if isinstance(value, Mapping):  # Langfuse: definitions by name
-        value = [{"name": name} | _object(each) for name, each in value.items()]
+        named = [(name, value_of(each)) for name, each in value.items()]
+        value = [{"name": n} | (each if isinstance(each, dict) else {}) for n, each in named]
     if not isinstance(value, list):
         return None
     found: list[Message] = []
@@ -243,11 +244,6 @@ def _as_function(fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(fields.get("function"), Mapping):
         return fields
     return {"type": "function", "function": {n: v for n, v in fields.items() if n != "type"}}
-
-
-def _object(logged: Any) -> dict[str, Any]:
-    value = value_of(logged)
-    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def response_with_tokens(logged: Any) -> msgspec.Raw | None:

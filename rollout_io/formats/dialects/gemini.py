@@ -55,14 +55,8 @@ _ROLES = {"model": "assistant", "function": "user"}
 _WORD = re.compile(r"_([a-z])")
 _SNAKE = frozenset(
     {
-        "function_call",
-        "function_response",
-        "inline_data",
-        "file_data",
-        "executable_code",
-        "code_execution_result",
-        "mime_type",
-        "file_uri",
+        *("function_call", "function_response", "executable_code", "code_execution_result"),
+        *("inline_data", "file_data", "mime_type", "file_uri"),
     }
 )
 MOVED = "results behind a text or a picture of their message, which stand in front of it here"

@@ -18,6 +18,7 @@ from rollout_io.formats.contents import Contents, account
 from rollout_io.formats.dialects import frameworks
 from rollout_io.formats.dialects.bodies import (
     answers_of,
+    joined,
     prompt_of,
     response_with_tokens,
     tools_of,
@@ -25,7 +26,7 @@ from rollout_io.formats.dialects.bodies import (
     with_calls,
 )
 from rollout_io.formats.dialects.spans import Span, at, listed
-from rollout_io.formats.parsing.content import Message, extend, known
+from rollout_io.formats.parsing.content import Message, known
 from rollout_io.formats.parsing.messages import read_messages, text_of
 from rollout_io.formats.parsing.notes import note
 
@@ -143,15 +144,8 @@ def _indexed(span: Span, where: str) -> ModelCall | None:
             said = [with_calls(each | {"role": "assistant"}) for each in answers]
             replies = [msgspec.Raw(msgspec.json.encode(each)) for each in said]
             found = read_messages(raws, f"{where}, {given}")
-            return ModelCall(span, found, _one_answer(read_messages(replies, where)), None, None)
+            return ModelCall(span, found, joined(read_messages(replies, where)), None, None)
     return None
-
-
-def _one_answer(found: list[Message]) -> list[Message]:
-    """Return the answer of a span with several messages, which the conventions cannot tell apart."""
-    for message in found[1:]:
-        extend(found[0], message)
-    return found[:1]
 
 
 def _of_tree(node: Any) -> dict[str, Any]:

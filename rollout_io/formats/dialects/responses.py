@@ -62,14 +62,9 @@ TEXTS = Contents(
 
 OUTPUTS = frozenset(
     {
-        "function_call_output",
-        "custom_tool_call_output",
-        "tool_search_output",
-        "local_shell_call_output",
-        "shell_call_output",
-        "apply_patch_call_output",
-        "computer_call_output",
-        "program_output",
+        *("function_call_output", "custom_tool_call_output", "tool_search_output"),
+        *("local_shell_call_output", "shell_call_output", "apply_patch_call_output"),
+        *("computer_call_output", "program_output"),
     }
 )
 ITEMS = Contents(
@@ -332,26 +327,22 @@ def reply_of(items: Iterable[Item], where: str) -> Message:
 
 def _call(item: Item, where: str) -> Message:
     """Convert a function call, a custom tool call (text input) or a built-in tool call."""
-    call_id, name = item.call_id or item.id, item.name
+    call_id, name = item.call_id or item.id, item.type.removesuffix("_call")
     if item.encrypted_function_args:
         raise _refused(where, "a function call with encrypted arguments")
-    name = None if name is None else _named(name, item.namespace)
-    if item.type in {"function_call", "mcp_call"} and name is not None:
-        return tool_call(call_id, name, json_text(item.arguments, where))
-    if item.type == "custom_tool_call" and name is not None:
-        arguments = msgspec.json.encode({"input": item.input or ""}).decode()
-        return tool_call(call_id, name, arguments)
-    if item.type == "tool_search_call":
-        return tool_call(call_id, "tool_search", json_text(item.arguments, where))
+    if item.type in {"function_call", "mcp_call", "custom_tool_call"} and item.name is not None:
+        text = msgspec.json.encode({"input": item.input or ""}).decode()
+        is_text = item.type == "custom_tool_call"
+        arguments = text if is_text else json_text(item.arguments, where)
+        return tool_call(call_id, _named(item.name, item.namespace), arguments)
     if item.type in {"code_interpreter_call", "program"}:
-        arguments = msgspec.json.encode({"code": item.code or ""}).decode()
-        return tool_call(call_id, item.type.removesuffix("_call"), arguments)
+        return tool_call(call_id, name, msgspec.json.encode({"code": item.code or ""}).decode())
     if item.type == "file_search_call":
-        return tool_call(call_id, "file_search", f'{{"queries":{json_text(item.queries, where)}}}')
-    if item.type == "apply_patch_call":
-        return tool_call(call_id, "apply_patch", json_text(item.operation, where))
-    if item.type in _ACTIONS:
-        return tool_call(call_id, item.type.removesuffix("_call"), json_text(item.action, where))
+        return tool_call(call_id, name, f'{{"queries":{json_text(item.queries, where)}}}')
+    values = {"tool_search_call": item.arguments, "apply_patch_call": item.operation}
+    values |= dict.fromkeys(_ACTIONS, item.action)
+    if item.type in values:
+        return tool_call(call_id, name, json_text(values[item.type], where))
     raise _refused(where, f"an item of type {item.type!r}")
 
 

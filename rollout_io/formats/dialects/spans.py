@@ -245,7 +245,7 @@ def _pairs(logged: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     listed = value if isinstance(value, list) else ()
-    pairs = [each for each in listed if isinstance(each, Mapping) and "key" in each]
+    pairs = [pair for pair in listed if isinstance(pair, Mapping) and "key" in pair]
     return {str(pair["key"]): _otlp_value(pair.get("value")) for pair in pairs}
 
 

@@ -51,16 +51,8 @@ KINDS = frozenset(_KINDS.values())
 _BY_TYPE = (("image/", "image"), ("audio/", "audio"), ("video/", "video"))
 _HOLDERS = ("source", "image_url", "file", "input_audio", "audio_url", "video_url", "inlineData")
 _URLS = (
-    "url",
-    "image_url",
-    "file_url",
-    "fileUri",
-    "file_uri",
-    "image",
-    "audio",
-    "video",
-    "document",
-    "path",
+    *("url", "image_url", "file_url", "fileUri", "file_uri"),
+    *("image", "audio", "video", "document", "path"),
 )
 _DATA = ("data", "file_data", "base64")
 _TYPES = ("media_type", "mimeType", "mime_type", "mediaType", "format")

@@ -85,15 +85,15 @@ def numbers(
 
     The numbers in `objects`, which are fields too, follow: `rewards.style`, for example.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, raw in fields.items():
         if not bytes(raw).startswith(_NO_NUMBERS):
-            found[name] = float(decode_line(_NUMBER_DECODER, bytes(raw), f"{where}, {name}"))
+            values[name] = float(decode_line(_NUMBER_DECODER, bytes(raw), f"{where}, {name}"))
     for name in objects:
         place = f"{where}, {name}"
         inner = decode_line(_OBJECT_DECODER, bytes(fields.get(name, b"null")), place)
-        found |= {f"{name}.{key}": value for key, value in numbers(inner or {}, place).items()}
-    return found
+        values |= {f"{name}.{key}": value for key, value in numbers(inner or {}, place).items()}
+    return values
 
 
 TASK_LABELS = ("task_id", "task", "problem_id", "question_id", "instance")
@@ -112,17 +112,10 @@ def task_labels(labels: Mapping[str, str]) -> dict[str, str]:
 
 _PLACES = ("metadata", "extra", "extra_info", "info")
 _LIKE = frozenset(
-    [
-        "task",
-        "taskid",
-        "taskname",
-        "problemid",
-        "questionid",
-        "instance",
-        "instanceid",
-        "exampleid",
-        "promptid",
-    ]
+    {
+        *("task", "taskid", "taskname", "problemid", "questionid", "exampleid", "promptid"),
+        *("instance", "instanceid"),
+    }
 )
 
 

@@ -24,7 +24,9 @@ _MAGIC = b"SQLite format 3\0"
 def opened(path: Path, where: str) -> Iterator[sqlite3.Connection]:
     """Open a database for reading; neither it nor its log is changed."""
     try:
-        source = _copy(path, Version.of(path)) if _wal(path).is_file() else path
+        source = path
+        if (wal := _wal(path)).is_file():
+            source = _copied(path, Version.of(path), Version.of(wal)).path / path.name
         uri = f"{Path(source).resolve().as_uri()}?mode=ro&immutable={int(source == path)}"
         with closing(sqlite3.connect(uri, uri=True)) as database:
             database.text_factory = lambda raw: raw.decode(errors="replace")
@@ -49,15 +51,11 @@ class _Folder:
 
 @lru_cache(maxsize=2)
 def _copied(path: Path, _: Version, __: Version) -> _Folder:
+    """Copy a database and its write-ahead log to a directory that is kept for further sessions."""
     folder = _Folder()
     for file in (path, _wal(path)):
         shutil.copyfile(file, folder.path / file.name)
     return folder
-
-
-def _copy(path: Path, version: Version) -> Path:
-    """Copy a database and its write-ahead log to a directory that is kept for further sessions."""
-    return _copied(path, version, Version.of(_wal(path))).path / path.name
 
 
 def columns_of(path: Path) -> dict[str, set[str]]:

@@ -42,9 +42,15 @@ def token_ids(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32
     """Return the ids of a prompt or response, [tokens] int32."""
     if not ids:
         raise broken(f"nonempty_{what}", where, f"the {what} has no tokens")
-    if not 0 <= min(ids) <= max(ids) <= INT32_MAX:
+    return _in_range(ids, what, where)
+
+
+def _in_range(ids: Sequence[int], what: str, where: str) -> npt.NDArray[np.int32]:
+    if ids and not 0 <= min(ids) <= max(ids) <= INT32_MAX:
         bad = next(i for i in ids if not 0 <= i <= INT32_MAX)
-        raise broken("token_range", where, f"id {bad} in the {what}", f"ids in 0..{INT32_MAX}")
+        digits = str(bad) if abs(bad) < 1 << 70 else "with more than 20 digits"
+        expected = f"ids in 0..{INT32_MAX}"
+        raise broken("token_range", where, f"id {digits} in the {what}", expected)
     return np.array(ids, np.int32)
 
 
@@ -118,13 +124,8 @@ def num_ids(ids: Ids) -> int:
 
 def strict_ids(text: bytes, what: str, where: str) -> npt.NDArray[np.int32]:
     """Parse a JSON list of token ids, [n] int32."""
-    found = decode_line(_INTEGERS_DECODER, text, f"{where}, {what} ids")
-    bad = next((i for i in found if not 0 <= i <= INT32_MAX), None)
-    if bad is not None:
-        digits = str(bad) if abs(bad) < 1 << 70 else "with more than 20 digits"
-        expected = f"ids in 0..{INT32_MAX}"
-        raise broken("token_range", where, f"id {digits} in the {what}", expected)
-    return np.array(found, np.int32)
+    ids = decode_line(_INTEGERS_DECODER, text, f"{where}, {what} ids")
+    return _in_range(ids, what, where)
 
 
 def same_ids(ids: bytes, others: bytes, what: str, where: str) -> None:

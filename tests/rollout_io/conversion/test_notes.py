@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rollout_io import Choices, convert
-from rollout_io.conversion.lacks import NO_SYSTEM, NO_TOOLS
+from rollout_io.conversion.slips import NO_SYSTEM, NO_TOOLS
 from rollout_io.conversion.summary import Summary
 from rollout_io.formats.claude_code import ADAPTER
 from tests.helpers.adapter_helpers import convert_with, write_lines
