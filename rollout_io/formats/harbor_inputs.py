@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_io.dataset.opening import open_input
 from rollout_io.formats.atif import is_file
-from rollout_io.formats.parsing.jsonl import first_lines, read_document
+from rollout_io.formats.parsing.jsonl import read_document
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
@@ -22,7 +21,7 @@ Key = tuple[str, int]
 
 _IDS = re.compile(rb'"completion_token_ids"\s*:\s*\[[\s\[\],]*\d')
 _NULL = msgspec.Raw(b"null")
-_NUM_TRIES, _START_BYTES = 8, 1 << 16
+_NUM_TRIES = 8
 _KEYS = (b'"trial_name"', b'"n_total_trials"', b'"schema_version"', b'"conversations"')
 
 
@@ -87,7 +86,6 @@ class Source:
 
 _HEAD = msgspec.json.Decoder(Head)
 _EXPORT = msgspec.json.Decoder(list[_Exported])
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def find_runs(path: Path, errors: list[RolloutError]) -> list[Source]:
@@ -211,22 +209,14 @@ def _read_head(path: Path) -> Head:
             hint = "convert the trial directory or its agent/trajectory.json, "
             hint += "or pass --on-error skip to skip exports"
             raise InputError("harbor_export", str(path), got, hint=hint) from None
-        if error.rule == "json_document" and _is_json_lines(path):
+        start = Start(path)
+        if error.rule == "json_document" and len(start.lines) > 1 and not start.is_document:
             raise _unknown(path, "the file has several JSON documents (JSON Lines)") from None
         if error.rule == "record_type":
             raise _unknown(
                 path, f"the document is not from Harbor ({error.sentence.removesuffix('.')})"
             ) from None
         raise
-
-
-def _is_json_lines(path: Path) -> bool:
-    """True if a file has several lines and its first line is a complete JSON object."""
-    lines = list(islice(first_lines(path), 2))
-    try:
-        return len(lines) > 1 and bool(_OBJECT.decode(lines[0]))
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return False
 
 
 def is_export(path: Path) -> bool:
@@ -282,13 +272,13 @@ def recognizes(start: Start) -> bool:
     """
     path = start.path
     try:
-        if path.is_dir():
+        if not start.is_file:
             names = ("result.json", "agent/trajectory.json", "*/result.json", "*/*/result.json")
             found = (file for name in names for file in path.glob(name))
-            if any(_is_harbor(file) for file in islice(found, _NUM_TRIES)):
+            if any(_is_harbor(Start(file)) for file in islice(found, _NUM_TRIES)):
                 return True
             return is_file(path / "config.json") and _is_trial_config(path / "config.json")
-        return is_file(path) and _is_harbor(path)
+        return _is_harbor(start)
     except (OSError, RolloutError):
         return False
 
@@ -298,13 +288,11 @@ def _is_trial_config(path: Path) -> bool:
     return head.trial_name is not None and head.task_name is None
 
 
-def _is_harbor(path: Path) -> bool:
-    with open_input(path) as file:
-        start = file.read(_START_BYTES)
-    if not any(key in start for key in _KEYS):
+def _is_harbor(start: Start) -> bool:
+    if not any(key in start.head for key in _KEYS):
         return False
     try:
-        head = read_document(_HEAD, path)[0]
+        head = read_document(_HEAD, start.path)[0]
     except RolloutError:
-        return is_export(path)
+        return is_export(start.path)
     return head.is_trial or head.is_atif or head.n_total_trials is not None

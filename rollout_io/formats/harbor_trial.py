@@ -296,10 +296,9 @@ def _element(detail: _Detail, index: int, place: str) -> list[Step]:
 
 def _agreed(elements: Sequence[Sequence[Step]], run: LoggedRun, place: str) -> list[Step]:
     """Merge calls: tokens from `result.json` (`elements`), order and text from the trajectory."""
-    lineages: list[list[Step]] = [[] for _ in range(run.num_subagents + 1)]
-    for step, lineage in zip(run.steps, run.lineages, strict=True):
-        lineages[lineage].append(step)
-    lineages = [steps for steps in lineages if steps]
+    logged = [*zip(run.steps, run.lineages, strict=True)]
+    names = sorted({*run.lineages})
+    lineages = [[step for step, lineage in logged if lineage == name] for name in names]
     for index, (ours, theirs) in enumerate(zip_longest(elements, lineages, fillvalue=())):
         if len(ours) != len(theirs):
             where = theirs[0].source.partition(",")[0] if theirs else "the trajectory"
@@ -307,9 +306,8 @@ def _agreed(elements: Sequence[Sequence[Step]], run: LoggedRun, place: str) -> l
             raise _disagree(f"{place}[{index}]", got)
         for a, b in zip(ours, theirs, strict=True):
             _refuse_difference(a, b)
-    calls = [iter(element) for element in elements]
-    lineage_of = {id(s): index for index, steps in enumerate(lineages) for s in steps}
-    return [_joined(next(calls[lineage_of[id(step)]]), step) for step in run.steps]
+    calls = {name: iter(element) for name, element in zip(names, elements, strict=True)}
+    return [_joined(next(calls[lineage]), step) for step, lineage in logged]
 
 
 def _joined(tokens: Step, told: Step) -> Step:
