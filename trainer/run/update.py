@@ -29,15 +29,13 @@ import polars as pl
 import pyarrow as pa
 from torch import Tensor
 
-import rollout_io
-from rollout_io.dataset.row_digests import with_stored_digest
 from schemas.errors import RolloutError
 from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch, without_sets
 from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.batches.plan import split
 from trainer.batches.prefetch import one_ahead
-from trainer.batches.stored_rows import Origins, StoredRows, find_origins, stored_rows
+from trainer.batches.stored_rows import Origins, StoredRows, digests_of, find_origins, stored_rows
 from trainer.batches.transfer import Arriving, to_device
 from trainer.distributed.balance import own_forests
 from trainer.distributed.processes import agreed, exchange_rows, gather_parts, own_groups
@@ -215,10 +213,7 @@ def read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
     )
     if config.run.record_tokens == "none":
         return rows, generated, None
-    # Not of `run.rollouts`, whose rewards may be those of a reward version.
-    stored = rollout_io.scan(config.data.dataset).filter(pl.col("instance_id").is_in(list(groups)))
-    digests = with_stored_digest(stored).select("row_digest").collect()
-    return rows, generated, stored_rows(found.hstack(digests))
+    return rows, generated, stored_rows(found.hstack(digests_of(config.data.dataset, groups)))
 
 
 def ready_batch(
