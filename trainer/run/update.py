@@ -199,10 +199,9 @@ def steps(run: TrainingRun, position: Position, passes: Passes = UNWATCHED) -> I
 
 def read_share(run: TrainingRun, groups: Sequence[str]) -> Share:
     """Read the part of a batch that is assigned to this process."""
-    accelerator, config = run.learner.accelerator, run.config
-    own = own_groups(accelerator, groups)
+    config, own = run.config, own_groups(run.learner.accelerator, groups)
     rows = read_rows(run.rollouts, run.plan, own, config.batch) if own else None
-    if not accelerator.is_main_process:
+    if not run.learner.accelerator.is_main_process:
         return rows, {}, None
     found = generated_rows(run.rollouts, groups)
     generated = sequence_metrics(
@@ -263,7 +262,6 @@ def ready_batch(
             ref_logprobs=ref_logprobs,
         )
         kl_coef, ref_logprobs = next_coef(kl_coef, kl_metrics, batch, config.loss), None
-    # Advantages.
     is_supervised = config.loss.is_supervised
     estimates = estimate(batch, config.advantage, known.get("values"), is_supervised=is_supervised)
     batch = dataclasses.replace(batch, advantages=estimates.advantages)
