@@ -376,7 +376,8 @@ one: bit for bit on a CPU with the same libraries and number of threads.
 `--resume` then removes the later checkpoints. `keep_checkpoints` limits how many are kept. A checkpoint contains the model, all
 files of `model` that are neither weights nor hidden (tokenizer, processor, chat templates, licence, ...), the critic in
 `critic/`, and `state/` with safetensors and JSON, no pickle. A note names the files that are left out: links out of the
-directory, directories with another model or run, and files that cannot be read.
+directory, directories with another model or run, and files that cannot be read. `state/files.json` has the SHA-256 of every file;
+each process of a resumed run checks them before the first update, which takes about 1.2 s per GB.
 
 
 | file | contents |

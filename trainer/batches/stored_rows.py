@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
+import rollout_io
 from rollout_io.dataset.prefix_layout import trajectory_starts
+from rollout_io.dataset.row_digests import with_stored_digest
 from schemas.ragged import IntArray, Ragged
 from schemas.types import as_table
 from trainer.batches.chains import ranked_steps
@@ -48,6 +51,12 @@ class Origins:
         """Look up each batch token's stored row, and the token's position in that row's response."""
         step = np.searchsorted(self.begin, slots, side="right") - 1
         return self.row[step], self.position[step] + slots - self.begin[step]
+
+
+def digests_of(dataset: str, groups: Sequence[str]) -> pl.DataFrame:
+    """Return `row_digest` of each row of the groups as stored: rewards are not those of a version."""
+    rows = rollout_io.scan(dataset).filter(pl.col("instance_id").is_in(list(groups)))
+    return with_stored_digest(rows).select("row_digest").collect()
 
 
 def stored_rows(rows: pl.DataFrame) -> StoredRows:

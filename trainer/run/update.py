@@ -22,15 +22,13 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-import rollout_io
-from rollout_io.dataset.row_digests import with_stored_digest
 from schemas.errors import RolloutError
 from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch, without_sets
 from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.packing import MiniBatch, cut_batch
 from trainer.batches.plan import split
 from trainer.batches.prefetch import one_ahead
-from trainer.batches.stored_rows import Origins, StoredRows, find_origins, stored_rows
+from trainer.batches.stored_rows import Origins, StoredRows, digests_of, find_origins, stored_rows
 from trainer.batches.transfer import Arriving, columns_to_device, to_device
 from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import agreed, exchange_rows, gather_parts, own_groups
@@ -205,10 +203,7 @@ def read_share(run: Run, groups: Sequence[str]) -> Share:
     )
     if config.run.record_tokens == "none":
         return rows, generated, None
-    # Not of `run.rollouts`, whose rewards may be those of a reward version.
-    dataset = rollout_io.scan(config.data.dataset).filter(pl.col("instance_id").is_in(list(groups)))
-    digests = with_stored_digest(dataset).select("row_digest").collect()
-    return rows, generated, stored_rows(stored.hstack(digests))
+    return rows, generated, stored_rows(stored.hstack(digests_of(config.data.dataset, groups)))
 
 
 def ready_batch(
