@@ -139,19 +139,8 @@ def sort_by_format(
     """Return the inputs of each format, in order, and the inputs that match no format.
 
     An input that matches several formats is assigned to the format that all inputs match, or else
-    to a format that another input matches exclusively.
-
-    Args:
-        paths: Paths by their names in messages.
-        formats: Adapters by name.
-        named: Names of the inputs that must match a format; other inputs may match none.
-        tell: Called with each input; errors of single inputs that are not named are passed to it
-            instead of raised.
-
-    Raises:
-        InputError: `known_format`: a named input, or every input, matches no format, or the format
-            of an input is ambiguous; `input_file`: an input is unreadable; `lfs_pointer`: an input
-            is a Git LFS pointer.
+    to a format that another input matches exclusively. Inputs that are `named` must match one. `tell`
+    is called with each input, and with the errors of single inputs that are not named.
     """
     matches: dict[str, list[str]] = {}
     for name, path in paths.items():

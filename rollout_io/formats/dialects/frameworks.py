@@ -69,9 +69,7 @@ _SHAREGPT = {
 def messages(given: Iterable[Any], where: str) -> list[Message]:
     """Convert messages of any shape, as decoded JSON, to OpenAI's format.
 
-    Args:
-        given: Messages; a list among them is a batch of messages, and a string is a user's text.
-        where: Location of the list, for error messages.
+    A list among them is a batch of messages, and a string is a user's text.
 
     Example:
         >>> call = {

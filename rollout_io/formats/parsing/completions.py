@@ -50,12 +50,8 @@ def read_choices(
 ) -> list[Step]:
     """Return the choices of a call as steps, ordered by index.
 
-    Args:
-        answer: Response of the engine.
-        request: Body of the request.
-        where: Location of the call, for error messages.
-        failed: If true, ids may be missing, since the run is not trained on.
-        logprobs_mode: `processed` if the most likely tokens are those that truncation kept.
+    The call of a failed run may lack ids. With `processed` log-probabilities, the most likely tokens are
+    those that truncation kept.
 
     Raises:
         InputError: `no_token_ids`: the call has no ids, or ids of a chunk are missing;

@@ -33,12 +33,8 @@ Name = TypeVar("Name", bound=Hashable)
 def copied_answers(sessions: Mapping[Name, Answers]) -> dict[Name, dict[int, Name]]:
     """Return the copied answers of each session by index, each with the session that keeps it.
 
-    The first session that has an answer keeps it.
-
-    Args:
-        sessions: Answers of each session. An answer with a digest of another one is a copy of it.
-            Originals come before forks, or sessions with fewer answers first: otherwise a fork
-            could leave its original without answers.
+    The first session that has an answer keeps it: originals come before forks, or sessions with fewer
+    answers first, or a fork could leave its original without answers.
     """
     keepers: dict[bytes, Name] = {}
     copied: dict[Name, dict[int, Name]] = {}

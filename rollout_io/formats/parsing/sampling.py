@@ -75,11 +75,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def sampling_extra(fields: SamplingFields | Mapping[str, Any]) -> str | None:
     """Return the fields that change the distribution, as JSON for the `sampling_extra` column.
 
-    Return None if there are none.
-
-    Args:
-        fields: Fields of a request; unrelated fields are ignored. `top_k` is included if given, but
-            is not one of the `SamplingFields`, since it has a separate column.
+    Return None if there are none. `top_k` is included if given, though it has a column of its own.
 
     Example:
         >>> sampling_extra({"repetition_penalty": 1.0, "min_p": 0.1, "seed": 7})

@@ -168,12 +168,9 @@ def logprob_array(values: Sequence[float], num_tokens: int, where: str) -> npt.N
 
 
 def route_array(raw: msgspec.Raw, num_tokens: int, place: str) -> npt.NDArray[np.int16] | None:
-    """Return the routed experts of leading tokens, [tokens, layers, topk] int16.
+    """Return the routed experts of leading tokens, [tokens, layers, topk] int16; None for null.
 
-    Args:
-        raw: Nested lists as JSON, or a string with a NumPy file in base64 (vLLM), or null.
-        num_tokens: Number of tokens of prompt + response.
-        place: Location of the field, for error messages.
+    They are nested lists, or a NumPy file in base64 (vLLM), of at most `num_tokens` of prompt + response.
 
     Raises:
         InvariantError: `routing_shape`: the routing has the wrong type or shape, or more entries
