@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollout_io.formats.parsing import arrays
-from rollout_io.formats.parsing.arrays import IDS, LOGPROBS, MASK, ROUTES
+from rollout_io.formats.parsing.arrays import IDS, LOGPROBS, MASK, ROUTES, BrokenArray
 from rollout_io.formats.skyrl_fields import (
     COLUMN_FIELDS,
     OPTIONAL,
@@ -28,7 +28,6 @@ from rollout_io.formats.skyrl_fields import (
     without_empty_rows,
 )
 from schemas.columns import COLUMN_BY_NAME, COLUMNS
-from schemas.errors import RolloutError
 from schemas.ragged import ragged_array, routing_array
 
 METRICS_KEY = b"rollout_io.rollout_metrics"
@@ -303,13 +302,16 @@ def _column_fields(output: Mapping[str, Any]) -> dict[str, list[Any]]:
 def _arrays(output: Mapping[str, Any], name: str) -> list[Any]:
     """Return the rows of a field of `_NUMBERS`; only routing may be null."""
 
-    def refuse(row: int, rule: str, got: str, expected: str) -> RolloutError:
-        return field_error(rule.replace("record_type", "field_kind"), name, got, expected, row=row)
+    def read(row: int, value: Any) -> Any:
+        try:
+            return _NUMBERS[name].read(value)
+        except BrokenArray as error:
+            is_kind = error.broken_rule == "record_type"
+            rule = "field_kind" if is_kind else error.broken_rule
+            raise field_error(rule, name, error.got, error.expected, row=row) from None
 
     return [
-        None
-        if value is None and name == _ROUTES
-        else _NUMBERS[name].read(value, partial(refuse, row))
+        None if value is None and name == _ROUTES else read(row, value)
         for row, value in enumerate(output[name])
     ]
 

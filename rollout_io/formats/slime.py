@@ -36,7 +36,7 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.parsing.arrays import IDS, LOGPROBS, MASK, ROUTES, Numbers
+from rollout_io.formats.parsing.arrays import IDS, LOGPROBS, MASK, ROUTES, BrokenArray, Numbers
 from rollout_io.formats.parsing.content import filled
 from rollout_io.formats.parsing.documents import index_of
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
@@ -46,7 +46,7 @@ from rollout_io.formats.parsing.weight_versions import names_of, oldest, version
 from rollout_io.formats.slime_metadata import read_back
 from rollout_io.formats.start import Start
 from rollout_io.formats.verifiers_traces import runs
-from schemas.errors import InputError, RolloutError, count
+from schemas.errors import InputError, InvariantError, RolloutError, count
 from schemas.extras import requires_extra
 from schemas.rules import RULES
 
@@ -283,10 +283,12 @@ def _support(sample: _Sample, where: str) -> list[list[int]] | None:
 
 
 def _array(numbers: Numbers, value: Any, where: str) -> npt.NDArray[Any]:
-    def refuse(rule: str, got: str, expected: str) -> RolloutError:
-        return (broken if rule in RULES else InputError)(rule, where, got, expected)
-
-    return numbers.read(value, refuse)
+    try:
+        return numbers.read(value)
+    except BrokenArray as error:
+        kind = InvariantError if error.broken_rule in RULES else InputError
+        hint = RULES[error.broken_rule].hint if error.broken_rule in RULES else None
+        raise kind(error.broken_rule, where, error.got, error.expected, hint) from None
 
 
 def _routes(value: Any, num_tokens: int, where: str) -> npt.NDArray[np.int16] | None:

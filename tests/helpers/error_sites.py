@@ -17,6 +17,7 @@ from pathlib import Path
 
 PACKAGES = ("schemas", "rollout_io", "pipelines", "trainer")
 BASE = "RolloutError"
+CHOICES = {f"{rule} in RULES" for rule in ("rule", "rule.id", "error.broken_rule")}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | ast.ClassDef | Function
@@ -150,7 +151,7 @@ class _Project:
         """The kinds of other ids and of invariants: `kind = A if rule in RULES else B`."""
         values = self._local_values(called, module) if isinstance(called, ast.Name) else (called,)
         for value in values:
-            if isinstance(value, ast.IfExp) and ast.unparse(value.test) == "rule in RULES":
+            if isinstance(value, ast.IfExp) and ast.unparse(value.test) in CHOICES:
                 return self.errors[ast.unparse(value.orelse)], self.errors[ast.unparse(value.body)]
         return None
 
@@ -262,6 +263,17 @@ class _Project:
             for call, other in self._calls[record]
             if (value := _keyword(call, node.attr)) is not None
         ]
+        if node.attr == "broken_rule":  # of an array: its type's or its values' rule
+            calls = [c for name in ("Numbers", "_replace") for c, _ in self._calls[name]]
+            pairs = [_keyword(c, "rules") or (c.args[-1] if c.args else None) for c in calls]
+            rules = [e for pair in pairs if isinstance(pair, ast.Tuple) for e in pair.elts]
+            named = {e.value for e in rules if isinstance(e, ast.Constant)}
+            return {rule for rule in named if isinstance(rule, str)} | {
+                "record_type",
+                "token_range",
+            }
+        if node.attr == "id":  # of a rule of rows
+            given = [(call.args[0], other) for call, other in self._calls["Rule"] if call.args]
         if not given:
             raise self._unresolved(node, module)
         return {found for value, other in given for found in self._ids(value, other)}

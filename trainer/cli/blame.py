@@ -34,12 +34,6 @@ EXAMPLES = example(
     help="Number of rows to show.",
 )
 @click.option(
-    "--exact",
-    is_flag=True,
-    help="Compute all norms exactly, with one backward pass per row (slow). By default, only one row"
-    " is checked this way.",
-)
-@click.option(
     "--out",
     metavar="FILE.parquet",
     help="Write the shares of all rows and tokens in the update's gradient. `rollouts view` shows"
@@ -59,7 +53,6 @@ def blame(
     update: int,
     held_out: str | None,
     top: int,
-    exact: bool,
     out: str | None,
     settings: tuple[str, ...],
     as_json: bool,
@@ -83,14 +76,13 @@ def blame(
         from trainer.forensics.blame import blame as attribution
         from trainer.forensics.blame.report import replay_without, screen, summary
     with shown_log():
-        found = attribution.blame(
-            run, update, top=top, held_out=held_out, exact=exact, places=_places(settings)
-        )
+        places = _places(settings)
+        result = attribution.blame(run, update, top=top, held_out=held_out, places=places)
     if out is not None:
-        write_table(found.shares, out)
-        note(f"{count(len(found.shares), 'row')} -> {out}")
-    emit_json(summary(found, top)) if as_json else emit_styled(screen(found, top))
-    if command := replay_without(found):
+        write_table(result.shares, out)
+        note(f"{count(len(result.shares), 'row')} -> {out}")
+    emit_json(summary(result, top)) if as_json else emit_styled(screen(result, top))
+    if command := replay_without(result):
         next_command(*command)
     return 0
 

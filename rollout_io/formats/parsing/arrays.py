@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import RolloutError
-
-Refuse = Callable[[str, str, str], RolloutError]
-"""Returns the error for a broken rule: `refuse(rule, got, expected)`."""
-
 _LAST_ID = 2**31 - 1
 _SHAPES = ("a number", "a flat list of numbers", "numbers [tokens, k]", "[tokens, layers, topk]")
+
+
+class BrokenArray(Exception):
+    """An array breaks a rule; the reader of a format knows where it stands."""
+
+    def __init__(self, rule: str, got: str, expected: str) -> None:
+        self.broken_rule, self.got, self.expected = rule, got, expected
 
 
 class Numbers(NamedTuple):
@@ -32,8 +33,12 @@ class Numbers(NamedTuple):
     num_dimensions: int = 1
     rules: tuple[str, str] = ("record_type", "token_range")
 
-    def read(self, value: Any, refuse: Refuse) -> npt.NDArray[Any]:
-        """Return a value as an array of `dtype`; routing (3 dimensions) is not empty."""
+    def read(self, value: Any) -> npt.NDArray[Any]:
+        """Return a value as an array of `dtype`; routing (3 dimensions) is not empty.
+
+        Raises:
+            BrokenArray: The value is no such array.
+        """
         array, got = array_of(value), ""
         is_empty = array.size == 0
         is_other = array.dtype.kind not in self.kinds and not is_empty
@@ -46,13 +51,13 @@ class Numbers(NamedTuple):
         elif array.ndim != self.num_dimensions or is_other or (is_empty and array.ndim == 3):
             got = "null" if value is None else f"{array.dtype} of shape {array.shape}"
         if got:
-            raise refuse(self.rules[0], got, _SHAPES[self.num_dimensions])
+            raise BrokenArray(self.rules[0], got, _SHAPES[self.num_dimensions])
         if self.bounds is not None and not is_empty:
             low, high = self.bounds
             is_within = low <= array.min() <= array.max() <= high
             if not is_within or not np.array_equal(array, np.round(array)):
                 got = f"numbers in {array.min()}..{array.max()}"
-                raise refuse(self.rules[1], got, f"whole numbers in {low}..{high}")
+                raise BrokenArray(self.rules[1], got, f"whole numbers in {low}..{high}")
         with np.errstate(over="ignore"):  # overflow gives infinity, which the invariants reject
             return array.astype(self.dtype)
 

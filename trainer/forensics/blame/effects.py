@@ -104,15 +104,15 @@ class TrialSteps:
             parameter.grad = gradient[name].clone()
         parameters = [parameter for _, parameter in self._trained]
         clip_and_step(parameters, self._optimizer, self._learner.config.optimizer.max_grad_norm)
-        found = {}
+        change = {}
         for name, parameter in self._trained:
-            found[name] = parameter.detach() - self._weights[name]
+            change[name] = parameter.detach() - self._weights[name]
             parameter.copy_(self._weights[name])
             if name in self._state:
                 self._optimizer.state[parameter] = _copied(self._state[name])
             else:
                 self._optimizer.state.pop(parameter, None)
-        return found
+        return change
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -21,10 +21,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -32,100 +32,57 @@ from torch.func import functional_call
 from schemas.errors import InputError
 from schemas.ragged import BoolArray, IntArray
 from trainer.batches.data import Batch
-from trainer.batches.forest import Chains, Forest, chain_forests, with_sets
-from trainer.forensics.blame.ghost import GhostNorms, UnsupportedLayerError, check_layers
+from trainer.batches.forest import Forest, chain_forests, with_sets
 from trainer.models.attention import forward_mode_attention
 from trainer.models.policy import Policy
 from trainer.run.loss import objective, targets_of, with_weights
-from trainer.run.messages import say
 from trainer.run.run import Run
 
 forward_ad: Any = torch.autograd.forward_ad
 Direction = Mapping[str, Tensor]
 """A vector in parameter space: one tensor per trained parameter, by name."""
-TOLERANCE = {"no": 1e-3, "bf16": 0.1}
-"""Maximum relative difference between fast and exact norms, by mixed-precision mode."""
 BUDGET = 4096
 """Tokens per micro-batch when rows are forwarded alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coefficients:
-    """Derivatives of an update's loss with respect to the policy's outputs.
+    """Derivatives of an update's loss with respect to the policy's outputs; [T] float32 each."""
 
-    Attributes:
-        logprobs: [T] float32 c_t; 0 at response tokens that are not targets.
-        entropies: [T] float32 e_t; 0 if the entropy has no gradient.
-        outputs: [T] float32 log-probabilities of the targets, nats.
-    """
-
-    logprobs: Tensor
-    entropies: Tensor
-    outputs: Tensor
+    logprobs: Tensor  # c_t; 0 at response tokens that are not targets
+    entropies: Tensor  # e_t; 0 if the entropy has no gradient
+    outputs: Tensor  # log-probabilities of the targets, nats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGradients:
-    """Gradient of an update, and the gradient norms of its R rows.
+    """Gradient of an update, and the gradient norms of its R rows."""
 
-    Attributes:
-        rows: [R] int64 rows of the batch that have targets in the update, ascending.
-        norms: [R] float64 L2 norm of each row's gradient.
-        gradient: G, the sum of the rows' gradients; not clipped.
-        targets: [T] bool, response tokens that are targets of the update.
-        coefficients: Derivatives of the loss, per response token of the batch.
-        batch: The batch with the weights of the update's targets.
-        is_fast: Whether the norms come from one backward pass per micro-batch.
-    """
-
-    rows: IntArray
-    norms: np.ndarray[tuple[int], np.dtype[np.float64]]
-    gradient: dict[str, Tensor]
-    targets: BoolArray
+    rows: IntArray  # [R] rows of the batch that have targets in the update, ascending
+    norms: npt.NDArray[np.float64]  # [R] L2 norm of each row's gradient
+    gradient: dict[str, Tensor]  # G, the sum of the rows' gradients; not clipped
+    targets: BoolArray  # [T] response tokens that are targets of the update
     coefficients: Coefficients
-    batch: Batch
-    is_fast: bool
+    batch: Batch  # with the weights of the update's targets
 
 
-def row_gradients(
-    learner: Run,
-    batch: Batch,
-    forests: Sequence[Forest],
-    *,
-    exact: bool = False,
-) -> RowGradients:
+def row_gradients(learner: Run, batch: Batch, forests: Sequence[Forest]) -> RowGradients:
     """Compute the gradient of an update and the norm of each row's gradient.
 
-    By default, all norms of a micro-batch are computed in one backward pass (see `GhostNorms`), and
-    the largest norm is checked against a backward pass of that row alone. If a layer of the model
-    is not supported, or the check fails, there is a backward pass for each row.
-
-    Rows of a tree share tokens, and therefore part of the backward pass. They are forwarded as
-    separate chains here, which costs as much as the layout `step`.
-
-    Args:
-        learner: Policy and objective; neither the policy nor the optimizer is changed.
-        batch: The batch; see `trainer.run.update.update` for the other arguments.
-        forests: Micro-batches of the update.
-        exact: Run a separate backward pass for every row.
+    There is one backward pass for each row. Rows of a tree share tokens, and are forwarded as
+    separate chains here.
 
     Raises:
         InputError: A user's loss fails, or its result is invalid.
     """
     batch = with_weights(learner, batch, forests)
-    rows = _rows_of(batch, forests)
-    if not exact:
-        try:
-            return _fast(learner, batch, forests, rows)
-        except UnsupportedLayerError as error:
-            say(f"note: {error}; running one backward pass per row")
-    coefficients = _coefficients(learner, batch, forests)
-    targets, total = _is_target(batch, forests), zeros(learner)
+    coefficients, targets = _coefficients(learner, batch, forests)
+    rows, total = np.unique(batch.responses.row_of(np.flatnonzero(targets))), zeros(learner)
     norms = np.zeros(len(rows))
     for number in range(len(rows)):
-        found = gradient_of(learner, batch, targets, coefficients, rows[number : number + 1])
-        norms[number] = norm(found)
-        add(total, found)
+        gradient = gradient_of(learner, batch, targets, coefficients, rows[number : number + 1])
+        norms[number] = norm(gradient)
+        add(total, gradient)
     return RowGradients(
         rows=rows,
         norms=norms,
@@ -133,7 +90,6 @@ def row_gradients(
         targets=targets,
         coefficients=coefficients,
         batch=batch,
-        is_fast=False,
     )
 
 
@@ -144,18 +100,7 @@ def gradient_of(
     coefficients: Coefficients,
     rows: IntArray,
 ) -> dict[str, Tensor]:
-    """Compute the sum of the gradients of the given rows by forwarding only these rows.
-
-    Args:
-        learner: Policy.
-        batch: The batch.
-        targets: [T] bool, the targets of the update.
-        coefficients: c and e.
-        rows: Rows of the batch with targets.
-
-    Returns:
-        The gradient by parameter.
-    """
+    """Compute the sum of the gradients of some rows with targets by forwarding only these rows."""
     device, total = learner.accelerator.device, zeros(learner)
     names, parameters = zip(*trained_parameters(learner), strict=True)
     tokens = batch.prompts, batch.responses
@@ -164,17 +109,17 @@ def gradient_of(
         slot = forest.target_slot
         outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
         weighted = _weighted(outputs, coefficients, slot).sum()
-        found = torch.autograd.grad(weighted, parameters, materialize_grads=True)
-        add(total, dict(zip(names, found, strict=True)))
+        gradients = torch.autograd.grad(weighted, parameters, materialize_grads=True)
+        add(total, dict(zip(names, gradients, strict=True)))
     return total
 
 
 def loss_gradient(learner: Run, batch: Batch, forests: Sequence[Forest]) -> dict[str, Tensor]:
     """Compute the gradient of the loss of a mini-batch, with the current policy as the old one."""
     batch = with_weights(learner, batch, forests)
-    coefficients = _coefficients(learner, batch, forests)
-    targets = _is_target(batch, forests)
-    return gradient_of(learner, batch, targets, coefficients, _rows_of(batch, forests))
+    coefficients, targets = _coefficients(learner, batch, forests)
+    rows = np.unique(batch.responses.row_of(np.flatnonzero(targets)))
+    return gradient_of(learner, batch, targets, coefficients, rows)
 
 
 @torch.no_grad()
@@ -191,17 +136,7 @@ def inner_products(
 
     p_t is the derivative of c_t l_t + e_t h_t at theta + x v with respect to x, at x = 0: one
     forward pass in forward mode yields it for all targets of a micro-batch, for any kind of layer.
-    Rows may share tokens.
-
-    Args:
-        learner: Its policy is the point theta.
-        batch: The batch.
-        forests: Micro-batches, in any layout.
-        coefficients: c and e.
-        direction: v.
-
-    Returns:
-        [T] float64; 0 at response tokens that are not targets.
+    Rows may share tokens. Returns [T] float64: 0 at response tokens that are not targets.
     """
     accelerator = learner.accelerator
     device, products = accelerator.device, torch.zeros(len(batch.trains), dtype=torch.float64)
@@ -267,88 +202,26 @@ def inner(a: Direction, b: Direction) -> float:
     return sum(float((a[name] * b[name]).sum(dtype=torch.float64)) for name in a)
 
 
-def _fast(
-    learner: Run,
-    batch: Batch,
-    forests: Sequence[Forest],
-    rows: IntArray,
-) -> RowGradients:
-    """Compute the gradient and the norms in one backward pass per micro-batch."""
-    accelerator = learner.accelerator
-    policy: Policy = accelerator.unwrap_model(learner.policy)
-    if batch.support is not None:
-        raise UnsupportedLayerError("rows have sampling_support")
-    check_layers(policy)
-    known, targets = None, _is_target(batch, forests)
-    if not all(_is_separate(batch, forest) for forest in forests):
-        known = _coefficients(learner, batch, forests)
-        budget = max(forest.num_tokens for forest in forests)
-        tokens = batch.prompts, batch.responses
-        forests = chain_forests(*tokens, targets, rows, budget, routes=batch.routes)
-    found = known or _no_coefficients(batch)
-    squares = torch.zeros(len(batch.names), dtype=torch.float64)
-    learner.optimizer.zero_grad()
-    with GhostNorms(policy) as ghost:
-        for forest in forests:
-            slot = forest.target_slot
-            given = None if known is None else (known.logprobs[slot], known.entropies[slot])
-            loss = partial(derivatives, learner, batch, slot)
-            temperature = batch.temperature[slot]
-            with accelerator.autocast():
-                result = ghost.backward(forest, temperature, accelerator.device, given or loss)
-            row = torch.from_numpy(batch.responses.row_of(result.first_slots.numpy()))
-            squares[row] += result.squares
-            found.logprobs[slot], found.entropies[slot] = result.coefficients
-            found.outputs[slot] = result.logprobs
-    gradient = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in trained_parameters(learner)
-    }
-    learner.optimizer.zero_grad()
-    norms = squares[rows].clamp(min=0).sqrt().numpy()
-    largest = int(np.argmax(norms)) if len(rows) else 0
-    if len(rows):
-        checked = rows[largest : largest + 1]
-        expected = norm(gradient_of(learner, batch, targets, found, checked))
-        difference = abs(norms[largest] - expected) / max(expected, 1e-30)
-        if difference > TOLERANCE["no" if accelerator.mixed_precision == "no" else "bf16"]:
-            raise UnsupportedLayerError(
-                f"the fast norm of a row differs from the exact one by {difference:.2%}"
-            )
-    return RowGradients(
-        rows=rows,
-        norms=norms,
-        gradient=gradient,
-        targets=targets,
-        coefficients=found,
-        batch=batch,
-        is_fast=True,
-    )
+def _coefficients(
+    learner: Run, batch: Batch, forests: Sequence[Forest]
+) -> tuple[Coefficients, BoolArray]:
+    """Compute the derivatives of the loss by a forward pass of the update's micro-batches.
 
-
-def _is_separate(batch: Batch, forest: Forest) -> bool:
-    """True if no two rows of a micro-batch share tokens."""
-    lengths = Chains.of(forest.subtree_end).lengths
-    rows = np.unique(batch.responses.row_of(forest.target_slot.numpy()))
-    return lengths is not None and len(lengths) == len(rows)
-
-
-def _coefficients(learner: Run, batch: Batch, forests: Sequence[Forest]) -> Coefficients:
-    """Compute the derivatives of the loss by a forward pass of the update's micro-batches."""
-    device, found = learner.accelerator.device, _no_coefficients(batch)
+    Also returns which response tokens are targets.
+    """
+    device, targets = learner.accelerator.device, np.zeros(len(batch.trains), np.bool_)
+    logprobs, entropies, outputs = (torch.zeros(len(targets)) for _ in range(3))
     for forest in forests:
         slot = forest.target_slot
+        targets[slot.numpy()] = True
         with torch.no_grad():
-            outputs = learner.policy(forest.to(device), batch.temperature[slot].to(device))
-        c, e = derivatives(learner, batch, slot, *outputs)
-        found.logprobs[slot], found.entropies[slot] = c.cpu(), e.cpu()
-        found.outputs[slot] = outputs[0].cpu()
-    return found
-
-
-def _no_coefficients(batch: Batch) -> Coefficients:
-    zeros = (torch.zeros(len(batch.trains)) for _ in range(3))
-    return Coefficients(**dict(zip(("logprobs", "entropies", "outputs"), zeros, strict=True)))
+            inputs = forest.to(device), batch.temperature[slot].to(device)
+            of_policy = learner.policy(*inputs)
+        logprobs[slot], entropies[slot] = (
+            t.cpu() for t in derivatives(learner, batch, slot, *of_policy)
+        )
+        outputs[slot] = of_policy[0].cpu()
+    return Coefficients(logprobs=logprobs, entropies=entropies, outputs=outputs), targets
 
 
 def derivatives(
@@ -358,17 +231,10 @@ def derivatives(
     logprobs: Tensor,
     entropies: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the derivatives c and e of the loss of complete rows from the policy's outputs.
+    """Compute the derivatives c and e ([M] each) of the loss of complete rows.
 
-    Args:
-        learner: Its objective is the loss.
-        batch: The batch, with weights.
-        slot: [M] targets, as indices into the batch's response tokens.
-        logprobs: [M] nats.
-        entropies: [M] nats.
-
-    Returns:
-        [M] c and [M] e, in the order of `slot`.
+    `slot` are their M targets, as indices into the batch's response tokens; `logprobs` and
+    `entropies` are the policy's outputs ([M], nats).
     """
     if learner.config.loss.policy_loss_type == "distill":
         got = "distill, whose loss does not follow from log-probabilities of single tokens"
@@ -391,14 +257,3 @@ def _weighted(outputs: Sequence[Tensor], coefficients: Coefficients, slot: Tenso
 def trained_parameters(learner: Run) -> list[tuple[str, torch.nn.Parameter]]:
     """List the parameters that the optimizer changes, with their names."""
     return [(name, p) for name, p in learner.policy.named_parameters() if p.requires_grad]
-
-
-def _is_target(batch: Batch, forests: Sequence[Forest]) -> BoolArray:
-    found = np.zeros(len(batch.trains), np.bool_)
-    for forest in forests:
-        found[forest.target_slot.numpy()] = True
-    return found
-
-
-def _rows_of(batch: Batch, forests: Sequence[Forest]) -> IntArray:
-    return np.unique(batch.responses.row_of(np.flatnonzero(_is_target(batch, forests))))

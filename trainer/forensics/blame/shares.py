@@ -45,23 +45,14 @@ def shares_table(
     The columns `share` and `token_shares` describe the stored row. All later columns describe the
     sequence that the update forwarded, which consists of several stored rows if these were merged:
     `sequence` is the rank of the sequence, `num_sequence_rows` is its number of stored rows, and
-    the remaining columns are defined in `Blame.rows`.
-
-    Args:
-        run: Directory of the run.
-        global_step: Number of the update.
-        dataset: Path of the dataset.
-        origins: Stored rows of the batch's tokens.
-        targets: [T] bool, response tokens that are targets of the update.
-        token_shares: [T] each target's share of the gradient.
-        batch: The batch.
-        rows: Rows of the batch in order of rank, with `batch_row`.
+    the remaining columns are defined in `Blame.rows`. `targets` and `token_shares` are [T] columns
+    of the batch, `rows` its rows in order of rank.
     """
     slots = np.flatnonzero(targets)
     stored, position = origins.of(slots)
     used, record = np.unique(stored, return_inverse=True)
-    known = origins.stored.rows[used]
-    offsets = offsets_of(known["num_tokens"].to_numpy())
+    records = origins.stored.rows[used]
+    offsets = offsets_of(records["num_tokens"].to_numpy())
     at = offsets[record] + position
     values, missing = np.zeros(offsets[-1]), np.ones(offsets[-1], np.bool_)
     values[at], missing[at] = token_shares[slots], False
@@ -75,17 +66,15 @@ def shares_table(
         "run": pa.array([run] * len(used), pa.string()),
         "global_step": pa.array([global_step] * len(used), pa.int32()),
         "dataset": pa.array([dataset] * len(used), pa.string()),
-        **{name: known[name].to_arrow() for name in ("instance_id", "trajectory_id")},
-        **{name: known[name].to_arrow() for name in ("step_index", "row_digest")},
+        **{name: records[name].to_arrow() for name in ("instance_id", "trajectory_id")},
+        **{name: records[name].to_arrow() for name in ("step_index", "row_digest")},
         "share": to_arrow(np.bincount(record, token_shares[slots], len(used)), pa.float64()),
         "token_shares": lists,
     }
     table = pa.table({c.name: columns[c.name].cast(c.type) for c in UPDATE_SHARE_COLUMNS})
     size = np.bincount(sequence, minlength=len(rows))
     described = rows.select(OF_SEQUENCE)[sequence]
-    found = pl.from_arrow(table)
-    assert isinstance(found, pl.DataFrame)
-    return found.with_columns(
+    return pl.DataFrame(table).with_columns(
         pl.Series("sequence", sequence + 1, pl.Int32),
         pl.Series("num_sequence_rows", size[sequence], pl.Int32),
         *described,
@@ -98,32 +87,26 @@ SHARE_SCALE = 10.0
 FLOOR = 1e-12
 
 
-def traits(found: RowGradients, batch: Batch, share: Values) -> dict[str, Values]:
-    """Compute the traits by which a row may stand out, for each row of `found.rows` ([R] each).
+def traits(update: RowGradients, batch: Batch, share: Values) -> dict[str, Values]:
+    """Compute the traits by which a row may stand out, for each row of `update.rows` ([R] each).
 
-    Args:
-        found: The rows and their gradient norms.
-        batch: The batch.
-        share: [R] each row's share of the gradient.
-
-    Returns:
-        `share`; `gradient_norm`: L2 norm of the row's gradient; `advantage`: mean of |advantage|;
-        `mismatch`: mean of |old_logprobs - rollout_logprobs| in nats, NaN without
-        `rollout_logprobs`; `surprise`: mean of -logprobs in nats. Means are over the row's targets.
+    These are `share`; `gradient_norm`: L2 norm of the row's gradient; `advantage`: mean of
+    |advantage|; `mismatch`: mean of |old_logprobs - rollout_logprobs| in nats, NaN without
+    `rollout_logprobs`; `surprise`: mean of -logprobs in nats. Means are over the row's targets.
     """
-    slots = np.flatnonzero(found.targets)
+    slots = np.flatnonzero(update.targets)
     row = batch.responses.row_of(slots)
-    logprobs = found.coefficients.outputs
-    old = found.batch.old_logprobs
+    logprobs = update.coefficients.outputs
+    old = update.batch.old_logprobs
     mismatch = (logprobs if old is None else old) - batch.rollout_logprobs
 
     def mean(values: Tensor) -> Values:
         sums = np.bincount(row, values.numpy()[slots].astype(np.float64), len(batch.names))
-        return sums[found.rows] / np.bincount(row, minlength=len(batch.names))[found.rows]
+        return sums[update.rows] / np.bincount(row, minlength=len(batch.names))[update.rows]
 
     return {
         "share": share,
-        "gradient_norm": found.norms,
+        "gradient_norm": update.norms,
         "advantage": mean(batch.advantages.abs()),
         "mismatch": mean(mismatch.abs()),
         "surprise": mean(-logprobs),

@@ -148,9 +148,9 @@ class ChangedBatch:
         assert self.run is not None
         assert self.ready is not None
         before, after = step.ready.metrics[step.number], self.ready.metrics[step.number]
-        kept = {name: value for name, value in step.metrics.items() if name not in before}
+        others = {name: value for name, value in step.metrics.items() if name not in before}
         moving = groups_with_gradient(self.ready.batch) & _groups_of(run, step)
-        step = dataclasses.replace(step, ready=self.ready, moving=moving, metrics=after | kept)
+        step = dataclasses.replace(step, ready=self.ready, moving=moving, metrics=after | others)
         return dataclasses.replace(self.run, progress=run.progress), step
 
 
@@ -245,47 +245,43 @@ def _chosen(run: Run, origins: Origins, changes: Changes, used: BoolArray) -> Bo
     rows = origins.stored.rows
     chosen = np.zeros(len(rows), np.bool_)
     names, steps = rows["trajectory_id"], rows["step_index"]
+    selected = {}
     for selector in changes.rows:
-        found = (names == selector).to_numpy()
+        matches = (names == selector).to_numpy()
         name, colon, number = selector.rpartition(":")
-        if not found.any() and colon and number.isdecimal():
-            found = ((names == name) & (steps == int(number))).to_numpy()
-        _check_found(found, used, f"--without {selector}", names, run)
-        chosen |= found
+        if not matches.any() and colon and number.isdecimal():
+            matches = ((names == name) & (steps == int(number))).to_numpy()
+        selected[f"--without {selector}"] = matches
     if changes.condition is not None:
-        found = _matching(run, rows, changes.condition)
-        _check_found(found, used, f"--without-where {changes.condition!r}", names, run)
-        chosen |= found
+        where = f"--without-where {changes.condition!r}"
+        selected[where] = _matching(run, rows, changes.condition, where)
+    for where, matches in selected.items():
+        chosen |= matches
+        if (matches & used).any():
+            continue
+        got = "no such row in the update"
+        if matches.any():
+            got = f"{count(int(matches.sum()), 'row')}, none of which the update trains on"
+        examples = names.filter(used).unique(maintain_order=True).head(3).to_list()
+        expected = f"rows that it trains on, such as the rows of {', '.join(examples)}"
+        hint = f"list the rows of its dataset: rollouts inspect {run.config.data.dataset}"
+        raise InputError("replay_without", where, got, expected, hint)
     return chosen
 
 
-def _check_found(found: BoolArray, used: BoolArray, where: str, names: pl.Series, run: Run) -> None:
-    if (found & used).any():
-        return
-    if found.any():
-        got = f"{count(int(found.sum()), 'row')}, none of which the update trains on"
-    else:
-        got = "no such row in the update"
-    examples = names.filter(used).unique(maintain_order=True).head(3).to_list()
-    expected = f"rows that it trains on, such as the rows of {', '.join(examples)}"
-    hint = f"list the rows of its dataset: rollouts inspect {run.config.data.dataset}"
-    raise InputError("replay_without", where, got, expected, hint)
-
-
-def _matching(run: Run, rows: pl.DataFrame, condition: str) -> BoolArray:
+def _matching(run: Run, rows: pl.DataFrame, condition: str, where: str) -> BoolArray:
     """Return a mask of the stored rows that match an SQL condition."""
-    where = f"--without-where {condition!r}"
     parsed, schema = condition_of(condition), run.rollouts.collect_schema()
     check_columns(parsed.meta.root_names(), schema.names(), where, condition)
     ids = rows["instance_id"].unique().to_list()
     keys = ["trajectory_id", "step_index"]
     selected = run.rollouts.filter(pl.col("instance_id").is_in(ids))
     try:
-        found = selected.select(*keys, chosen=holds(condition)).collect()
+        matches = selected.select(*keys, chosen=holds(condition)).collect()
     except POLARS_ERRORS as error:
         raise refused(error, where) from None
-    found = found.with_columns(pl.col("step_index").cast(pl.Int32))
-    joined = rows.join(found, on=keys, how="left", maintain_order="left")
+    matches = matches.with_columns(pl.col("step_index").cast(pl.Int32))
+    joined = rows.join(matches, on=keys, how="left", maintain_order="left")
     return joined["chosen"].fill_null(value=False).to_numpy().astype(np.bool_)
 
 
@@ -314,15 +310,15 @@ def _metrics_without(run: Run, step: Step, batch: Batch) -> dict[str, Any]:
     """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
     before = step.ready.batch
     inside = before.mini_batch == step.number
-    left = set(np.unique(batch.trajectory[batch.mini_batch == step.number]).tolist())
-    lost = set(np.unique(before.trajectory[inside]).tolist()) - left
+    remain = batch.trajectory[batch.mini_batch == step.number]
+    lost = np.setdiff1d(before.trajectory[inside], remain).tolist()
     trajectories = run.plan.trajectories.filter(
         pl.col("instance_id").is_in(list(step.ready.groups))
     )
     ids = trajectories["trajectory_id"].sort().to_list()  # as `Batch.trajectory` numbers them
     names = [ids[number] for number in lost]
-    kept = run.plan.trajectories.filter(~pl.col("trajectory_id").is_in(names))
-    plan = dataclasses.replace(run.plan, trajectories=kept)
+    others = run.plan.trajectories.filter(~pl.col("trajectory_id").is_in(names))
+    plan = dataclasses.replace(run.plan, trajectories=others)
     counted = batch_metrics(plan, batch, step.ready.groups)
     return counted[step.number]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 from pipelines.view.run_files import read_tokens
 from schemas.errors import InputError, count
 from schemas.run_metrics import LOOP_METRICS
-from trainer.models.critic import VALUE_HEAD, Critic
+from trainer.models.critic import VALUE_HEAD
 from trainer.models.lora import WEIGHTS, adapter_weights
 from trainer.run.checkpoint import write_model
 from trainer.run.run import Run
@@ -36,41 +37,30 @@ ENVIRONMENT = "environment/"
 KEYS = ("trajectory_id", "step_index")
 
 Bits = npt.NDArray[Any]
+Part = Literal["metrics", "tokens", "weights", "optimizer", "progress"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A replayed value that differs from the value that the run recorded.
+    """A replayed value that differs from the value that the run recorded."""
 
-    Attributes:
-        part: Kind of value, such as "metrics" or "tokens".
-        name: Name of the metric, column, tensor or field.
-        update: Number of the update.
-        recorded: The recorded value, or the first of several that differ; None: absent.
-        replayed: The replayed value; None: absent.
-        largest: Largest absolute difference; None if a value is not a number.
-        num_different: Number of values that differ.
-        num_values: Number of values that were compared.
-        place: Location of the first value that differs; empty for a metric.
-    """
-
-    part: Literal["metrics", "tokens", "weights", "optimizer", "progress"]
-    name: str
+    part: Part
+    name: str  # of the metric, column, tensor or field
     update: int
-    recorded: Any
-    replayed: Any
-    largest: float | None = None
+    recorded: Any  # the recorded value, or the first of several that differ; None: absent
+    replayed: Any  # None: absent
+    largest: float | None = None  # largest absolute difference; None if a value is not a number
     num_different: int = 1
-    num_values: int = 1
-    place: str = ""
+    num_values: int = 1  # that were compared
+    place: str = ""  # of the first value that differs; empty for a metric
 
     @property
     def sentence(self) -> str:
         """The difference in words.
 
         Example:
-            >>> kept = {"part": "metrics", "name": "loss", "update": 7, "largest": 0.25}
-            >>> Difference(**kept, recorded=1.0, replayed=1.25).sentence
+            >>> loss = {"part": "metrics", "name": "loss", "update": 7, "largest": 0.25}
+            >>> Difference(**loss, recorded=1.0, replayed=1.25).sentence
             'update 7: the metric loss is 1.25, but 1.0 was recorded (a difference of 0.25)'
         """
         what = {"metrics": "metric", "tokens": "token record", "weights": "weight"}
@@ -90,43 +80,30 @@ def _shown(value: Any) -> str:
 
 def as_recorded(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics as they are stored in a line of `metrics.jsonl`."""
-    found: dict[str, Any] = json.loads(line_of(metrics))
-    return found
+    recorded: dict[str, Any] = json.loads(line_of(metrics))
+    return recorded
 
 
-def compared_metrics(line: Mapping[str, Any], *, is_loop: bool) -> list[str]:
+def compared_metrics(line: Iterable[str], *, is_loop: bool) -> list[str]:
     """List the metrics of a line to compare: all except times and metrics of sampling."""
-    left_out = TIMES | (SAMPLED if is_loop else frozenset())
-    return [
-        name
-        for name in line
-        if name not in left_out and not (is_loop and name.startswith(ENVIRONMENT))
-    ]
+    names = (name for name in line if name not in TIMES)
+    if is_loop:
+        names = (n for n in names if n not in SAMPLED and not n.startswith(ENVIRONMENT))
+    return list(names)
 
 
 def metric_differences(
     line: Mapping[str, Any], metrics: Mapping[str, Any], update: int, *, is_loop: bool
 ) -> Iterator[Difference]:
     """Compare metrics with the line that the run wrote, in the order of that line."""
-    now = as_recorded(metrics)
-    names = dict.fromkeys((*line, *now))
-    for name in compared_metrics(names, is_loop=is_loop):
-        then, found = line.get(name), now.get(name)
-        if then != found or (name in line) != (name in now):
-            yield Difference(
-                part="metrics",
-                name=name,
-                update=update,
-                recorded=then,
-                replayed=found,
-                largest=_gap(then, found),
-            )
-
-
-def _gap(then: Any, now: Any) -> float | None:
-    """Return the absolute difference of two numbers; None if either value is not a number."""
-    known = isinstance(then, int | float) and isinstance(now, int | float)
-    return abs(now - then) if known else None
+    replayed = as_recorded(metrics)
+    for name in compared_metrics(dict.fromkeys((*line, *replayed)), is_loop=is_loop):
+        then, now = line.get(name), replayed.get(name)
+        if then != now or (name in line) != (name in replayed):
+            difference = _unequal("metrics", name, update, then, now)
+            if isinstance(then, int | float) and isinstance(now, int | float):
+                difference = dataclasses.replace(difference, largest=abs(now - then))
+            yield difference
 
 
 def token_differences(run: Path, update: int, tokens: pa.Table | None) -> list[Difference]:
@@ -145,13 +122,13 @@ def token_differences(run: Path, update: int, tokens: pa.Table | None) -> list[D
     now = empty if tokens is None else pl.DataFrame(pl.from_arrow(tokens))
     keys = recorded.select(KEYS)
     now = keys.join(now, on=KEYS, how="left", maintain_order="left")
-    found = []
-    for name in recorded.columns:
-        if name in ("dataset", "global_step", *KEYS) or name not in now.columns:
-            continue
-        if difference := _column_difference(keys, recorded[name], now[name], update):
-            found.append(difference)
-    return found
+    names = [n for n in recorded.columns if n in now.columns and n not in ("dataset", *KEYS)]
+    differences = (
+        _column_difference(keys, recorded[name], now[name], update)
+        for name in names
+        if name != "global_step"
+    )
+    return [difference for difference in differences if difference]
 
 
 def _column_difference(
@@ -162,10 +139,13 @@ def _column_difference(
     `keys` identifies the rows of both tables.
     """
     name = then.name
+
+    def row_of(at: int) -> str:
+        trajectory, step = keys.row(int(at))
+        return f"trajectory {trajectory}, step {step}"
+
     if not then.dtype.is_nested():
-        return _difference(
-            "tokens", name, update, _numbers(then), _numbers(now), lambda at: _row(keys, at)
-        )
+        return _difference("tokens", name, update, _numbers(then), _numbers(now), row_of)
     lengths = then.list.len().fill_null(0).to_numpy().astype(np.int64)
     if not np.array_equal(lengths, now.list.len().fill_null(0).to_numpy()):
         lists = ["no values" if one.null_count() else "values" for one in (then, now)]
@@ -174,19 +154,11 @@ def _column_difference(
         return _unequal("tokens", name, update, *lists)
     row, start = np.repeat(np.arange(len(keys)), lengths), np.cumsum(lengths) - lengths
 
-    def place(at: int) -> str:
-        return f"{_row(keys, row[at])}, token {at - start[row[at]]}"
+    def token_of(at: int) -> str:
+        return f"{row_of(row[at])}, token {at - start[row[at]]}"
 
-    return _difference("tokens", name, update, _flat(then), _flat(now), place)
-
-
-def _flat(lists: pl.Series) -> Bits:
-    return _numbers(lists.drop_nulls().explode(empty_as_null=False))
-
-
-def _row(keys: pl.DataFrame, at: int) -> str:
-    name, step = keys.row(int(at))
-    return f"trajectory {name}, step {step}"
+    before, after = (_numbers(c.drop_nulls().explode(empty_as_null=False)) for c in (then, now))
+    return _difference("tokens", name, update, before, after, token_of)
 
 
 def _numbers(values: pl.Series) -> Bits:
@@ -205,32 +177,26 @@ def weight_differences(
 
     Adapters are compared before they are merged.
     """
-    model: Any
-    unwrap = run.accelerator.unwrap_model
+    unwrap, differences = run.accelerator.unwrap_model, list[Difference]()
+    model: Any = unwrap(run.policy).model
     if part == "critic":
-        assert run.critic is not None
-        critic: Critic = unwrap(run.critic)
-        model, head = critic.model, folder / VALUE_HEAD
-        found = _tensor_differences(
-            "weights", head, critic.value_head.state_dict(), update, "value_head."
-        )
-    else:
-        model, found = unwrap(run.policy).model, []
-    state = model.state_dict()
-    if part == "policy" and (adapter := adapter_weights(state)):
+        critic: Any = unwrap(run.critic)
+        model, head = critic.model, critic.value_head.state_dict()
+        file = folder / VALUE_HEAD
+        differences += _tensor_differences("weights", file, head, update, "value_head.")
+    elif adapter := adapter_weights(model.state_dict()):
         file = folder / "adapter" / WEIGHTS
-        return list(_tensor_differences("weights", file, adapter, update))
+        return _tensor_differences("weights", file, adapter, update)
+    state: dict[str, Tensor] = model.state_dict()
     files = [path for path in sorted(folder.glob("*.safetensors")) if path.name != VALUE_HEAD]
-    names = [name for path in files for name in _names(path)]
-    if set(names) <= state.keys():
-        own = [one for path in files for one in _tensor_differences("weights", path, state, update)]
-        return [*found, *own]
-    with tempfile.TemporaryDirectory() as scratch:  # names change when the model is saved
-        saved = Path(scratch) / "model"
-        write_model(saved, model, run.source)
-        written = {n: t for path in saved.glob("*.safetensors") for n, t in _tensors(path)}
-        own = [one for p in files for one in _tensor_differences("weights", p, written, update)]
-    return [*found, *own]
+    if not {name for path in files for name in _names(path)} <= state.keys():
+        with tempfile.TemporaryDirectory() as scratch:  # names change when the model is saved
+            saved = Path(scratch) / "model"
+            write_model(saved, model, run.source)
+            state = {name: t for path in saved.glob("*.safetensors") for name, t in _tensors(path)}
+    for path in files:
+        differences += _tensor_differences("weights", path, state, update)
+    return differences
 
 
 def state_differences(folder: Path, run: Run, progress: Progress, update: int) -> list[Difference]:
@@ -239,27 +205,25 @@ def state_differences(folder: Path, run: Run, progress: Progress, update: int) -
     Raises:
         InputError: `checkpoint_state`: the state cannot be read.
     """
-    found: list[Difference] = []
+    differences = list[Difference]()
     for name, tensors in optimizer_tensors(run.optimizers, keep=True).items():
         file = folder / f"{name}.safetensors"
-        found += _tensor_differences("optimizer", file, tensors, update)
+        differences += _tensor_differences("optimizer", file, tensors, update)
     then = load_progress(folder)
     if then.num_mini_batches != progress.num_mini_batches:  # some were skipped after the update
-        return found
-    for name in ("global_step", "num_skipped", "trained"):
-        before, now = getattr(then, name), getattr(progress, name)
+        return differences
+    of_position = ("batch", "mini_batch", "kl_coef")
+    for name in ("global_step", "num_skipped", "trained", *of_position):
+        before, now = (
+            getattr(one.position if name in of_position else one, name) for one in (then, progress)
+        )
         if before != now:
-            found.append(_unequal("progress", name, update, before, now))
-    for name in ("batch", "mini_batch", "kl_coef"):
-        before, now = getattr(then.position, name), getattr(progress.position, name)
-        if before != now:
-            found.append(_unequal("progress", name, update, before, now))
-    known = progress.position.known
-    found += _tensor_differences("progress", folder / "batch.safetensors", known, update)
-    return found
+            differences.append(_unequal("progress", name, update, before, now))
+    file = folder / "batch.safetensors"
+    return differences + _tensor_differences("progress", file, progress.position.known, update)
 
 
-def _unequal(part: Any, name: str, update: int, then: Any, now: Any) -> Difference:
+def _unequal(part: Part, name: str, update: int, then: Any, now: Any) -> Difference:
     return Difference(part=part, name=name, update=update, recorded=then, replayed=now)
 
 
@@ -292,10 +256,10 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _tensor_differences(
-    part: Any, file: Path, tensors: Mapping[str, Tensor], update: int, prefix: str = ""
+    part: Part, file: Path, tensors: Mapping[str, Tensor], update: int, prefix: str = ""
 ) -> list[Difference]:
     """Compare tensors with the tensors of a file; return a difference for each unequal tensor."""
-    found, recorded = [], set()
+    differences, recorded = list[Difference](), set[str]()
     for name, then in _tensors(file):
         recorded.add(name)
         now = tensors.get(name)
@@ -304,26 +268,23 @@ def _tensor_differences(
                 None if t is None else f"{t.dtype} {list(t.shape)}".removeprefix("torch.")
                 for t in (then, now)
             ]
-            found.append(_unequal(part, prefix + name, update, *kinds))
+            differences.append(_unequal(part, prefix + name, update, *kinds))
             continue
-        one = _difference(part, prefix + name, update, _array(then), _array(now), _index)
-        found += [one] if one else []
+        arrays = _array(then), _array(now)
+        one = _difference(part, prefix + name, update, *arrays, "index {}".format)
+        differences += [one] if one else []
     missing = sorted(tensors.keys() - recorded) if part != "weights" else []
-    return found + [_unequal(part, name, update, None, "a tensor") for name in missing]
+    return differences + [_unequal(part, name, update, None, "a tensor") for name in missing]
 
 
 def _array(tensor: Tensor) -> Bits:
     flat = tensor.detach().cpu().contiguous().flatten()
-    found: Bits = (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
-    return found
-
-
-def _index(at: int) -> str:
-    return f"index {at}"
+    bits: Bits = (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
+    return bits
 
 
 def _difference(
-    part: Any, name: str, update: int, then: Bits, now: Bits, place: Callable[[int], str]
+    part: Part, name: str, update: int, then: Bits, now: Bits, place: Callable[[int], str]
 ) -> Difference | None:
     """Compare two arrays of the same length bit by bit; None if they are equal."""
     if then.shape != now.shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from schemas.errors import InputError, count
 from trainer.forensics.replay.recorded import (
@@ -29,14 +29,8 @@ Follow = Callable[[Progress | None], Run]
 """Function that returns the run at a given progress; None: at the progress where it was loaded."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forwarded:
-    """A replayed mini-batch between the checkpoint and the update to reconstruct.
-
-    Attributes:
-        recorded: The line of `metrics.jsonl` that the run wrote.
-        metrics: The replayed metrics, with the same keys, without times.
-    """
+class Forwarded(NamedTuple):
+    """A replayed mini-batch before the update: the line that the run wrote, and its metrics now."""
 
     recorded: Mapping[str, Any]
     metrics: Mapping[str, Any]
@@ -46,30 +40,19 @@ class Forwarded:
 class Reconstruction:
     """A run restored to the state just before one of its optimizer steps.
 
-    Attributes:
-        recorded: The run, as its directory describes it.
-        update: Number of the update: its `global_step`, counted from 1.
-        line: The update's line of `metrics.jsonl`.
-        checkpoint: Checkpoint from which the run was loaded; None: its start model.
-        forwarded: Mini-batches replayed between the checkpoint and the update, in order.
-        run: The run. `run` and `run.critic` hold models and optimizers as they were just
-            before the step, with the learning rates of the update set; `run.config` records the
-            tokens of all rows.
-        progress: Progress before the update; `progress.global_step` is `update` - 1.
-        step: The mini-batch: `step.ready.batch` ([T] tokens), `step.forests` (its
-            micro-batches), `step.ready.known` ([T] `old_logprobs`, `ref_logprobs` and `values`,
-            where the run computes them), `step.ready.ref_logprobs` (as the loss uses them) and
-            `step.ready.value_targets`. `make_update` takes the step.
+    `run` and `run.critic` hold models and optimizers as they were just before the step, with the
+    learning rates of the update set; `run.config` records the tokens of all rows. `make_update` takes
+    the step.
     """
 
-    recorded: RecordedRun
-    update: int
-    line: Mapping[str, Any]
-    checkpoint: Path | None
-    forwarded: tuple[Forwarded, ...]
+    recorded: RecordedRun  # the run, as its directory describes it
+    update: int  # its `global_step`, counted from 1
+    line: Mapping[str, Any]  # the update's line of `metrics.jsonl`
+    checkpoint: Path | None  # from which the run was loaded; None: its start model
+    forwarded: tuple[Forwarded, ...]  # mini-batches between the checkpoint and the update
     run: Run
-    progress: Progress
-    step: Step
+    progress: Progress  # before the update; `progress.global_step` is `update` - 1
+    step: Step  # the mini-batch
 
 
 def reconstruct(
@@ -103,8 +86,8 @@ def reconstruct(
         RolloutError: See `trainer.run.loop.train`.
 
     Example:
-        >>> found = reconstruct("run", 12)  # doctest: +SKIP
-        >>> metrics, tokens = make_update(found.run, found.step, found.update)  # doctest: +SKIP
+        >>> before = reconstruct("run", 12)  # doctest: +SKIP
+        >>> metrics, tokens = make_update(before.run, before.step, 12)  # doctest: +SKIP
     """
     recorded = read_recorded(Path(run), places).at(update)
     target = recorded.index_of(update)
@@ -121,11 +104,12 @@ def reconstruct(
         progress, begun = part.progress, None
         set_rates(part, progress.global_step)
         for step in steps(part, progress.position, passes):
-            left = target - progress.num_mini_batches
-            if at_batch and begun is not step.ready and left < step.num_left:
+            num_before = target - progress.num_mini_batches
+            # The batch of the update begins: its advantages follow from the policy as it is now.
+            if at_batch and begun is not step.ready and num_before < step.num_left:
                 at_batch(part, step)
             begun = step.ready
-            if not left:
+            if not num_before:
                 refuse_changed(recorded, part.config.data.dataset, update)
                 return Reconstruction(
                     recorded=recorded,
@@ -144,13 +128,17 @@ def reconstruct(
             passes.end_update(made=not metrics["skipped"])
             progress, metrics = count_update(part, progress, step, metrics)
             set_threads(start_of(recorded.path, progress.global_step + 1))
-            own = {"iteration": part.first_batch} if recorded.num_iterations else {}
-            forwarded.append(Forwarded(recorded=line, metrics=own | metrics))
+            forwarded.append(Forwarded(line, iteration_of(recorded, part) | metrics))
             _check_skipped(recorded, line, metrics)
         if not recorded.num_iterations:
             got = f"the run has {count(progress.num_mini_batches, 'mini-batch', 'es')}"
             expected = f"at least {target + 1}, as in metrics.jsonl"
             raise InputError("resume_dataset", part.config.data.dataset, got, expected, ORIGINAL)
+
+
+def iteration_of(recorded: RecordedRun, run: Run) -> dict[str, int]:
+    """Return the metric that `rollouts rl` adds to those of an update."""
+    return {"iteration": run.first_batch} if recorded.num_iterations else {}
 
 
 def _opened_run(recorded: RecordedRun, checkpoint: Path | None) -> Follow:

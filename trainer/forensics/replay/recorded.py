@@ -49,8 +49,8 @@ class RecordedRun:
         `--resume` may change some settings; they are recorded at each start of the run.
         """
         start = start_of(self.path, update)
-        known = {key: start[key] for key in CHANGING if key in start}
-        values = checked_values(BatchConfig, known, (), str(self.path / FILE), table="batch.")
+        changed = {key: start[key] for key in CHANGING if key in start}
+        values = checked_values(BatchConfig, changed, (), str(self.path / FILE), table="batch.")
         batch = dataclasses.replace(self.config.batch, **values)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, batch=batch))
 
@@ -60,19 +60,19 @@ class RecordedRun:
         Raises:
             InputError: `replay_update`: the run has not made the update.
         """
-        made = {
+        index_of = {
             line["global_step"]: index
             for index, line in enumerate(self.lines)
             if not line.get("skipped")
         }
-        if update in made:
-            return made[update]
+        if update in index_of:
+            return index_of[update]
         got = f"no update {update}"
         where, expected = (
             str(self.path / "metrics.jsonl"),
-            f"an update from 1 to {max(made, default=0)}",
+            f"an update from 1 to {max(index_of, default=0)}",
         )
-        if not made:
+        if not index_of:
             text = f"{where}: the run has not made an update yet."
             raise InputError("replay_update", where, got, message=text)
         raise InputError("replay_update", where, got, expected)
@@ -138,9 +138,9 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
     places = dict(places or {})
     if num_iterations is not None:
         places["data.dataset"] = str(path / "rollouts" / "*")
-    own = {"run.out": str(path), "run.record_tokens": "all", "run.trackers": []} | places
+    changed = {"run.out": str(path), "run.record_tokens": "all", "run.trackers": []} | places
     sections = {key: saved[key] for key in saved if key not in ("loop", *TABLES)}
-    values = checked_values(TrainConfig, with_options(sections, own), (), str(file))
+    values = checked_values(TrainConfig, with_options(sections, changed), (), str(file))
     if lacking := [key for key in PLACES[:2] if not flat(values).get(key)]:
         raise InputError("resume_config", str(file), f"lacks {' and '.join(lacking)}")
     config = build(TrainConfig, values)
@@ -181,7 +181,7 @@ def _lines(path: Path) -> tuple[Mapping[str, Any], ...]:
     """Read the lines of mini-batches, except an incomplete line that is still being written."""
     file = path / "metrics.jsonl"
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    found = []
+    records = []
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         try:
             record = json.loads(line)
@@ -191,5 +191,5 @@ def _lines(path: Path) -> tuple[Mapping[str, Any], ...]:
             got, expected = repr(line[:60]), "a JSON object with an integer global_step"
             raise InputError("metrics_file", f"{file}:{number}", got, expected)
         if _EVALUATED not in record:
-            found.append(record)
-    return tuple(found)
+            records.append(record)
+    return tuple(records)

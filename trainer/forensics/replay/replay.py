@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -35,7 +35,7 @@ from trainer.forensics.replay.compare import (
     token_differences,
     weight_differences,
 )
-from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
+from trainer.forensics.replay.reconstruct import Reconstruction, iteration_of, reconstruct
 from trainer.forensics.replay.recorded import naming_damaged, read_recorded
 from trainer.run.checkpoint import checkpoint_path, write_model
 from trainer.run.loop import count_update
@@ -48,41 +48,23 @@ from trainer.run.update import Step, make_update
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """Result of replaying an update.
+    """Result of replaying an update."""
 
-    Attributes:
-        run: Directory of the run.
-        update: Number of the update.
-        iteration: Iteration of `rollouts rl`, counted from 0; None for `rollouts train`.
-        checkpoint: Checkpoint from which the replay started; None: the start model.
-        num_forwarded: Mini-batches replayed between the checkpoint and the update.
-        num_threads: Number of threads used.
-        compared: Descriptions of the data that were compared.
-        not_compared: Metrics that were not compared: times, and metrics of sampling.
-        differences: Values that differ from the recorded ones, in the order of the updates.
-        recorded: The metrics that the run recorded.
-        replayed: The metrics of the replayed update.
-        changed: The metrics of the update with changes; None without changes.
-        changes: Descriptions of the changes.
-        notes: Reasons why the replay may differ from the run.
-        out: Directory of the resulting model; None if it was not written.
-    """
-
-    run: str
+    run: str  # its directory
     update: int
-    iteration: int | None
-    checkpoint: str | None
-    num_forwarded: int
+    iteration: int | None  # of `rollouts rl`, counted from 0; None for `rollouts train`
+    checkpoint: str | None  # from which the replay started; None: the start model
+    num_forwarded: int  # mini-batches replayed between the checkpoint and the update
     num_threads: int
-    compared: tuple[str, ...]
-    not_compared: tuple[str, ...]
-    differences: tuple[Difference, ...]
-    recorded: Mapping[str, Any]
-    replayed: Mapping[str, Any]
-    changed: Mapping[str, Any] | None
-    changes: tuple[str, ...]
-    notes: tuple[str, ...]
-    out: str | None
+    compared: tuple[str, ...]  # descriptions of the data that were compared
+    not_compared: tuple[str, ...]  # metrics: times, and metrics of sampling
+    differences: tuple[Difference, ...]  # in the order of the updates
+    recorded: Mapping[str, Any]  # metrics of the run
+    replayed: Mapping[str, Any]  # metrics of the replayed update
+    changed: Mapping[str, Any] | None  # metrics of the update with changes; None without changes
+    changes: tuple[str, ...]  # their descriptions
+    notes: tuple[str, ...]  # why the replay may differ from the run
+    out: str | None  # directory of the resulting model; None if it was not written
 
     @property
     def is_identical(self) -> bool:
@@ -136,34 +118,40 @@ def replay(
         if settings:
             batch = ChangedBatch(settings=settings)
         with ticking(passes):
-            found = reconstruct(
+            before = reconstruct(
                 path,
                 update,
                 places=places,
                 at_batch=batch.prepare if batch else None,
                 passes=passes,
             )
+            run_after, changed = before.run, None
             if settings or changes.leaves_out:
-                after, step = _changed(found, batch, changes)
+                run_after, step = (
+                    batch.of(before.run, before.step) if batch else (before.run, before.step)
+                )
+                step = without_rows(run_after, step, changes) if changes.leaves_out else step
                 with torch.random.fork_rng():  # clip_cov draws the same numbers in both
-                    made = _made(_paused(found.run), found, passes)
-                changed = _made_changed(after, step, found, passes)
+                    result = _updated(_paused(before.run), before.step, before, passes)
+                passes.end_update(made=not result.metrics["skipped"])
+                apply_settings(run_after, before.progress.global_step)
+                changed = as_recorded(_updated(run_after, step, before, passes).metrics)
             else:
-                made, changed, after = _made(found.run, found, passes), None, found.run
+                result = _updated(before.run, before.step, before, passes)
+                passes.end_update(made=not result.metrics["skipped"])
     with naming_damaged(recorded, update):
-        result = _compared(found, made, is_changed=changed is not None)
+        compared = _compared(before, result, is_changed=changed is not None)
     if out is not None:
-        _write(Path(out), after)
+        _write(Path(out), run_after)
     return dataclasses.replace(
-        result,
+        compared,
         changed=changed,
         changes=tuple(describe(dataclasses.replace(changes, settings=settings))),
         out=None if out is None else str(out),
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Made:
+class _Result(NamedTuple):
     """Result of an update: its metrics, including counts, token records, and progress after it."""
 
     metrics: dict[str, Any]
@@ -171,27 +159,10 @@ class _Made:
     progress: Progress
 
 
-def _made(run: Run, found: Reconstruction, passes: Passes) -> _Made:
-    metrics, tokens = make_update(run, found.step, found.update, passes)
-    passes.end_update(made=not metrics["skipped"])
-    progress, metrics = count_update(run, found.progress, found.step, metrics)
-    return _Made(metrics=metrics, tokens=tokens, progress=progress)
-
-
-def _changed(
-    found: Reconstruction, batch: ChangedBatch | None, changes: Changes
-) -> tuple[Run, Step]:
-    """Apply the changes to a run and its mini-batch, without taking the step."""
-    run, step = batch.of(found.run, found.step) if batch else (found.run, found.step)
-    return run, without_rows(run, step, changes) if changes.leaves_out else step
-
-
-def _made_changed(run: Run, step: Step, found: Reconstruction, passes: Passes) -> dict[str, Any]:
-    """Make the update with the changes, and return its metrics."""
-    apply_settings(run, found.progress.global_step)
-    metrics, _ = make_update(run, step, found.update, passes)
-    _, metrics = count_update(run, found.progress, step, metrics)
-    return as_recorded(metrics)
+def _updated(run: Run, step: Step, before: Reconstruction, passes: Passes) -> _Result:
+    metrics, tokens = make_update(run, step, before.update, passes)
+    progress, metrics = count_update(run, before.progress, step, metrics)
+    return _Result(metrics, tokens, progress)
 
 
 class Forwarding(Passes):
@@ -211,107 +182,92 @@ class _Paused:
     """An optimizer that clears the gradient but never steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer."""
-        return self._optimizer.param_groups
+        self.zero_grad, self.param_groups = optimizer.zero_grad, optimizer.param_groups
 
     def step(self) -> None:
         """Leave the weights unchanged."""
 
-    def zero_grad(self) -> None:
-        """Clear the gradient."""
-        self._optimizer.zero_grad()
-
 
 def _paused(run: Run) -> Run:
     """Return a copy of the run whose optimizers leave models and optimizer states unchanged."""
-
-    def still(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return cast("torch.optim.Optimizer", _Paused(optimizer))
-
-    of_critic = run.critic_optimizer
-    return dataclasses.replace(
-        run,
-        optimizer=still(run.optimizer),
-        critic_optimizer=of_critic and still(of_critic),
-    )
+    optimizers: list[Any] = [
+        optimizer and _Paused(optimizer) for optimizer in (run.optimizer, run.critic_optimizer)
+    ]
+    return dataclasses.replace(run, optimizer=optimizers[0], critic_optimizer=optimizers[1])
 
 
-def _compared(found: Reconstruction, made: _Made, *, is_changed: bool) -> Replay:
+def _compared(before: Reconstruction, result: _Result, *, is_changed: bool) -> Replay:
     """Compare a replayed update with the run's records.
 
-    The weights and the state after the update are compared too, unless changes will be made.
+    The weights and the state after the update are compared too, unless changes will be result.
     """
-    recorded, update, run = found.recorded, found.update, found.run
+    recorded, update, run = before.recorded, before.update, before.run
     is_loop = recorded.num_iterations is not None
     differences: list[Difference] = []
-    for one in found.forwarded:
+    for one in before.forwarded:
         step = one.metrics["global_step"]
         differences += metric_differences(one.recorded, one.metrics, step, is_loop=is_loop)
-    own = {"iteration": run.first_batch} if is_loop else {}
-    replayed = own | made.metrics
-    differences += metric_differences(found.line, replayed, update, is_loop=is_loop)
-    names = compared_metrics(found.line, is_loop=is_loop)
+    iteration = iteration_of(recorded, run)
+    replayed = iteration | result.metrics
+    differences += metric_differences(before.line, replayed, update, is_loop=is_loop)
+    names = compared_metrics(before.line, is_loop=is_loop)
     compared = [count(len(names), "metric")]
-    if found.forwarded:
-        on_the_way = count(len(found.forwarded), "update")
+    if before.forwarded:
+        on_the_way = count(len(before.forwarded), "update")
         compared.append(f"the metrics of {on_the_way} before it")
     if token_record_path(recorded.path, update).is_file():
-        differences += token_differences(recorded.path, update, made.tokens)
+        differences += token_differences(recorded.path, update, result.tokens)
         compared.append("the recorded tokens")
     if not is_changed:
-        for what, more in _saved_differences(found, made):
+        for what, more in _saved_differences(before, result):
             compared.append(what)
             differences += more
     return Replay(
         run=str(recorded.path),
         update=update,
-        iteration=own.get("iteration"),
-        checkpoint=None if found.checkpoint is None else str(found.checkpoint),
-        num_forwarded=len(found.forwarded),
+        iteration=iteration.get("iteration"),
+        checkpoint=None if before.checkpoint is None else str(before.checkpoint),
+        num_forwarded=len(before.forwarded),
         num_threads=torch.get_num_threads(),
         compared=tuple(compared),
-        not_compared=tuple(name for name in found.line if name not in names),
+        not_compared=tuple(name for name in before.line if name not in names),
         differences=tuple(differences),
-        recorded=found.line,
+        recorded=before.line,
         replayed=as_recorded(replayed),
         changed=None,
         changes=(),
-        notes=tuple(_notes(found)),
+        notes=tuple(_notes(before)),
         out=None,
     )
 
 
 def _saved_differences(
-    found: Reconstruction, made: _Made
+    before: Reconstruction, result: _Result
 ) -> Iterator[tuple[str, list[Difference]]]:
     """Compare models and state with the files that the run saved after the update.
 
     Yields a description of each part that was compared, and its differences.
     """
-    run, update = found.run, found.update
-    folder = checkpoint_path(found.recorded.path, update)
+    run, update = before.run, before.update
+    folder = checkpoint_path(before.recorded.path, update)
     if folder.is_dir():
         yield f"the weights of {folder}", weight_differences(folder, run, update)
         if run.critic is not None:
             critic = folder / "critic"
             yield "its critic", weight_differences(critic, run, update, "critic")
         if (folder / "state").is_dir():
-            more = state_differences(folder / "state", run, made.progress, update)
+            more = state_differences(folder / "state", run, result.progress, update)
             yield "its optimizers and position", more
-    version = found.recorded.path / "weights" / f"version_{run.first_batch + 1}"
-    is_last = found.recorded.num_iterations is not None and found.step.num_left == 1
+    version = before.recorded.path / "weights" / f"version_{run.first_batch + 1}"
+    is_last = before.recorded.num_iterations is not None and before.step.num_left == 1
     if is_last and version.is_dir():
         yield f"the weights of {version}", weight_differences(version, run, update)
 
 
-def _notes(found: Reconstruction) -> Iterator[str]:
+def _notes(before: Reconstruction) -> Iterator[str]:
     """Yield reasons why the replayed update may differ from the run's."""
-    out, update = found.recorded.path, found.update
-    start, here = start_of(out, update), this_machine(found.run.accelerator)
+    out, update = before.recorded.path, before.update
+    start, here = start_of(out, update), this_machine(before.run.accelerator)
     if not start:
         yield (
             "the run did not record its number of threads; if it was not"
@@ -322,10 +278,10 @@ def _notes(found: Reconstruction) -> Iterator[str]:
         yield f"{key} is {here[key]}, but was {start[key]} in the run"
     if here["device"].partition(" ")[0] != "CPU":
         yield f"results on {here['device']} are not reproducible bit for bit"
-    first = found.progress.global_step - len(found.forwarded) + 1
-    used = [start_of(out, step) for step in range(max(first, 1), update + 1)]
+    first = before.progress.global_step - len(before.forwarded) + 1
+    starts = [start_of(out, step) for step in range(max(first, 1), update + 1)]
     for key in CHANGING if starts_of(out) else ():
-        values = {one.get(key) for one in used}
+        values = {one.get(key) for one in starts}
         if len(values) > 1:
             yield f"{key} was changed by --resume between updates {first} and {update}"
 
@@ -359,4 +315,4 @@ def _write(out: Path, run: Run) -> None:
     with destination(out), writable(str(out)), whole(out) as partial:
         write_model(partial, unwrap(run.policy).model, run.source)
         if run.critic is not None:
-            unwrap(run.critic.critic).save(partial / "critic")
+            unwrap(run.critic).save(partial / "critic")
