@@ -13,8 +13,8 @@ from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
     from schemas.metadata import LogprobsMode
-    from trainer.forensics.audit.rescoring import Cost
     from trainer.forensics.audit.result import Plan
+    from trainer.forensics.audit.scores import Cost
 
 EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer smollm2/"
 
@@ -99,9 +99,9 @@ def audit(
         from trainer.forensics.audit.candidates import defaults_of, find_candidates
         from trainer.forensics.audit.prompts import PromptVariants
         from trainer.forensics.audit.report import estimate, screen, summary
-        from trainer.forensics.audit.rescoring import Weights
         from trainer.forensics.audit.result import AuditSettings
         from trainer.forensics.audit.rows import read_audit_rows
+        from trainer.forensics.audit.scores import Weights
 
     candidates = find_candidates(weights, base)
     metadata = read_metadata(dataset)
@@ -112,13 +112,13 @@ def audit(
         if metadata.tokenizer_fingerprint not in {None, loaded.fingerprint}:
             warn(about_other_tokenizer(tokenizer, metadata))
     defaults = defaults_of(candidates)
-    rows = read_audit_rows(open_valid(dataset), metadata, logprobs_mode, defaults)
+    chunks = read_audit_rows(open_valid(dataset), metadata, logprobs_mode, defaults)
     settings = AuditSettings(thorough=thorough, first_pass=first_pass)
     bar: Bar | None = None
 
     def announce(plan: Plan, cost: Cost, num_tokens: int) -> None:
         nonlocal bar
-        is_first = cost.first is not None and cost.num_tokens == cost.first[0]
+        is_first = cost.num_tokens == cost.first[0]
         if bar is None and (not is_first or cost.num_tokens >= plan.num_first):
             note(estimate(plan, cost))
             bar = Bar(plan.num_most, "tokens", "forwarding")
@@ -129,7 +129,7 @@ def audit(
     try:
         with shown_log():
             result = run_audit(
-                rows,
+                chunks,
                 Weights(candidates),
                 settings,
                 dataset=dataset,

@@ -6,60 +6,74 @@ fit their label, are also forwarded under every other candidate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from schemas.ragged import IntArray
-from trainer.forensics.audit.candidates import Candidate, context_tokens
-from trainer.forensics.audit.chunk import MISSING, UNKNOWN, Chunk
-from trainer.forensics.audit.noise import Noise, Residuals
+from schemas.errors import InputError, count
+from schemas.ragged import BoolArray, IntArray
+from trainer.forensics.audit.candidates import context_tokens
+from trainer.forensics.audit.causes import describe
+from trainer.forensics.audit.explanations import Search
+from trainer.forensics.audit.hypotheses import Judge, Span, Verdict
+from trainer.forensics.audit.learn import best_residuals, distances, likely_mode
+from trainer.forensics.audit.noise import Residuals, fit_noise
 from trainer.forensics.audit.prompts import PromptVariants
-from trainer.forensics.audit.rescoring import Cost, Weights
-from trainer.forensics.audit.result import SCHEMA, AuditResult, AuditSettings, Plan
-from trainer.forensics.audit.rows import NO_WEIGHTS, TOO_LONG, AuditRows
+from trainer.forensics.audit.result import FAULTS, SCHEMA, AuditResult, AuditSettings, Plan
+from trainer.forensics.audit.rows import (
+    KEYS,
+    NO_WEIGHTS,
+    TOO_LONG,
+    AuditRows,
+    Truncation,
+    choose_tokens,
+)
+from trainer.forensics.audit.scores import (
+    Cost,
+    Scored,
+    Weights,
+    num_distinct_tokens,
+    score_rows,
+)
+from trainer.models.policy import Policy
 
-CHUNK_TOKENS = 200_000
-"""Number of sampled tokens whose scores are in memory at once."""
-EXTRA = 1.1
-"""Limit on the number of tokens to forward, as a multiple of candidates x distinct tokens."""
-EXTRA_TOKENS = 10_000
-"""Number of tokens that may be forwarded beyond the limit of `EXTRA` to explain differences, so
-that a few rows of a small dataset can be explained."""
-
-
-def labelled_candidates(rows: AuditRows, candidates: Sequence[Candidate]) -> IntArray:
-    """Return the index of each row's labelled candidate; `UNKNOWN` or `MISSING` if there is none.
-
-    A single candidate without a version is assumed to have sampled all rows.
-    """
-    numbers = {one.version: i for i, one in enumerate(candidates) if one.version is not None}
-    if len(candidates) == 1 and not numbers:
-        return np.zeros(rows.num_rows, np.int64)
-    found = [numbers.get(v, MISSING) if v >= 0 else UNKNOWN for v in rows.version.tolist()]
-    return np.array(found, np.int64)
+UNKNOWN, MISSING = -1, -2
+"""Labels of rows without a version, and of rows whose weights are not among the candidates."""
+SAMPLE_TOKENS, SAMPLE_ROWS = 4_000, 24
+"""Limits on the sample from which the noise is estimated; the smaller one applies."""
+GOLDEN = 0.6180339887
+"""Multiples of this number, modulo 1, are spread evenly, even if there are only a few."""
+REPEATED, MIXED, AGAIN = 0.01, 0.03, 0.05
+"""Limits on tokens forwarded twice, as fractions of candidates x distinct tokens: because the sample
+splits a group, because its rows have different labels, because the first pass scored them in part."""
+EXTRA, EXTRA_TOKENS = 1.1, 10_000
+"""To explain differences, an audit may forward `EXTRA` x candidates x distinct tokens in all, and at
+least `EXTRA_TOKENS`, so that a few rows of a small dataset can be explained."""
 
 
 def run_audit(
-    rows: AuditRows,
+    chunks: Sequence[AuditRows],
     weights: Weights,
     settings: AuditSettings,
     *,
     dataset: str,
     variants: PromptVariants | None = None,
-    known: Sequence[Residuals] = (),
+    clean: Sequence[Residuals] = (),
     announce: Callable[[Plan, Cost, int], None] = lambda *_: None,
 ) -> AuditResult:
     """Audit rows under the candidates of `weights`.
 
     Args:
-        rows: Rows to audit.
+        chunks: Rows to audit; the scores of one chunk are in memory at once.
         weights: The candidates.
         settings: Settings of the audit.
         dataset: Path of the rows' dataset, for the verdicts.
         variants: Renders prompts in other ways; None: other prompts are not tried.
-        known: Residuals of rows without faults, from which the noise of the same engine is
+        clean: Residuals of rows without faults, from which the noise of the same engine is
             estimated. If empty, a sample of the rows is scored under all candidates instead.
         announce: Called after each micro-batch with the number of its tokens. The first micro-batch
             shows how long the audit will take.
@@ -67,69 +81,314 @@ def run_audit(
     Raises:
         InputError: A candidate cannot be loaded.
     """
-    label = labelled_candidates(rows, weights.candidates)
-    rows.refuse(label == MISSING, NO_WEIGHTS)
-    contexts = [tokens for one in weights.candidates if (tokens := context_tokens(one))]
-    if contexts:
-        lengths = rows.prompts.lengths + rows.responses.lengths
-        rows.refuse(lengths > min(contexts), TOO_LONG)
-    parts = [Chunk(rows.part(a, b), label[a:b], weights, settings) for a, b in _chunks(rows)]
-    plan = _plan(parts, settings, with_sample=not known)
-    cost = Cost()
+    plan, cost = Plan(num_candidates=len(weights.candidates)), Cost()
     cost.on_micro_batch = lambda num_tokens: announce(plan, cost, num_tokens)
-    found = AuditResult(
-        verdicts=pl.DataFrame(schema=SCHEMA),
-        candidates=weights.candidates,
-        noise=Noise(),
-        mode=rows.mode or "raw",
-        mode_is_inferred=rows.mode is None,
-        plan=plan,
-        cost=cost,
-        num_rows=int(rows.auditable.sum()),
-        num_suspicious=0,
-    )
-    tables = []
-    for number, chunk in enumerate(parts):
-        chunk.begin(cost)
+    result = AuditResult(candidates=weights.candidates, plan=plan, cost=cost)
+    audits = [ChunkAudit(rows, weights, settings, result) for rows in chunks]
+    for number, audit in enumerate(audits):
+        audit.plan(with_sample=number == 0 and not clean)
+    for number, audit in enumerate(audits):
+        audit.score_sample()
         if number == 0:
-            chunk.learn(found, known)
-        chunk.first_pass(found.noise, found.mode)
-        if number == 0:
-            chunk.learn(found, known)
-        found.num_suspicious += chunk.second_pass(found.noise, found.mode)
-        found.num_first_scored += chunk.num_first_scored
-        found.num_sampled += chunk.num_sampled
-        allowance = round(EXTRA * plan.num_candidates * plan.num_distinct)
-        allowance = max(allowance, cost.num_tokens + EXTRA_TOKENS)
-        tables.append(chunk.verdicts(found.noise, found.mode, variants, allowance))
-        found.clean += chunk.clean_residuals(tables[-1], found.mode)
-        chunk.end()
-    named = [table.with_columns(dataset=pl.lit(dataset)) for table in tables]
-    found.verdicts = pl.concat([found.verdicts, *named])
-    return found
+            audit.learn(clean)
+        audit.score_labelled()
+        if number == 0:  # now from more rows
+            audit.learn(clean)
+        audit.score_suspicious()
+        table = audit.verdicts(variants).with_columns(dataset=pl.lit(dataset))
+        result.verdicts = pl.concat([result.verdicts, table])
+        audit.drop_scores()
+    return result
 
 
-def _chunks(rows: AuditRows) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that consist of complete groups with about `CHUNK_TOKENS` targets."""
-    lengths = np.bincount(rows.span_row, rows.span_length, minlength=rows.num_rows)
-    upto, group = np.cumsum(lengths), rows.group
-    ends = np.flatnonzero(np.append(np.diff(group) != 0, [True])) + 1
-    first, before = 0, 0.0
-    for end in ends.tolist() if rows.num_rows else []:
-        if upto[end - 1] - before >= CHUNK_TOKENS or end == rows.num_rows:
-            yield first, end
-            first, before = end, float(upto[end - 1])
+class ChunkAudit:
+    """Audit of a chunk of rows, which adds its counts to `result`.
+
+    Call `plan`, `score_sample`, `score_labelled`, `score_suspicious` and `verdicts`, in this order.
+    `label` are the labelled candidates ([R]), and `complete` is true where all sampled tokens of a
+    row are scored under a candidate ([N, R]).
+    """
+
+    def __init__(
+        self, rows: AuditRows, weights: Weights, settings: AuditSettings, result: AuditResult
+    ) -> None:
+        self.rows, self.weights, self.settings, self.result = rows, weights, settings, result
+        candidates = weights.candidates
+        number_of = {one.version: number for number, one in enumerate(candidates)}
+        number_of[None] = UNKNOWN  # also if the version of a candidate is unknown
+        self.label = np.array([number_of.get(v, MISSING) for v in rows.table["policy_version"]])
+        if len(candidates) == 1 and candidates[0].version is None:
+            self.label[:] = 0  # it is assumed to have sampled all rows
+        rows.refuse(self.label == MISSING, NO_WEIGHTS)
+        lengths = rows.prompts.lengths + rows.responses.lengths
+        contexts = [tokens for one in candidates if (tokens := context_tokens(one))]
+        rows.refuse(lengths > min(contexts, default=np.inf), TOO_LONG)
+        self.usable = self.sample = rows.auditable
+        self.suspicious = set[int]()
+        result.num_rows += len(self.usable)
+        result.num_sampled += int(rows.targets(self.usable).sum())
+        result.mode_is_inferred = rows.mode is None
+        result.mode = rows.mode or result.mode
+        self.drop_scores()
+
+    def drop_scores(self) -> None:
+        """Forget all scores."""
+        self.scored: dict[int, Scored] = {}
+        self.complete = np.zeros((len(self.weights.candidates), self.rows.num_rows), np.bool_)
+
+    def plan(self, *, with_sample: bool) -> None:
+        """Choose the sample, and the rows that the first pass scores under each candidate."""
+        rows, usable, plan, number = self.rows, self.usable, self.result.plan, len(self.complete)
+        num_distinct = num_distinct_tokens(rows, usable)
+        if not self.settings.thorough:
+            self.sample = self._sample() if with_sample else usable[:0]
+        repeated = number * self._num_repeated(self.sample, usable)
+        self.rest = np.setdiff1d(usable, self.sample)
+        self.first = np.zeros_like(self.complete)
+        labelled = self.rest[self.label[self.rest] >= 0]
+        self.first[self.label[labelled], labelled] = True
+        parts = (self.rest[is_first] for is_first in self.first[:, self.rest])
+        mixed = sum(self._num_repeated(part, self.rest) for part in parts)
+        if mixed > MIXED * number * num_distinct:  # score groups under all labels of their rows
+            of_group = np.zeros((number, int(rows.group.max()) + 1), np.bool_)
+            of_group[self.label[labelled], rows.group[labelled]] = True
+            self.first[:, self.rest] = of_group[:, rows.group[self.rest]]
+            mixed = 0
+        share, self.among, self.again = self.settings.first_pass, None, 0
+        if share is not None and share < 1:
+            self.among = choose_tokens(rows, self.rest, share)
+            self.again = int(AGAIN * number * num_distinct)
+        plan.num_distinct += num_distinct
+        plan.num_first += number * num_distinct_tokens(rows, self.sample)
+        plan.num_first += self._num_first(self.rest)
+        plan.num_most += number * num_distinct + repeated + mixed + self.again
+
+    def _sample(self) -> IntArray:
+        """Choose rows, spread over the chunk, from which to estimate the noise.
+
+        The sample consists of complete groups, because a later pass would have to forward the
+        prompt of an incomplete group again. A large group whose rows share few tokens may be split.
+        """
+        rows, usable = self.rows, self.usable
+        wanted = min(len(usable), SAMPLE_ROWS, max(len(usable) // 10, 4))
+        lengths = np.bincount(rows.spans[:, 0], rows.spans[:, 2], minlength=rows.num_rows)
+        groups = np.unique(rows.group[usable])
+        limit, sample = REPEATED * num_distinct_tokens(rows, usable), list[int]()
+        for group in groups[np.argsort(np.arange(len(groups)) * GOLDEN % 1)].tolist():
+            members = usable[rows.group[usable] == group]
+            part = members[: wanted - len(sample)]
+            if len(members) > SAMPLE_ROWS and self._num_repeated(part, members) <= limit:
+                members = part
+            sample += members.tolist()
+            if len(sample) >= wanted or lengths[sample].sum() >= SAMPLE_TOKENS:
+                break
+        return np.array(sorted(sample), np.int64)
+
+    def _num_repeated(self, part: IntArray, members: IntArray) -> int:
+        """Count the tokens that are forwarded twice if a part of some rows is forwarded separately."""
+        parts = (part, np.setdiff1d(members, part))
+        total = num_distinct_tokens(self.rows, members)
+        return sum(num_distinct_tokens(self.rows, one) for one in parts) - total
+
+    def _num_first(self, rows: IntArray) -> int:
+        parts = (rows[is_first] for is_first in self.first[:, rows])
+        return sum(num_distinct_tokens(self.rows, part, self.among) for part in parts)
+
+    def score_sample(self) -> None:
+        """Score the sample under all candidates."""
+        for number in range(len(self.complete)):
+            self._score(number, self.sample)
+
+    def learn(self, clean: Sequence[Residuals]) -> None:
+        """Estimate the noise and the kind of log-probabilities from all scores so far."""
+        result, spans = self.result, [span for span in self._spans() if span]
+        if self.rows.mode is None:
+            result.mode, result.num_mode_tokens = likely_mode(spans)
+        in_sample = [span for span in spans if len(span.scores) == len(self.complete)]
+        noise = fit_noise([*clean, *map(best_residuals, spans)])
+        if not noise.num_tokens:  # rows outside the sample do not fit their labels
+            noise = fit_noise([best_residuals(span) for span in in_sample])
+        result.apart, apart = distances(in_sample, result.mode)
+        result.noise = dataclasses.replace(noise, apart=apart or noise.apart)
+
+    def score_labelled(self) -> None:
+        """Score rows under their labelled weights: all tokens, or a selection of tokens.
+
+        Rows that do not fit a selection must be forwarded again, so only a part of the groups is
+        scored in this way if many do not fit.
+        """
+        rest, allowance = self.rest, self.again
+        ends = np.flatnonzero(np.diff(self.rows.group[rest], append=-1)) + 1
+        lengths = (self.rows.prompts.lengths + self.rows.responses.lengths)[rest].cumsum()
+        while self.among is not None and len(rest):
+            # Up to an eighth of the allowance for repeated tokens, but at least one group.
+            fitting = np.searchsorted(lengths[ends - 1], allowance // 8, side="right")
+            end = ends[max(int(fitting) - 1, 0)]
+            part = rest[:end]
+            if self._num_first(part) > allowance:
+                break
+            self._score_first(part, self.among)
+            suspicious = self._suspicious(part)
+            self.suspicious |= suspicious
+            allowance -= self._num_first(np.array(sorted(suspicious), np.int64))
+            rest, ends = rest[end:], ends[ends > end] - end
+            lengths = lengths[end:] - lengths[end - 1]
+        self._score_first(rest, None)
+
+    def _score_first(self, part: IntArray, among: BoolArray | None) -> None:
+        self.result.num_first_scored += int(self.rows.targets(part, among).sum())
+        for number in range(len(self.complete)):
+            self._score(number, part[self.first[number, part]], among)
+
+    def score_suspicious(self) -> None:
+        """Score the rows that do not fit their label under all candidates."""
+        whole = self.rest[self.complete[:, self.rest].any(0) | (self.label[self.rest] == UNKNOWN)]
+        self.suspicious |= self._suspicious(whole)
+        wanted = np.array(sorted(self.suspicious), np.int64)
+        for number in range(len(self.complete)):
+            self._score(number, wanted[~self.complete[number, wanted]])
+        self.result.num_suspicious += len(wanted)
+
+    def _suspicious(self, rows: IntArray) -> set[int]:
+        """Return the rows without a label, and the rows that their labelled weights do not explain."""
+        suspicious = {row for row in rows.tolist() if self.label[row] == UNKNOWN}
+        for number in np.flatnonzero(np.isin(self.rows.spans[:, 0], rows)).tolist():
+            row, span = int(self.rows.spans[number, 0]), self._span(number)
+            if row not in suspicious and span is not None and self._judge.is_suspicious(span):
+                suspicious.add(row)
+        return suspicious
+
+    @property
+    def _judge(self) -> Judge:
+        return Judge(self.result.noise, self.result.mode)
+
+    def _score(self, number: int, wanted: IntArray, among: BoolArray | None = None) -> None:
+        """Score rows under a candidate.
+
+        Raises:
+            InputError: `audit_rows`: the candidate has no embedding for a token.
+        """
+        if not len(wanted):
+            return
+        policy = self.weights.policy(number)
+        size = policy.model.get_input_embeddings().weight.shape[0]
+        for row in wanted.tolist():
+            tokens = (self.rows.prompts.row(row), self.rows.responses.row(row))
+            largest = max(int(part.max(initial=0)) for part in tokens)
+            if largest >= size:
+                one = self.weights.candidates[number]
+                got = f"token {largest}, but {one.name} ({one.path}) has {count(size, 'token')}"
+                hint = "leave out candidates that have another tokenizer than the dataset"
+                raise InputError("audit_rows", self.rows.name(row), got, hint=hint)
+        scored = self.scored.setdefault(number, _unscored(self.rows))
+        self._forward(policy, self.rows, wanted, scored, among)
+        if among is None:
+            self.complete[number, wanted] = True
+
+    def _forward(
+        self,
+        policy: Policy,
+        rows: AuditRows,
+        wanted: IntArray,
+        scored: Scored,
+        among: BoolArray | None = None,
+    ) -> None:
+        budget, trees = self.settings.tokens_per_micro_batch, self.settings.trees
+        cost = self.result.cost
+        score_rows(policy, rows, wanted, scored, cost, budget=budget, trees=trees, among=among)
+
+    def _spans(self) -> list[Span | None]:
+        return [self._span(number) for number in range(len(self.rows.spans))]
+
+    def _span(self, number: int) -> Span | None:
+        """Collect the scores of a span; None if no candidate has scored it."""
+        rows = self.rows
+        row, start, length = rows.spans[number].tolist()
+        label, slots = int(self.label[row]), np.arange(start, start + length)
+        candidates = np.flatnonzero(self.complete[:, row]).tolist()
+        if not candidates and label in self.scored:
+            candidates, slots = [label], slots[self.scored[label].has(slots)]
+        if rows.reasons[row] or not candidates or not len(slots):
+            return None
+        inverse, top_p, top_k, min_p = rows.settings[row].tolist()
+        return Span(
+            stored=rows.logprobs[slots],
+            scores={candidate: self.scored[candidate].of(slots) for candidate in candidates},
+            label=label if label in candidates else None,
+            inverse=inverse,
+            truncation=Truncation(top_p, int(top_k), min_p),
+            temperature=float(rows.temperature[row]),
+            is_assumed=bool(rows.is_assumed[row]),
+            is_whole=len(slots) == length,
+        )
+
+    def verdicts(self, variants: PromptVariants | None) -> pl.DataFrame:
+        """Judge every span; spans that cannot be audited get the kind `not_checked`."""
+        rows, judge, cost, plan = self.rows, self._judge, self.result.cost, self.result.plan
+        spans = self._spans()
+        verdicts = [None if span is None else judge(span) for span in spans]
+        limit = round(EXTRA * plan.num_candidates * plan.num_distinct)
+        limit = max(limit, cost.num_tokens + EXTRA_TOKENS)
+
+        def score(policy: Policy, copies: AuditRows) -> Scored | None:
+            every, scored = np.arange(copies.num_rows), _unscored(copies)
+            if not len(every) or cost.num_tokens + num_distinct_tokens(copies, every) > limit:
+                return None
+            self._forward(policy, copies, every, scored)
+            return scored
+
+        if self.settings.explains:
+            policy = self.weights.policy
+            search = Search(
+                rows=rows, spans=spans, verdicts=verdicts, policy=policy, judge=judge, score=score
+            )
+            search.run(self.label, variants)
+        lines, num_spans = [], Counter[str]()  # several rows may be parts of one step
+        for (row, start, length), span, verdict in zip(
+            rows.spans.tolist(), spans, verdicts, strict=True
+        ):
+            start += int(rows.table["first_token"][row] - rows.responses.offsets[row])
+            names = (*KEYS, "num_response_tokens", "row_digest", "policy_version")
+            line = rows.table.select(names).row(row, named=True)
+            temperature = rows.table["temperature"][row]
+            line |= {
+                "labelled_version": line.pop("policy_version"),
+                "labelled_temperature": temperature,
+            }
+            line |= {"span": num_spans[rows.name(row)], "start": start, "end": start + length}
+            num_spans[rows.name(row)] += 1
+            if span is None or verdict is None:
+                line |= {"num_tokens": 0, "kind": "not_checked", "reason": rows.reasons[row]}
+            else:
+                line |= {"num_tokens": len(span.stored)} | self._values(verdict, start)
+                line["reason"] = describe(line) if verdict.kind in FAULTS else None
+                is_clean = verdict.kind == "as_labelled" and not np.isnan(span.temperature)
+                if is_clean and span.label is not None:
+                    self.result.clean.append(span.residuals(span.label, self.result.mode))
+            lines.append(line)
+        return pl.DataFrame(lines, schema=SCHEMA)
+
+    def _values(self, verdict: Verdict, start: int) -> dict[str, Any]:
+        fit, candidates = verdict.fit, self.weights.candidates
+        best, cut = candidates[fit.candidate], fit.truncation
+        return {
+            "kind": verdict.kind,
+            "best_version": best.version,
+            "best_weights": str(best.path),
+            "second_version": None if fit.second is None else candidates[fit.second].version,
+            "swap_position": None if fit.position is None else start + fit.position,
+            "best_temperature": round(1 / fit.inverse, 3),
+            **{f"best_{name}": value for name, value in cut._asdict().items()},
+            "offset": fit.offset,
+            "log_likelihood_ratio": verdict.ratio,
+            "margin": verdict.margin,
+            "next_version": None if verdict.rival is None else candidates[verdict.rival].version,
+            "num_decisive": verdict.num_decisive,
+            "noise_scale": fit.scale,
+            "mean_difference": fit.mean_difference,
+            "reason": verdict.reason or None,
+        }
 
 
-def _plan(parts: Sequence[Chunk], settings: AuditSettings, *, with_sample: bool) -> Plan:
-    """Plan each chunk, and add up the tokens to forward."""
-    plans = [
-        chunk.plan(with_sample=(number == 0 and with_sample) or settings.thorough)
-        for number, chunk in enumerate(parts)
-    ]
-    return Plan(
-        num_candidates=plans[0].num_candidates if plans else 0,
-        num_distinct=sum(one.num_distinct for one in plans),
-        num_first=sum(one.num_first for one in plans),
-        num_most=sum(one.num_most for one in plans),
-    )
+def _unscored(rows: AuditRows) -> Scored:
+    return Scored(place=np.full(len(rows.responses.values), -1, np.int64))

@@ -10,22 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipelines.sampling_defaults import NEUTRAL, SamplingDefaults, sampling_defaults
 from schemas.error_ids import fix_of
 from schemas.errors import ConfigError, InputError
-from trainer.batches.forest import Forest
 from trainer.config.sections import ModelConfig
-from trainer.forensics.audit.rows import AuditRows
-from trainer.forensics.audit.token_scores import TokenScores, concatenate, score_tokens
 from trainer.models.directory import check_model_directory
 from trainer.models.lora import CONFIG, add_adapter
-from trainer.models.policy import Policy, hidden_before_targets, load_policy
-from trainer.models.router_replay import replayed
+from trainer.models.policy import Policy, load_policy
 from trainer.run.checkpoint import checkpoint_path
 
 _NUMBERED = re.compile(r"(version|global_step)_(\d+)")
+CHUNK_TOKENS = 256
+"""Number of targets whose logits are in memory at once."""
 HINT = (
     "pass a run, its weights/ folder, a model directory, or VERSION=DIR; repeat --weights for more"
 )
@@ -33,17 +30,11 @@ HINT = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """Weights that may have sampled the rows.
+    """Weights that may have sampled the rows."""
 
-    Attributes:
-        version: The `policy_version` of these weights; None if unknown.
-        path: Model directory, or directory of an adapter in peft's format.
-        base: Model directory that the adapter is added to; None for a model.
-    """
-
-    version: int | None
-    path: Path
-    base: Path | None = None
+    version: int | None  # their `policy_version`; None if unknown
+    path: Path  # model directory, or directory of an adapter in peft's format
+    base: Path | None = None  # model that the adapter is added to; None for a model
 
     @property
     def name(self) -> str:
@@ -51,7 +42,7 @@ class Candidate:
         return self.path.name if self.version is None else f"version {self.version}"
 
 
-def find_candidates(given: Sequence[str], base: str | None = None) -> list[Candidate]:
+def find_candidates(paths: Sequence[str], base: str | None = None) -> list[Candidate]:
     """Find the candidates that `--weights` names.
 
     Each value is one of:
@@ -63,20 +54,20 @@ def find_candidates(given: Sequence[str], base: str | None = None) -> list[Candi
       name `version_N`, or from the metrics of the run that contains the checkpoint.
 
     Args:
-        given: Values, at least one.
+        paths: Values, at least one.
         base: Model directory for adapters; None: as named in `adapter_config.json`.
 
     Raises:
         InputError: `model_directory`: there are no weights.
         ConfigError: `weights`: two directories have the same version.
     """
-    found = [one for value in given for one in _candidates_in(value, base)]
-    known: dict[int, Candidate] = {}
-    for one in found:
-        if one.version is not None and known.setdefault(one.version, one) is not one:
-            got = f"both {known[one.version].path} and {one.path} are version {one.version}"
+    candidates = [one for value in paths for one in _candidates_in(value, base)]
+    by_version: dict[int, Candidate] = {}
+    for one in candidates:
+        if one.version is not None and by_version.setdefault(one.version, one) is not one:
+            got = f"both {by_version[one.version].path} and {one.path} are version {one.version}"
             raise ConfigError("weights", "--weights", got, hint=fix_of("weights"))
-    return sorted(found, key=lambda one: (one.version is None, one.version or 0))
+    return sorted(candidates, key=lambda one: (one.version is None, one.version or 0))
 
 
 def _candidates_in(value: str, base: str | None) -> Iterator[Candidate]:
@@ -122,19 +113,19 @@ def _is_within_iteration(checkpoint: Path) -> bool:
 
 def _versions_by_step(run: Path) -> dict[int, int]:
     """Map the last recorded update of each iteration to the version that the iteration produced."""
-    path, found = run / "metrics.jsonl", dict[int, int]()
+    path, last = run / "metrics.jsonl", dict[int, int]()
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     # The run may be writing an incomplete last line.
     for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], start=1):
         try:
             values = json.loads(line)
             if "loss" in values and "iteration" in values:
-                found[int(values["iteration"]) + 1] = int(values["global_step"])
+                last[int(values["iteration"]) + 1] = int(values["global_step"])
         except (ValueError, TypeError, KeyError, RecursionError):
             expected = "the metrics of an update, as a JSON object"
             got = repr(line[:60])
             raise InputError("metrics_file", f"{path}:{number}", got, expected) from None
-    return {step: version for version, step in found.items()}
+    return {step: version for version, step in last.items()}
 
 
 def _candidate(path: Path, version: int | None, base: str | None) -> Candidate:
@@ -152,14 +143,14 @@ def _candidate(path: Path, version: int | None, base: str | None) -> Candidate:
 def _read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         got = f"the file is damaged: {error}"
         raise InputError("model_directory", str(path), got, hint=HINT) from None
-    if not isinstance(found, dict):
-        got = f"the file contains a {type(found).__name__}"
+    if not isinstance(value, dict):
+        got = f"the file contains a {type(value).__name__}"
         raise InputError("model_directory", str(path), got, "a JSON object", HINT)
-    return found
+    return value
 
 
 _UNSUPPORTED = (
@@ -198,8 +189,8 @@ def architecture(candidate: Candidate) -> str:
 
 def defaults_of(candidates: Sequence[Candidate]) -> SamplingDefaults:
     """Return the sampling settings of the first candidate that has a `generation_config.json`."""
-    found = (sampling_defaults(one.base or one.path) for one in candidates)
-    return next((one for one in found if one is not None), NEUTRAL)
+    defaults = (sampling_defaults(one.base or one.path) for one in candidates)
+    return next((one for one in defaults if one is not None), NEUTRAL)
 
 
 def context_tokens(candidate: Candidate) -> int | None:
@@ -210,8 +201,8 @@ def context_tokens(candidate: Candidate) -> int | None:
     file = (candidate.base or candidate.path) / "config.json"
     config = _read_object(file) if file.is_file() else {}
     inner = config.get("text_config")
-    found = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    limit = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
 
 
 def _is_model(path: Path) -> bool:
@@ -222,19 +213,17 @@ def _is_model(path: Path) -> bool:
 
 
 def _number(path: Path) -> int | None:
-    found = _NUMBERED.fullmatch(path.resolve().name)
-    if not found:
+    name = _NUMBERED.fullmatch(path.resolve().name)
+    if not name or (name[1] != "version" and _is_within_iteration(path)):
         return None
-    number = int(found[2])
-    if found[1] == "version":
+    number = int(name[2])
+    if name[1] == "version":
         return number
-    if _is_within_iteration(path):
-        return None
     return _versions_by_step(path.resolve().parents[1]).get(number)
 
 
 def load_candidate(
-    candidate: Candidate, *, chunk_tokens: int, device: torch.device, trees: bool, checks: bool
+    candidate: Candidate, *, device: torch.device, trees: bool, checks: bool
 ) -> Policy:
     """Load the weights of a candidate for scoring, in float32; see `load_policy`.
 
@@ -242,7 +231,7 @@ def load_candidate(
         InputError: The weights cannot be loaded, or cannot forward trees.
     """
     path = str(candidate.base or candidate.path)
-    policy = load_policy(path, logprob_chunk_tokens=chunk_tokens, trees=trees, checks=checks)
+    policy = load_policy(path, logprob_chunk_tokens=CHUNK_TOKENS, trees=trees, checks=checks)
     if candidate.base is not None:
         settings: dict[str, Any] = json.loads((candidate.path / CONFIG).read_text("utf-8"))
         adapter = ModelConfig(
@@ -253,31 +242,3 @@ def load_candidate(
         )
         add_adapter(policy, adapter, candidate.path)
     return policy.to(device)
-
-
-@torch.no_grad()
-def score_forest(
-    policy: Policy, forest: Forest, rows: AuditRows, *, truncations: bool
-) -> TokenScores:
-    """Forward a micro-batch once, and score its targets in the order of the forest."""
-    labels = rows.labels(forest.target_slot.numpy())
-    device = next(policy.parameters()).device
-    forest, labels = forest.to(device), labels.to(device)
-    with replayed(forest.routes):
-        hidden: Tensor = hidden_before_targets(policy.model, forest)
-    size = policy.logprob_chunk_tokens
-    parts = []
-    for start in range(0, len(hidden), size):
-        chunk = slice(start, start + size)
-        logits = policy.model.get_output_embeddings()(hidden[chunk])
-        parts.append(
-            score_tokens(
-                logits,
-                forest.target_token[chunk],
-                labels.part(chunk),
-                truncations=truncations,
-                scale=policy.logit_scale,
-                softcap=policy.softcap,
-            )
-        )
-    return concatenate(parts)

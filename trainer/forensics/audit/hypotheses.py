@@ -1,370 +1,407 @@
-"""Hypotheses about the weights and settings that sampled a span, and how well each fits it.
+"""Decide which weights and settings a span's stored log-probabilities fit best.
 
-Each hypothesis predicts the log-probability of every token. The differences between predicted and
-stored log-probabilities, relative to the engine's noise, give a likelihood.
+Each hypothesis predicts the log-probability of every sampled token, and fits as well as the differences
+from the stored ones are likely under the engine's noise. A hypothesis replaces the label only if its
+log-likelihood exceeds the label's by its penalty, and not because of a single token.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import inf, log
-from typing import Literal, NamedTuple
+from math import inf, isnan, log, nan, pi
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from schemas.metadata import LogprobsMode
 from trainer.forensics.audit.noise import (
-    LARGER_SCALES,
-    SCALES,
+    MEDIAN,
+    OUTLIER_SCALE,
+    OUTLIERS,
     Array,
     Noise,
     Residuals,
-    outlier_density,
+    log_density,
 )
-from trainer.forensics.audit.token_scores import (
-    INVERSE_TEMPERATURES,
-    NO_TRUNCATION,
-    OUTSIDE,
-    TRUNCATIONS,
-    TokenScores,
-    Truncation,
-)
+from trainer.forensics.audit.rows import OFF, Truncation
+from trainer.forensics.audit.scores import INVERSE_TEMPERATURES, TRUNCATIONS, TokenScores
 
-Kind = Literal[
-    "as_labelled",
-    "version",
-    "swap",
-    "temperature",
-    "truncation",
-    "raw_logprobs",
-    "processed_logprobs",
-    "offset",
-    "noise",
-    "prompt",
-    "unknown_model",
-    "too_short",
-    "not_checked",
-]
+MISSING_DENSITY = log(OUTLIERS / (pi * OUTLIER_SCALE)) - 0.22
+"""Log-density of a stored value that belongs to no token of the span: that of a typical outlier."""
+SPREAD = 0.25
+"""Standard deviation of the log of a span's scale of noise."""
+SCALES = 2.0 ** np.arange(-1, 1.01, 0.25)
+"""Factors by which the sigma of a span may differ from the sigma of its engine."""
+LARGER_SCALES = 2.0 ** np.arange(0.75, 12.01, 0.25)
+"""Factors of sigma that indicate a source of noise other than the engine."""
 PENALTY = 10.0
 """Minimum log-likelihood ratio for reporting a fault, in nats. It corresponds to prior odds of
 22,000 to 1 against a fault."""
-COLDEST = INVERSE_TEMPERATURES[-1]
-"""Largest inverse temperature of the grid."""
 OFFSETS = (-2, -1, 1, 2)
-REFINED = 9
-"""Number of temperatures tried between two neighbouring temperatures of the grid."""
+OUTSIDE = -5.0
+"""Log-likelihood, in nats, of a token that a truncation would have excluded: finite, because the
+engine's noise moves tokens across the boundary."""
+DOUBT = 2.0
+"""Log-likelihood ratio against the label, in nats, above which a span is suspicious."""
+SMALLEST_NOISE, SIMILAR_NOISE = 1.6, 1.5
+"""Smallest scale that is reported as `noise`; it is attributed to the label if the label's scale is
+at most `SIMILAR_NOISE` times the scale under the best-fitting weights."""
+UNRELATED_SCALE, UNRELATED_FACTOR = 0.05, 10.0
+"""Differences are not attributed to rounding if their typical scale exceeds two limits: an absolute
+one, which is about the scale of bfloat16, and a multiple of the dataset's noise."""
+SHORT_TOKENS, DECIDED = 20, 3.0
+"""A span with fewer tokens is `too_short` if the next-best version is closer than `DECIDED` nats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Stored values and scores of a span of n tokens.
+    """Stored values and scores of a span of n tokens."""
 
-    Attributes:
-        stored: [n] stored log-probabilities, float32 nats.
-        scores: Scores by candidate, an index into the audit's candidates.
-        labelled: The labelled candidate; None if the version is unknown.
-        inverse_temperature: Inverse of the labelled temperature.
-        truncation: Labelled truncation.
-        stored_temperature: The labelled temperature as stored: 0 for greedy sampling, NaN if
-            unknown.
-        is_whole: False if only some tokens of the span are included, so that they need not be
-            adjacent.
-        neutral: The same span as sampled at temperature 1 without truncation, if the row records no
-            settings and those of the model's `generation_config.json` are in their place.
-    """
+    stored: npt.NDArray[np.float32]  # [n] nats
+    scores: Mapping[int, TokenScores]  # by candidate
+    label: int | None  # the labelled candidate; None if the version is unknown
+    inverse: float = 1.0  # labelled 1 / temperature
+    truncation: Truncation = OFF  # labelled truncation
+    temperature: float = 1.0  # as stored: 0 for greedy sampling, NaN if unknown
+    is_assumed: bool = False  # the row records no settings: these are the model's defaults
+    is_whole: bool = True  # false if only some tokens are included, which need not be adjacent
 
-    stored: npt.NDArray[np.float32]
-    scores: Mapping[int, TokenScores]
-    labelled: int | None
-    inverse_temperature: float
-    truncation: Truncation
-    stored_temperature: float = 1.0
-    is_whole: bool = True
-    neutral: Span | None = None
+    def residuals(self, candidate: int, mode: LogprobsMode) -> Residuals:
+        """Return the residuals of a candidate at the labelled settings."""
+        is_neutral = mode == "raw" or self.is_assumed
+        return self.at_temperature(candidate, 1.0) if is_neutral else self.processed(candidate)
 
-    def predicted(self, candidate: int, mode: LogprobsMode | None) -> Array:
-        """[n] log-probabilities of a candidate at the labelled settings."""
+    def processed(self, candidate: int, place: int = 0) -> Residuals:
+        """Return the residuals at the row's temperature, with the truncation of a column of scores."""
         scores = self.scores[candidate]
-        return scores.at_one if mode == "raw" else scores.labelled - scores.own_kept
+        predicted = scores.labelled - scores.mass[:, place]
+        return Residuals(self.stored - predicted, predicted, self.inverse)
 
-    def inverse(self, mode: LogprobsMode | None) -> float:
-        """Inverse of the labelled temperature, or 1 for raw log-probabilities."""
-        return 1.0 if mode == "raw" else self.inverse_temperature
+    def at_temperature(self, candidate: int, inverse: float) -> Residuals:
+        """Return the residuals of a candidate at another temperature, without truncation."""
+        predicted = self.scores[candidate].at(inverse)
+        return Residuals(self.stored - predicted, predicted, inverse)
 
-    @property
-    def modes_differ(self) -> bool:
-        """True if raw and processed log-probabilities differ under the labelled settings."""
-        return abs(self.inverse_temperature - 1) > 1e-6 or not self.truncation.is_off
+    def shifted(self, residuals: Residuals, offset: int) -> Residuals:
+        """Return the residuals if stored values belong to the tokens `offset` positions later."""
+        size = len(self.stored) - abs(offset)
+        predicted = residuals.predicted[max(offset, 0) :][:size]
+        stored = self.stored[max(-offset, 0) :][:size]
+        return residuals._replace(difference=stored - predicted, predicted=predicted)
 
-    @property
-    def sampled_inverse(self) -> float:
-        """Inverse of the temperature at which the tokens were sampled, according to the label."""
-        return inf if self.stored_temperature == 0 else self.inverse_temperature
+    def tokens(self, candidate: int, inverse: float | None = None, place: int | None = 0) -> float:
+        """Log-likelihood of the sampled tokens, in nats.
 
-    def under_label(self, candidate: int) -> float:
-        """Log-likelihood of the sampled tokens at the labelled settings, in nats.
-
-        Greedy sampling counts as sampling at the lowest temperature of the grid.
+        At the temperature and truncation (column `place` of the scores; None: no truncation) of the
+        row, or at another temperature without truncation.
         """
-        if self.stored_temperature == 0:
-            return self.sampled(candidate, COLDEST)
         scores = self.scores[candidate]
-        each = scores.labelled - scores.own_kept + OUTSIDE * scores.own_outside
-        return float(each.sum(dtype=np.float64))
+        if inverse is not None:
+            return float(scores.at(inverse).sum(dtype=np.float64))
+        logprobs = scores.labelled
+        if place is not None:
+            logprobs = logprobs - scores.mass[:, place] + OUTSIDE * scores.outside[:, place]
+        return float(logprobs.sum(dtype=np.float64))
 
-    def sampled(self, candidate: int, inverse_temperature: float) -> float:
-        """Log-likelihood of the sampled tokens at a temperature, without truncation, in nats."""
-        return float(self.scores[candidate].at(inverse_temperature).sum(dtype=np.float64))
-
-    def residuals(
-        self, mode: LogprobsMode, *, offsets: bool = False, temperatures: bool = True
-    ) -> Iterator[Residuals]:
-        """Yield the residuals of the span under each candidate, offset and temperature."""
-        inverse = self.inverse(mode)
-        for number, scores in self.scores.items():
-            predicted = self.predicted(number, mode)
-            yield Residuals(self.stored - predicted, predicted, inverse)
-            for offset in OFFSETS if offsets and self.is_whole else ():
-                n = len(predicted) - abs(offset)
-                if n > 0:
-                    shifted = predicted[max(offset, 0) :][:n]
-                    yield Residuals(self.stored[max(-offset, 0) :][:n] - shifted, shifted, inverse)
-            if mode == "processed" and temperatures:
-                for b in INVERSE_TEMPERATURES:
-                    predicted = scores.at(b)
-                    yield Residuals(self.stored - predicted, predicted, b)
+    def tokens_as_labelled(self, candidate: int) -> float:
+        """Log-likelihood of the sampled tokens at the labelled settings, in nats."""
+        if self.is_assumed:
+            return self.tokens(candidate, 1.0)
+        # Greedy sampling counts as sampling at the lowest temperature of the grid.
+        return self.tokens(candidate, inf if self.temperature == 0 else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hypothesis:
-    """A possible origin of a span.
+class Fit:
+    """A possible origin of a span, and how well it explains the span."""
 
-    Attributes:
-        kind: The fault, or `as_labelled`.
-        candidate: Weights; for a swap, the weights of the first part.
-        second: Weights of the second part of a swap.
-        position: First token of the second part of a swap.
-        inverse_temperature: Inverse temperature of the log-probabilities.
-        sampled_inverse: Inverse temperature at which the tokens were sampled.
-        truncation: Truncation of the log-probabilities.
-        offset: Position of the predicted token minus the position of the stored log-probability.
-        penalty: Log-likelihood in nats by which the hypothesis must exceed the label.
-        bonus: Log-likelihood of the sampled tokens, minus their log-likelihood under the label.
-    """
-
-    kind: Kind
-    candidate: int
-    second: int | None = None
-    position: int | None = None
-    inverse_temperature: float
-    sampled_inverse: float
-    truncation: Truncation = NO_TRUNCATION
-    offset: int = 0
-    penalty: float = 0.0
-    bonus: float = 0.0
-
-
-class Fit(NamedTuple):
-    """A hypothesis with its log-likelihood.
-
-    Attributes:
-        hypothesis: The hypothesis.
-        log_likelihood: Log-likelihood in nats at the best scale, including the prior of the scale.
-        scale: Factor by which the noise of the span exceeds the dataset's noise.
-        per_token: [n] log-likelihood of each token.
-        predicted: [n] predicted log-probabilities.
-    """
-
-    hypothesis: Hypothesis
-    log_likelihood: float
-    scale: float
-    per_token: Array
-    predicted: Array
+    kind: str  # the fault, or `as_labelled`
+    candidate: int  # weights; for a swap, those of the first part
+    second: int | None = None  # weights after a swap
+    position: int | None = None  # first token after a swap
+    inverse: float  # 1 / temperature at which the tokens were sampled
+    truncation: Truncation  # of the log-probabilities
+    offset: int = 0  # position of the predicted token minus that of the stored log-probability
+    penalty: float = 0.0  # nats by which the fit must exceed the label's
+    bonus: float = 0.0  # log-likelihood of the sampled tokens, minus that under the label
+    per_token: Array  # [n] log-likelihood of each stored value
+    total: float  # log-likelihood of the stored values, with the prior of the scale
+    scale: float  # factor by which the noise of the span exceeds the dataset's noise
+    residuals: Residuals  # of the tokens with a prediction
 
     @property
     def score(self) -> float:
         """Log-likelihood minus the penalty."""
-        return self.log_likelihood + self.hypothesis.bonus - self.hypothesis.penalty
+        return self.total + self.bonus - self.penalty
+
+    @property
+    def mean_difference(self) -> float:
+        """Mean absolute difference of the tokens with a prediction, nats."""
+        return float(np.abs(self.residuals.difference).mean())
 
 
-def as_sampled(
-    span: Span, candidate: int, mode: LogprobsMode | None, dependence: float = 1.0
-) -> Hypothesis:
-    """Return the hypothesis that a candidate sampled the span, with the labelled settings."""
-    is_label = candidate == span.labelled or span.labelled is None
-    return Hypothesis(
-        kind="as_labelled" if is_label else "version",
-        candidate=candidate,
-        inverse_temperature=span.inverse(mode),
-        sampled_inverse=span.sampled_inverse,
-        truncation=NO_TRUNCATION if mode == "raw" else span.truncation,
-        penalty=0.0 if is_label else dependence * (PENALTY + log(max(len(span.scores) - 1, 1))),
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Verdict on one span, with the evidence for it."""
+
+    kind: str  # the fault, or `as_labelled`
+    fit: Fit  # the best fit
+    ratio: float  # its log-likelihood minus the label's, in nats; 0 for the label
+    margin: float  # its log-likelihood minus the next-best version's; NaN with one candidate
+    rival: int | None  # the next-best version
+    num_decisive: int  # tokens that favour either by more than 0.5 nats
+    reason: str = ""  # details of the fault, in words
 
 
-def other_settings(
-    span: Span, label: Fit, first: Fit, noise: Noise, mode: LogprobsMode | None
-) -> Iterator[Hypothesis]:
-    """Yield hypotheses with other sampling settings, for the labelled and best-fitting weights."""
-    for number in dict.fromkeys([label.hypothesis.candidate, first.hypothesis.candidate]):
-        extra = 0.0 if number == label.hypothesis.candidate else noise.dependence * PENALTY
-        usual = as_sampled(span, number, mode)
-        for offset in OFFSETS:
-            if span.is_whole and abs(offset) < len(span.stored):
-                yield _changed(usual, "offset", extra + log(len(OFFSETS)), offset=offset)
-        tokens = span.under_label(number)
-        if span.modes_differ:
-            if mode == "processed":
-                yield _changed(
-                    usual,
-                    "raw_logprobs",
-                    extra,
-                    inverse_temperature=1.0,
-                    truncation=NO_TRUNCATION,
-                )
+class Judge:
+    """Compares hypotheses about spans, given the engine's noise and the kind of log-probabilities."""
+
+    def __init__(self, noise: Noise, mode: LogprobsMode) -> None:
+        self.noise, self.mode = noise, mode
+
+    def fit(
+        self,
+        span: Span,
+        kind: str,
+        candidate: int,
+        residuals: Residuals | None = None,
+        scales: Array = SCALES,
+        **details: Any,
+    ) -> Fit:
+        """Compute the log-likelihood of a hypothesis at the best scale of the engine's noise.
+
+        By default, the residuals and details are those of the labelled settings.
+        """
+        residuals = residuals or span.residuals(candidate, self.mode)
+        density = log_density(residuals.difference, self.noise.sigma(residuals) * scales[:, None])
+        missing = np.full((len(scales), len(span.stored) - density.shape[1]), MISSING_DENSITY)
+        is_later = details.get("offset", 0) > 0
+        density = np.concatenate([density, missing] if is_later else [missing, density], 1)
+        totals = density.sum(1)
+        if scales is SCALES:
+            totals = totals - 0.5 * (np.log(scales) / SPREAD) ** 2
+        best = int(np.argmax(totals))
+        neutral = self.mode == "raw" or span.is_assumed
+        usual: dict[str, Any] = {
+            "inverse": inf if span.temperature == 0 else 1.0 if span.is_assumed else span.inverse,
+            "truncation": OFF if neutral else span.truncation,
+        }
+        return Fit(
+            kind=kind,
+            candidate=candidate,
+            residuals=residuals,
+            per_token=density[best],
+            total=float(totals[best]),
+            scale=float(scales[best]),
+            **usual | details,
+        )
+
+    def noisy(self, span: Span, fit: Fit) -> Fit:
+        """Fit the same weights again, with larger noise than the engine has."""
+        penalty = fit.penalty + PENALTY + 2.0
+        return self.fit(span, "noise", fit.candidate, fit.residuals, LARGER_SCALES, penalty=penalty)
+
+    def versions(self, span: Span) -> list[Fit]:
+        """Fit each candidate at the labelled settings; the label comes first, or else the best."""
+        others = self.noise.caution * (PENALTY + log(max(len(span.scores) - 1, 1)))
+        fits = []
+        for number in span.scores:
+            is_label = number == span.label or span.label is None
+            kind: str = "as_labelled" if is_label else "version"
+            fits.append(self.fit(span, kind, number, penalty=0.0 if is_label else others))
+        return sorted(fits, key=lambda fit: (fit.candidate != span.label, -fit.total))
+
+    def settings(self, span: Span, candidate: int, extra: float) -> Iterator[Fit]:
+        """Fit other settings of some weights; their penalties are increased by `extra`."""
+        usual, tokens = span.residuals(candidate, self.mode), span.tokens_as_labelled(candidate)
+        raw, processed = span.at_temperature(candidate, 1.0), span.processed(candidate)
+        extra += PENALTY
+        for offset in OFFSETS if span.is_whole else ():
+            if abs(offset) < len(span.stored):
+                shifted, penalty = span.shifted(usual, offset), extra + log(len(OFFSETS))
+                yield self.fit(span, "offset", candidate, shifted, penalty=penalty, offset=offset)
+        as_sampled: dict[str, Any] = {"inverse": span.inverse, "truncation": span.truncation}
+        if not span.is_assumed and (span.inverse != 1 or span.truncation != OFF):
+            if self.mode == "raw":
+                kind: str = "processed_logprobs"
+                residuals = processed
             else:
-                processed: dict[str, object] = {"inverse_temperature": span.inverse_temperature}
-                processed |= {"truncation": span.truncation}
-                yield _changed(usual, "processed_logprobs", extra, **processed)
-        for inverse in _temperatures(span, number, noise, mode):
-            bonus = span.sampled(number, inverse) - tokens if span.truncation.is_off else -2.0
-            changes = {"inverse_temperature": 1.0 if mode == "raw" else inverse, "bonus": bonus}
-            yield _changed(usual, "temperature", extra + 2.0, sampled_inverse=inverse, **changes)
-        scores = span.scores[number]
-        if mode == "raw" or not scores.kept.shape[1]:
-            continue
-        others = [NO_TRUNCATION, *TRUNCATIONS]
-        untruncated = float(scores.labelled.sum(dtype=np.float64))
-        for place, one in enumerate(others, start=-1):
-            if one == span.truncation:
-                continue
-            changed = 0.0
-            if place >= 0:
-                kept, outside = scores.kept[:, place], scores.outside[:, place]
-                changed = float((OUTSIDE * outside - kept).sum(dtype=np.float64))
-            bonus = untruncated + changed - tokens
-            penalty = extra + log(len(others))
-            yield _changed(usual, "truncation", penalty, truncation=one, bonus=bonus)
+                kind, residuals, as_sampled = "raw_logprobs", raw, {}
+            yield self.fit(span, kind, candidate, residuals, penalty=extra, **as_sampled)
+        is_cut = span.truncation != OFF and not span.is_assumed
+        if not (is_cut and self.mode == "raw"):
+            inverse = self._temperature(span, candidate)
+            residuals = usual if self.mode == "raw" else span.at_temperature(candidate, inverse)
+            if is_cut:  # the truncation at this temperature is not known exactly
+                predicted = residuals.predicted - span.scores[candidate].mass[:, 0]
+                residuals = Residuals(span.stored - predicted, predicted, inverse)
+            details: dict[str, Any] = {"inverse": inverse, "penalty": extra + 2.0}
+            details["bonus"] = -2.0 if is_cut else span.tokens(candidate, inverse) - tokens
+            yield self.fit(span, "temperature", candidate, residuals, **details)
+        if self.mode == "raw" or span.is_assumed:
+            return
+        for place in range(1, span.scores[candidate].mass.shape[1]):
+            cut = TRUNCATIONS[place - 1]
+            if cut != span.truncation:
+                residuals = span.processed(candidate, place)
+                bonus = span.tokens(candidate, place=place) - tokens
+                details = {
+                    "truncation": cut,
+                    "penalty": extra + log(len(TRUNCATIONS)),
+                }
+                yield self.fit(span, "truncation", candidate, residuals, bonus=bonus, **details)
 
+    def _temperature(self, span: Span, candidate: int) -> float:
+        """Return the inverse temperature, other than the labelled one, that fits best.
 
-def _changed(usual: Hypothesis, kind: Kind, penalty: float, **changes: object) -> Hypothesis:
-    values = {name: getattr(usual, name) for name in Hypothesis.__slots__} | changes
-    return Hypothesis(**values | {"kind": kind, "penalty": PENALTY + penalty})
+        Raw log-probabilities do not depend on the temperature, so only the sampled tokens reveal it.
+        """
+        label = inf if span.temperature == 0 else 1.0 if span.is_assumed else span.inverse
 
+        def likelihood(inverse: float) -> float:
+            total = span.tokens(candidate, inverse)
+            if self.mode == "processed":
+                residuals = span.at_temperature(candidate, inverse)
+                total += float(log_density(residuals.difference, self.noise.sigma(residuals)).sum())
+            return total
 
-def _temperatures(span: Span, number: int, noise: Noise, mode: LogprobsMode | None) -> list[float]:
-    """Return the best-fitting inverse temperature other than the labelled one, in a list.
+        best, grid = 1.0, list(INVERSE_TEMPERATURES)
+        for step in (2 ** (1 / 27), 2 ** (1 / 243), 1.0):
+            best = max((b for b in grid if abs(b / label - 1) > 0.02), key=likelihood)
+            grid = [best * step**k for k in range(-9, 10)]
+        return best
 
-    Raw log-probabilities do not depend on the temperature, so only the sampled tokens reveal it.
-    """
-    scores, stored = span.scores[number], span.stored
+    def swap(self, span: Span) -> Fit:
+        """Fit a swap of weights within a span: the best pair of candidates and the best position."""
+        residuals = {number: span.residuals(number, self.mode) for number in span.scores}
+        density = [log_density(r.difference, self.noise.sigma(r)) for r in residuals.values()]
+        upto, numbers, size = np.cumsum(density, axis=1), list(span.scores), len(span.stored)
+        gain = upto[:, None, :-1] + (upto[:, -1:] - upto[:, :-1])[None]
+        gain[np.eye(len(numbers), dtype=np.bool_)] = -np.inf
+        first, second, at = (int(i) for i in np.unravel_index(int(np.argmax(gain)), gain.shape))
+        before, after = residuals[numbers[first]], residuals[numbers[second]]
+        joined = Residuals(
+            np.concatenate([before.difference[: at + 1], after.difference[at + 1 :]]),
+            np.concatenate([before.predicted[: at + 1], after.predicted[at + 1 :]]),
+            before.inverse,
+        )
+        penalty = PENALTY + log(size) + log(len(numbers) * (len(numbers) - 1))
+        details: dict[str, Any] = {"second": numbers[second], "position": at + 1}
+        penalty *= self.noise.caution
+        return self.fit(span, "swap", numbers[first], joined, penalty=penalty, **details)
 
-    def likelihood(inverse: float) -> float:
-        tokens = span.sampled(number, inverse) if span.truncation.is_off else 0.0
-        if mode == "raw":
-            return tokens
-        predicted = scores.at(inverse)
-        sigma = noise.sigma(predicted, inverse)
-        return tokens + float(noise.log_density(stored - predicted, sigma).sum())
+    def __call__(self, span: Span) -> Verdict:
+        """Compare all hypotheses for a span."""
+        versions = self.versions(span)
+        label, first = versions[0], max(versions, key=lambda fit: fit.total)
+        fits = [*versions, *self.settings(span, label.candidate, 0.0)]
+        if first is not label:
+            fits += self.settings(span, first.candidate, self.noise.caution * PENALTY)
+        if len(versions) > 1 and len(span.stored) > 1:
+            fits.append(self.swap(span))
+        default = self._default(span, label.candidate) if span.is_assumed else label
+        best = max([*fits, default], key=lambda fit: fit.score)
+        noisy = max((self.noisy(span, fit) for fit in versions), key=lambda fit: fit.score)
+        # Rounding reverts part of a small update, so an earlier version may be slightly closer.
+        of_label = self.noisy(span, label)
+        if of_label.scale <= SIMILAR_NOISE * noisy.scale:
+            noisy = of_label
+        if noisy.score > best.score and noisy.scale >= SMALLEST_NOISE:
+            best = noisy
+        if best.kind == "temperature" and isnan(span.temperature):  # no label to contradict
+            is_label = best.candidate == label.candidate
+            best = dataclasses.replace(best, kind="as_labelled" if is_label else "version")
+            if default.score > label.score:
+                best = default
+        gain = float((best.per_token - label.per_token).max())
+        ratio = best.total + best.bonus - label.total
+        if ratio - max(gain, 0.0) <= PENALTY / 2:  # the evidence rests on a single token
+            best = label
+        rivals = [fit for fit in versions if fit.candidate != best.candidate]
+        rival = max(rivals, key=lambda fit: fit.total, default=None)
+        margin = nan if rival is None else best.total - rival.total
+        reference = (rival or label) if best.kind == "as_labelled" else label
+        return Verdict(
+            kind=self._kind(span, best, margin, default.total + default.bonus - label.total),
+            fit=best,
+            ratio=0.0 if best.kind == "as_labelled" else ratio,
+            margin=margin,
+            rival=None if rival is None else rival.candidate,
+            num_decisive=int((np.abs(best.per_token - reference.per_token) > 0.5).sum()),
+        )
 
-    if mode == "raw" and not span.truncation.is_off:
-        return []
-    grid = [b for b in INVERSE_TEMPERATURES if abs(b / span.sampled_inverse - 1) > 0.02]
-    values = [likelihood(b) for b in grid]
-    best = grid[int(np.argmax(values))]
-    step = INVERSE_TEMPERATURES[1] / INVERSE_TEMPERATURES[0]
-    for _ in range(2):
-        grid = [best * step ** (k / REFINED) for k in range(-REFINED, REFINED + 1)]
-        grid = [b for b in grid if abs(b / span.sampled_inverse - 1) > 0.02]
-        best = grid[int(np.argmax([likelihood(b) for b in grid]))]
-        step **= 1 / REFINED
-    return [best]
+    def _default(self, span: Span, candidate: int) -> Fit:
+        """Fit the assumed settings of a row that records none."""
+        kind: str = "temperature" if span.inverse != 1 else "truncation"
+        is_raw = self.mode == "raw"
+        residuals = span.at_temperature(candidate, 1.0) if is_raw else span.processed(candidate)
+        details: dict[str, Any] = {
+            "inverse": span.inverse,
+            "truncation": span.truncation,
+            "penalty": PENALTY,
+        }
+        details["bonus"] = span.tokens(candidate) - span.tokens_as_labelled(candidate)
+        return self.fit(span, kind, candidate, residuals, **details)
 
+    def _kind(self, span: Span, best: Fit, margin: float, default_ratio: float) -> str:
+        if best.kind != "as_labelled":
+            return "unknown_model" if self._is_unrelated(best) else best.kind
+        if span.is_assumed and default_ratio > -DECIDED:
+            return "too_short"
+        if span.label is None or len(span.stored) < SHORT_TOKENS:
+            evidence = self._evidence(best) if isnan(margin) else abs(margin)
+            return "too_short" if evidence < DECIDED * self.noise.caution else best.kind
+        return best.kind
 
-def _predicted(span: Span, one: Hypothesis, mode: LogprobsMode | None) -> Array:
-    """[n] log-probabilities that a hypothesis predicts; NaN where it predicts none."""
-    scores = span.scores[one.candidate]
-    if mode == "raw" and one.kind != "processed_logprobs":
-        predicted = scores.at_one
-    elif one.truncation == span.truncation and one.inverse_temperature == span.inverse_temperature:
-        predicted = scores.labelled - scores.own_kept
-    elif one.kind == "truncation":
-        predicted = scores.labelled
-        if not one.truncation.is_off:
-            predicted = predicted - scores.kept[:, TRUNCATIONS.index(one.truncation)]
-    elif one.kind == "temperature":  # the truncation at this temperature is not known exactly
-        predicted = scores.at(one.inverse_temperature) - scores.own_kept
-    else:
-        predicted = scores.at(one.inverse_temperature)
-    if one.second is not None:
-        after = _predicted(span, as_sampled(span, one.second, mode), mode)
-        predicted = np.where(np.arange(len(predicted)) < (one.position or 0), predicted, after)
-    if not one.offset:
-        return predicted
-    moved = np.full_like(predicted, np.nan)
-    if one.offset > 0:
-        moved[: -one.offset] = predicted[one.offset :]
-    else:
-        moved[-one.offset :] = predicted[: one.offset]
-    return moved
+    def _is_unrelated(self, fit: Fit) -> bool:
+        limit = max(UNRELATED_SCALE, UNRELATED_FACTOR * MEDIAN * self.noise.kappa)
+        return fit.residuals.scale > limit
 
+    def _evidence(self, fit: Fit) -> float:
+        """Return the log-likelihood ratio between a fit and weights as far apart as two candidates."""
+        difference, sigma = fit.residuals.difference, self.noise.sigma(fit.residuals) * fit.scale
+        other = np.hypot(sigma, self.noise.apart * fit.residuals.sensitivity)
+        return float((log_density(difference, sigma) - log_density(difference, other)).sum())
 
-def fit_of(span: Span, one: Hypothesis, noise: Noise, mode: LogprobsMode | None) -> Fit:
-    """Compute the log-likelihood of a hypothesis at the best scale of the engine's noise."""
-    predicted = _predicted(span, one, mode)
-    return _at_scales(span, one, predicted, noise, np.asarray(SCALES))
+    def is_suspicious(self, span: Span) -> bool:
+        """True if the labelled weights alone do not clearly explain a span, or a part of it.
 
+        A few percent of clean spans are suspicious.
+        """
+        if span.label is None:
+            return True
+        span = dataclasses.replace(span, scores={span.label: span.scores[span.label]})
+        (label,) = self.versions(span)
+        fits = [self.noisy(span, label), *self.settings(span, label.candidate, 0.0)]
+        if max(fit.score for fit in fits) + PENALTY > label.score + DOUBT:
+            return True
+        difference, sigma = label.residuals.difference, self.noise.sigma(label.residuals)
+        sigma = sigma * label.scale
+        for factor in 2.0 ** np.arange(1, 12, 2):
+            # The run of tokens that gains most from larger noise: the end of a late swap.
+            gains = log_density(difference, factor * sigma) - log_density(difference, sigma)
+            upto = np.append([0.0], np.cumsum(gains))
+            if float((upto - np.minimum.accumulate(upto)).max()) > DOUBT + log(len(gains)):
+                return True
+        z = np.clip(difference / sigma, -3, 3)
+        # Differences far below the noise may have a common sign: rounding in float32 is not random.
+        return bool(abs(z.sum()) > 3.0 * max(float((z**2).sum()), 0.25 * len(z)) ** 0.5)
 
-def _at_scales(span: Span, one: Hypothesis, predicted: Array, noise: Noise, scales: Array) -> Fit:
-    is_known = ~np.isnan(predicted)
-    difference = np.where(is_known, span.stored - predicted, 0.0)
-    sigma = noise.sigma(np.where(is_known, predicted, 0.0), one.inverse_temperature)
-    each = noise.log_density(difference, sigma * scales[:, None])
-    each = np.where(is_known, each, outlier_density(np.ones(1)))
-    totals = each.sum(-1) + noise.prior(scales)
-    best = int(np.argmax(totals))
-    return Fit(one, float(totals[best]), float(scales[best]), each[best], predicted)
+    def better(
+        self, span: Span, verdict: Verdict, candidate: int, kind: str, reason: str
+    ) -> Verdict | None:
+        """Return the verdict if other scores explain a span better by more than `PENALTY`.
 
-
-def with_larger_noise(fit: Fit, span: Span, noise: Noise) -> Fit:
-    """Fit the same weights again, with larger noise than the engine has."""
-    one = _changed(fit.hypothesis, "noise", fit.hypothesis.penalty + 2.0)
-    scales = np.asarray(LARGER_SCALES)
-    is_known = ~np.isnan(fit.predicted)
-    assert is_known.all()
-    sigma = noise.sigma(fit.predicted, one.inverse_temperature)
-    each = noise.log_density(span.stored - fit.predicted, sigma * scales[:, None])
-    totals = each.sum(-1)
-    best = int(np.argmax(totals))
-    return Fit(one, float(totals[best]), float(scales[best]), each[best], fit.predicted)
-
-
-def swaps(span: Span, noise: Noise, mode: LogprobsMode | None) -> list[Fit]:
-    """Fit a swap of weights within a span: the best pair of candidates and the best position."""
-    n, numbers = len(span.stored), list(span.scores)
-    if n < 2:
-        return []
-    each = []
-    for number in numbers:
-        predicted = span.predicted(number, mode)
-        sigma = noise.sigma(predicted, span.inverse(mode))
-        each.append(noise.log_density(span.stored - predicted, sigma))
-    upto = np.cumsum(each, axis=1)
-    total = upto[:, -1]
-    gain = upto[:, None, :-1] + total[None, :, None] - upto[None, :, :-1]
-    gain[np.eye(len(numbers), dtype=np.bool_)] = -np.inf
-    i, j, at = (int(index) for index in np.unravel_index(int(np.argmax(gain)), gain.shape))
-    penalty = noise.dependence * (PENALTY + log(n) + log(len(numbers) * (len(numbers) - 1)))
-    one = Hypothesis(
-        kind="swap",
-        candidate=numbers[i],
-        second=numbers[j],
-        position=at + 1,
-        inverse_temperature=span.inverse(mode),
-        sampled_inverse=span.sampled_inverse,
-        truncation=NO_TRUNCATION if mode == "raw" else span.truncation,
-        penalty=penalty,
-    )
-    return [fit_of(span, one, noise, mode)]
+        `span` has the scores of another prompt or of rounded weights, which `reason` describes.
+        """
+        fit = self.fit(span, kind, candidate)
+        if kind == "noise":  # the engine may also compute in this precision
+            fit = max(fit, self.noisy(span, fit), key=lambda fit: fit.total)
+        gain = fit.total - verdict.fit.total
+        if gain <= PENALTY or self._is_unrelated(fit):
+            return None
+        ratio = verdict.ratio + gain
+        return dataclasses.replace(verdict, kind=kind, fit=fit, ratio=ratio, reason=reason)

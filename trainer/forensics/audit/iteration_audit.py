@@ -18,15 +18,15 @@ from trainer.forensics.audit.audit import run_audit
 from trainer.forensics.audit.candidates import Candidate
 from trainer.forensics.audit.causes import describe, likely_causes
 from trainer.forensics.audit.noise import Residuals
-from trainer.forensics.audit.rescoring import Weights
 from trainer.forensics.audit.result import AuditResult, AuditSettings
 from trainer.forensics.audit.rows import read_steps, to_audit_rows
+from trainer.forensics.audit.scores import Weights
 from trainer.models.lora import CONFIG
 from trainer.models.policy import Policy
 from trainer.rl.config import RlConfig
 from trainer.run.messages import warn
 
-MOST_KNOWN_TOKENS = 20_000
+MOST_CLEAN_TOKENS = 20_000
 """Maximum number of tokens of earlier iterations used to estimate the engine's noise."""
 ROWS_TO_STOP = 2
 """Number of faulty rows that stop a run; if fewer rows are audited, all must be faulty."""
@@ -39,12 +39,12 @@ class IterationAudit:
     Attributes:
         config: Configuration of the run.
         source: Absolute path of the model from which the run started.
-        known: Log-probability differences in faultless rows of earlier iterations.
+        clean: Log-probability differences in faultless rows of earlier iterations.
     """
 
     config: RlConfig
     source: Path
-    known: list[Residuals] = field(default_factory=list)
+    clean: list[Residuals] = field(default_factory=list)
 
     def check(self, dataset: Path, iteration: int, policy: Policy) -> dict[str, int]:
         """Audit rows of an iteration, and warn or stop if they were not sampled as labelled.
@@ -70,13 +70,13 @@ class IterationAudit:
         file.parent.mkdir(exist_ok=True)
         with whole(file) as partial:
             result.verdicts.write_parquet(partial)
-        tokens = sum(len(one.difference) for one in self.known)
-        if tokens < MOST_KNOWN_TOKENS:
-            self.known += result.clean
+        tokens = sum(len(one.difference) for one in self.clean)
+        if tokens < MOST_CLEAN_TOKENS:
+            self.clean += result.clean
         checked = result.verdicts.filter(pl.col("kind") != "not_checked")
         num_rows, num_faulty = (
-            found.select("trajectory_id", "step_index").n_unique()
-            for found in (checked, result.faults)
+            spans.select("trajectory_id", "step_index").n_unique()
+            for spans in (checked, result.faults)
         )
         if num_faulty:
             self._report(dataset, result, num_rows, num_faulty)
@@ -87,8 +87,8 @@ class IterationAudit:
         rng = np.random.default_rng([self.config.run.seed, iteration])
         ids = rollouts.select(pl.col("trajectory_id").unique().sort()).collect().to_series()
         chosen = rng.permutation(len(ids))[: self.config.loop.audit_rows]
-        own = rollouts.filter(pl.col("trajectory_id").is_in(ids.gather(chosen).to_list()))
-        steps = read_steps(own, metadata)
+        chosen_rows = rollouts.filter(pl.col("trajectory_id").is_in(ids.gather(chosen).to_list()))
+        steps = read_steps(chosen_rows, metadata)
         steps = steps.filter(pl.col("response_ids").list.len() > 0)
         draw = pl.Series(rng.random(len(steps)))
         steps = steps.with_columns(draw=draw).sort("draw").unique("trajectory_id", keep="first")
@@ -107,7 +107,7 @@ class IterationAudit:
             tokens_per_micro_batch=self.config.training.batch.tokens_per_micro_batch,
         )
         with torch.no_grad():
-            return run_audit(rows, weights, settings, dataset=str(dataset), known=self.known)
+            return run_audit([rows], weights, settings, dataset=str(dataset), clean=self.clean)
 
     def _candidates(self, iteration: int) -> list[Candidate]:
         """List the versions that are kept, ending with the current one."""

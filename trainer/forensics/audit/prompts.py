@@ -10,19 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
-
-import numpy as np
-import polars as pl
 
 from rollout_io.retokenize.chat_template import TEMPLATES, find_template
 from rollout_io.retokenize.messages import normalize
 from rollout_io.retokenize.tokenizer import ChatTokenizer
 from schemas.errors import RolloutError
-from schemas.ragged import IntArray, Ragged, offsets_of, ranges
-from trainer.forensics.audit.rows import AuditRows
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -70,13 +65,13 @@ class PromptVariants:
             encoded = self._tokenizer.encode([texts[name] for name in names], names)
         except RolloutError:
             return {}
-        found: dict[str, list[int]] = {}
-        known = {tuple(ids), ()}
+        prompts: dict[str, list[int]] = {}
+        seen = {tuple(ids), ()}
         for name, tokens in zip(names, encoded, strict=True):
-            if tuple(tokens) not in known:
-                known.add(tuple(tokens))
-                found[name] = tokens
-        return found
+            if tuple(tokens) not in seen:
+                seen.add(tuple(tokens))
+                prompts[name] = tokens
+        return prompts
 
     def _edits(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield the name and text of each edited version of a prompt."""
@@ -105,10 +100,10 @@ class PromptVariants:
     def _from_messages(self, messages: str | None) -> Iterator[tuple[str, str]]:
         """Yield the name and text of each rendering of the stored messages."""
         try:
-            given = json.loads(messages or "null")
-            if not isinstance(given, list) or not given:
+            stored = json.loads(messages or "null")
+            if not isinstance(stored, list) or not stored:
                 return
-            plain = [normalize(message, _WHERE) for message in given]
+            plain = [normalize(message, _WHERE) for message in stored]
         except (ValueError, RecursionError):
             return
         templates: dict[str, str | None] = {"the tokenizer's chat template": None}
@@ -143,78 +138,6 @@ class PromptVariants:
 
 def _with(tokenizer: ChatTokenizer, template: str) -> ChatTokenizer:
     """Return a copy of the tokenizer with another chat template."""
-    from copy import copy
-
     backend = copy(tokenizer.backend)
     backend.chat_template = find_template(template)
     return dataclasses.replace(tokenizer, backend=backend)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VariantRows:
-    """Copies of rows with other prompts.
-
-    Attributes:
-        rows: The copies.
-        origin: [K] row that each copy was made from.
-        names: [K] name of each copy's variant.
-    """
-
-    rows: AuditRows
-    origin: IntArray
-    names: list[str]
-
-    def span(self, copy: int, start: int) -> int:
-        """Convert a position in a row's response to the flat position in a copy of the row."""
-        return int(self.rows.responses.offsets[copy]) + start
-
-
-def variant_rows(
-    rows: AuditRows,
-    wanted: IntArray,
-    variants: PromptVariants,
-    names: Collection[str] | None = None,
-) -> VariantRows | None:
-    """Copy rows with each variant of their prompts, or each one in `names`; None without variants.
-
-    Recorded experts are dropped, because they belong to the stored prompt's tokens.
-    """
-    messages = rows.keys["messages"] if "messages" in rows.keys.columns else None
-    origin, copied, prompts = [], [], []
-    for row in wanted.tolist():
-        said = None if messages is None else messages[row]
-        for name, tokens in variants.of(rows.prompts.row(row).tolist(), said).items():
-            if names is not None and name not in names:
-                continue
-            origin.append(row)
-            copied.append(name)
-            prompts.append(np.array(tokens, np.int32))
-    if not origin:
-        return None
-    of = np.array(origin, np.int64)
-    lengths = np.array([len(prompt) for prompt in prompts])
-    valid = np.ones(len(of), np.bool_)
-    counts = rows.responses.lengths[of]
-    slots = ranges(rows.responses.offsets[of], counts)
-    responses = Ragged(rows.responses.values[slots], offsets_of(counts), valid)
-    spans = [np.flatnonzero(rows.span_row == row) for row in origin]
-    each = np.array([len(one) for one in spans])
-    picked, copy = np.concatenate(spans), np.repeat(np.arange(len(of)), each)
-    begin = rows.span_start[picked] - rows.responses.offsets[of[copy]]
-    copies = AuditRows(
-        keys=rows.keys.select(pl.all().gather(of)),
-        prompts=Ragged(np.concatenate(prompts), offsets_of(lengths), valid),
-        responses=responses,
-        logprobs=rows.logprobs[slots],
-        version=rows.version[of],
-        temperature=rows.temperature[of],
-        stored_temperature=rows.stored_temperature[of],
-        truncations=tuple(rows.truncations[row] for row in origin),
-        is_assumed=rows.is_assumed[of],
-        reasons=[rows.reasons[row] for row in origin],
-        span_row=copy,
-        span_start=responses.offsets[copy] + begin,
-        span_length=rows.span_length[picked],
-        mode=rows.mode,
-    )
-    return VariantRows(rows=copies, origin=of, names=copied)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from typing import Any
 
 import polars as pl
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rollout_io.cli.output import wants_color
-from rollout_io.terminal import console, duration, printable
+from rollout_io.terminal import duration, printable
 from schemas.errors import count
 from schemas.forensics import MEANINGS
 from trainer.forensics.audit.causes import likely_causes
-from trainer.forensics.audit.rescoring import Cost
-from trainer.forensics.audit.result import AuditResult, Plan
-from trainer.forensics.audit.verdicts import FAULTS
+from trainer.forensics.audit.result import FAULTS, AuditResult, Plan
+from trainer.forensics.audit.scores import Cost
+from trainer.forensics.screens import bare_table, drawn, section
 
-_WIDTH = 100
 ASSUMED_RAW = " (assumed: no row reveals the kind)"
 TOO_CLOSE = 0.25
 """Candidates are reported as indistinguishable if their distance is less than this multiple of the
@@ -72,10 +67,7 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
         "num_logprobs_mode_tokens": result.num_mode_tokens,
         "noise": {
             "mean_difference": result.noise.mean_difference,
-            "kappa": list(result.noise.kappa),
-            "dependence": result.noise.dependence,
-            "degrees": result.noise.degrees,
-            "spread": result.noise.spread,
+            "kappa": result.noise.kappa,
             "num_tokens": result.noise.num_tokens,
         },
         "cost": {
@@ -118,18 +110,14 @@ def screen(path: str, result: AuditResult, limit: int) -> str:
     parts: list[RenderableType] = [
         Text(f"{path}: {count(result.num_rows, 'row')} audited"),
         *(Text(line) for line in _facts(result)),
-        *_section("Verdicts", _verdict_table(result)),
+        *section("Verdicts", _verdict_table(result)),
     ]
     if causes:
-        lines = [Padding(Text(printable(text)), (0, 0, 0, 0)) for text in causes]
-        parts += _section("Likely causes", Group(*lines))
+        lines = [Text(printable(text)) for text in causes]
+        parts += section("Likely causes", Group(*lines))
     if limit and len(result.faults):
-        parts += _section("Most certain faults", _worst_table(worst(result, limit)))
-    width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
-    drawn = console(width=width, no_color=not wants_color(sys.stdout), highlight=False)
-    with drawn.capture() as captured:
-        drawn.print(Group(*parts))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        parts += section("Most certain faults", _worst_table(worst(result, limit)))
+    return drawn(parts)
 
 
 def _facts(result: AuditResult) -> list[str]:
@@ -172,12 +160,8 @@ def compared_tokens(result: AuditResult) -> tuple[int, int]:
     return int(checked["num_tokens"].sum()), int(lengths.sum())
 
 
-def _section(title: str, body: RenderableType) -> list[RenderableType]:
-    return [Text(), Text(title, style="bold"), Padding(body, (0, 0, 0, 2))]
-
-
 def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
+    table = bare_table()
     for name in names:
         right = name not in ("", "verdict", "row", "fault", "found")
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "found")
@@ -198,6 +182,6 @@ def _worst_table(faults: pl.DataFrame) -> Table:
     for one in faults.iter_rows(named=True):
         where = f"{one['trajectory_id']} step {one['step_index']}"
         ratio = f"{one['log_likelihood_ratio']:,.0f}"
-        found = printable(one["reason"])
-        table.add_row(printable(where), f"{one['num_tokens']:,}", one["kind"], ratio, found)
+        fault = printable(one["reason"])
+        table.add_row(printable(where), f"{one['num_tokens']:,}", one["kind"], ratio, fault)
     return table

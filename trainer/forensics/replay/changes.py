@@ -58,23 +58,15 @@ class Changes:
 
     A row that is left out is removed from the loss, as if the mini-batch had been built without it:
     the denominators of `loss.reduction` count only the rows, trajectories and groups that remain,
-    and the gradient is clipped again. The advantages of the other rows are not recomputed: the row
-    stays in their baseline. Old and reference log-probabilities and values do not change either.
-    The difference between the two steps is therefore the row's own contribution to the
-    gradient; a new baseline would also change the contribution of every other row of its group. In
-    a merged row, the tokens of a step that is left out remain as the context of later steps; the
-    row no longer counts once none of its targets remains.
-
-    Attributes:
-        settings: `key=value` strings, as for `--set`.
-        rows: Trajectories or rows to leave out: `TRAJECTORY` or `TRAJECTORY:STEP`, with the
-            `step_index` that the dataset stores.
-        condition: SQL condition on the rows to leave out; None: no condition.
+    and the gradient is clipped again. Advantages, old and reference log-probabilities and values do
+    not change: the row stays in the baseline of its group. In a merged row, the tokens of a step that
+    is left out remain as the context of later steps; the row no longer counts once none of its
+    targets remains.
     """
 
-    settings: Sequence[str] = ()
-    rows: Sequence[str] = ()
-    condition: str | None = None
+    settings: Sequence[str] = ()  # `key=value`, as for `--set`
+    rows: Sequence[str] = ()  # `TRAJECTORY` or `TRAJECTORY:STEP`, with the stored `step_index`
+    condition: str | None = None  # SQL condition on the rows to leave out
 
     @property
     def leaves_out(self) -> bool:
@@ -119,18 +111,13 @@ def changed_config(config: TrainConfig, settings: Sequence[str]) -> TrainConfig:
 
 @dataclass(kw_only=True)
 class ChangedBatch:
-    """The batch of an update, made ready with different settings.
+    """The batch of an update, made ready with different settings (`key=value`).
 
     `prepare` must be called when the run is at the start of the batch.
-
-    Attributes:
-        settings: `key=value` strings.
-        run: The run with these settings; None before `prepare`.
-        ready: The batch made ready with these settings; None before `prepare`.
     """
 
     settings: Sequence[str]
-    run: Run | None = None
+    run: Run | None = None  # with these settings; None before `prepare`
     ready: ReadyBatch | None = field(default=None, repr=False)
 
     def prepare(self, run: Run, step: Step) -> None:

@@ -28,20 +28,13 @@ _EVALUATED = "evaluation/return_mean"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRun:
-    """Configuration and metrics of a run, read from its directory.
-
-    Attributes:
-        path: Directory of the run.
-        config: Configuration of its updates. `run.out` is `path`; all tokens are recorded, and there
-            are no trackers.
-        num_iterations: Number of iterations of `rollouts rl`; None for a run of `rollouts train`.
-        lines: The lines of `metrics.jsonl`, one per mini-batch, without lines of evaluations.
-    """
+    """Configuration and metrics of a run, read from its directory."""
 
     path: Path
+    # Of its updates: `run.out` is `path`, all tokens are recorded, and there are no trackers.
     config: TrainConfig
-    num_iterations: int | None
-    lines: tuple[Mapping[str, Any], ...]
+    num_iterations: int | None  # of `rollouts rl`; None for a run of `rollouts train`
+    lines: tuple[Mapping[str, Any], ...]  # of `metrics.jsonl`, without evaluations
 
     def at(self, update: int) -> RecordedRun:
         """Return the run with the settings that were in effect when it made an update.

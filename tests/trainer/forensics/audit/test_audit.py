@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -15,17 +15,14 @@ from pipelines.generation.engines.base import Sampling
 from rollout_io.cli.main import run
 from rollout_io.dataset.row_digests import with_stored_digest
 from schemas.errors import RolloutError
-from schemas.forensics import MEANINGS, NO_FAULT
 from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_versions, tiny_models
 from tests.helpers.trainer_helpers import write_dataset
 from tests.helpers.view_helpers import Asked
 from trainer.forensics.audit.audit import run_audit
 from trainer.forensics.audit.candidates import find_candidates
-from trainer.forensics.audit.hypotheses import Kind
-from trainer.forensics.audit.rescoring import Weights
-from trainer.forensics.audit.result import AuditSettings
+from trainer.forensics.audit.result import FAULTS, AuditSettings
 from trainer.forensics.audit.rows import read_audit_rows
-from trainer.forensics.audit.verdicts import FAULTS
+from trainer.forensics.audit.scores import Weights
 
 TEMPERATURE, LENGTH = 0.7, 40
 USUAL = Sampling(temperature=TEMPERATURE)
@@ -161,11 +158,6 @@ def test_an_existing_file_is_not_overwritten(faulty, tmp_path, capsys, verb):
     assert run([verb, *asked, "--out", str(out)]) == 1
     assert "already exists. [out_is_free]" in capsys.readouterr().err
     assert out.read_text() == "mine"
-
-
-def test_every_kind_has_a_meaning_and_is_a_fault_or_not():
-    assert set(get_args(Kind)) == set(MEANINGS)
-    assert set(FAULTS) == set(MEANINGS) - set(NO_FAULT)
 
 
 GREEDY = Sampling(temperature=0.01)

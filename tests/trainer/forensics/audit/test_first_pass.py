@@ -14,11 +14,9 @@ from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_ve
 from tests.helpers.trainer_helpers import write_dataset
 from trainer.forensics.audit.audit import run_audit
 from trainer.forensics.audit.candidates import find_candidates
-from trainer.forensics.audit.first_tokens import choose_tokens, first_portion
-from trainer.forensics.audit.rescoring import Weights, num_distinct_tokens
-from trainer.forensics.audit.result import AuditSettings
-from trainer.forensics.audit.rows import TOO_LONG, read_audit_rows, to_audit_rows
-from trainer.forensics.audit.verdicts import FAULTS
+from trainer.forensics.audit.result import FAULTS, AuditSettings
+from trainer.forensics.audit.rows import TOO_LONG, choose_tokens, read_audit_rows, to_audit_rows
+from trainer.forensics.audit.scores import Weights
 
 MODELS = tiny_models(3, 0.2, initializer_range=0.3)
 EXACT = 1e-5
@@ -127,30 +125,6 @@ def test_a_sample_takes_whole_groups(weights, tmp_path):
     group = (60 + 8 * 5, 60 + 8 * 6)  # responses may share tokens
     again = (result.plan.num_first - result.plan.num_distinct) / 2
     assert again <= group[1]
-
-
-def test_a_portion_consists_of_whole_groups():
-    rng = np.random.default_rng(2)
-    table = pl.DataFrame(
-        [
-            row(group, number, [group] * 5, (rng.integers(0, 60, 4).tolist(), [-1.0] * 4))
-            for group in range(10)
-            for number in range(3)
-        ]
-    ).with_columns(pl.lit(None, pl.Float32).alias("top_p"), pl.lit(None, pl.Int32).alias("top_k"))
-    table = table.with_columns(pl.lit(None, pl.String).alias("sampling_extra"))
-    rows, every = to_audit_rows(table, "processed"), np.arange(30)
-    for most, number in ((40, None), (1, 3), (10**6, 30)):
-        part = first_portion(rows, every[6:] if number is None else every, most)
-        if number is None:
-            assert part[0] == 6
-            assert len(part) % 3 == 0
-            assert num_distinct_tokens(rows, part) <= most
-            assert num_distinct_tokens(rows, np.arange(6, part[-1] + 4)) > most - 20
-        else:
-            assert part.tolist() == list(range(number))
-    chosen = choose_tokens(rows, every, 0.5).reshape(30, 4)
-    assert chosen.all()  # four tokens are the minimum
 
 
 def test_tokens_are_chosen_up_to_the_end_and_where_weights_matter():

@@ -13,9 +13,9 @@ from tests.helpers.trainer_helpers import tiny_llama, write_dataset
 from trainer.forensics.audit.audit import run_audit
 from trainer.forensics.audit.candidates import find_candidates
 from trainer.forensics.audit.prompts import PromptVariants
-from trainer.forensics.audit.rescoring import Weights
 from trainer.forensics.audit.result import AuditSettings
 from trainer.forensics.audit.rows import read_audit_rows
+from trainer.forensics.audit.scores import Weights
 
 CHAT = [{"role": "user", "content": "Name a river."}]
 

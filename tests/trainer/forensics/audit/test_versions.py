@@ -10,9 +10,9 @@ from tests.helpers.audit_helpers import Request, prompt_of, row, sample, save_ve
 from tests.helpers.trainer_helpers import write_dataset
 from trainer.forensics.audit.audit import run_audit
 from trainer.forensics.audit.candidates import find_candidates
-from trainer.forensics.audit.rescoring import Weights
 from trainer.forensics.audit.result import AuditSettings
 from trainer.forensics.audit.rows import read_audit_rows
+from trainer.forensics.audit.scores import Weights
 
 SWAP = 25
 
