@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from rollout_io import scan
+from rollout_io.dataset.row_digests import with_stored_digest
 from tests.browser.conftest import export, number, tab_at, viewer
 from tests.browser.test_hostile import HOSTILE, NAME, check
 from tests.helpers.findings_helpers import (
@@ -30,21 +31,35 @@ COLOURS = """() => {
 }"""
 
 
+def stored_verdict(dataset, name, step, ids, **values):
+    return verdict(dataset, name, step, ids, row_digest=stored(dataset, name, step), **values)
+
+
+def stored_share(dataset, name, step, ids, value):
+    return share(dataset, name, step, ids, value, row_digest=stored(dataset, name, step))
+
+
+def stored(dataset, name, step):
+    """The digest of a row of a dataset."""
+    rows = with_stored_digest(scan(dataset)).filter(trajectory_id=name, step_index=step)
+    return rows.select("row_digest").collect().item()
+
+
 @pytest.fixture(scope="module")
 def tables(shop, tmp_path_factory):
     """A swap in shop-7_1, other weights in shop-7_2; the shares of all rows, largest in shop-7_1."""
     folder = tmp_path_factory.mktemp("tables")
     rows = scan(shop).select("trajectory_id", "step_index", "response_ids").collect().rows()
     known = {row[:2]: row for row in rows}
-    found = [verdict(shop, *row) for row in rows if row[0] not in ("shop-7_1", "shop-7_2")]
+    found = [stored_verdict(shop, *row) for row in rows if row[0] not in ("shop-7_1", "shop-7_2")]
     swap = {"kind": "swap", "swap_position": 9, "reason": REASON, "log_likelihood_ratio": 31.25}
-    found.append(verdict(shop, *known["shop-7_1", 0], **swap))
+    found.append(stored_verdict(shop, *known["shop-7_1", 0], **swap))
     version = {"kind": "version", "start": 2, "end": 4, "reason": "sampled by version 3"}
-    found.append(verdict(shop, *known["shop-7_2", 0], **version))
+    found.append(stored_verdict(shop, *known["shop-7_2", 0], **version))
     values = [
         0.5 if row[:2] == ("shop-7_1", 0) else -(at + 1) / 1024 for at, row in enumerate(rows)
     ]
-    shares = [share(shop, *row, value) for row, value in zip(rows, values, strict=True)]
+    shares = [stored_share(shop, *row, value) for row, value in zip(rows, values, strict=True)]
     return (
         write_verdicts(folder / "verdicts.parquet", found),
         write_shares(folder / "blame.parquet", shares, gradient_norm=[1.5] * len(rows)),
@@ -151,10 +166,10 @@ def test_hostile_tables_run_nothing(browser, tmp_path):
     dataset = write_dataset(tmp_path / "ds")
     row = ("t_0", 0, [5, 6, 7, 8])
     texts = {"kind": HOSTILE, "reason": HOSTILE, "best_weights": HOSTILE, "swap_position": 2}
-    verdicts = write_verdicts(tmp_path / "v.parquet", [verdict(dataset, *row, **texts)])
+    verdicts = write_verdicts(tmp_path / "v.parquet", [stored_verdict(dataset, *row, **texts)])
     shares = write_shares(
         tmp_path / "b.parquet",
-        [share(dataset, *row, float("nan"))],
+        [stored_share(dataset, *row, float("nan"))],
         **{name: [1] for name in (NAME, NAME.replace("\0", ""))},
     )
     out = export(tmp_path / "report.html", dataset, verdicts, shares)
