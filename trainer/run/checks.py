@@ -217,7 +217,9 @@ def check_dataset(
         remarks["greedy"] = Remark(f"{text} greedy samples have no gradient", WARNING)
     if rows.is_empty():
         return config.loss.corrects_for_sampler, remarks
-    metadata, rollouts = rollout_io.read_metadata(config.data.dataset), run.rollouts
+    # As stored: `run.rollouts` has the columns that `data.sampling_defaults` fills in.
+    rollouts = rollout_io.scan(config.data.dataset)
+    metadata = rollout_io.read_metadata(config.data.dataset)
     if "sampling_extra" not in rollouts.collect_schema():
         said = pl.lit(sampling_extra_of(metadata.made_by), pl.String)
         rows = rows.with_columns(pl.col("sampling_extra").fill_null(said))

@@ -181,6 +181,7 @@ def write_generated(path: Path, rows: Rows, config: Any, mode: Any) -> str:
 
 
 @DRY_RUN
+@pytest.mark.parametrize("settings", ["", "data.sampling_defaults=model"])
 @pytest.mark.parametrize("mode", ["raw", "processed", None])
 @pytest.mark.parametrize(
     ("generated", "extra"),
@@ -190,12 +191,20 @@ def write_generated(path: Path, rows: Rows, config: Any, mode: Any) -> str:
     ],
 )
 def test_the_history_says_what_a_dataset_without_the_column_was_sampled_with(
-    generated: Any, extra: str, mode: Any, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
+    generated: Any,
+    extra: str,
+    mode: Any,
+    settings: str,
+    model: str,
+    tmp_path: Path,
+    capfd: Any,
+    *,
+    dry_run: bool,
 ) -> None:
     dataset = write_generated(tmp_path / "ds", rows_of(**SAMPLED), generated, mode)
     truncates = "min_p" in extra
     if mode == "processed" and not truncates:
-        assert train(dataset, model, tmp_path / "run", dry_run=dry_run) == 0
+        assert train(dataset, model, tmp_path / "run", settings, dry_run=dry_run) == 0
         return
     said = (
         "Error: trajectory 'g0_0', row 0 (the first of 8): ",
@@ -208,7 +217,9 @@ def test_the_history_says_what_a_dataset_without_the_column_was_sampled_with(
         "record usable ones: vLLM's --logprobs-mode processed_logprobs, and with truncation",
         "with a top_k of at most 20",
     )
-    refused(lambda out: train(dataset, model, out, dry_run=dry_run), tmp_path, capfd, said)
+    refused(
+        lambda out: train(dataset, model, out, settings, dry_run=dry_run), tmp_path, capfd, said
+    )
 
 
 @DRY_RUN
