@@ -10,6 +10,9 @@ import torch
 
 import trainer
 
+SEEN: list[dict[str, torch.Tensor]] = []
+"""What `watched` was given and what it returned, by micro-batch; what `fails` was given."""
+
 
 def regular(logprobs: Any, old_logprobs: Any, advantages: Any, low: float, high: float) -> Any:
     ratio = (logprobs - old_logprobs).clamp(-20, 20).exp()
@@ -65,16 +68,13 @@ def fails_on_rank_1(logprobs: Any, advantages: Any) -> Any:
 
 
 def fails(logprobs: Any, advantages: Any) -> Any:
+    SEEN.append({"logprobs": logprobs})
     return (-logprobs * advantages).sum()
 
 
 def unlike(logprobs: Any, advantages: Any) -> trainer.TokenLoss:
     names = {f"of_{len(logprobs)}": logprobs.detach()}
     return trainer.TokenLoss(-logprobs * advantages, logprobs > 0, names)
-
-
-SEEN: list[dict[str, torch.Tensor]] = []
-"""What `watched` was given and what it returned, by micro-batch."""
 
 
 def watched(logprobs: Any, old_logprobs: Any, advantages: Any) -> trainer.TokenLoss:

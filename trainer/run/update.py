@@ -1,8 +1,8 @@
 """Train on a batch, from top to bottom.
 
-    steps      read the rows of each batch (the next is read meanwhile) -> prepare
-    prepare    pack micro-batches; old and reference log-probabilities, values; advantages
-    update     per micro-batch: forward, objective, backward; then clip and step
+    steps        read the rows of each batch (the next is read meanwhile)
+    ready_batch  pack micro-batches; old and reference log-probabilities, values; advantages
+    update       per micro-batch: forward, objective, backward; then clip and step
 
 `trainer.run.loop` and `trainer.rl.updates` drive `updates`; `rollouts replay` stops at a Step.
 """
@@ -324,8 +324,10 @@ def update(
             targets = targets_of(batch, slot, outputs)
             try:
                 loss, columns = objective(targets, config, corrects=run.corrects)
-            except RolloutError as error:  # of a user's loss; other processes wait for our gradient
-                failures.append(error)
+            except RolloutError as error:  # of a user's loss
+                if accelerator.num_processes == 1:
+                    raise
+                failures.append(error)  # the other processes wait for our gradient
                 loss, columns = 0 * targets.logprobs.sum(), {}
             # Data-parallel wrappers average gradients over processes; the weights are global.
             accelerator.backward(loss * accelerator.num_processes)

@@ -15,6 +15,7 @@ import trainer
 from rollout_io.cli.main import run as main
 from schemas.errors import RolloutError
 from tests.conftest import ROOT
+from tests.helpers import own_functions
 from tests.helpers.configs import dotted, train_config
 from tests.helpers.losses_helpers import some_trajectories
 from tests.helpers.trainer_helpers import save_tiny_model, write_dataset
@@ -240,16 +241,19 @@ def test_functions_are_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.slow
-def test_a_loss_that_fails_in_a_run_is_named(
+def test_a_loss_that_fails_in_a_run_is_named_and_not_called_again(
     paths: dict[str, str], tmp_path: Path, capfd: Any
 ) -> None:
     given = ["train", paths["dataset"], "--model", paths["model"], "--out", str(tmp_path / "run")]
     given += ["--set=data.partial_groups=train", f"--set=loss.policy_loss_type={MINE}:fails"]
+    given += ["--set=batch.tokens_per_micro_batch=30"]
+    own_functions.SEEN.clear()
     assert main(given) == 1
     assert (
         f"{MINE}:fails: found a tensor of shape [] and dtype torch.float32"
         in capfd.readouterr().err
     )
+    assert len(own_functions.SEEN) == 1
     with pytest.raises(
         RolloutError, match=f"{MINE}:unlike: it returns the metrics policy_loss/of_"
     ):
