@@ -104,30 +104,15 @@ def mean(num_targets):
 """
 
 SHARDED = """
-import os, sys
+import sys
 import accelerate
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-
-def prepare(self, model, optimizer):
-    # What Accelerate's FSDP2 does on GPUs, which it does not do on a CPU.
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-    for layer in model.model.base_model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    sharded = dict(model.named_parameters())
-    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [sharded[name] for name in wanted]
-    return model, optimizer
-
-
-accelerate.Accelerator.prepare = prepare
 from rollout_io.cli.main import run
+from tests.helpers.process_server import shard
+
+accelerate.Accelerator.prepare = shard
 sys.exit(run(sys.argv[1:]))
 """
+"""Accelerate's FSDP2, which it does not do on a CPU, as the tests have it."""
 
 
 def make_inputs(folder: Path) -> dict[str, str]:
