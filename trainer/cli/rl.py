@@ -107,7 +107,7 @@ def _report(result: RlResult) -> str:
         f"iterations   {result.num_iterations}",
         f"updates      {result.num_updates}{skipped}",
         *([f"masked       {count(greedy, 'greedy row')}"] if greedy else []),
-        f"reward       {_number(result.return_mean)}",
+        f"return_mean  {_number(result.return_mean)}",
         f"evaluation   {_number(result.evaluation)}",
         f"rollouts     {result.out}/rollouts",
         f"metrics      {result.out}/metrics.jsonl",
