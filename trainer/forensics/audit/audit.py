@@ -116,7 +116,8 @@ class ChunkAudit:
         candidates = weights.candidates
         number_of = {one.version: number for number, one in enumerate(candidates)}
         number_of[None] = UNKNOWN  # also if the version of a candidate is unknown
-        self.label = np.array([number_of.get(v, MISSING) for v in rows.table["policy_version"]])
+        labels = [number_of.get(v, MISSING) for v in rows.table["policy_version"]]
+        self.label = np.array(labels, np.int64)
         if len(candidates) == 1 and candidates[0].version is None:
             self.label[:] = 0  # it is assumed to have sampled all rows
         rows.refuse(self.label == MISSING, NO_WEIGHTS)

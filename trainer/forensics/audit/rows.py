@@ -90,7 +90,8 @@ class AuditRows:
     def auditable(self) -> IntArray:
         """Rows that can be audited and have a span."""
         has_span = np.bincount(self.spans[:, 0], minlength=self.num_rows) > 0
-        return np.flatnonzero(has_span & np.array([not reason for reason in self.reasons]))
+        has_reason = np.array([bool(reason) for reason in self.reasons], np.bool_)
+        return np.flatnonzero(has_span & ~has_reason)
 
     def targets(self, rows: IntArray, among: BoolArray | None = None) -> BoolArray:
         """[T] true at the sampled tokens of some rows, as far as they are true in `among`."""
