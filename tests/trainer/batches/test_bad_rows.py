@@ -92,6 +92,14 @@ def test_rows_that_are_in_order_are_let_through() -> None:
             r".* loss_mask contains null.*\[columns_and_types\]",
         ),
         (
+            changed(2, prompt_token_ids=[]),
+            r".*'a_1', row 0.*: found 0 prompt tokens; .*\[nonempty_prompt\]",
+        ),
+        (
+            changed(2, response_ids=[-1, 3]),
+            r".*'a_1', row 0.*: found token id -1; .*\[token_range\]",
+        ),
+        (
             changed(2, temperature=NAN),
             r".*: found temperature NaN; expected a finite .*\[temperature\]",
         ),
