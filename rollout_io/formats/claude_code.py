@@ -16,7 +16,7 @@ with the fewest answers; in the others, they are part of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from rollout_io.formats.claude_code_contexts import LINES, MAIN, read
 from rollout_io.formats.claude_code_lines import SPOKEN, Answer, Boundary, names_in, session_above
 from rollout_io.formats.engines.sessions import File, Sessions
 from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.start import like
 
 _LEAVES = {
     "facts about the line, the process and its settings": "*/session_id */userType */entrypoint "
@@ -116,18 +117,7 @@ class _Log(Sessions):
         return trajectory
 
 
-def _is_session(record: Mapping[str, Any]) -> bool:
-    """True for a message of Anthropic's API in a line, or for an export."""
-    lines = record.get("loglines")
-    if isinstance(lines, list):
-        return all(isinstance(line, dict) and isinstance(line.get("type"), str) for line in lines)
-    try:
-        line = msgspec.convert(record, _Shape)
-    except msgspec.ValidationError:
-        return False
-    return line.type in SPOKEN and "role" in line.message and "parts" not in line.message
-
-
+_IDS = {"uuid": str, "sessionId": str}
 ADAPTER = replace(
     _Log(
         kind=LINES.kind,
@@ -137,7 +127,10 @@ ADAPTER = replace(
         leaves=_LEAVES,
         names_in=names_in,
         read=read,
-        is_record=_is_session,
+        is_record=like(
+            {"loglines": [{"type": str}]},
+            {"type": SPOKEN, "message": {"role": object, "parts": None}, **_IDS},
+        ),
     ).adapter("sessions of Claude Code: JSONL, or the web export; text only"),
     line=_Shape,
 )

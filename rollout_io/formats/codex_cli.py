@@ -38,6 +38,7 @@ from rollout_io.formats.dialects.responses import (
 from rollout_io.formats.engines.sessions import Base, Line, Names, Sessions
 from rollout_io.formats.parsing.content import bad_message, canonical_json
 from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.start import like
 from schemas.errors import InputError
 
 __all__ = ["LOST", "SUMMARIES"]
@@ -340,11 +341,7 @@ ADAPTER = Sessions(
     leaves=_LEAVES,
     names=names,
     read=read,
-    is_record=lambda record: (
-        record.get("type") in {*_RECORDS, "world_state"}
-        and isinstance(record.get("payload"), dict)
-        and isinstance(record.get("timestamp"), str)
-    ),
+    is_record=like({"type": {*_RECORDS, "world_state"}, "payload": dict, "timestamp": str}),
     identity=identity,
     is_prefix=True,
 ).adapter("sessions of Codex CLI (rollout-*.jsonl); text only")

@@ -24,6 +24,7 @@ from rollout_io.formats.contexts import SUMMARIES, Contexts
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.parsing.content import NO_JSON, json_text, known, tool_call
 from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.start import like
 
 _STATE = (
     "session.info session.resume session.shutdown session.usage_checkpoint session.usage_info "
@@ -256,16 +257,17 @@ def names(path: Path, first: Sequence[Any]) -> Names:
     return Names(start.session_id or str(path), labels={"cwd": cwd})
 
 
-def _is_event(record: Mapping[str, Any]) -> bool:
-    is_event = isinstance(record.get("data"), Mapping) and "parentId" in record
-    return is_event and record.get("type") in {*_RECORDS, *_STATE.split(), "tool.execution_start"}
-
-
 ADAPTER = Sessions(
     kind="type",
     records=_RECORDS,
     leaves=_LEAVES,
     names=names,
     read=read,
-    is_record=_is_event,
+    is_record=like(
+        {
+            "type": {*_RECORDS, *_STATE.split(), "tool.execution_start"},
+            "data": Mapping,
+            "parentId": object,
+        }
+    ),
 ).adapter("sessions of GitHub Copilot CLI (events.jsonl); text only")

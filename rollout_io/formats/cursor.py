@@ -10,7 +10,7 @@ system prompt and no tool definitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from rollout_io.formats.dialects import anthropic
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import Part
+from rollout_io.formats.start import like
 
 _BLOCKS = Contents(
     kind="type",
@@ -99,13 +100,6 @@ def names(path: Path, _: Sequence[Any]) -> Names:
     return Names(path.stem if path.stem == path.parent.name else str(path))
 
 
-def _is_record(record: Mapping[str, Any]) -> bool:
-    message = record.get("message")
-    if "type" in record or not isinstance(message, Mapping):
-        return False
-    return record.get("role") in {"user", "assistant"} and isinstance(message.get("content"), list)
-
-
 ADAPTER = Sessions(
     kind="type",
     default="transcript",
@@ -113,5 +107,5 @@ ADAPTER = Sessions(
     leaves=_LEAVES,
     names=names,
     read=read,
-    is_record=_is_record,
+    is_record=like({"role": {"user", "assistant"}, "message": {"content": list}, "type": None}),
 ).adapter("transcripts of Cursor's agent: JSONL; text only")

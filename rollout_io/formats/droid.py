@@ -22,6 +22,7 @@ from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import Content
 from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.start import like
 
 COMPACTED = "compactions: the log does not say what they kept, so all messages are read"
 _LEAVES = {
@@ -87,5 +88,5 @@ ADAPTER = Sessions(
     leaves=_LEAVES,
     names=names,
     read=read,
-    is_record=lambda r: r.get("type") == "session_start" and isinstance(r.get("id"), str),
+    is_record=like({"type": "session_start", "id": str}),
 ).adapter("sessions of Factory's Droid: JSONL, a tree of messages; text only")

@@ -35,6 +35,7 @@ from rollout_io.formats.parsing.content import NO_JSON, extend, joined, json_tex
 from rollout_io.formats.parsing.content import Message as Chat
 from rollout_io.formats.parsing.media import part_of_data
 from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.start import like
 
 WRITTEN = "answers that the program wrote, in the history after a compaction: part of the prompt"
 THOUGHTS = "thoughts that are not sent again, before later answers of their context"
@@ -287,16 +288,6 @@ def _is_beginning(record: Any) -> bool:
     return len(shown) <= 1 and all(text.startswith(_CONTEXT) for text in texts)
 
 
-def _is_session(record: Mapping[str, Any]) -> bool:
-    if not isinstance(record.get("sessionId"), str):
-        return False
-    messages = record.get("messages")
-    if isinstance(messages, list):
-        kinds = [m.get("type") if isinstance(m, dict) else None for m in messages]
-        return all(isinstance(kind, str) for kind in kinds)
-    return isinstance(record.get("projectHash"), str) and isinstance(record.get("startTime"), str)
-
-
 ADAPTER = Sessions(
     kind="type",
     default="session",
@@ -304,5 +295,8 @@ ADAPTER = Sessions(
     leaves=_LEAVES,
     names=names,
     read=read,
-    is_record=_is_session,
+    is_record=like(
+        {"sessionId": str, "messages": [{"type": str}]},
+        {"sessionId": str, "messages": None, "projectHash": str, "startTime": str},
+    ),
 ).adapter("sessions of Gemini CLI (JSON Lines, or one JSON document each); text only")

@@ -13,7 +13,7 @@ tool definitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from rollout_io.formats.contexts import Contexts
 from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON, Part, json_text, known, shown, tool_call
+from rollout_io.formats.start import like
 
 _PARTS = Contents(kind="type", default="text", reads={"text": "text", "image": "url"})
 _SUMMARY = Contents(kind="type", default="summary_text", reads={"summary_text": "text"})
@@ -127,13 +128,6 @@ def names(path: Path, _: Sequence[Any]) -> Names:
     return Names(path.parent.name if is_named else str(path))
 
 
-def _is_line(record: Mapping[str, Any]) -> bool:
-    kind, content = record.get("type"), record.get("content")
-    if kind == "assistant":
-        return isinstance(content, str) and "model_id" in record
-    return kind == "tool_result" and isinstance(record.get("tool_call_id"), str)
-
-
 ADAPTER = Sessions(
     kind="type",
     records={
@@ -147,5 +141,8 @@ ADAPTER = Sessions(
     leaves=_LEAVES,
     names=names,
     read=read,
-    is_record=_is_line,
+    is_record=like(
+        {"type": "assistant", "content": str, "model_id": object},
+        {"type": "tool_result", "tool_call_id": str},
+    ),
 ).adapter("sessions of Grok's CLI (chat_history.jsonl); text only")

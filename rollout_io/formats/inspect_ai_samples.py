@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,6 +17,7 @@ from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call
 from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.parsing.tokens import INT32_MAX
 from schemas.errors import InputError
 
 _LETTERS = {
@@ -40,6 +41,15 @@ MESSAGES = MESSAGE.plus(
     },
 )
 """Messages of Inspect, which have more fields."""
+
+LEAVES = {
+    "the task, which the messages repeat": "input choices target",
+    "the last answer, and events of old logs, which the messages repeat": "output transcript",
+    "the surroundings of the sample": "sandbox files setup metadata store",
+    "times, numbers of tokens and retries": "timelines model_usage role_usage started_at completed_at "
+    "total_time working_time uuid invalidation error_retries",
+}
+"""Fields of a sample that are not read."""
 
 _NOT_JSON = re.compile(rb'"(?:[^"\\]|\\.)*"|NaN|-?Infinity')
 
@@ -67,6 +77,8 @@ class _Pools(msgspec.Struct, gc=False):
 class Sample(msgspec.Struct, gc=False):
     """One sample in one epoch."""
 
+    id: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | str
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
     messages: list[msgspec.Raw] = []
     scores: dict[str, _Score] | None = None
     score: _Score | None = None

@@ -19,7 +19,7 @@ sub-agents. The log has no reward and no token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,6 +42,7 @@ from rollout_io.formats.parsing.content import (
     shown,
     tool_call,
 )
+from rollout_io.formats.start import like
 
 PARTS = Contents(
     kind="type",
@@ -300,14 +301,6 @@ def names(path: Path, _: Sequence[Any]) -> Names:
     return Names(str(path))
 
 
-def _is_session(record: Mapping[str, Any]) -> bool:
-    if record.get("type") == "metadata" and isinstance(record.get("protocol_version"), str):
-        return "timestamp" not in record
-    is_event = str(record.get("type")).startswith(("context.append_", "llm.tools_snapshot"))
-    is_state = record.get("role") in {"_checkpoint", "_usage", "_system_prompt"}
-    return is_state or (is_event and "time" in record)
-
-
 ADAPTER = Sessions(
     kind="type",
     default="message",
@@ -324,7 +317,14 @@ ADAPTER = Sessions(
     leaves=_LEAVES,
     names=names,
     read=read,
-    is_record=_is_session,
+    is_record=like(
+        {"type": "metadata", "protocol_version": str, "timestamp": None},
+        {"role": {"_checkpoint", "_usage", "_system_prompt"}},
+        {
+            "type": {"context.append_message", "context.append_loop_event", "llm.tools_snapshot"},
+            "time": object,
+        },
+    ),
     identity=identity,
     is_prefix=True,
     names_origin=False,

@@ -28,6 +28,7 @@ from rollout_io.formats.parsing.messages import MESSAGE, read_message
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.notes import note
 from rollout_io.formats.parsing.sampling import sampling_extra
+from rollout_io.formats.start import like
 
 _SUFFIXES = (".traj.json", ".json", ".traj")
 _EXIT = "exit"
@@ -185,14 +186,16 @@ def _is_run(value: Any) -> bool:
     """
     if isinstance(value, list):
         return all(map(_is_plain, value)) and _is_bare(value)
-    if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
-        return False
-    info, version = value.get("info"), value.get("trajectory_format")
-    if isinstance(version, str) and version.startswith("mini-swe-agent"):
-        return True
-    stats = info.get("model_stats") if isinstance(info, dict) else None
-    is_counted = isinstance(stats, dict) and "api_calls" in stats
-    return is_counted or (isinstance(info, dict) and isinstance(info.get("mini_version"), str))
+    is_named = _has_messages(value) and str(value.get("trajectory_format")).startswith(_FORMAT)
+    return is_named or _has_info(value)
+
+
+_FORMAT = "mini-swe-agent"
+_has_messages = like({"messages": list})
+_has_info = like(
+    {"messages": list, "info": {"model_stats": {"api_calls": object}}},
+    {"messages": list, "info": {"mini_version": str}},
+)
 
 
 def _is_plain(message: Any) -> bool:

@@ -44,7 +44,7 @@ from rollout_io.formats.parsing.naming import natural_key, numbers
 from rollout_io.formats.parsing.responses import NO_TOKENS, Response, holds_tokens, read_steps
 from rollout_io.formats.parsing.sampling import ModelNames, sampling_extra
 from rollout_io.formats.parsing.tokens import INT32_MAX
-from rollout_io.formats.start import Start
+from rollout_io.formats.start import Start, like
 from schemas.errors import InputError
 
 _OTHER_FIELDS = {"responses_create_params", "response", "agent_ref"}
@@ -275,17 +275,6 @@ def _numbers(text: bytes) -> dict[str, float]:
         return {}
 
 
-def _is_rollout(value: Any) -> bool:
-    """True for a task's `responses_create_params` and a Responses object, or such an object alone."""
-    if not isinstance(value, dict):
-        return False
-    if value.get("object") == "response" and isinstance(value.get("output"), list):
-        return True
-    name = "input" if value.get("responses_create_params") is None else "response"
-    response = value.get(name)
-    return isinstance(response, dict) and {"object", "output"} <= response.keys()
-
-
 def _is_document(start: Start) -> bool:
     is_alone = start.path.suffix == ".json" and start.document is not None
     return is_alone or start.head.partition(b"\n")[0].strip() == b"{"
@@ -296,7 +285,11 @@ _RECORDS = Records(
     leaves=_LEAVES,
     run=lambda rollout, place: _run(_logged(rollout, place), place),
     read=read,
-    is_record=_is_rollout,
+    is_record=like(
+        {"object": "response", "output": list},
+        {"responses_create_params": dict, "response": {"object": object, "output": object}},
+        {"responses_create_params": None, "input": {"object": object, "output": object}},
+    ),
     is_whole=_is_document,
 )
 ADAPTER = replace(

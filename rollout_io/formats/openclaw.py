@@ -13,8 +13,8 @@ log has no reward, no token ids, no system prompt and no tool definitions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -24,6 +24,7 @@ from rollout_io.formats.engines.sessions import Line, Names, Sessions
 from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.forks import digest
 from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.start import like
 
 _SUB = ":subagent:"
 TOOLS_ONLY = "sub-agents of which the log has tool calls but no messages: left out"
@@ -80,17 +81,13 @@ def _items(messages: Sequence[pi.PiMessage], where: str) -> Iterator[Item]:
         yield Item(f"{key} {num_before[key]}", said, place, mark="")
 
 
-def _is_telemetry(record: Mapping[str, Any]) -> bool:
-    kind = record.get("type")
-    is_of_agent = kind in {"agent.start", "agent.end", "tool.start", "tool.end"}
-    return is_of_agent and isinstance(record.get("sessionKey"), str)
-
-
 ADAPTER = Sessions(
     kind="type",
     records={"agent.start": Event, "agent.end": End, "tool.start": Event},
     leaves=_LEAVES,
     names=lambda path, _: Names(str(path)),
     read=read,
-    is_record=_is_telemetry,
+    is_record=like(
+        {"type": {"agent.start", "agent.end", "tool.start", "tool.end"}, "sessionKey": str}
+    ),
 ).adapter("telemetry of OpenClaw with messages: JSONL; text only", noun="run")

@@ -25,6 +25,7 @@ from rollout_io.formats.parsing.jsonl import decode_document
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.model_calls import Call, steps_of
 from rollout_io.formats.parsing.naming import natural_key
+from rollout_io.formats.start import like
 from schemas.errors import InputError
 
 _LEAVES = {
@@ -107,18 +108,13 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _is_call(value: Any) -> bool:
-    if not isinstance(value, dict) or not {"response", "timestamp", "latency_sec"} <= value.keys():
-        return False
-    return isinstance(value.get("messages", value.get("input")), list)
-
-
+_ANSWERED = {"response": object, "timestamp": object, "latency_sec": object}
 ADAPTER = Records(
     records={"": Logged},
     leaves=_LEAVES,
     run=run_of,
     read=read,
-    is_record=_is_call,
+    is_record=like({**_ANSWERED, "messages": list}, {**_ANSWERED, "messages": None, "input": list}),
     is_whole=lambda _: True,
     groups="inferred: the calls in one directory are one run, and a separate instance",
     finish=_by_folder,

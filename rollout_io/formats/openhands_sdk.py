@@ -39,6 +39,7 @@ from rollout_io.formats.parsing.content import (
     tool_call,
 )
 from rollout_io.formats.parsing.tokens import INT32_MAX
+from rollout_io.formats.start import like
 
 _TEXTS = Contents(
     kind="type",
@@ -384,18 +385,14 @@ def _schema(tool: Mapping[str, Any]) -> Any:
     return next((schema for schema in schemas if isinstance(schema, Mapping)), None)
 
 
-def _is_event(record: Mapping[str, Any]) -> bool:
-    kind = record.get("kind")
-    is_event = kind in {*_RECORDS, *_RUN.split()}
-    return is_event and {"id", "timestamp", "source"} <= record.keys()
-
-
 ADAPTER = Sessions(
     kind="kind",
     records=_RECORDS,
     leaves=_LEAVES,
     names=lambda path, _: Names(str(path)),
     read=read,
-    is_record=_is_event,
+    is_record=like(
+        {"kind": {*_RECORDS, *_RUN.split()}, "id": object, "timestamp": object, "source": object}
+    ),
     files="events/*.json",
 ).adapter("conversations of OpenHands' SDK (v1): events as JSONL, or a directory; text only")

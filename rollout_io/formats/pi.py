@@ -16,7 +16,7 @@ system prompt and the tool definitions, as system messages whose sections and to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,7 @@ from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.notes import note
+from rollout_io.formats.start import like
 
 EXTENDED = (
     "messages of extensions: what an extension changes when a prompt is sent is not in the log"
@@ -196,11 +197,6 @@ def names(path: Path, first: Sequence[Any]) -> Names:
     return Names(head.id or str(path), labels={"cwd": head.cwd})
 
 
-def _is_session(record: Mapping[str, Any]) -> bool:
-    is_head = record.get("type") == "session" and isinstance(record.get("id"), str)
-    return is_head and isinstance(record.get("timestamp"), str) and "message" not in record
-
-
 ADAPTER = Sessions(
     kind="type",
     records={
@@ -218,6 +214,6 @@ ADAPTER = Sessions(
     leaves=_LEAVES,
     names=names,
     read=read,
-    is_record=_is_session,
+    is_record=like({"type": "session", "id": str, "timestamp": str, "message": None}),
     identity=identity,
 ).adapter("sessions of Pi and OpenClaw: JSONL, a tree of records; text only")

@@ -20,7 +20,7 @@ environment that the program sends before the first message.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +34,7 @@ from rollout_io.formats.grammar import inner
 from rollout_io.formats.parsing.content import NO_JSON
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.notes import note_run
+from rollout_io.formats.start import like
 
 REMINDER = (
     "runs without the reminder (skills, environment, folder) that Qwen Code sends before the first "
@@ -179,15 +180,7 @@ def names(path: Path, first: Sequence[Any]) -> Names:
     return Names(session, labels=labels)
 
 
-def _is_session(record: Mapping[str, Any]) -> bool:
-    message = record.get("message")
-    is_record = {"uuid", "parentUuid", "sessionId"} <= record.keys()
-    if record.get("type") == "system" and "systemPayload" in record:
-        return is_record
-    is_spoken = isinstance(message, Mapping) and isinstance(message.get("parts"), list)
-    return is_record and is_spoken and record.get("type") in _ROLES
-
-
+_IDS = {"uuid": object, "parentUuid": object, "sessionId": object}
 ADAPTER = Sessions(
     kind="type",
     subkind="subtype",
@@ -202,6 +195,9 @@ ADAPTER = Sessions(
     leaves=_LEAVES,
     names=names,
     read=read,
-    is_record=_is_session,
+    is_record=like(
+        {**_IDS, "type": "system", "systemPayload": object},
+        {**_IDS, "type": {*_ROLES}, "message": {"parts": list}},
+    ),
     identity=identity,
 ).adapter("sessions of Qwen Code: JSONL, a tree of records; text only")

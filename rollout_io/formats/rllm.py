@@ -32,6 +32,7 @@ from rollout_io.formats.parsing.messages import MESSAGE, read_messages, text_of
 from rollout_io.formats.parsing.model_calls import Call, conversations_of
 from rollout_io.formats.parsing.naming import label, numbers
 from rollout_io.formats.parsing.tokens import logprob_array, same_ids, strict_ids
+from rollout_io.formats.start import like
 from schemas.errors import InputError, count
 
 _GROUPS = "inferred: episodes whose id does not begin with their task are grouped by task"
@@ -326,21 +327,17 @@ def _error(episode: Episode, options: Options, where: str) -> str | None:
     return f"{reason}: {message[:500]}" if message else reason
 
 
-def _is_episode(value: Any) -> bool:
-    if not isinstance(value, dict) or not {"termination_reason", "is_correct"} <= value.keys():
-        return False
-    trajectories = value.get("trajectories")
-    if not isinstance(trajectories, list) or not (value.get("id") or value.get("episode_id")):
-        return False
-    return all(isinstance(t, dict) and isinstance(t.get("steps"), list) for t in trajectories)
-
-
+_EPISODE = {
+    "termination_reason": object,
+    "is_correct": object,
+    "trajectories": [{"steps": list}],
+}
 ADAPTER = Records(
     records={"": Episode},
     leaves=_LEAVES,
     run=run_of,
     read=read,
-    is_record=_is_episode,
+    is_record=like({**_EPISODE, "id": str}, {**_EPISODE, "episode_id": str}),
     is_whole=lambda _: True,
     files=partial(
         logs_of,

@@ -33,6 +33,7 @@ from rollout_io.formats.exporting import Exported, Failed, PathLike, declared_ta
 from rollout_io.formats.parsing.completions import calls_in
 from rollout_io.formats.parsing.content import Message, known
 from rollout_io.formats.parsing.messages import openai_tools, read_messages
+from rollout_io.formats.start import like
 from schemas.messages import RETOKENIZED, is_answer, marked, media_in
 
 HARNESS = "rollout-io"
@@ -119,11 +120,6 @@ def names(path: Path, first: Sequence[Any]) -> Names:
     )
 
 
-def _is_session(record: Mapping[str, Any]) -> bool:
-    is_head = record.get("type") == "session" and isinstance(record.get("harness"), str)
-    return is_head and isinstance(record.get("id"), str)
-
-
 ADAPTER = replace(
     Sessions(
         kind="type",
@@ -131,7 +127,7 @@ ADAPTER = replace(
         leaves=_LEAVES,
         names=names,
         read=read,
-        is_record=_is_session,
+        is_record=like({"type": "session", "harness": str, "id": str}),
     ).adapter("session traces, as the Hugging Face Hub shows them: JSONL; text only"),
     is_agent=False,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -128,3 +128,37 @@ def _value(content: bytes) -> Any:
         return decoded(_ANY, content)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return _NO_JSON
+
+
+def like(*patterns: Any) -> Callable[[Any], bool]:
+    """Return a test for `is_record`: a decoded value has one of these forms.
+
+    A pattern is a type, a set of values, a dictionary with a pattern for each key (None: the key is
+    absent), or a list with the pattern of all its elements; anything else is a value.
+
+    Example:
+        >>> is_head = like(
+        ...     {"type": {"session", "fork"}, "id": str, "message": None, "tools": [{"name": str}]}
+        ... )
+        >>> (
+        ...     is_head({"type": "fork", "id": "1", "tools": []}),
+        ...     is_head({"type": "fork", "id": 1, "tools": []}),
+        ... )
+        (True, False)
+    """
+    return lambda value: any(_fits(value, pattern) for pattern in patterns)
+
+
+def _fits(value: Any, pattern: Any) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(value, pattern)
+    if isinstance(pattern, Mapping):
+        return isinstance(value, Mapping) and all(
+            key not in value if part is None else key in value and _fits(value[key], part)
+            for key, part in pattern.items()
+        )
+    if isinstance(pattern, list):
+        return isinstance(value, list) and all(_fits(part, pattern[0]) for part in value)
+    if isinstance(pattern, Collection) and not isinstance(pattern, str):
+        return isinstance(value, str) and value in pattern
+    return bool(value == pattern)

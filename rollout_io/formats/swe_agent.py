@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -28,6 +28,7 @@ from rollout_io.formats.parsing.documents import run_of_file, with_group_rule
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.messages import MESSAGE, read_message, read_messages
 from rollout_io.formats.parsing.model_calls import Call, steps_of
+from rollout_io.formats.start import like
 from schemas.errors import InputError
 
 _SUFFIXES = (".traj", ".json")
@@ -205,24 +206,12 @@ def _history(logged: Document, where: str) -> Iterator[tuple[str, _Marks, Messag
         yield here, marks, read_message(raw, here)
 
 
-def _is_run(value: Any) -> bool:
-    """True for an object with a history whose messages name their agent."""
-    history = value.get("history") if isinstance(value, dict) else None
-    return isinstance(history, list) and all(map(_names_agent, history))
-
-
-def _names_agent(message: Any) -> bool:
-    if not isinstance(message, dict):
-        return False
-    return all(isinstance(message.get(name), str) for name in ("role", "agent"))
-
-
 ADAPTER = Records(
     records={"": Document},
     leaves=_LEAVES,
     run=run_of,
     read=read,
-    is_record=_is_run,
+    is_record=like({"history": [{"role": str, "agent": str}]}),
     is_whole=lambda _: True,
     finish=with_group_rule,
 ).adapter("SWE-agent's trajectories (.traj), and its demonstrations")

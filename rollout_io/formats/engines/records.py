@@ -34,6 +34,7 @@ from rollout_io.formats.base import (
 )
 from rollout_io.formats.contents import account
 from rollout_io.formats.contexts import by_marks
+from rollout_io.formats.engines.archives import is_zip, read_place, records_in
 from rollout_io.formats.engines.tables import is_table, read_row, rows_of
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.documents import parts_of
@@ -50,7 +51,10 @@ from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
 _WHOLE = "document"
-"""Part of the place of a record that is a whole file, whose damage is that of a document."""
+"""Part of the place of a record that is a whole file, whose damage is that of a document.
+
+So is the damage of a member of an archive, whose part is its name.
+"""
 
 
 class Open(msgspec.Struct, dict=True):
@@ -81,12 +85,15 @@ class Records(Grammar):
         is_record: True if a decoded value is a record of this format, or a document of them; by default,
             an object with the required fields of the struct.
         is_log: True if a file is a log of this format; by default, if a record is among its first.
-        files: Returns the logs of an input, if it may be a directory of them; an error rejects it.
+        files: Returns the logs of an input, if it may be a directory of them, and what is to be said of
+            it; an error rejects it.
         is_whole: True if a file is one document, whatever its lines are.
         elements: Key of the list with the runs, if a document has several; a document without it is
             one run. "": a list is the list of its runs; None: each record is one run.
         bare: Key for a record that is a list: it is read as an object with the list there.
         is_list: True if a list has a run in each element, for formats in which it may be one run.
+        plain: Returns the JSON of a record, of the same length, if the program writes something else.
+        members: Start of the names of members with a run each, if a log may be a zip archive.
         columns: Columns that a table must have.
         is_unique: True if equal lines are copies of one run, not runs with the same text.
         groups: How runs are grouped, for the history of the dataset; "" if `finish` tells it.
@@ -97,11 +104,13 @@ class Records(Grammar):
     read: Callable[[Any, Run, Options], Trajectory]
     is_record: Callable[[Any], bool] | None = None
     is_log: Callable[[Start], bool] | None = None
-    files: Callable[[Input], list[Input]] = lambda log: [log]
+    files: Callable[[Input], Iterable[Input | Found]] = lambda log: [log]
     is_whole: Callable[[Start], bool] = _is_document
     elements: str | None = None
     bare: str = ""
     is_list: Callable[[Sequence[msgspec.Raw]], bool] = lambda _: True
+    plain: Callable[[bytes], bytes] = bytes
+    members: str = ""
     columns: frozenset[str] = frozenset()
     is_unique: bool = False
     groups: str = ""
@@ -143,10 +152,13 @@ class Records(Grammar):
         A directory is recognized by the first of its logs.
         """
         if not start.is_file:
-            logs = self.files(Input("", start.path))
-            return logs != [Input("", start.path)] and any(
-                self.recognizes(Start(log.path)) for log in logs[:1]
-            )
+            try:
+                logs = (log for log in self.files(Input("", start.path)) if isinstance(log, Input))
+                first = next(logs, None)
+            except (OSError, RolloutError):
+                return False
+            path = start.path if first is None else first.path
+            return path != start.path and self.recognizes(Start(path))
         if self.is_log is not None:
             return self.is_log(start)
         is_record = self.is_record or is_object_with(_required(self._struct))
@@ -162,22 +174,33 @@ class Records(Grammar):
     def _find(self, inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
         first: dict[bytes, str] = {}
         for log in inputs:
-            try:
-                files = self.files(log)
-            except RolloutError as error:
-                yield _rejected(log, progress, error)
-                continue
-            for file in files:
-                try:
-                    for record in records_of(file, progress, self.is_whole, self.columns):
-                        yield from self._runs(record, first)
-                except RolloutError as error:
-                    if not is_table(file.path) and error.rule != "lfs_pointer":
-                        raise
-                    yield _rejected(file, progress, error)
+            for item in self._logs(log, progress):
+                if isinstance(item, Input):
+                    yield from self._of_file(item, progress, first)
+                else:
+                    yield item
+
+    def _logs(self, log: Input, progress: Progress) -> Iterator[Input | Found]:
+        try:
+            yield from self.files(log)
+        except RolloutError as error:
+            yield _rejected(log, progress, error)
+
+    def _of_file(self, file: Input, progress: Progress, first: dict[bytes, str]) -> Iterator[Found]:
+        try:
+            if self.members and is_zip(file.path):
+                records = records_in(file, self.members, progress)
+            else:
+                records = records_of(file, progress, self.is_whole, self.columns)
+            for record in records:
+                yield from [record] if isinstance(record, Rejected) else self._runs(record, first)
+        except RolloutError as error:
+            if not is_table(file.path) and error.rule != "lfs_pointer":
+                raise
+            yield _rejected(file, progress, error)
 
     def _runs(self, record: Record, first: dict[bytes, str]) -> Iterator[Found]:
-        place, content = record
+        place, content = record = record._replace(content=self.plain(record.content))
         try:
             refuse_lfs_pointer(content, place.where)
             if place.part != _WHOLE:  # a document is refused where it is decoded
@@ -215,8 +238,7 @@ class Records(Grammar):
                 any error of the format.
         """
         for place in reversed(run.places):
-            content = read_row(place) if place.offset is None else read_record(place)
-            record, content = self._decoded(Record(place, content))
+            record, content = self._decoded(Record(place, self.plain(_content(place))))
             account(self.contents, content)
         trajectory = self.read(record, run, options)
         trajectory.steps = [each for step in trajectory.steps for each in by_marks(step)]
@@ -246,6 +268,12 @@ def records_of(
         yield Record(Place(log.path, log.name, 0, len(content), _WHOLE), content)
     else:
         yield from (Record(place, content) for place, content in lines_of([log], progress))
+
+
+def _content(place: Place) -> bytes:
+    if place.offset is not None:
+        return read_record(place)
+    return read_place(place) if isinstance(place.part, str) else read_row(place)
 
 
 def elements_of(
@@ -296,7 +324,7 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def decoder_of(place: Place) -> Callable[..., Any]:
     """Return the function that decodes a record of `records_of`."""
-    return decode_document if place.part == _WHOLE else decode_line
+    return decode_document if isinstance(place.part, str) else decode_line
 
 
 @lru_cache(maxsize=2)

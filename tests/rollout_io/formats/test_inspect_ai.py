@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_io.formats import inspect_ai as archives
-from rollout_io.formats.inspect_ai import ADAPTER, REPLACED
+from rollout_io.formats.engines import archives
+from rollout_io.formats.engines.archives import REPLACED
+from rollout_io.formats.inspect_ai import ADAPTER
 from rollout_io.formats.inspect_ai_samples import Sample, calls_of
 from rollout_io.formats.parsing.notes import noted
 from rollout_io.formats.start import Start
