@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import pyarrow as pa
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -40,6 +41,7 @@ STATUS = {
     "session_ended": 409,
     "request_size": 413,
     "media_type": 415,
+    "body_encoding": 415,
     "foreign_host": 421,
     "too_many_sessions": 429,
     "head_size": 431,
@@ -138,14 +140,49 @@ def raw_path(scope: Scope) -> str:
     return path.decode("latin-1").partition("?")[0]
 
 
+_ENCODINGS = {"gzip": "gzip", "x-gzip": "gzip", "br": "brotli", "zstd": "zstd"}
+
+
 async def read_body(request: Request, most_bytes: int) -> bytes:
-    """Read the entire body of a request.
+    """Read the entire body of a request, and decompress it.
 
     Raises:
-        InputError: `request_size`: the body exceeds `most_bytes`; `body_timeout`: no part of it
-            arrives for a minute.
+        InputError: `request_size`: the body exceeds `most_bytes`, as received or decompressed;
+            `body_timeout`: no part of it arrives for a minute; `body_encoding`: its encoding is
+            unknown; `compressed_body`: it is damaged.
         ClientDisconnect: The client disconnected.
     """
+    where, header = request.scope["path"], request.headers.get("content-encoding", "")
+    encodings = [name.strip().lower() for name in header.split(",")]
+    encodings = [name for name in encodings if name not in {"", "identity"}]
+    if unknown := [name for name in encodings if name not in _ENCODINGS]:
+        got, expected = f"Content-Encoding: {unknown[0][:40]!r}", "gzip, br, zstd or none"
+        raise InputError("body_encoding", where, got, expected, "send the body uncompressed")
+    body = await _received(request, most_bytes)
+    for name in reversed(encodings):  # the last one was applied last
+        body = await asyncio.to_thread(_decompressed, body, name, most_bytes, where)
+    return body
+
+
+def _decompressed(body: bytes, encoding: str, most_bytes: int, where: str) -> bytes:
+    try:
+        with pa.CompressedInputStream(pa.BufferReader(body), _ENCODINGS[encoding]) as stream:
+            content: bytes = stream.read(most_bytes + 1)  # no more: a small body may be huge
+    except (OSError, pa.ArrowException) as error:
+        got = f"cannot decompress the body ({encoding}): {' '.join(str(error).split())}"
+        raise InputError("compressed_body", where, got, hint="send the request again") from None
+    if len(content) > most_bytes:
+        raise _too_large(where, most_bytes)
+    return content
+
+
+def _too_large(where: str, most_bytes: int) -> InputError:
+    got = f"the body is larger than {most_bytes:,} bytes"
+    hint = "raise the limit: rollouts record --max-request-mb N"
+    return InputError("request_size", where, got, hint=hint)
+
+
+async def _received(request: Request, most_bytes: int) -> bytes:
     parts, num_bytes, stream = list[bytes](), 0, request.stream()
     while True:
         try:
@@ -159,9 +196,7 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
         parts.append(part)
         num_bytes += len(part)
         if num_bytes > most_bytes:
-            hint = "raise the limit: rollouts record --max-request-mb N"
-            got = f"the body is larger than {most_bytes:,} bytes"
-            raise InputError("request_size", request.scope["path"], got, hint=hint)
+            raise _too_large(request.scope["path"], most_bytes)
 
 
 async def unless_left(receive: Receive, work: Awaitable[T]) -> T:

@@ -5,6 +5,7 @@ import shutil
 import time
 from itertools import pairwise
 
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -241,6 +242,64 @@ def test_a_body_beyond_the_bound_is_refused_and_goes_nowhere(engine, tmp_path):
             body = CHAT | {"messages": [{"role": "user", "content": "x" * 2000}]}
             answer = await client.post("/s/a/0/v1/chat/completions", json=body)
             assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_size")
+        assert len(engine.requests) == num_before
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("encodings", ["gzip", "br", "zstd", "identity", "gzip, zstd", "GZIP"])
+def test_a_compressed_body_is_served_and_recorded_as_the_plain_one(engine, tmp_path, encodings):
+    async def main():
+        async with recording(tmp_path / "ds", engine.url) as client:
+            plain = json.dumps(CHAT).encode()
+            sent = await client.post(
+                "/s/a/0/v1/chat/completions",
+                content=compressed(plain, encodings),
+                headers={"content-encoding": encodings, "content-type": "application/json"},
+            )
+            assert sent.status_code == 200
+            as_plain = engine.requests[-1]
+            await client.post("/s/b/0/v1/chat/completions", content=plain)
+            assert engine.requests[-1] == as_plain
+            for name in ("a", "b"):
+                await client.post(f"/s/{name}/0/end", json={"reward": 1.0})
+        first, second = rows(tmp_path / "ds", "messages", "prompt_token_ids")
+        assert first == second
+
+    asyncio.run(main())
+
+
+def compressed(body, encodings):
+    names = {"br": "brotli", "gzip": "gzip", "zstd": "zstd"}
+    for name in encodings.lower().split(", "):
+        if name in names:
+            stream = pa.BufferOutputStream()
+            with pa.CompressedOutputStream(stream, names[name]) as file:
+                file.write(body)
+            body = stream.getvalue().to_pybytes()
+    return body
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "rule"),
+    [
+        ("compress", b"{}", 415, "body_encoding"),
+        ("gzip, snappy", b"{}", 415, "body_encoding"),
+        ("gzip", b"{}", 400, "compressed_body"),
+        ("zstd", compressed(b"{}" * 999, "zstd")[:-3], 400, "compressed_body"),
+        ("br", compressed(b" " * (1 << 20), "br"), 413, "request_size"),
+    ],
+)
+def test_a_body_that_cannot_be_decompressed_is_refused_by_name(
+    engine, tmp_path, encoding, body, status, rule
+):
+    async def main():
+        num_before = len(engine.requests)
+        async with recording(tmp_path / "ds", engine.url, max_request_bytes=1000) as client:
+            answer = await client.post(
+                "/s/a/0/v1/chat/completions", content=body, headers={"content-encoding": encoding}
+            )
+            assert (answer.status_code, answer.json()["error"]["type"]) == (status, rule)
         assert len(engine.requests) == num_before
 
     asyncio.run(main())
