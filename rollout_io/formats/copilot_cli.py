@@ -14,7 +14,7 @@ tool definitions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,7 @@ ADAPTER = Sessions(
     is_record=like(
         {
             "type": {*_RECORDS, *_STATE.split(), "tool.execution_start"},
-            "data": Mapping,
+            "data": dict,
             "parentId": object,
         }
     ),

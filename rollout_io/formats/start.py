@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -152,8 +152,8 @@ def like(*patterns: Any) -> Callable[[Any], bool]:
 def _fits(value: Any, pattern: Any) -> bool:
     if isinstance(pattern, type):
         return isinstance(value, pattern)
-    if isinstance(pattern, Mapping):
-        return isinstance(value, Mapping) and all(
+    if isinstance(pattern, dict):
+        return isinstance(value, dict) and all(
             key not in value if part is None else key in value and _fits(value[key], part)
             for key, part in pattern.items()
         )
