@@ -47,8 +47,7 @@ def check_slips(logged: Trajectory, *, strict: bool) -> None:
     for source, messages in _conversations(logged.steps):
         calls = set[str]()
         for i, message in enumerate(messages):
-            where = f"{source}, message {i}"
-            _check_role(message.get("role"), where)
+            _check_role(message.get("role"), source, i)
             calls |= {str(call.get("id")) for call in _listed(message.get("tool_calls"))}
             answered = message.get("tool_call_id")
             if answered and str(answered) not in calls:
@@ -56,16 +55,18 @@ def check_slips(logged: Trajectory, *, strict: bool) -> None:
                 if strict:
                     got = f"tool_call_id {str(answered)!r:.60}, which no earlier call has"
                     hint = "omit --strict to convert the run, or log the message with the call"
-                    raise InputError("message", where, got, hint=hint)
+                    raise InputError("message", f"{source}, message {i}", got, hint=hint)
 
 
-def _check_role(role: object, where: str) -> None:
+def _check_role(role: object, source: str, index: int) -> None:
     if not isinstance(role, str) or role.lower() in ROLES:
         return
     near = difflib.get_close_matches(role.lower(), sorted(ROLES), 1)
     hint = f"did you mean {near[0]!r}?" if near else "rename the role in the log"
     expected = "system, developer, user, assistant, tool or function"
-    raise InputError("message_role", where, f"role {role!r:.60}", expected, hint)
+    raise InputError(
+        "message_role", f"{source}, message {index}", f"role {role!r:.60}", expected, hint
+    )
 
 
 def _conversations(steps: Sequence[Logged]) -> Iterator[tuple[str, Sequence[Mapping[str, Any]]]]:
@@ -81,7 +82,7 @@ def _conversations(steps: Sequence[Logged]) -> Iterator[tuple[str, Sequence[Mapp
 
 def _listed(value: object) -> list[Mapping[str, Any]]:
     """Return the objects in a list; none if it is not a list."""
-    return [v for v in value if isinstance(v, Mapping)] if isinstance(value, list) else []
+    return [v for v in value if isinstance(v, dict)] if isinstance(value, list) else []
 
 
 def note_lacks(logged: Trajectory) -> None:

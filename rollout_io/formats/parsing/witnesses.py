@@ -25,6 +25,9 @@ _LOST = (
 )
 _HINT = "record the call again: shifted log-probabilities silently corrupt training"
 
+_SHORT = 4096
+"""Characters of a text in which each word is searched for; a longer one is split into words once."""
+
 _ANY_DECODER = msgspec.json.Decoder()
 _CALLS_DECODER = msgspec.json.Decoder(list[ToolCall] | None)
 
@@ -99,8 +102,11 @@ def _strings_in(arguments: str) -> list[str]:
 
 def missing_word(whole: str, words: Iterable[str]) -> str | None:
     """Return the first word that does not occur in a text; None if all do."""
-    known = set(_WORD.findall(whole))
-    return next((word for word in words if word not in known and word not in whole), None)
+    missing = [word for word in words if word not in whole[:_SHORT]]
+    if not missing:
+        return None
+    whole_words = set(_WORD.findall(whole))
+    return next((word for word in missing if word not in whole_words and word not in whole), None)
 
 
 def _plain_tokens(logprobs: Logprobs, where: str) -> Sequence[Any]:
