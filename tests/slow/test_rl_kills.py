@@ -164,7 +164,7 @@ def check_kill(server: Server, config: rl.RlConfig, **order: Any) -> None:
 PLACES = {
     "sampling": ("trainer.rl.groups.Groups.add", 4, False),
     "sampled": ("trainer.rl.groups.Groups.add", 4, True),
-    "update": ("trainer.rl.updates.count_update", 4, False),
+    "update": ("trainer.run.update.set_rates", 4, False),
     "updated": ("trainer.rl.updates.Learning.update", 3, True),
     "checkpoint": ("trainer.run.loop.save_checkpoint", 1, False),
     "checkpointed": ("trainer.rl.updates.Learning.save", 1, True),

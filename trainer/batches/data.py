@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import polars as pl
@@ -18,8 +18,10 @@ from schemas.columns import COLUMN_BY_NAME
 from schemas.ragged import BoolArray, IntArray, Ragged
 from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
+from trainer.batches.forest import MiniBatch
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
+from trainer.batches.stored_rows import Origins
 from trainer.batches.support import SUPPORT, TEACHER, covers_trained_tokens, sets_of
 from trainer.config.sections import BatchConfig
 
@@ -67,6 +69,11 @@ class Batch:
         value_targets: [T] target values for the critic; None without one.
         weights, selected: [T] columns of the mini-batch that is trained: see
             `trainer.run.loss.with_weights`.
+        groups: Groups of the batch, in the order of the plan.
+        mini_batches: Micro-batches of each optimizer step.
+        next_kl_coef: KL coefficient of the next batch.
+        generated: Metrics of the batch as generated, for its first update; in the main process.
+        origins: Where the dataset stores the T tokens, in the main process; None: not needed.
     """
 
     names: tuple[str, ...]
@@ -93,6 +100,21 @@ class Batch:
     value_targets: Tensor | None = None
     weights: Tensor | None = None
     selected: Tensor | None = None
+    groups: tuple[str, ...] = ()
+    mini_batches: tuple[MiniBatch, ...] = ()
+    next_kl_coef: float = 0.0
+    generated: dict[str, float] = field(default_factory=dict)
+    origins: Origins | None = None
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """Columns with model outputs at the start of the batch, which resuming within it needs."""
+        columns = {
+            "old_logprobs": self.old_logprobs,
+            "ref_logprobs": self.ref_logprobs,
+            "values": self.values,
+        }
+        return {name: values for name, values in columns.items() if values is not None}
 
 
 def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFrame:

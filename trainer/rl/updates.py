@@ -25,13 +25,13 @@ from trainer.models.policy import Policy
 from trainer.reports.memory_estimate import available_bytes, estimate_memory, seconds_per_token
 from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import remove_directory, write_model
-from trainer.run.loop import count_update, save, set_rates, write_in_main
+from trainer.run.loop import save, write_in_main
 from trainer.run.messages import Remark, show
 from trainer.run.open_run import open_models, open_run
 from trainer.run.pass_progress import UNWATCHED
 from trainer.run.run import Run
 from trainer.run.run_log import RunLog
-from trainer.run.update import updates
+from trainer.run.update import set_rates, updates
 
 DIGEST = "rollouts rl"
 """Replaces the digest of the dataset, which would change as the run's dataset grows."""
@@ -123,16 +123,14 @@ class Learning:
         set_rates(run, self.progress.global_step)
         lines = []
         explains, passes = not self._explained, log.passes if log else UNWATCHED
-        position = self.progress.position
-        made = updates(run, position, explains=explains, passes=passes)
-        for step, own, tokens, cause in made:
-            self._explained |= cause is not None
-            self.progress, metrics = count_update(run, self.progress, step, own)
+        for step in updates(run, self.progress, explains=explains, passes=passes):
+            self._explained |= step.cause is not None
+            self.progress, metrics = step.progress, step.metrics
             if any(name.startswith(ENVIRONMENT) for name in numbers):  # metrics of the environments
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
             if log:
-                log.write(metrics, cause, tokens)
+                log.write(metrics, step.cause, step.tokens)
             lines.append(metrics)
             numbers = {}
         return lines

@@ -16,12 +16,12 @@ from pipelines.statistics.metrics import USED, rollout_metrics, trajectories
 from rollout_io.dataset.reader import read_metadata
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, aggregated
 from schemas.errors import InputError
-from schemas.metadata import Outcome
 from schemas.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 from trainer.algorithms.losses.ratios import bounded_exp
 from trainer.batches.data import Batch
 from trainer.batches.plan import Plan
 from trainer.config.functions import POLICY_LOSS
+from trainer.config.train_config import TrainConfig
 
 SPREADS = {
     "is_ratio": "std max min",
@@ -34,7 +34,7 @@ TAKEN = (OWN_LOSS, "eval/", "evaluation/")
 
 
 def generated_rows(rollouts: pl.LazyFrame, groups: Sequence[str]) -> pl.DataFrame:
-    """Read the rows of the given groups for `sequence_metrics`, in the order of the dataset."""
+    """Read the rows of the given groups for `generated_metrics`, in the order of the dataset."""
     chosen = rollouts.filter(pl.col("instance_id").is_in(list(groups)))
     used = [name for name in (*USED, ROLLOUT_METRICS) if name in rollouts.collect_schema()]
     return chosen.select(used).collect()
@@ -60,28 +60,30 @@ def _has_history(made: Mapping[str, Any]) -> bool:
     return isinstance(config, Mapping) and "history" in config
 
 
-def sequence_metrics(
-    rows: pl.DataFrame, outcome: Outcome, per: Literal["step", "trajectory"], *, merges: bool
+def generated_metrics(
+    stored: pl.DataFrame, config: TrainConfig, *, num_rows: int
 ) -> dict[str, float]:
     """Compute SkyRL's metrics of a batch as generated, before merging.
 
     They include `rollout_metrics` that a custom generator returned, except those that are computed
-    here. If turns will be merged, the metrics include the number of turns.
+    here. If turns were merged, the metrics include the number of turns.
 
     Args:
-        rows: From `generated_rows`.
-        outcome: How returns are computed.
-        per: From `generated_per`.
-        merges: True if turns will be merged.
+        stored: From `generated_rows`.
+        config: Configuration of the run.
+        num_rows: Number of rows of the batch, after merging.
     """
-    found = rollout_metrics(rows, per=per, outcome=outcome)
-    metrics = {n: v for n, v in found.items() if n.startswith(GENERATED)}
-    if ROLLOUT_METRICS in rows.columns:
-        theirs = aggregated(rows[ROLLOUT_METRICS].drop_nulls())
+    outcome = config.data.outcome or "last"
+    figures = rollout_metrics(stored, per=generated_per(config.data.dataset), outcome=outcome)
+    metrics = {name: value for name, value in figures.items() if name.startswith(GENERATED)}
+    if ROLLOUT_METRICS in stored.columns:
+        theirs = aggregated(stored[ROLLOUT_METRICS].drop_nulls())
         metrics = {_free_name(name): value for name, value in theirs.items()} | metrics
-    if merges:
-        turns = trajectories(rows, outcome).select(pl.col("step_tokens").list.len().sum())
+    metrics["generate/batch_num_seq"] = num_rows
+    if config.batch.sequence_layout == "merge":
+        turns = trajectories(stored, outcome).select(pl.col("step_tokens").list.len().sum())
         metrics["generate/num_seq_before_merge"] = turns.collect().item()
+        metrics["generate/num_seq_after_merge"] = num_rows
     return metrics
 
 

@@ -137,7 +137,7 @@ def token_records(dataset: str, origins: Origins, values: Mapping[str, Tensor]) 
     """
     row, position = origins.of(values["slots"].numpy())
     used, record = np.unique(row, return_inverse=True)
-    rows = origins.stored.rows[used]
+    rows = origins.rows[used]
     offsets = offsets_of(rows["num_tokens"].to_numpy())
     at = offsets[record] + position
     is_target = np.zeros(offsets[-1], np.bool_)

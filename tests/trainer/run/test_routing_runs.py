@@ -92,7 +92,8 @@ def updates_of(
     (mini_batch,) = cut_batch(batch, config.batch)
     logprobs = policy_logprobs(run_of(POLICY), batch, mini_batch.forests)
     update = updated(POLICY, batch, mini_batch.forests, None, None)
-    return batch, logprobs[batch.chains.slots], update, mini_batch.num_tokens
+    num_tokens = sum(forest.num_tokens for forest in mini_batch.forests)
+    return batch, logprobs[batch.chains.slots], update, num_tokens
 
 
 @pytest.mark.slow

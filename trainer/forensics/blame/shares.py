@@ -51,7 +51,7 @@ def shares_table(
     slots = np.flatnonzero(targets)
     stored, position = origins.of(slots)
     used, record = np.unique(stored, return_inverse=True)
-    records = origins.stored.rows[used]
+    records = origins.rows[used]
     offsets = offsets_of(records["num_tokens"].to_numpy())
     at = offsets[record] + position
     values, missing = np.zeros(offsets[-1]), np.ones(offsets[-1], np.bool_)
