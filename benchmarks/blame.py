@@ -27,19 +27,19 @@ import rollout_io
 from benchmarks.training import step_of
 from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
-from trainer.batches.data import Batch, to_batch
+from trainer.batch import Batch, to_batch
 from trainer.batches.forest import Forest, chain_forests
 from trainer.config.train_config import load_config
 from trainer.forensics.blame.blame import attribute
 from trainer.forensics.blame.gradients import inner_products, norm, row_gradients
 from trainer.forensics.blame.shares import outlier_scores, traits
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
+from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
-from trainer.run.loop import train
-from trainer.run.loss import policy_logprobs
 from trainer.run.run import Run
 from trainer.run.state import START
-from trainer.run.update import make_update
+from trainer.training import train
+from trainer.update import make_update
 
 MODEL = ".cache/smollm2"
 CALLS = "examples/shop.calls.jsonl"

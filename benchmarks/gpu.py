@@ -59,7 +59,7 @@ from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
 from schemas.ragged import IntArray
 from trainer import rl
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.packing import cut_batch
 from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.weight_transfer import open_nccl_sender
@@ -67,7 +67,7 @@ from trainer.models.attention import CHAIN_ATTENTION, packed_attention
 from trainer.models.policy import Policy, compile_layers, load_policy
 from trainer.run.run import Run
 from trainer.run.state import START
-from trainer.run.update import make_update
+from trainer.update import make_update
 
 Figures = dict[str, Any]
 PEAK_TFLOPS = {

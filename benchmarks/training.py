@@ -40,14 +40,14 @@ from benchmarks.padded import micro_batches, padded_step
 from pipelines.statistics.flops import read_model_shape
 from pipelines.statistics.savings import Cost
 from rollout_io.cli.main import run as rollouts_command
-from trainer.batches.data import Batch, load_batch
+from trainer.batch import Batch, load_batch
 from trainer.batches.forest import Forest, MiniBatch, chain_forest, chain_forests, chain_lengths
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.policy import Policy, load_policy
 from trainer.run.run import Run
 from trainer.run.state import START
-from trainer.run.update import Step, make_update
+from trainer.update import Step, make_update
 
 LOGS = ("examples/shop.calls.jsonl", "--rewards", "examples/shop.rewards.jsonl")
 LONG_TOKENS = 100_000

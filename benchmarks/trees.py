@@ -30,15 +30,15 @@ from accelerate import Accelerator
 
 from benchmarks import training
 from rollout_io.cli.main import run as rollouts_command
-from trainer.batches.data import Batch, to_batch
+from trainer.batch import Batch, to_batch
 from trainer.batches.forest import MiniBatch
 from trainer.batches.packing import cut_batch
 from trainer.config.train_config import TrainConfig, load_config
+from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
-from trainer.run.loss import policy_logprobs
 from trainer.run.run import Run
 from trainer.run.state import START
-from trainer.run.update import make_update
+from trainer.update import make_update
 
 SIDES: dict[str, dict[str, Any]] = {
     "step": {"sequence_layout": "step"},

@@ -14,7 +14,7 @@ import torch
 import pipelines
 import rollout_io
 from rollout_io.cli.main import run
-from trainer.batches.data import load_batch
+from trainer.batch import load_batch
 from trainer.batches.forest import Forest
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan

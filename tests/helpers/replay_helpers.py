@@ -13,7 +13,7 @@ import trainer
 from tests.helpers.configs import train_config
 from trainer.forensics.replay.compare import TIMES
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
-from trainer.run.update import make_update
+from trainer.update import make_update
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-3,

@@ -18,13 +18,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rollout_io
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
-from trainer.batches.data import Batch, to_batch
+from trainer.batch import Batch, to_batch
 from trainer.batches.forest import MiniBatch, chain_forests
 from trainer.models.critic import Critic
 from trainer.models.policy import Policy
 from trainer.run.run import Run
 from trainer.run.state import START
-from trainer.run.update import Step, make_update
+from trainer.update import Step, make_update
 
 VOCAB = 61
 

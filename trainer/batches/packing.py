@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import MiniBatch, chain_forests, chain_lengths, with_sets
 from trainer.batches.tree import make_trie, tree_forests
 from trainer.config.sections import BatchConfig

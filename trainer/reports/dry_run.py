@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.batches.data import read_rows, to_batch
+from trainer.batch import read_rows, to_batch
 from trainer.batches.forest import chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.prefetch import one_ahead

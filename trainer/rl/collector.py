@@ -18,7 +18,7 @@ from pipelines.generation.generator import Generator, UnderWay
 from pipelines.generation.tasks import Task, attempts
 from rollout_io.terminal import SECONDS_A_LINE
 from schemas.errors import InputError
-from trainer.batches.data import UNUSED_COLUMNS
+from trainer.batch import UNUSED_COLUMNS
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.rl.config import DROPPED, RlConfig
 from trainer.rl.groups import Groups, num_allowed

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from schemas.errors import count
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.plan import Plan, num_groups_of_one
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
 from trainer.config.train_config import TrainConfig
-from trainer.run.loss import policy_logprobs
+from trainer.loss import policy_logprobs
 from trainer.run.run import Run
 
 LARGE_DIFFERENCE_NATS = 0.3

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.algorithms.advantages.token import FloatArray, batch_normalize
 from trainer.algorithms.configured import advantages_of_rewards
 from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.loss_config import LossConfig

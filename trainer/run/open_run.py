@@ -14,13 +14,13 @@ from accelerate.utils import set_seed
 import rollout_io
 from rollout_io.dataset.storage import Location, occupied
 from schemas.errors import InputError, count
-from trainer.batches.data import index_rows
+from trainer.batch import index_rows
 from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
+from trainer.checks import check_dataset, num_greedy_rows, scan_rows
 from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.run.checkpoint import check_files
-from trainer.run.checks import check_dataset, num_greedy_rows, scan_rows
 from trainer.run.load_models import Models, load_models, prepare
 from trainer.run.messages import Remark, say, say_attention, say_learning_rate, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
@@ -56,7 +56,7 @@ def open_run(
         tell: Called with each remark about the dataset, and with its subject.
 
     Raises:
-        RolloutError: See `trainer.run.loop.train`.
+        RolloutError: See `trainer.training.train`.
     """
     accelerator = opened.accelerator if opened else _started(config)
     # Each of these stages fails in all processes if it fails in one.

@@ -1,7 +1,7 @@
 """Rules that rows must follow to be trained on, as one table.
 
 A rule has the id of its error, a Polars expression that is true for a row which breaks it, and the
-parts of its message. Rows are those of `trainer.batches.data.index_rows`.
+parts of its message. Rows are those of `trainer.batch.index_rows`.
 """
 
 from __future__ import annotations

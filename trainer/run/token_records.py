@@ -27,7 +27,7 @@ from schemas.token_records import (
 )
 from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.ratios import probability_ratio
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.stored_rows import Origins
 from trainer.batches.transfer import Arriving, to_device

@@ -11,11 +11,11 @@ from schemas.columns import arrow_schema
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, step
-from trainer.batches.data import index_rows
+from trainer.batch import index_rows
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import make_plan
+from trainer.checks import check_rows, corrects_for_sampler
 from trainer.config.train_config import TrainConfig
-from trainer.run.checks import check_rows, corrects_for_sampler
 
 NAN, INF = float("nan"), float("inf")
 SAMPLED = {"rollout_logprobs": [-1.0, -2.0], "temperature": 1.0}

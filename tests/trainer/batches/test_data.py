@@ -21,12 +21,12 @@ from tests.helpers.trainer_helpers import (
     two_step_trajectory,
     write_dataset,
 )
-from trainer.batches.data import groups_with_gradient, index_rows, load_batch
+from trainer.batch import groups_with_gradient, index_rows, load_batch
 from trainer.batches.forest import RowLimit, chain_lengths
 from trainer.batches.plan import make_plan
+from trainer.checks import check_rows, corrects_for_sampler
 from trainer.config.sections import BatchConfig
 from trainer.config.train_config import TrainConfig
-from trainer.run.checks import check_rows, corrects_for_sampler
 
 LIMIT = RowLimit(num_tokens=100, reason="tokens_per_micro_batch", hint="raise it")
 

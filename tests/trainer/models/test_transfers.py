@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.gpu_claims import TINY, model_of, turns
 from tests.helpers.trainer_helpers import run_of, step_of
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
+from trainer import update as updates
 from trainer.models import attention, flex_tree, tree_attention
 from trainer.models.policy import Policy
-from trainer.run import update as updates
 from trainer.run.state import START
 
 MOST = 5

@@ -29,9 +29,9 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from trainer.batches.plan import dataset_returns, make_plan
+from trainer.checks import scan_rows
 from trainer.config.train_config import load_config, resolved
 from trainer.models.critic import Critic, load_critic
-from trainer.run.checks import scan_rows
 
 ESTIMATORS = ["grpo", "rloo", "maxrl", "gdpo", "reinforce++", "gae"]
 SEPARATE: dict[str, Any] = {

@@ -37,13 +37,13 @@ from trainer.algorithms.configured import Targets, policy_loss
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.covariance import covariances, kl_cov_selection
 from trainer.algorithms.losses.kl import kl_estimates
-from trainer.batches.data import Batch, load_batch
+from trainer.batch import Batch, load_batch
 from trainer.batches.plan import make_plan
 from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.sections import BatchConfig
+from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy
 from trainer.run.advice import warnings_about_rows
-from trainer.run.loss import policy_logprobs
 
 
 class Case:

@@ -29,9 +29,9 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
     write_dataset,
 )
-from trainer.batches.data import index_rows
+from trainer import update as updates
+from trainer.batch import index_rows
 from trainer.config.sections import AdvantageConfig, BatchConfig
-from trainer.run import update as updates
 from trainer.run.resume import alone_in, find_checkpoint
 from trainer.run.state import (
     Position,

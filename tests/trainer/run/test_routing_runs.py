@@ -52,13 +52,13 @@ from tests.helpers.tree_helpers import (
     updated,
 )
 from trainer import rl
-from trainer.batches.data import Batch, load_batch
+from trainer.batch import Batch, load_batch
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
 from trainer.engine.embedded import TransformersEngine
+from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
-from trainer.run.loss import policy_logprobs
 
 POLICY = Policy(tiny_moe(), logprob_chunk_tokens=16)
 Update = tuple[dict[str, float], dict[str, torch.Tensor]]

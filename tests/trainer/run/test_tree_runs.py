@@ -22,7 +22,7 @@ from tests.helpers.trainer_helpers import (
     write_dataset,
 )
 from tests.helpers.tree_helpers import mini_batch_of, updated
-from trainer.batches.data import load_batch
+from trainer.batch import load_batch
 from trainer.batches.plan import Plan, make_plan
 from trainer.config.sections import BatchConfig
 from trainer.models.policy import load_policy

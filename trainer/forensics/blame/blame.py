@@ -13,7 +13,7 @@ import polars as pl
 
 from rollout_io.terminal import Bar
 from schemas.ragged import IntArray
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.stored_rows import Origins
 from trainer.forensics.blame.effects import TrialSteps, held_out_gradient
 from trainer.forensics.blame.gradients import (
@@ -31,7 +31,7 @@ from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.replay import Forwarding, refuse_several_processes
 from trainer.run.pass_progress import ticking
 from trainer.run.run import Run
-from trainer.run.update import Step
+from trainer.update import Step
 
 Values = npt.NDArray[np.float64]
 NUM_UNITS = 3

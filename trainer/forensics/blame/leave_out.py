@@ -11,14 +11,14 @@ from torch import Tensor
 from schemas.errors import InputError, RolloutError
 from schemas.ragged import IntArray
 from trainer.algorithms.configured import reduction_weights
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.packing import cut_batch
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, bind
 from trainer.forensics.blame.gradients import RowGradients, derivatives
-from trainer.run.loss import units_of
+from trainer.loss import units_of
 from trainer.run.run import Run
-from trainer.run.update import Step
+from trainer.update import Step
 
 SAME = 1e-5
 """Relative difference up to which factors count as equal, because they are computed in float32."""

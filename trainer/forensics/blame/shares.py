@@ -13,7 +13,7 @@ from torch import Tensor
 from schemas.forensics import UPDATE_SHARE_COLUMNS
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import BoolArray, offsets_of
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.stored_rows import Origins
 from trainer.forensics.blame.gradients import RowGradients
 

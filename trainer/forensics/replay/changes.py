@@ -21,7 +21,7 @@ from rollout_io.dataset.conditions import (
 )
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
-from trainer.batches.data import Batch, groups_with_gradient
+from trainer.batch import Batch, groups_with_gradient
 from trainer.batches.packing import cut_batch
 from trainer.batches.stored_rows import Origins
 from trainer.config.loss_config import LossConfig
@@ -34,7 +34,7 @@ from trainer.run.load_models import load_reference
 from trainer.run.metrics import batch_metrics
 from trainer.run.open_run import open_run
 from trainer.run.run import Run
-from trainer.run.update import (
+from trainer.update import (
     Step,
     read_groups,
     ready_batch,

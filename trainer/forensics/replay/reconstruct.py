@@ -22,7 +22,7 @@ from trainer.run.pass_progress import UNWATCHED, Passes
 from trainer.run.run import Run
 from trainer.run.start_records import set_threads, start_of
 from trainer.run.state import Progress, load_progress
-from trainer.run.update import Step, make_update, set_rates, steps
+from trainer.update import Step, make_update, set_rates, steps
 
 Follow = Callable[[Progress | None], Run]
 """Function that returns the run at a given progress; None: at the progress where it was loaded."""
@@ -82,7 +82,7 @@ def reconstruct(
         InputError: `replay_run`, `replay_update`: there is no such run or update;
             `resume_dataset`: the dataset has changed since; `replay_skipped`: a mini-batch is
             skipped now but was not skipped by the run, or the reverse.
-        RolloutError: See `trainer.run.loop.train`.
+        RolloutError: See `trainer.training.train`.
 
     Example:
         >>> before = reconstruct("run", 12)  # doctest: +SKIP

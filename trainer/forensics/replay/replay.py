@@ -41,7 +41,7 @@ from trainer.run.pass_progress import Passes, ticking
 from trainer.run.run import Run
 from trainer.run.start_records import CHANGING, MACHINE, start_of, starts_of, this_machine
 from trainer.run.state import load_progress
-from trainer.run.update import Step, make_update
+from trainer.update import Step, make_update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

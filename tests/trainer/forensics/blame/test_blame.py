@@ -33,7 +33,7 @@ from trainer.forensics.replay.changes import Changes
 from trainer.forensics.replay.reconstruct import reconstruct
 from trainer.forensics.replay.replay import replay
 from trainer.models.policy import load_policy
-from trainer.run.update import make_update
+from trainer.update import make_update
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-2,

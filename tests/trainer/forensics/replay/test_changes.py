@@ -22,7 +22,7 @@ from tests.helpers.trainer_helpers import (
 from trainer.forensics.replay.changes import ChangedBatch, Changes, without_rows
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.replay import Replay, replay
-from trainer.run.loss import policy_logprobs
+from trainer.loss import policy_logprobs
 
 REDUCTIONS = ["token_mean", "sequence_mean", "trajectory_mean", "prompt_mean", "token_mean_legacy"]
 ON_EVERY_CHANGE = {("token_mean", "merge"), ("sequence_mean", "step"), ("prompt_mean", "tree")}

@@ -27,7 +27,7 @@ from trainer.run.start_records import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
 from trainer.run.stopping import Stop
 from trainer.run.token_records import discard_token_records, say_size
-from trainer.run.update import set_rates, updates
+from trainer.update import set_rates, updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

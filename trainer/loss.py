@@ -20,7 +20,7 @@ from schemas.ragged import IntArray
 from trainer.algorithms.configured import Targets, Units, policy_loss, reduction_weights, select
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.kl import kl_estimates
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.support import teacher_sets
 from trainer.batches.transfer import Arriving, columns_to_device, to_device

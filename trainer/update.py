@@ -4,7 +4,7 @@
     ready_batch  pack micro-batches; old and reference log-probabilities, values; advantages
     make_update  per micro-batch: forward, objective, backward; then clip, step and record
 
-`trainer.run.loop` and `trainer.rl.updates` drive `updates`; `rollouts replay` stops at a Step.
+`trainer.training` and `trainer.rl.updates` drive `updates`; `rollouts replay` stops at a Step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 
 from schemas.errors import RolloutError
-from trainer.batches.data import Batch, groups_with_gradient, read_rows, to_batch, without_sets
+from trainer.batch import Batch, groups_with_gradient, read_rows, to_batch, without_sets
 from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import split
@@ -32,11 +32,7 @@ from trainer.batches.transfer import Arriving, columns_to_device, to_device
 from trainer.distributed.balance import Watch, own_forests
 from trainer.distributed.processes import agreed, exchange_rows, gather_parts, own_groups
 from trainer.distributed.sharding import without_reduction
-from trainer.models.critic import clipped_value_loss
-from trainer.models.optimizer import clip_and_step, rate_factor, set_learning_rate
-from trainer.run.advice import differs_from_sampler, likely_cause
-from trainer.run.batch_advantages import charge_kl, estimate, next_coef
-from trainer.run.loss import (
+from trainer.loss import (
     critic_values,
     objective,
     policy_logprobs,
@@ -44,6 +40,10 @@ from trainer.run.loss import (
     with_teacher,
     with_weights,
 )
+from trainer.models.critic import clipped_value_loss
+from trainer.models.optimizer import clip_and_step, rate_factor, set_learning_rate
+from trainer.run.advice import differs_from_sampler, likely_cause
+from trainer.run.batch_advantages import charge_kl, estimate, next_coef
 from trainer.run.metrics import (
     batch_metrics,
     generated_metrics,

@@ -45,7 +45,7 @@ def check_rows(
 ) -> pl.DataFrame:
     """Check rows against the models and the configuration, and return the rows to train on.
 
-    `index` is the result of `trainer.batches.data.index_rows`. Token ids must be below
+    `index` is the result of `trainer.batch.index_rows`. Token ids must be below
     `vocab_size`. With `must_learn`, rows from which nothing can be learned are rejected.
 
     Raises:
@@ -197,7 +197,7 @@ def corrects_for_sampler(
 def check_dataset(
     run: Run, index: pl.DataFrame, plan: Plan, *, must_learn: bool
 ) -> tuple[bool, dict[str, Remark]]:
-    """Check every row of a run's dataset, indexed by `trainer.batches.data.index_rows`.
+    """Check every row of a run's dataset, indexed by `trainer.batch.index_rows`.
 
     With `must_learn`, a dataset from which nothing can be learned is rejected.
 
@@ -246,7 +246,7 @@ def cut_rows(rows: pl.DataFrame, most: int, limit: int) -> tuple[str, str, str]:
     """Describe the rows that lose trained tokens to `max_row_tokens`, with a larger value.
 
     Args:
-        rows: Rows to train on, as indexed by `trainer.batches.data.index_rows`; not empty.
+        rows: Rows to train on, as indexed by `trainer.batch.index_rows`; not empty.
         most: The value of `max_row_tokens`.
         limit: Maximum row length of the model, in tokens.
 
