@@ -132,8 +132,8 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
     greedy = _is_greedy()
     columns = rollouts.collect_schema().names()
     trained = [name for name in columns if name in COLUMN_BY_NAME and name not in UNUSED_COLUMNS]
-    names = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards")
-    prompt, response, mask, logprobs, rewards = (pl.col(name).list for name in names)
+    names = ("prompt_token_ids", "response_ids", "loss_mask")
+    prompt, response, mask = (pl.col(name).list for name in names)
     num_prompt, num_response = prompt.len().cast(pl.Int64), response.len().cast(pl.Int64)
     num_masked_first = mask.eval(pl.element().cast(pl.Int8)).list.arg_max()
     num_untrained_at_end = mask.reverse().list.eval(pl.element().cast(pl.Int8)).list.arg_max()
@@ -152,7 +152,6 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
         greedy=greedy & mask.any(),
         num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
         num_untrained_at_start=num_prompt + num_masked_first.cast(pl.Int64),
-        lowest_token=pl.min_horizontal(prompt.min(), response.min()),
         highest_token=pl.max_horizontal(
             prompt.max(), response.max(), *map(_highest_in_sets, (SUPPORT, TEACHER[0]))
         ),
@@ -167,15 +166,11 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
         most_teacher_ids=pl.col(TEACHER[0]).list.eval(pl.element().list.len()).list.max(),
         has_reward=pl.col("reward").is_not_null() | pl.col("rewards").is_not_null(),
         finite_reward=pl.col("reward").is_finite().fill_null(value=True)
-        & _holds("rewards", pl.element().is_finite()),
-        aligned=pl.all_horizontal(
-            (other.len() == response.len()).fill_null(value=default)
-            for other, default in ((mask, False), (logprobs, True), (rewards, True))
-        ),
-        complete=pl.all_horizontal(_holds(name, pl.element().is_not_null()) for name in names[:3]),
+        & pl.col("rewards")
+        .list.eval(pl.element().is_finite().fill_null(value=False))
+        .list.all()
+        .fill_null(value=True),
         digest=row_digest(trained),
-        logprobs_finite=_holds("rollout_logprobs", pl.element().is_finite()),
-        logprobs_nonpositive=_holds("rollout_logprobs", pl.element() <= 0),
     ).collect(engine="streaming")
 
 
@@ -195,12 +190,6 @@ def _unscaled() -> pl.Expr:
     """Build `temperature`, with 1 in greedy rows."""
     one = pl.lit(1.0, OPTIONAL_COLUMNS["temperature"])
     return pl.when(_is_greedy()).then(one).otherwise("temperature").alias("temperature")
-
-
-def _holds(name: str, condition: pl.Expr) -> pl.Expr:
-    """Build an expression: true if all elements of a list column match, or if the list is null."""
-    every = pl.col(name).list.eval(condition.fill_null(value=False)).list.all()
-    return every.fill_null(value=True)
 
 
 def load_batch(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from schemas.ragged import IntArray
-from trainer.algorithms.configured import Targets, Units, policy_loss, reduction_weights, select
+from trainer.algorithms.configured import Targets, Units, reduction_weights, select
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.kl import kl_estimates
 from trainer.batch import Batch
@@ -50,8 +50,10 @@ def objective(
     weights, entropy = targets.weights, targets.entropy
     assert weights is not None
     assert entropy is not None
-    losses, clipped, own_metrics = policy_loss(targets, bind(POLICY_LOSS, loss))
-    columns = {"clip_ratio": clipped, "policy_entropy": entropy, **own_metrics}
+    policy_loss = bind(POLICY_LOSS, loss)
+    inputs = {name: getattr(targets, name) for name in policy_loss.inputs}
+    losses, clipped, metrics = policy_loss.call(**inputs)
+    columns = {"clip_ratio": clipped, "policy_entropy": entropy, **metrics}
     if corrects:
         correction = correct(targets.old_logprobs, targets.rollout_logprobs, targets.row, loss)
         losses = losses * correction.weights

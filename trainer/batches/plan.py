@@ -15,7 +15,6 @@ from pipelines.rewards import are_equal, fold_trajectories, trajectory_returns
 from rollout_io.dataset.returns import metric_of
 from schemas.error_ids import fix_of
 from schemas.errors import InputError, InvariantError, first_of
-from trainer.algorithms.configured import advantages_of_returns
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.sections import BatchConfig
 from trainer.config.train_config import Sections, TrainConfig
@@ -210,7 +209,8 @@ def trajectory_advantages(trajectories: pl.DataFrame, estimator: Function | None
         _, group_index = np.unique(group, return_inverse=True)
         columns = trajectories.filter(trains).select(cs.starts_with(SEPARATE))
         separate = np.array([column.to_numpy() for column in columns]).T
-        advantages[trains] = advantages_of_returns(returns, group_index, estimator, separate)
+        arrays = {"returns": returns, "separate_rewards": separate, "group_index": group_index}
+        advantages[trains] = estimator.call(**{name: arrays[name] for name in estimator.inputs})
     return pl.Series("advantage", advantages)
 
 

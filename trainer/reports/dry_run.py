@@ -13,7 +13,7 @@ from trainer.batch import read_rows, to_batch
 from trainer.batches.forest import chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.prefetch import one_ahead
-from trainer.config.functions import Use
+from trainer.config.functions import Function
 from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.reports.memory_estimate import Memory, available_bytes, estimate_memory
 from trainer.run.messages import say
@@ -98,7 +98,7 @@ class DryRun:
     max_row_tokens: int
     memory: Memory
     available_bytes: int | None
-    functions: dict[str, Use]
+    functions: dict[str, Function]
 
 
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:

@@ -23,12 +23,17 @@ def plan_numbers(plan: DryRun) -> dict[str, Any]:
     """Convert the complete report to JSON types; memory is in bytes."""
     numbers = dataclasses.asdict(plan)
     memory = {f"{name}_bytes": size for name, size in numbers["memory"].items()}
-    return numbers | {"memory": memory | {"total_bytes": plan.memory.total}}
+    functions = {
+        key: {"name": function.name, "place": function.place or None, "keys": function.settings}
+        for key, function in plan.functions.items()
+    }
+    memory |= {"total_bytes": plan.memory.total}
+    return numbers | {"memory": memory, "functions": functions}
 
 
 def plan_text(plan: DryRun) -> str:
     """Format the report as text: the plan, a table of layouts, memory, and functions."""
-    functions = [f"{key:<22} {use}" for key, use in plan.functions.items()]
+    functions = [f"{key:<22} {function}" for key, function in plan.functions.items()]
     parts = _run_lines(plan), _layout_lines(plan), _memory_lines(plan), functions
     return "\n\n".join("\n".join(lines) for lines in parts)
 

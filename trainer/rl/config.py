@@ -30,8 +30,8 @@ from rollout_io.configuration import (
 from rollout_io.configuration_keys import Keys, all_unknown_keys
 from rollout_io.dataset.storage import RUN_ROLLOUTS
 from schemas.errors import ConfigError, RolloutError
+from trainer.checks import check_settings
 from trainer.config.functions import own_parameters
-from trainer.config.sections import check_section
 from trainer.config.train_config import (
     LIST_EXAMPLES,
     MOVED,
@@ -89,7 +89,7 @@ class LoopConfig:
     are at least two such rows."""
 
     def __post_init__(self) -> None:
-        check_section("loop", self)
+        check_settings(self, "loop")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ class RlConfig(Sections):
 
     def __post_init__(self) -> None:
         check_required(dataclasses.asdict(self), REQUIRED)
-        self.check_agreement()
+        check_settings(self)
         shared, sets = evaluation_sets(self.evaluate or {})
         every = shared.get("every_iterations", 1)
         if every < 1:

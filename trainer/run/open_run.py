@@ -16,10 +16,10 @@ from rollout_io.dataset.storage import Location, occupied
 from schemas.errors import InputError, count
 from trainer.batch import index_rows
 from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
-from trainer.checks import check_dataset, num_greedy_rows, scan_rows
 from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
+from trainer.run.check_dataset import check_dataset, num_greedy_rows, scan_rows
 from trainer.run.checkpoint import check_files
 from trainer.run.load_models import Models, load_models, prepare
 from trainer.run.messages import Remark, say, say_attention, say_learning_rate, show
@@ -165,8 +165,10 @@ def _load(config: TrainConfig, start: Path | None) -> Models:
     """Load the models, after comparing their tokenizers with the dataset's."""
     compared = check_tokenizers(config, rollout_io.read_metadata(config.data.dataset))
     models = load_models(config, start)
-    own = [Remark(f"note: {key}: {use}") for key, use in uses(config).items() if use.place]
-    for remark in (*own, *compared):
+    for key, function in uses(config).items():
+        if function.place:
+            say(f"note: {key}: {function}")
+    for remark in compared:
         show(remark)
     return models
 

@@ -24,12 +24,12 @@ from tests.helpers.trainer_helpers import group_rows, save_tiny_model, step, wri
 from trainer import rl
 from trainer.batches.forest import pack
 from trainer.batches.tree import Trie, cut
-from trainer.checks import cut_rows
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import row_limit
 from trainer.reports.dry_run import dry_run
 from trainer.reports.dry_run_report import plan_text
 from trainer.rl.updates import Learning
+from trainer.run.check_dataset import cut_rows
 from trainer.run.checkpoint import latest_checkpoint
 
 

@@ -17,6 +17,7 @@ from tests.helpers.losses_helpers import (
     EVERYTHING,
     ON_SAMPLER,
     named,
+    policy_loss,
     some_trajectories,
 )
 from tests.helpers.trainer_helpers import (
@@ -33,7 +34,7 @@ from tests.helpers.trainer_helpers import (
     update_with,
     write_dataset,
 )
-from trainer.algorithms.configured import Targets, policy_loss
+from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.covariance import covariances, kl_cov_selection
 from trainer.algorithms.losses.kl import kl_estimates
