@@ -176,15 +176,15 @@ def check_settings(config: Any, section: str = "") -> None:
     Raises:
         ConfigError: `config_value`: a value is out of bounds, or values contradict each other.
     """
-    for key, got, expected in out_of_bounds(config) if section else ():
-        raise ConfigError("config_value", f"{section}.{key}", got, expected)
+    for key, finding, expected in out_of_bounds(config) if section else ():
+        raise ConfigError("config_value", f"{section}.{key}", finding, expected)
     for rule in CONFIGURATION.get(section, ()):
         if rule.breach(config):
             keys = rule.keys.split(" and ")
             values = (attrgetter(key)(config) for key in keys)
-            got = " and ".join("none" if value is None else str(value) for value in values)
+            finding = " and ".join("none" if value is None else str(value) for value in values)
             where = " and ".join(f"{section}.{key}" if section else key for key in keys)
-            raise ConfigError("config_value", where, got, rule.expected.format(c=config))
+            raise ConfigError("config_value", where, finding, rule.expected.format(c=config))
 
 
 class Rule(NamedTuple):
@@ -193,7 +193,7 @@ class Rule(NamedTuple):
     Attributes:
         id: Rule id of the error.
         breach: True for facts that break the rule.
-        got: What is found there.
+        finding: What is found there.
         expected: What is expected instead.
         hint: How to fix it; "": as the catalogue of ids has it.
         applies: Whether a configuration has this rule.
@@ -201,7 +201,7 @@ class Rule(NamedTuple):
 
     id: str
     breach: pl.Expr
-    got: pl.Expr | str
+    finding: pl.Expr | str
     expected: pl.Expr | str = ""
     hint: pl.Expr | str = ""
     applies: Callable[[TrainConfig], bool] = lambda _: True
@@ -212,13 +212,13 @@ def refuse(facts: pl.DataFrame, rules: Iterable[Rule], config: TrainConfig) -> N
     for rule in rules:
         broken = facts.filter(rule.breach) if rule.applies(config) else facts.clear()
         if len(broken):
-            got, expected, hint = (
+            finding, expected, hint = (
                 broken.select(part).item(0, 0) if isinstance(part, pl.Expr) else part
-                for part in (rule.got, rule.expected, rule.hint)
+                for part in (rule.finding, rule.expected, rule.hint)
             )
             kind = InvariantError if rule.id in RULES else InputError
             where = first_of(broken["name"][0], len(broken))
-            raise kind(rule.id, where, got, expected, hint or fix_of(rule.id))
+            raise kind(rule.id, where, finding, expected, hint or fix_of(rule.id))
 
 
 TOKENIZERS = (

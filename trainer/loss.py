@@ -87,14 +87,14 @@ def targets_of(batch: Batch, slot: Tensor, outputs: Sequence[Tensor]) -> Targets
     logprobs, entropy, *divergence = outputs
     row = np.unique(batch.responses.row_of(slot.numpy()), return_inverse=True)[1]
     columns = {name: getattr(batch, name) for name in COLUMNS}
-    known = {name: values[slot] for name, values in columns.items() if values is not None}
-    known["row"] = torch.from_numpy(row.astype(np.int64))
-    known = columns_to_device(known, logprobs.device)
-    known.setdefault("old_logprobs", logprobs.detach())  # the only update of its batch
-    known.setdefault("selected", torch.zeros_like(logprobs, dtype=torch.bool))
+    at_targets = {name: values[slot] for name, values in columns.items() if values is not None}
+    at_targets["row"] = torch.from_numpy(row.astype(np.int64))
+    at_targets = columns_to_device(at_targets, logprobs.device)
+    at_targets.setdefault("old_logprobs", logprobs.detach())  # the only update of its batch
+    at_targets.setdefault("selected", torch.zeros_like(logprobs, dtype=torch.bool))
     # Without a teacher, distill has a loss of 0.
     distance = divergence[0] if divergence else 0 * logprobs
-    return Targets(logprobs=logprobs, entropy=entropy, divergence=distance, **known)
+    return Targets(logprobs=logprobs, entropy=entropy, divergence=distance, **at_targets)
 
 
 def with_weights(

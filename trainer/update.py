@@ -118,7 +118,7 @@ def updates(
             explains = False
         seconds = time.perf_counter() - start
         metrics |= {"seconds": seconds, "tokens_per_s": metrics["num_forwarded_tokens"] / seconds}
-        passes.end_update(made=not metrics["skipped"])
+        passes.end_update(stepped=not metrics["skipped"])
         yield step
         start = time.perf_counter()
 

@@ -40,8 +40,8 @@ def call_own(function: Function, **arguments: Any) -> Any:
         frames = [frame for frame in frames if frame.filename == path] or frames
         place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         text = " ".join(str(error).split())[:300]
-        got = f"raised {type(error).__name__}: {text}".strip(": ") + place
-        raise InputError(f"{function.kind.rule_id}_raised", function.name, got) from error
+        finding = f"raised {type(error).__name__}: {text}".strip(": ") + place
+        raise InputError(f"{function.kind.rule_id}_raised", function.name, finding) from error
     if function.kind is POLICY_LOSS:
         logprobs = arguments["logprobs"]
         is_clipped = torch.zeros_like(logprobs, dtype=torch.bool)
@@ -70,8 +70,8 @@ def _checked(function: Function, result: Any, num: int, what: str) -> FloatArray
     try:
         array = np.asarray(result)
     except Exception as error:  # such as a tensor on a GPU, or with gradient
-        got = f"a value of type {kind}, which NumPy cannot convert ({error})"
-        raise function.refused(got, expected) from None
+        finding = f"a value of type {kind}, which NumPy cannot convert ({error})"
+        raise function.refused(finding, expected) from None
     if array.dtype.kind not in "fiu":
         of = f" and dtype {array.dtype}" if isinstance(result, np.ndarray | list) else ""
         raise function.refused(f"a value of type {kind}{of}", expected)
@@ -95,8 +95,8 @@ def _checked_loss(function: Function, result: Any, logprobs: Tensor) -> TokenLos
         raise function.refused("losses without a gradient", "losses computed from `logprobs`")
     _check_tensor(function, "clipped", clipped, logprobs, torch.bool)
     if not isinstance(metrics, Mapping):
-        got = f"a value of type {type(metrics).__name__}"
-        raise function.refused(got, "a mapping from names to tensors", part="metrics")
+        finding = f"a value of type {type(metrics).__name__}"
+        raise function.refused(finding, "a mapping from names to tensors", part="metrics")
     for name, values in metrics.items():
         _check_tensor(function, f"metrics[{name!r}]", values, logprobs)
     named = {f"policy_loss/{name}": values for name, values in metrics.items()}
@@ -114,17 +114,17 @@ def _check_tensor(
         raise function.refused(f"a value of type {type(values).__name__}", expected, part=part)
     fits = values.shape == logprobs.shape and (dtype is None or values.dtype == dtype)
     if not fits or values.device != logprobs.device:
-        got = f"a tensor of shape {list(values.shape)} and dtype {values.dtype}"
+        finding = f"a tensor of shape {list(values.shape)} and dtype {values.dtype}"
         if values.device != logprobs.device:
-            got, expected = f"{got} on {values.device}", f"{expected}, on {logprobs.device}"
+            finding, expected = f"{finding} on {values.device}", f"{expected}, on {logprobs.device}"
         is_reduced = not part and values.dim() == 0
         hint = (
             "return one loss per target; loss.reduction reduces the losses" if is_reduced else None
         )
-        raise function.refused(got, expected, hint, part=part)
+        raise function.refused(finding, expected, hint, part=part)
     values, logprobs = values.detach(), logprobs.detach()
     if not values.isfinite().all():
         first = int(values.isfinite().logical_not().nonzero()[0])
-        got = f"{float(values[first])} at target {first}, whose log-probability is"
-        got += f" {float(logprobs[first]):.4g}"
-        raise function.refused(got, "finite numbers", part=part)
+        finding = f"{float(values[first])} at target {first}, whose log-probability is"
+        finding += f" {float(logprobs[first]):.4g}"
+        raise function.refused(finding, "finite numbers", part=part)

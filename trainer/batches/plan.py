@@ -59,14 +59,14 @@ def dataset_returns(rollouts: pl.LazyFrame, config: Sections) -> pl.DataFrame:
     versions = [name for name in names if is_version(path, name)]
     metrics = {SEPARATE + n: metric_of(rollouts, n) for n in names if n not in versions}
     features = {name: (row, last_known) for name, row in metrics.items()}
-    found = fold_trajectories(rollouts, config.data.outcome or "last", features)
+    returns = fold_trajectories(rollouts, config.data.outcome or "last", features)
     for name in versions:
         scores = trajectory_returns(with_version(rollouts, path, name)).select(
             "trajectory_id", pl.col("return").alias(SEPARATE + name), unscored="error"
         )
-        found = found.join(scores, on="trajectory_id", how="left", maintain_order="left")
-        found = found.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")
-    return found.collect()
+        returns = returns.join(scores, on="trajectory_id", how="left", maintain_order="left")
+        returns = returns.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")
+    return returns.collect()
 
 
 def last_known(values: pl.Expr) -> pl.Expr:
@@ -112,15 +112,15 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         trajectories = trajectories.with_columns(trains=pl.col("trains") & differs)
     groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
     if not groups:
-        got = "there are no rows to train on"
+        finding = "there are no rows to train on"
         if constant:
             groups_text = (
                 "the only group" if len(constant) == 1 else f"any of the {len(constant)} groups"
             )
             equal = f"returns do not vary within {groups_text}"
-            got = f"drop_zero_variance_groups leaves no group to train on: {equal}"
+            finding = f"drop_zero_variance_groups leaves no group to train on: {equal}"
         hint = "run `rollouts stats DS` to see the rewards"
-        raise InvariantError("mask_trains_something", "dataset", got, hint=hint)
+        raise InvariantError("mask_trains_something", "dataset", finding, hint=hint)
     order = {group: number for number, group in enumerate(groups)}
     number = trajectories["instance_id"].replace_strict(order, return_dtype=pl.Int64)
     mini_batch = number % batch.groups_per_batch // batch.groups_per_mini_batch
@@ -170,8 +170,8 @@ def _partial_groups(returns: pl.DataFrame, config: TrainConfig) -> tuple[int, li
 
 
 def _check_outcomes(returns: pl.DataFrame, name: str) -> None:
-    known = pl.col(name).is_not_null() & pl.col(name).is_finite()
-    unknown = returns.filter(pl.col("error").is_null() & ~known)
+    is_finite = pl.col(name).is_not_null() & pl.col(name).is_finite()
+    unknown = returns.filter(pl.col("error").is_null() & ~is_finite)
     if len(unknown):
         value = unknown[name][0]
         raise InputError(

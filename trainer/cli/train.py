@@ -114,8 +114,8 @@ def train(
             out = _NOWHERE
         require(click.get_current_context(), dataset=dataset, model=model, out=out)
     elif resume is not None:
-        given = {"DS": dataset, "--model": model, "--out": out, "--config": config}
-        config, out = str(config_to_resume(resume, given)), resume
+        values = {"DS": dataset, "--model": model, "--out": out, "--config": config}
+        config, out = str(config_to_resume(resume, values)), resume
     options = {
         "data.dataset": dataset,
         "model.path": model,

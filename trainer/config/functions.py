@@ -174,11 +174,11 @@ class Function:
         return f"{self.name}{place}{': ' if keys else ''}{keys}"
 
     def refused(
-        self, got: str, expected: str = "", hint: str | None = None, *, part: str = ""
+        self, finding: str, expected: str = "", hint: str | None = None, *, part: str = ""
     ) -> InputError:
         """Return the error for the function, or for `part` of its result."""
         where = f"{self.name}, {part}" if part else self.name
-        return InputError(self.kind.rule_id, where, got, expected, hint)
+        return InputError(self.kind.rule_id, where, finding, expected, hint)
 
 
 def inputs_of(kind: Kind, name: str) -> frozenset[str]:
@@ -212,8 +212,8 @@ def find(kind: Kind, name: str) -> Function:
     try:
         parameters = inspect.signature(call).parameters
     except (ValueError, TypeError) as error:
-        got = f"its signature cannot be read: {error}"
-        raise InputError(kind.rule_id, name, got) from None
+        finding = f"its signature cannot be read: {error}"
+        raise InputError(kind.rule_id, name, finding) from None
     inputs = kind.inputs if is_own else kind.built_in[name][1].split()
     variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
     function = Function(
@@ -237,9 +237,9 @@ def find(kind: Kind, name: str) -> Function:
         )
     of_tokens = function.inputs & {"trajectory", "values"}
     if kind is ADVANTAGE_ESTIMATOR and "rewards" not in function.inputs and of_tokens:
-        got = f"{', '.join(sorted(taken))} and {', '.join(sorted(of_tokens))}"
+        finding = f"{', '.join(sorted(taken))} and {', '.join(sorted(of_tokens))}"
         why = "because the other inputs have one element per token"
-        raise function.refused(got, f"rewards instead of {', '.join(taken)}, {why}")
+        raise function.refused(finding, f"rewards instead of {', '.join(taken)}, {why}")
     return function
 
 
@@ -276,8 +276,8 @@ def bind(kind: Kind, section: Any) -> Function:
     fields = section.__dataclass_fields__.keys() - {"own"}
     values = {name: getattr(section, name) for name in function.keys if name in fields}
     if function.is_own:
-        own = section.own
-        values |= {n: own[n] for n in own if n in function.keys or function.takes_all_keys}
+        table = section.own
+        values |= {n: table[n] for n in table if n in function.keys or function.takes_all_keys}
     return replace(function, values=values)
 
 
@@ -301,13 +301,13 @@ def check_functions(section: Any, *kinds: Kind) -> None:
             raise ConfigError("config_value", f"{table}.own.{key}", str(value), expected)
         if key in fields:
             hint = f"set {table}.{key}; your function receives its value from there"
-            got = f"`{key}` is a key of [{table}], not of a function"
-            raise ConfigError("config_key", f"{table}.own", got, hint=hint)
+            finding = f"`{key}` is a key of [{table}], not of a function"
+            raise ConfigError("config_key", f"{table}.own", finding, hint=hint)
         if not functions:
             hint = f"set {' or '.join(kind.place for kind in kinds)} to module:function"
             hint = _near(key, fields, f"{table}.") or hint
-            got = f"`{key}` has no effect, because every configured function is built in"
-            raise ConfigError("config_key", f"{table}.own", got, hint=hint)
+            finding = f"`{key}` has no effect, because every configured function is built in"
+            raise ConfigError("config_key", f"{table}.own", finding, hint=hint)
         if key not in keys and not any(function.takes_all_keys for function in functions):
             free = sorted(keys.keys() - fields)
             hint = (
@@ -326,8 +326,8 @@ def check_functions(section: Any, *kinds: Kind) -> None:
     for function in functions:
         for name, parameter in function.keys.items():
             if name not in function.values and parameter.default is Parameter.empty:
-                got = f"parameter `{name}` is neither an input nor a key of [{table}.own]"
-                raise function.refused(got, hint=_input_for(function))
+                finding = f"parameter `{name}` is neither an input nor a key of [{table}.own]"
+                raise function.refused(finding, hint=_input_for(function))
 
 
 _PLAIN: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str)}

@@ -176,8 +176,8 @@ class LossConfig:
     @property
     def corrects_for_sampler(self) -> bool:
         """True if importance weights or masks are enabled and apply to the policy loss."""
-        asked = self.importance_weights is not None or self.masks_by_ratio
-        return asked and not self.is_supervised
+        is_enabled = self.importance_weights is not None or self.masks_by_ratio
+        return is_enabled and not self.is_supervised
 
     @property
     def needs_reference(self) -> bool:

@@ -227,7 +227,7 @@ def _was_merged(dataset: str) -> bool:
     from rollout_io.dataset.returns import joined
 
     history = rollout_io.read_metadata(dataset).made_by
-    verbs = [made["verb"] for made in history if made.get("verb") in {"merge", "unmerge"}]
+    verbs = [entry["verb"] for entry in history if entry.get("verb") in {"merge", "unmerge"}]
     if verbs:
         return bool(verbs[-1] == "merge")
     rows = rollout_io.scan(dataset)

@@ -39,19 +39,19 @@ def plan_text(plan: DryRun) -> str:
 
 
 def _run_lines(plan: DryRun) -> list[str]:
-    found = [f"{plan.num_groups:,}"]
+    counts = [f"{plan.num_groups:,}"]
     if plan.num_groups_without_variance:
-        found.append(f"{plan.num_groups_without_variance:,} without variance")
+        counts.append(f"{plan.num_groups_without_variance:,} without variance")
     if plan.num_partial_groups:
-        found.append(f"{plan.num_partial_groups:,} partial")
+        counts.append(f"{plan.num_partial_groups:,} partial")
     masked = f"{plan.num_failed:,} failed, {plan.num_masked:,} masked"
-    made = f", {plan.num_updates_made:,} already made" if plan.num_updates_made else ""
+    updates_made = f", {plan.num_updates_made:,} already made" if plan.num_updates_made else ""
     return [
-        f"groups        {', '.join(found)}",
+        f"groups        {', '.join(counts)}",
         f"trajectories  {plan.num_trajectories:,}, {masked}",
         f"batches       {plan.num_batches:,}, {count(plan.num_mini_batches, 'mini-batch', 'es')},"
         f" {count(plan.num_epochs, 'epoch')}",
-        f"updates       at most {plan.num_updates:,}{made}",
+        f"updates       at most {plan.num_updates:,}{updates_made}",
         f"trained       {plan.num_trained_tokens:,} tokens per epoch",
         f"recorded      {RECORDED[plan.record_tokens]}",
     ]

@@ -116,8 +116,8 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 def _activations(run: Run, num_tokens: int) -> int:
     shortest = max(2, min(PROBE_TOKENS, run.limit.num_tokens // 3))
     lengths = [shortest, 2 * shortest, 3 * shortest]
-    kept = [_kept_by_a_forward(run, length) for length in lengths]
-    parabola = np.polynomial.Polynomial.fit(lengths, kept, deg=2)
+    sizes = [_kept_by_a_forward(run, length) for length in lengths]
+    parabola = np.polynomial.Polynomial.fit(lengths, sizes, deg=2)
     return max(0, round(float(parabola(num_tokens))))
 
 
@@ -128,19 +128,19 @@ def _kept_by_a_forward(run: Run, num_tokens: int) -> int:
     long the chain is.
     """
     policy = run.policy
-    own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    parameters = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     vocab_size = run.whole_policy.model.config.vocab_size
-    kept: dict[int, tuple[int, Tensor]] = {}
+    saved: dict[int, tuple[int, Tensor]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and tensor.shape[-1:] != (vocab_size,):
-            kept[storage.data_ptr()] = storage.nbytes(), tensor
+        if storage.data_ptr() not in parameters and tensor.shape[-1:] != (vocab_size,):
+            saved[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         _forward_chain(run, num_tokens)
-    return sum(size for size, _ in kept.values())
+    return sum(size for size, _ in saved.values())
 
 
 def seconds_per_token(run: Run) -> float:

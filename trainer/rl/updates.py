@@ -182,9 +182,9 @@ class Learning:
                 save_adapter(model, partial, weights or model.state_dict())
             else:
                 write_model(partial, model, self.opened.source, weights)
-        kept = [f"version_{self.iteration - back}" for back in range(keep)]
+        newest = [f"version_{self.iteration - back}" for back in range(keep)]
         for other in folder.glob("version_*"):
-            if other.name.removeprefix("version_").isdecimal() and other.name not in kept:
+            if other.name.removeprefix("version_").isdecimal() and other.name not in newest:
                 remove_directory(other)
 
     def run_on(self, dataset: Path) -> Run:
@@ -223,9 +223,9 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
     hint = "pass --set generate.max_input_tokens=N, or truncate rows: --set batch.max_row_tokens=N"
     if generation.max_input_tokens is None:
         if context_tokens is not None and context_tokens > limit.num_tokens and not cuts:
-            got = f"rows of up to {context_tokens} tokens (the engine's context)"
+            finding = f"rows of up to {context_tokens} tokens (the engine's context)"
             expected = f"at most {limit.num_tokens} ({limit.reason})"
-            raise ConfigError("row_too_long", "[generate]", got, expected, hint)
+            raise ConfigError("row_too_long", "[generate]", finding, expected, hint)
         return
     parts = generation.max_input_tokens, generation.max_response_tokens
     rooms = [] if cuts else [(limit.num_tokens, limit.reason)]
@@ -233,8 +233,10 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
     for room, reason in rooms:
         if sum(parts) > room:
             where = "[generate] max_input_tokens and max_response_tokens"
-            got, expected = f"{parts[0]} + {parts[1]} tokens", f"at most {room} in total ({reason})"
-            raise ConfigError("row_too_long", where, got, expected, hint)
+            finding = f"{parts[0]} + {parts[1]} tokens"
+            raise ConfigError(
+                "row_too_long", where, finding, f"at most {room} in total ({reason})", hint
+            )
 
 
 def _check_some_worked(run: Run, dataset: Path) -> None:
@@ -243,9 +245,9 @@ def _check_some_worked(run: Run, dataset: Path) -> None:
     if not trajectories["failed"].all():
         return
     errors = run.rollouts.select(pl.col("error").drop_nulls().first()).collect()
-    got = f"every trajectory failed ({len(trajectories)}); first error: {errors.item()}"
+    finding = f"every trajectory failed ({len(trajectories)}); first error: {errors.item()}"
     hint = f"fix the cause, remove {dataset}, and continue with --resume"
-    raise InputError("iteration_failed", str(dataset), got, hint=hint)
+    raise InputError("iteration_failed", str(dataset), finding, hint=hint)
 
 
 GIB = 1 << 30
@@ -291,16 +293,16 @@ def notes_of_size(config: RlConfig, run: Run) -> Iterator[str]:
     free = available_bytes(device)
     num_processes = run.accelerator.num_processes
     seconds = num_rows * most * TRAINING_COST * seconds_per_token(run) / num_processes
-    found = []
+    reasons = []
     if free is not None and needed > free:
-        found.append(
+        reasons.append(
             f"a micro-batch of {largest:,} tokens needs about {needed / GIB:,.1f} GiB of memory, but"
             f" {free / GIB:,.1f} GiB are free"
         )
     if seconds > SLOW_UPDATE_S:
         rows = f"{num_rows:,} rows of that length"
-        found.append(f"an update on {rows} takes at least {duration(seconds)} on this CPU")
-    if not found:
+        reasons.append(f"an update on {rows} takes at least {duration(seconds)} on this CPU")
+    if not reasons:
         return
     keys = []
     if largest > most:
@@ -309,6 +311,6 @@ def notes_of_size(config: RlConfig, run: Run) -> Iterator[str]:
         keys.append("generate.max_input_tokens to end longer trajectories")
     keys.append("batch.max_row_tokens to truncate rows")
     yield (
-        f"note: rows may have up to {most:,} tokens ({reason}); {', and '.join(found)}."
+        f"note: rows may have up to {most:,} tokens ({reason}); {', and '.join(reasons)}."
         f" If your rows get that long, set {', or '.join(keys)}"
     )

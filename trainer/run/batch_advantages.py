@@ -90,8 +90,8 @@ def charge_kl(
         num = int(batch.trajectory.max(initial=-1)) + 1
         charges = rewards_less_kl(torch.zeros(len(kl)), kl, coef).numpy()
         sums = np.bincount(trajectory, charges, num).astype(np.float64)
-        found = _advantages_of_returns(plan, groups, estimator, sums)
-        per_row = np.repeat(found[batch.trajectory], batch.responses.lengths)
+        of_trajectory = _advantages_of_returns(plan, groups, estimator, sums)
+        per_row = np.repeat(of_trajectory[batch.trajectory], batch.responses.lengths)
         advantages = torch.from_numpy(per_row).float()
         batch = dataclasses.replace(batch, advantages=advantages)
     size = {"loss/avg_kl": kl.mean(), "loss/avg_kl_max": kl.max()} if len(kl) else {}

@@ -70,10 +70,10 @@ def open_run(
         run = replace(opened, config=config)
     else:
         digest, keeps = dataset_digest(plan, index), bool(resume)
-        progress, kept = agreed(accelerator, lambda: _progress(config, start, digest, keeps=keeps))
+        progress, lines = agreed(accelerator, lambda: _progress(config, start, digest, keeps=keeps))
         models = agreed(accelerator, lambda: _load(config, start))
         run = prepare(accelerator, config, models)
-        run = replace(run, checkpoint=start, progress=progress, digest=digest, kept_metrics=kept)
+        run = replace(run, checkpoint=start, progress=progress, digest=digest, kept_metrics=lines)
     run, must_learn = replace(run, rollouts=rollouts, plan=plan), opened is None
     corrects, remarks = agreed(
         accelerator, lambda: check_dataset(run, index, plan, must_learn=must_learn)
@@ -188,9 +188,9 @@ def _note_few_updates(run: Run) -> None:
         return
     groups, size = count(sum(map(len, plan.batches)), "group"), config.batch.groups_per_mini_batch
     passes = f" in {count(config.batch.num_epochs, 'pass', 'es')} over the dataset"
-    made = count(num_planned, "update")
+    updates = count(num_planned, "update")
     say(
-        f"note: {groups}, {size} per update, give {made}{passes}, fewer than max_updates"
+        f"note: {groups}, {size} per update, give {updates}{passes}, fewer than max_updates"
         f" ({config.batch.max_updates}): pass --set batch.num_epochs=N for more passes"
     )
 
@@ -206,7 +206,7 @@ def refuse_existing_run(out: Path) -> None:
         raise occupied(str(out), len(shards))
     for name in ("config.json", "metrics.jsonl", "checkpoints"):
         if (out / name).exists():
-            got = f"the directory already contains a run ({name})"
+            finding = f"the directory already contains a run ({name})"
             again = f"--resume {shlex.quote(str(out))}"
             hint = f"continue it with {again}, choose a different --out, or remove the run"
-            raise InputError("existing_run", str(out), got, hint=hint)
+            raise InputError("existing_run", str(out), finding, hint=hint)

@@ -146,9 +146,9 @@ def load_progress(path: Path, digest: str | None = None) -> Progress:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _unreadable(path, error) from error
     if not same:
-        got = "its trajectories, returns or tokens have changed since the run started"
+        finding = "its trajectories, returns or tokens have changed since the run started"
         hint = "resume with the original dataset, or start a new run"
-        raise InputError("resume_dataset", "dataset", got, hint=hint)
+        raise InputError("resume_dataset", "dataset", finding, hint=hint)
     return progress
 
 
@@ -168,22 +168,22 @@ def restore(path: Path, optimizers: Optimizers) -> None:
 
 def _unreadable(path: Path, error: Exception) -> InputError:
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    got = f"cannot read the state of the run: {reason}"
+    finding = f"cannot read the state of the run: {reason}"
     hint = "write the name of an earlier checkpoint into checkpoints/latest"
-    return InputError("checkpoint_state", str(path), got, hint=hint)
+    return InputError("checkpoint_state", str(path), finding, hint=hint)
 
 
 def _state_of(
     optimizer: torch.optim.Optimizer, model: nn.Module, *, keep: bool
 ) -> dict[str, Tensor]:
     """Return an optimizer's state tensors by parameter and name (`lm_head.weight.exp_avg`)."""
-    names, found = [name for name, _ in _parameters(optimizer, model)], {}
+    names, tensors = [name for name, _ in _parameters(optimizer, model)], {}
     state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
     for number, values in state.items():
         for name, tensor in _flat(values):
             if keep:
-                found[f"{names[number]}.{name}"] = tensor
-    return found
+                tensors[f"{names[number]}.{name}"] = tensor
+    return tensors
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -127,7 +127,7 @@ def reconstruct(
                 refuse_changed(recorded, part.config.data.dataset, line["global_step"])
             made = make_update(part, step, progress, passes)
             progress, metrics = made.progress, made.metrics
-            passes.end_update(made=not metrics["skipped"])
+            passes.end_update(stepped=not metrics["skipped"])
             set_threads(start_of(recorded.path, progress.global_step + 1))
             forwarded.append(Forwarded(line, iteration_of(recorded, part) | metrics))
             _check_skipped(recorded, line, metrics)

@@ -131,12 +131,12 @@ def replay(
                 step = without_rows(run_after, step, changes) if changes.leaves_out else step
                 with torch.random.fork_rng():  # clip_cov draws the same numbers in both
                     result = make_update(_paused(before.run), before.step, before.progress, passes)
-                passes.end_update(made=not result.metrics["skipped"])
+                passes.end_update(stepped=not result.metrics["skipped"])
                 apply_settings(run_after, before.progress.global_step)
                 changed = as_recorded(make_update(run_after, step, before.progress, passes).metrics)
             else:
                 result = make_update(before.run, before.step, before.progress, passes)
-                passes.end_update(made=not result.metrics["skipped"])
+                passes.end_update(stepped=not result.metrics["skipped"])
     with naming_damaged(recorded, update):
         compared = _compared(before, result, is_changed=changed is not None)
     if out is not None:
@@ -156,10 +156,10 @@ class Forwarding(Passes):
         super().__init__(bar, num_planned=num_planned, num_made=num_made)
         self._main = bar
 
-    def end_update(self, *, made: bool) -> None:
+    def end_update(self, *, stepped: bool) -> None:
         """See `Passes.end_update`."""
-        super().end_update(made=made)
-        self._main.update(int(made))
+        super().end_update(stepped=stepped)
+        self._main.update(int(stepped))
 
 
 class _Paused:
