@@ -10,6 +10,7 @@ from typing import Any
 
 import polars as pl
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import Tensor
 
 from pipelines.generation.aggregation import ENVIRONMENT
@@ -18,6 +19,7 @@ from rollout_io.terminal import duration
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import RowLimit
 from trainer.config.train_config import TrainConfig
+from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.distributed.sharding import is_sharded, whole_weights
 from trainer.models.lora import save_adapter
@@ -62,7 +64,9 @@ class Learning:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.training, self.num_iterations = training, num_iterations
-        self.opened = open_models(training, checkpoint, digest=DIGEST, accelerator=accelerator)
+        accelerator = accelerator or make_accelerator(training)
+        set_seed(training.run.seed)
+        self.opened = open_models(training, checkpoint, accelerator, digest=DIGEST)
         self.progress = self.opened.progress
         self._saved_step = self.progress.global_step
         self._said: set[str] = set()

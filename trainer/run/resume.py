@@ -173,10 +173,8 @@ def alone_in(out: Path) -> Iterator[None]:
         except InputError as error:
             if error.rule != "out_is_free":
                 raise
-            finding, hint = (
-                "another process is training in this directory, or writing to it",
-                "wait for it to end, or stop it",
-            )
+            finding = "another process is training in this directory, or writing to it"
+            hint = "wait for it to end, or stop it"
             raise InputError("run_in_use", str(out), finding, hint=hint) from None
         yield
 
