@@ -40,7 +40,8 @@ from benchmarks.padded import micro_batches, padded_step
 from pipelines.statistics.flops import read_model_shape
 from pipelines.statistics.savings import Cost
 from rollout_io.cli.main import run as rollouts_command
-from trainer.batch import Batch, load_batch
+from tests.helpers.trainer_helpers import load_batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest, MiniBatch, chain_forest, chain_forests, chain_lengths
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig, load_config

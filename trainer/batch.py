@@ -147,7 +147,6 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
         "sampling_extra",
         "token_source",
         name=_row_name(),
-        num_prompt_tokens=num_prompt,
         num_trained_tokens=pl.when(greedy).then(0).otherwise(mask.sum().cast(pl.Int64)),
         greedy=greedy & mask.any(),
         num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
@@ -190,13 +189,6 @@ def _unscaled() -> pl.Expr:
     """Build `temperature`, with 1 in greedy rows."""
     one = pl.lit(1.0, OPTIONAL_COLUMNS["temperature"])
     return pl.when(_is_greedy()).then(one).otherwise("temperature").alias("temperature")
-
-
-def load_batch(
-    rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], config: BatchConfig
-) -> Batch:
-    """Load the rows of the given groups as a batch."""
-    return to_batch(read_rows(rollouts, plan, groups, config), config.max_row_tokens)
 
 
 def read_rows(

@@ -18,8 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rollout_io
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
-from trainer.batch import Batch, to_batch
+from trainer.batch import Batch, read_rows, to_batch
 from trainer.batches.forest import MiniBatch, chain_forests
+from trainer.batches.plan import Plan
+from trainer.config.sections import BatchConfig
 from trainer.models.critic import Critic
 from trainer.models.policy import Policy
 from trainer.run.run import Run
@@ -240,6 +242,13 @@ def gradients(model: torch.nn.Module) -> torch.Tensor:
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
+
+
+def load_batch(
+    rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], config: BatchConfig
+) -> Batch:
+    """The rows of the groups as a batch."""
+    return to_batch(read_rows(rollouts, plan, groups, config), config.max_row_tokens)
 
 
 def step_of(batch: Batch, forests: Sequence[Any]) -> Step:

@@ -16,12 +16,13 @@ from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     VOCAB,
+    load_batch,
     make_batch,
     step,
     two_step_trajectory,
     write_dataset,
 )
-from trainer.batch import groups_with_gradient, index_rows, load_batch
+from trainer.batch import groups_with_gradient, index_rows
 from trainer.batches.forest import RowLimit, chain_lengths
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig

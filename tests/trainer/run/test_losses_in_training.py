@@ -26,6 +26,7 @@ from tests.helpers.trainer_helpers import (
     forests_of,
     gradient_of_update,
     gradients,
+    load_batch,
     make_batch,
     plain_logprobs,
     relative_difference,
@@ -38,7 +39,7 @@ from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.covariance import covariances, kl_cov_selection
 from trainer.algorithms.losses.kl import kl_estimates
-from trainer.batch import Batch, load_batch
+from trainer.batch import Batch
 from trainer.batches.plan import make_plan
 from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.sections import BatchConfig

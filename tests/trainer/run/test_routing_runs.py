@@ -38,6 +38,7 @@ from tests.helpers.routing_helpers import (
 from tests.helpers.trainer_helpers import (
     Row,
     group_rows,
+    load_batch,
     run_of,
     save_tiny_model,
     step,
@@ -52,7 +53,7 @@ from tests.helpers.tree_helpers import (
     updated,
 )
 from trainer import rl
-from trainer.batch import Batch, load_batch
+from trainer.batch import Batch
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
