@@ -1,6 +1,8 @@
 """Start the processes of `--num-processes` on this machine, and end them together.
 
-Does not import torch: the process that starts the others only waits for them.
+Does not import torch: the process that starts the others only waits for them. torch.distributed.run
+would take 2.3 s of CPU time and 140 MB more to start, needs a port, and passes a signal to all
+processes, not to the main one alone, which saves the work of all.
 """
 
 from __future__ import annotations

@@ -258,9 +258,8 @@ class Driver:
         with stack, _hints_at_resuming(config), self._saved_when_it_ends():
             async with self.engine, self._open_calls() as calls:
                 generator = Generator(self.engine, self.tokenizer, config.generation, calls)
-                for remark in check_tokenizers(
-                    config.training, generator.metadata, notes_match=False
-                ):
+                metadata, training = generator.metadata, config.training
+                for remark in check_tokenizers(training, metadata, notes_match=False):
                     show(remark)
                 check_lengths(config, learning.opened.limit, self.engine.context_tokens)
                 await self._begin_engine()
@@ -338,11 +337,7 @@ class Driver:
         begun, learning = time.perf_counter(), self.learning
         # An engine may read the files of both loaded adapters again until `load_weights`
         # has replaced the older one.
-        keep = (
-            max(self.config.loop.keep_weights, 3)
-            if self.as_adapter
-            else self.config.loop.keep_weights
-        )
+        keep = max(self.config.loop.keep_weights, 3 if self.as_adapter else 1)
         how: Any = {"keep": keep, "as_adapter": self.as_adapter}
         write = functools.partial(learning.write_weights, **how)
         path = await self._in_thread(lambda: self._in_all({"do": WEIGHTS} | how, write))
