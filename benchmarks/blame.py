@@ -24,20 +24,22 @@ import torch
 from accelerate import Accelerator
 
 import rollout_io
+from benchmarks.training import step_of
 from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
-from trainer.batches.data import Batch, to_batch
+from trainer.batch import Batch, to_batch
 from trainer.batches.forest import Forest, chain_forests
 from trainer.config.train_config import load_config
 from trainer.forensics.blame.blame import attribute
 from trainer.forensics.blame.gradients import inner_products, norm, row_gradients
 from trainer.forensics.blame.shares import outlier_scores, traits
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
+from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
-from trainer.run.loop import train
-from trainer.run.loss import policy_logprobs
 from trainer.run.run import Run
-from trainer.run.update import make_update, update
+from trainer.run.state import START
+from trainer.training import train
+from trainer.update import make_update
 
 MODEL = ".cache/smollm2"
 CALLS = "examples/shop.calls.jsonl"
@@ -157,7 +159,7 @@ def _tune(policy: Policy, texts: Sequence[Sequence[int]], arguments: argparse.Na
         batch = _batch(rows)
         for group in learner.optimizer.param_groups:
             group["lr"] = 1e-3 * min(1, (step + 1) / 20) * (1 - step / arguments.tune)
-        loss = update(learner, batch, _forests(batch), None)["loss"]
+        loss = make_update(learner, step_of(batch, _forests(batch)), START).metrics["loss"]
         if step % 25 == 0 or step == arguments.tune - 1:
             print(f"tuning, step {step}: {loss:.2f} nats per token", flush=True)
 
@@ -299,7 +301,7 @@ def _forests(batch: Batch) -> list[Forest]:
     return chain_forests(batch.prompts, batch.responses, batch.trains, rows, 2048)
 
 
-PATHS = {"data.dataset": "-", "model.path": "-", "run.out": "-"}
+PATHS = {"data.dataset": "-", "model.path": "-", "run.out": "-", "run.record_tokens": "none"}
 
 
 def _learner(
@@ -373,7 +375,7 @@ def _run(
 
 
 def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
-    learner, batch, forests = found.run, found.step.ready.batch, found.step.forests
+    learner, batch, forests = found.run, found.step.batch, found.step.forests
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -383,7 +385,7 @@ def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
         return made
 
     for _ in range(arguments.rounds):
-        timed("update", lambda: make_update(found.run, found.step, found.update))
+        timed("update", lambda: make_update(found.run, found.step, found.progress))
         rows = timed("norms", lambda: row_gradients(learner, batch, forests))
         shares = partial(inner_products, learner, batch, forests, rows.coefficients, rows.gradient)
         timed("inner_products", shares)

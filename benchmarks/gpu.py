@@ -59,14 +59,15 @@ from pipelines.generation.engines.server_process import VllmServer
 from pipelines.generation.engines.vllm import VllmEngine
 from schemas.ragged import IntArray
 from trainer import rl
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.packing import cut_batch
 from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.weight_transfer import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION, packed_attention
 from trainer.models.policy import Policy, compile_layers, load_policy
 from trainer.run.run import Run
-from trainer.run.update import update
+from trainer.run.state import START
+from trainer.update import make_update
 
 Figures = dict[str, Any]
 PEAK_TFLOPS = {
@@ -421,7 +422,7 @@ def count_recompiles(arguments: argparse.Namespace) -> Figures:
             (mini_batch,) = cut_batch(batch, config.batch)
             sizes |= {forest.num_tokens for forest in mini_batch.forests}
             start = time.perf_counter()
-            update(learner, batch, mini_batch.forests)
+            make_update(learner, training.step_of(batch, mini_batch.forests), START)
             seconds.append(time.perf_counter() - start)
     num_graphs = int(counters["unique_graphs"]) - before
     found: Figures = {

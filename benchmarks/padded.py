@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from schemas.ragged import IntArray
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 
 CLIP = 0.2
 

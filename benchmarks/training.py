@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,15 @@ from benchmarks.padded import micro_batches, padded_step
 from pipelines.statistics.flops import read_model_shape
 from pipelines.statistics.savings import Cost
 from rollout_io.cli.main import run as rollouts_command
-from trainer.batches.data import Batch, load_batch
-from trainer.batches.forest import Forest, chain_forest, chain_forests, chain_lengths
+from tests.helpers.trainer_helpers import load_batch
+from trainer.batch import Batch
+from trainer.batches.forest import Forest, MiniBatch, chain_forest, chain_forests, chain_lengths
 from trainer.batches.plan import make_plan
 from trainer.config.train_config import TrainConfig, load_config
 from trainer.models.policy import Policy, load_policy
 from trainer.run.run import Run
-from trainer.run.update import update
+from trainer.run.state import START
+from trainer.update import Step, make_update
 
 LOGS = ("examples/shop.calls.jsonl", "--rewards", "examples/shop.rewards.jsonl")
 LONG_TOKENS = 100_000
@@ -120,6 +122,7 @@ def one_side(arguments: argparse.Namespace) -> Figures:
             "data.dataset": arguments.dataset,
             "model.path": arguments.model,
             "run.out": "-",
+            "run.record_tokens": "none",
             "model.dtype": arguments.dtype,
             "model.logprob_chunk_tokens": arguments.chunk,
             "batch.tokens_per_micro_batch": LONG_TOKENS if arguments.long else arguments.tokens,
@@ -184,7 +187,14 @@ def _ours(
     )
     lengths = steps.prompts.lengths + steps.responses.lengths
     sizes = {"num_step_tokens": int(lengths.sum())} | _sizes(forests)
-    return lambda: update(learner, batch, forests), sizes
+    step = step_of(batch, forests)
+    return lambda: make_update(learner, step, START), sizes
+
+
+def step_of(batch: Batch, forests: Sequence[Forest]) -> Step:
+    """Return a batch of one mini-batch, just before its update."""
+    mini_batches = (MiniBatch(forests=list(forests)),)
+    return Step(batch=dataclasses.replace(batch, mini_batches=mini_batches))
 
 
 class _Kept(torch.optim.SGD):

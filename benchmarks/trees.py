@@ -30,13 +30,15 @@ from accelerate import Accelerator
 
 from benchmarks import training
 from rollout_io.cli.main import run as rollouts_command
-from trainer.batches.data import Batch, to_batch
-from trainer.batches.packing import MiniBatch, cut_batch
+from trainer.batch import Batch, to_batch
+from trainer.batches.forest import MiniBatch
+from trainer.batches.packing import cut_batch
 from trainer.config.train_config import TrainConfig, load_config
+from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
-from trainer.run.loss import policy_logprobs
 from trainer.run.run import Run
-from trainer.run.update import update
+from trainer.run.state import START
+from trainer.update import make_update
 
 SIDES: dict[str, dict[str, Any]] = {
     "step": {"sequence_layout": "step"},
@@ -116,6 +118,7 @@ def _config(arguments: argparse.Namespace, dataset: str, **settings: Any) -> Tra
         "model.path": arguments.model,
         "model.dtype": arguments.dtype,
         "run.out": "-",
+        "run.record_tokens": "none",
         "batch.tokens_per_micro_batch": arguments.tokens,
         "optimizer.max_grad_norm": 1e30,
     }
@@ -194,10 +197,14 @@ def one_step(
         corrects=False,
     )
     mini_batch, packing = _packed(batch, config)
-    step = lambda: update(learner, batch, mini_batch.forests)  # noqa: E731
+    ready = training.step_of(batch, mini_batch.forests)
+    step = lambda: make_update(learner, ready, START)  # noqa: E731
     figures = training._measured(policy, step, num_warm=int(torch.cuda.is_available()))
     figures |= training._sizes(mini_batch.forests)
-    figures |= {"packing_seconds": packing, "repeated_share": mini_batch.repeated_share or 0.0}
+    figures |= {
+        "packing_seconds": packing,
+        "repeated_share": mini_batch.metrics.get("repeated_share", 0.0),
+    }
     num_tokens = batch.prompts.lengths.sum() + batch.responses.lengths.sum()
     figures["packed_tokens_per_s"] = float(num_tokens) / packing
     if torch.cuda.is_available():
@@ -218,7 +225,10 @@ def _packed(batch: Batch, config: TrainConfig) -> tuple[MiniBatch, float]:
 def _show_packing(batch: Batch, arguments: argparse.Namespace) -> None:
     mini_batch, seconds = _packed(batch, _config(arguments, "-", **SIDES["tree_per_group"]))
     num_tokens = int(batch.prompts.lengths.sum() + batch.responses.lengths.sum())
-    print(f"{num_tokens:,} tokens in steps, {mini_batch.num_tokens:,} in forests", end=", ")
+    print(
+        f"{num_tokens:,} tokens in steps, {sum(forest.num_tokens for forest in mini_batch.forests):,} in forests",
+        end=", ",
+    )
     print(f"built in {seconds * 1e3:.1f} ms: {num_tokens / seconds / 1e6:.0f} M tokens/s")
 
 

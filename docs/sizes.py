@@ -69,7 +69,7 @@ def held_bytes(name: str, settings: dict[str, Any]) -> int:
             peft.inject_adapter_in_model(lora, model)
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return sum(state_bytes(parameters, trained, parameters, config))
+    return state_bytes(parameters, trained, parameters, config).total
 
 
 def table() -> list[str]:

@@ -14,7 +14,7 @@ import torch
 import pipelines
 import rollout_io
 from rollout_io.cli.main import run
-from trainer.batches.data import load_batch
+from trainer.batch import read_rows, to_batch
 from trainer.batches.forest import Forest
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan
@@ -82,7 +82,7 @@ def _forest() -> tuple[Forest, int, int]:
         paths = {"data.dataset": folder, "model.path": "-", "run.out": "-"}
         config = load_config(None, ["batch.sequence_layout=tree"], paths)
         plan = make_plan(pipelines.trajectory_returns(rollouts).collect(), config)
-        batch = load_batch(rollouts, plan, [GROUP], config.batch)
+        batch = to_batch(read_rows(rollouts, plan, [GROUP], config.batch))
         rows = rollouts.collect()
     rows = rows.filter(rows["instance_id"] == GROUP)
     num_tokens = sum(int(rows[c].list.len().sum()) for c in ("prompt_token_ids", "response_ids"))

@@ -1,8 +1,8 @@
 """Named invariants of a rollout table; errors and reports print their names.
 
 They are checked in `schemas.row_checks`, `schemas.structure_checks` and `schemas.support_checks`.
-Readers of logs (`rollout_io.formats.parsing.tokens`) and of training data (`trainer.batches.data`) repeat
-those of log-probabilities, to reject a run early.
+Readers of logs (`rollout_io.formats.parsing.tokens`) repeat those of log-probabilities, to reject a
+log early.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from trainer.config.train_config import TrainConfig, load_config
     from trainer.reports.dry_run import DryRun
-    from trainer.run.loop import TrainResult
+    from trainer.training import TrainResult
 
 __all__ = [
     "AdvantageConfig",
@@ -59,15 +59,15 @@ def __dir__() -> list[str]:
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
-    """Train a policy on a rollout dataset, or resume a run: see `trainer.run.loop.train`.
+    """Train a policy on a rollout dataset, or resume a run: see `trainer.training.train`.
 
     Raises:
         RolloutError: The dataset, the model or the configuration cannot be used for training, or
             torch is not installed.
     """
     with requires_extra("train", "rollouts train"):
-        from trainer.run import loop
-    return loop.train(config, resume=resume)
+        from trainer import training
+    return training.train(config, resume=resume)
 
 
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:

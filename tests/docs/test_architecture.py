@@ -24,7 +24,8 @@ from schemas.strategies import broken_tables, rollout_tables
 from tests.conftest import ROOT
 from tests.helpers.adapter_helpers import read_all, write_lines
 from tests.helpers.configs import train_config
-from trainer.algorithms.configured import Targets, policy_loss
+from tests.helpers.losses_helpers import policy_loss
+from trainer.algorithms.configured import Targets
 from trainer.config.functions import POLICY_LOSS, bind
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

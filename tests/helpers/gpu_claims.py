@@ -26,7 +26,7 @@ from tests.helpers.rl_helpers import config_of, weights_of
 from tests.helpers.trainer_helpers import Row, forests_of, run_of, update_with
 from tests.helpers.tree_helpers import batch_of, mini_batch_of
 from trainer import rl
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest, with_sets
 from trainer.batches.support import teacher_sets
 from trainer.distributed.sharding import whole

@@ -14,7 +14,8 @@ from tests.conftest import ROOT
 from tests.helpers.trainer_helpers import one_group
 from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
-from trainer.algorithms.losses.policy import regular
+from trainer.algorithms.losses.policy import TokenLoss, regular
+from trainer.config.functions import Function
 
 REFERENCE = json.loads((ROOT / "tests" / "data" / "reference_losses.json").read_text())
 SETTINGS: dict[str, Any] = {
@@ -119,3 +120,14 @@ def some_trajectories(**values: Any) -> list[dict[str, Any]]:
     rows += one_group(rng, "b", (0.0, 1.0), **values)
     rows[0]["loss_mask"] = [True, False, False, False]
     return rows
+
+
+def policy_loss(targets: Targets, function: Function) -> TokenLoss:
+    """The loss of each target, as the objective computes it."""
+    return function.call(**{name: getattr(targets, name) for name in function.inputs})
+
+
+def advantages_of_returns(returns: Any, group_index: Any, estimator: Function) -> Any:
+    """The advantage of each trajectory, as the plan computes it."""
+    arrays = {"returns": returns, "group_index": group_index}
+    return estimator.call(**{name: arrays[name] for name in estimator.inputs})

@@ -40,7 +40,7 @@ from tests.helpers.trainer_helpers import (
 from trainer import rl
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.sharding import whole
-from trainer.run.loop import train
+from trainer.training import train
 
 
 def shard(_: object, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:

@@ -13,8 +13,7 @@ import trainer
 from tests.helpers.configs import train_config
 from trainer.forensics.replay.compare import TIMES
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
-from trainer.run.loop import count_update
-from trainer.run.update import make_update
+from trainer.update import make_update
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -37,9 +36,7 @@ def train(paths: dict[str, str], out: Path, *, resume: bool = False, **settings:
 
 def line_of(found: Reconstruction) -> dict[str, Any]:
     """Make the step, and return its line of metrics, without times."""
-    made, _ = make_update(found.run, found.step, found.update)
-    _, metrics = count_update(found.run, found.progress, found.step, made)
-    return plain(metrics)
+    return plain(make_update(found.run, found.step, found.progress).metrics)
 
 
 def plain(line: Any) -> dict[str, Any]:
@@ -66,7 +63,7 @@ def gradient_of(run: Path, update: int, change: Any = None) -> torch.Tensor:
 
     torch.nn.utils.clip_grad_norm_ = spy
     try:
-        make_update(found.run, step, update)
+        make_update(found.run, step, found.progress)
     finally:
         torch.nn.utils.clip_grad_norm_ = clip
     return kept[0]

@@ -143,7 +143,7 @@ def lines_of(path: Path | str) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in TIMES} for line in kept]
 
 
-def replay(config: rl.RlConfig, out: Path) -> trainer.run.loop.TrainResult:
+def replay(config: rl.RlConfig, out: Path) -> trainer.training.TrainResult:
     """`rollouts train` on what the loop has sampled."""
     given = config.training
     data = dataclasses.replace(given.data, outcome=config.data.outcome)

@@ -18,12 +18,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rollout_io
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
-from trainer.batches.data import Batch, to_batch
-from trainer.batches.forest import chain_forests
+from trainer.batch import Batch, read_rows, to_batch
+from trainer.batches.forest import MiniBatch, chain_forests
+from trainer.batches.plan import Plan
+from trainer.config.sections import BatchConfig
 from trainer.models.critic import Critic
 from trainer.models.policy import Policy
 from trainer.run.run import Run
-from trainer.run.update import update
+from trainer.run.state import START
+from trainer.update import Step, make_update
 
 VOCAB = 61
 
@@ -112,6 +115,7 @@ def run_of(
     **settings: Any,
 ) -> Run:
     """A run with plain SGD, whose step is the clipped gradient times the learning rate."""
+    settings = {"record_tokens": "none"} | settings
     config = train_config(dataset="d", model="m", out="o", **settings)
     rate = config.optimizer.critic_learning_rate
     return Run(
@@ -240,12 +244,25 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+def load_batch(
+    rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], config: BatchConfig
+) -> Batch:
+    """The rows of the groups as a batch."""
+    return to_batch(read_rows(rollouts, plan, groups, config), config.max_row_tokens)
+
+
+def step_of(batch: Batch, forests: Sequence[Any]) -> Step:
+    """A mini-batch of these micro-batches, just before its update."""
+    mini_batches = (MiniBatch(forests=list(forests)),)
+    return Step(batch=dataclasses.replace(batch, mini_batches=mini_batches))
+
+
 def update_with(
     run: Run, batch: Batch, forests: Sequence[Any], old: Any = None, ref: Any = None
 ) -> dict[str, float]:
     """An update whose old and reference log-probabilities are these."""
     batch = dataclasses.replace(batch, old_logprobs=old, ref_logprobs=ref)
-    return update(run, batch, forests)
+    return make_update(run, step_of(batch, forests), START).metrics
 
 
 def gradient_of_update(policy: Policy, batch: Batch, **settings_: Any) -> torch.Tensor:

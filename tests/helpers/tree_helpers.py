@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from schemas.ragged import IntArray, Ragged
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, Row, make_batch, run_of, update_with
-from trainer.batches.data import Batch
-from trainer.batches.forest import Forest
-from trainer.batches.packing import MiniBatch, cut_batch
+from trainer.batch import Batch
+from trainer.batches.forest import Forest, MiniBatch
+from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.batches.tree import Trie, make_trie
 from trainer.config.train_config import TrainConfig

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import transformers.models.llama.modeling_llama
 
-import trainer.engine.embedded, trainer.run.loop, trainer.rl.loop, trainer.run.same_tokenizer
+import trainer.engine.embedded, trainer.training, trainer.rl.loop, trainer.run.same_tokenizer
 from rollout_io.retokenize.tokenizer import load_tokenizer
 from tests.helpers.configs import from_saved
 from tests.helpers.rl_helpers import replay
@@ -164,9 +164,9 @@ def check_kill(server: Server, config: rl.RlConfig, **order: Any) -> None:
 PLACES = {
     "sampling": ("trainer.rl.groups.Groups.add", 4, False),
     "sampled": ("trainer.rl.groups.Groups.add", 4, True),
-    "update": ("trainer.rl.updates.count_update", 4, False),
+    "update": ("trainer.update.set_rates", 4, False),
     "updated": ("trainer.rl.updates.Learning.update", 3, True),
-    "checkpoint": ("trainer.run.loop.save_checkpoint", 1, False),
+    "checkpoint": ("trainer.training.save_checkpoint", 1, False),
     "checkpointed": ("trainer.rl.updates.Learning.save", 1, True),
     "writing": ("trainer.rl.updates.write_model", 2, True),
     "written": ("trainer.rl.updates.Learning.write_weights", 3, True),

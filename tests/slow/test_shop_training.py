@@ -13,7 +13,7 @@ import pipelines
 import rollout_io
 from tests.conftest import ROOT
 from tests.helpers.configs import train_config
-from trainer.run.loop import train
+from trainer.training import train
 
 pytestmark = [pytest.mark.model, pytest.mark.nightly]
 

@@ -24,7 +24,7 @@ from tests.conftest import ROOT
 from tests.helpers.configs import PLACES, dotted
 from tests.vllm.test_generation import differences
 from trainer import rl
-from trainer.run.loop import train
+from trainer.training import train
 
 pytestmark = pytest.mark.vllm
 EXAMPLE = str(ROOT / "examples/addition.toml")

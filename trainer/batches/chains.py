@@ -142,8 +142,8 @@ def _step_rewards(rows: pa.Table, steps: Steps) -> FloatArray:
     reward = pc.fill_null(rows.column("reward"), 0.0).to_numpy().astype(np.float64)[steps.row]
     split = steps.segment >= 0
     if split.any():
-        kept = pc.struct_field(pc.list_flatten(rows.column("segments")), "reward")
-        reward[split] = pc.fill_null(kept, 0.0).to_numpy()[steps.segment[split]]
+        rewards = pc.struct_field(pc.list_flatten(rows.column("segments")), "reward")
+        reward[split] = pc.fill_null(rewards, 0.0).to_numpy()[steps.segment[split]]
     return np.asarray(reward)
 
 

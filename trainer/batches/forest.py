@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,22 @@ ARRAYS = (
     "target_token",
     "target_slot",
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiniBatch:
+    """Micro-batches of one optimizer step.
+
+    Attributes:
+        forests: Micro-batches, which together contain every target once; all targets of a row are
+            in the same micro-batch.
+        num_distinct_tokens: Tokens in all trees before trees are cut; None if rows are chains.
+        metrics: Metrics that are known before the step: at first those of the packing.
+    """
+
+    forests: list[Forest]
+    num_distinct_tokens: int | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,6 @@ from pipelines.rewards import are_equal, fold_trajectories, trajectory_returns
 from rollout_io.dataset.returns import metric_of
 from schemas.error_ids import fix_of
 from schemas.errors import InputError, InvariantError, first_of
-from trainer.algorithms.configured import advantages_of_returns
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.sections import BatchConfig
 from trainer.config.train_config import Sections, TrainConfig
@@ -60,14 +59,14 @@ def dataset_returns(rollouts: pl.LazyFrame, config: Sections) -> pl.DataFrame:
     versions = [name for name in names if is_version(path, name)]
     metrics = {SEPARATE + n: metric_of(rollouts, n) for n in names if n not in versions}
     features = {name: (row, last_known) for name, row in metrics.items()}
-    found = fold_trajectories(rollouts, config.data.outcome or "last", features)
+    returns = fold_trajectories(rollouts, config.data.outcome or "last", features)
     for name in versions:
         scores = trajectory_returns(with_version(rollouts, path, name)).select(
             "trajectory_id", pl.col("return").alias(SEPARATE + name), unscored="error"
         )
-        found = found.join(scores, on="trajectory_id", how="left", maintain_order="left")
-        found = found.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")
-    return found.collect()
+        returns = returns.join(scores, on="trajectory_id", how="left", maintain_order="left")
+        returns = returns.with_columns(error=pl.coalesce("error", "unscored")).drop("unscored")
+    return returns.collect()
 
 
 def last_known(values: pl.Expr) -> pl.Expr:
@@ -113,15 +112,15 @@ def make_plan(returns: pl.DataFrame, config: TrainConfig) -> Plan:
         trajectories = trajectories.with_columns(trains=pl.col("trains") & differs)
     groups = trajectories["instance_id"].unique(maintain_order=True).to_list()
     if not groups:
-        got = "there are no rows to train on"
+        finding = "there are no rows to train on"
         if constant:
             groups_text = (
                 "the only group" if len(constant) == 1 else f"any of the {len(constant)} groups"
             )
             equal = f"returns do not vary within {groups_text}"
-            got = f"drop_zero_variance_groups leaves no group to train on: {equal}"
+            finding = f"drop_zero_variance_groups leaves no group to train on: {equal}"
         hint = "run `rollouts stats DS` to see the rewards"
-        raise InvariantError("mask_trains_something", "dataset", got, hint=hint)
+        raise InvariantError("mask_trains_something", "dataset", finding, hint=hint)
     order = {group: number for number, group in enumerate(groups)}
     number = trajectories["instance_id"].replace_strict(order, return_dtype=pl.Int64)
     mini_batch = number % batch.groups_per_batch // batch.groups_per_mini_batch
@@ -171,8 +170,8 @@ def _partial_groups(returns: pl.DataFrame, config: TrainConfig) -> tuple[int, li
 
 
 def _check_outcomes(returns: pl.DataFrame, name: str) -> None:
-    known = pl.col(name).is_not_null() & pl.col(name).is_finite()
-    unknown = returns.filter(pl.col("error").is_null() & ~known)
+    is_finite = pl.col(name).is_not_null() & pl.col(name).is_finite()
+    unknown = returns.filter(pl.col("error").is_null() & ~is_finite)
     if len(unknown):
         value = unknown[name][0]
         raise InputError(
@@ -210,7 +209,8 @@ def trajectory_advantages(trajectories: pl.DataFrame, estimator: Function | None
         _, group_index = np.unique(group, return_inverse=True)
         columns = trajectories.filter(trains).select(cs.starts_with(SEPARATE))
         separate = np.array([column.to_numpy() for column in columns]).T
-        advantages[trains] = advantages_of_returns(returns, group_index, estimator, separate)
+        arrays = {"returns": returns, "separate_rewards": separate, "group_index": group_index}
+        advantages[trains] = estimator.call(**{name: arrays[name] for name in estimator.inputs})
     return pl.Series("advantage", advantages)
 
 

@@ -33,8 +33,8 @@ class Routes:
     @classmethod
     def from_arrow(cls, column: pa.ChunkedArray) -> Routes:
         """Wrap an Arrow column `rollout_expert_indices`."""
-        found = Routing.of(column)
-        return cls(found.tokens, *found.shape)
+        routing = Routing.of(column)
+        return cls(routing.tokens, *routing.shape)
 
     def at(self, row: IntArray, depth: IntArray) -> ExpertArray:
         """Look up the experts of N tokens by row and position ([N, layers, topk]; -1 if unknown).
@@ -46,10 +46,10 @@ class Routes:
             [[[1, 2]], [[-1, -1]]]
         """
         start, end = self.tokens.offsets[row], self.tokens.offsets[row + 1]
-        known = start + depth < end
-        found = np.full((len(row), self.num_layers * self.topk), NO_ROUTE, np.int16)
-        found[known] = self.tokens.values[(start + depth)[known]]
-        return found.reshape(-1, self.num_layers, self.topk)
+        is_recorded = start + depth < end
+        routes = np.full((len(row), self.num_layers * self.topk), NO_ROUTE, np.int16)
+        routes[is_recorded] = self.tokens.values[(start + depth)[is_recorded]]
+        return routes.reshape(-1, self.num_layers, self.topk)
 
     def numbered(self, rows: IntArray, lengths: IntArray) -> list[IntArray]:
         """Map each token's experts to an integer that is unique to that choice of experts.
@@ -66,11 +66,11 @@ class Routes:
         """
         width = self.tokens.values.itemsize * self.num_layers * self.topk
         numbers: dict[bytes, int] = {}
-        found = []
+        numbered = []
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
-            known = self.tokens.row(row)[:length].tobytes()
-            parts = [known[at : at + width] for at in range(0, len(known), width)]
+            recorded = self.tokens.row(row)[:length].tobytes()
+            parts = [recorded[at : at + width] for at in range(0, len(recorded), width)]
             number = np.zeros(length, np.int64)  # 0: the model's own router decides
             number[: len(parts)] = [numbers.setdefault(part, len(numbers) + 1) for part in parts]
-            found.append(number)
-        return found
+            numbered.append(number)
+        return numbered

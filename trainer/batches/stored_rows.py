@@ -17,32 +17,20 @@ from trainer.batches.chains import ranked_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredRows:
-    """Rows of a batch's groups as the dataset stores them, without their tokens.
-
-    Attributes:
-        rows: [D] instance_id, trajectory_id, step_index (int32), num_tokens (int64: length of
-            `response_ids`) and row_digest (int64); in the order of the dataset.
-        steps: The row and position of each step: see `_place_steps`.
-    """
-
-    rows: pl.DataFrame
-    steps: pl.DataFrame
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Origins:
     """Map from the response tokens of a batch to the dataset rows that store them.
 
     Attributes:
-        stored: The stored rows of the batch's groups.
+        rows: [D] rows of the batch's groups as the dataset stores them, in its order:
+            instance_id, trajectory_id, step_index (int32), num_tokens (int64: length of
+            `response_ids`) and row_digest (int64).
         begin: [S] ascending index, in the batch's concatenated response tokens, of the first token
             of each step.
-        row: [S] index of the row of `stored` that contains the step.
+        row: [S] index of the row of `rows` that contains the step.
         position: [S] position of the step's first token in that row's response.
     """
 
-    stored: StoredRows
+    rows: pl.DataFrame
     begin: IntArray
     row: IntArray
     position: IntArray
@@ -59,46 +47,34 @@ def digests_of(dataset: str, groups: Sequence[str]) -> pl.DataFrame:
     return with_stored_digest(rows).select("row_digest").collect()
 
 
-def stored_rows(rows: pl.DataFrame) -> StoredRows:
-    """Index rows of a dataset, so that `find_origins` can look up the tokens of a batch.
-
-    Args:
-        rows: instance_id, trajectory_id, step_index, response_ids, row_digest, and optionally
-            segments, of complete trajectories in the order of the dataset.
-    """
-    return StoredRows(
-        rows=rows.select(
-            "instance_id",
-            "trajectory_id",
-            pl.col("step_index").cast(pl.Int32),
-            "row_digest",
-            num_tokens=pl.col("response_ids").list.len().cast(pl.Int64),
-        ),
-        steps=_place_steps(rows),
-    )
-
-
-def find_origins(rows: pl.DataFrame, stored: StoredRows) -> Origins:
+def find_origins(rows: pl.DataFrame, stored: pl.DataFrame) -> Origins:
     """Find the dataset row and the position at which each token of a batch is stored.
 
     Steps are matched by their index within the trajectory, which merging does not change.
 
     Args:
         rows: Rows of a batch, merged or split in any way, in the batch's order.
-        stored: The stored rows of the same groups.
+        stored: instance_id, trajectory_id, step_index, response_ids, row_digest, and optionally
+            segments, of the same groups' complete trajectories in the order of the dataset.
     """
     steps = _place_steps(rows)
-    found = steps.join(
-        stored.steps, on=["trajectory_id", "number"], how="left", maintain_order="left"
+    places = steps.join(
+        _place_steps(stored), on=["trajectory_id", "number"], how="left", maintain_order="left"
     )
     responses = Ragged.from_arrow(rows["response_ids"].to_arrow())
     begin = responses.offsets[steps["row"].to_numpy()] + steps["start"].to_numpy()
     order = np.argsort(begin, kind="stable")
     return Origins(
-        stored=stored,
+        rows=stored.select(
+            "instance_id",
+            "trajectory_id",
+            pl.col("step_index").cast(pl.Int32),
+            "row_digest",
+            num_tokens=pl.col("response_ids").list.len().cast(pl.Int64),
+        ),
         begin=begin[order],
-        row=found["row_right"].to_numpy()[order],
-        position=found["start_right"].to_numpy()[order],
+        row=places["row_right"].to_numpy()[order],
+        position=places["start_right"].to_numpy()[order],
     )
 
 

@@ -125,10 +125,10 @@ def sets_of(table: pl.DataFrame, lengths: IntArray, name: str = SUPPORT) -> Ragg
     """
     if name not in table.columns or table[name].is_null().all():
         return None
-    known = np.repeat(table[name].is_not_null().to_numpy(), lengths)
+    has_sets = np.repeat(table[name].is_not_null().to_numpy(), lengths)
     sets = Ragged.from_arrow(table[name].drop_nulls().explode(empty_as_null=False).to_arrow())
-    sizes = np.zeros(len(known), np.int64)
-    sizes[known] = sets.lengths
+    sizes = np.zeros(len(has_sets), np.int64)
+    sizes[has_sets] = sets.lengths
     return Ragged(sets.values, offsets_of(sizes), np.ones(len(sizes), np.bool_))
 
 
@@ -154,6 +154,6 @@ def covers_trained_tokens(rows: pl.Series) -> pl.Series:
     logprobs = Ragged.from_arrow(rows.struct.field("rollout_logprobs").to_arrow())
     fits = (logprobs.lengths == mask.lengths)[row]
     slot, row, at = slot[fits], row[fits], at[fits]
-    own = logprobs.values[logprobs.offsets[row] + slot - mask.offsets[row]]
-    covered[row[(is_set.values[at] == 1) & (own < -LARGEST_ERROR)]] = False
+    sampled = logprobs.values[logprobs.offsets[row] + slot - mask.offsets[row]]
+    covered[row[(is_set.values[at] == 1) & (sampled < -LARGEST_ERROR)]] = False
     return pl.Series(rows.name, covered)

@@ -34,12 +34,12 @@ class Arriving:
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._like = {name: (found.shape, found.dtype) for name, found in values.items()}
-        flat = [found.detach().reshape(-1).double() for found in values.values()]
-        found = torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
-        self._values = found.to("cpu", non_blocking=found.is_cuda)
+        self._like = {name: (tensor.shape, tensor.dtype) for name, tensor in values.items()}
+        flat = [tensor.detach().reshape(-1).double() for tensor in values.values()]
+        together = torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
+        self._values = together.to("cpu", non_blocking=together.is_cuda)
         self._event: Any = None
-        if found.is_cuda:
+        if together.is_cuda:
             self._event = torch.Event("cuda")
             self._event.record()
 

@@ -145,9 +145,9 @@ def audit(
     if not result.num_rows:
         reasons = result.verdicts["reason"].drop_nulls().value_counts(sort=True).rows()
         why = "; ".join(f"{count(number, 'span')}: {reason}" for reason, number in reasons)
-        got = "no row can be audited" + (f" ({why})" if why else "")
+        finding = "no row can be audited" + (f" ({why})" if why else "")
         hint = "pass the weights of the labelled versions, and a dataset with rollout_logprobs"
-        raise InputError("audit_rows", dataset, got, hint=hint)
+        raise InputError("audit_rows", dataset, finding, hint=hint)
     if as_json:
         emit_json(summary(result, limit))
     else:

@@ -27,17 +27,17 @@ resume_option = click.option(
 )
 
 
-def config_to_resume(run: str, given: Mapping[str, str | None]) -> Path:
+def config_to_resume(run: str, options: Mapping[str, str | None]) -> Path:
     """Return the file with the configuration of a run to resume.
 
     Args:
         run: Directory of the run.
-        given: Arguments that the configuration replaces, by name.
+        options: Arguments that the configuration replaces, by name.
 
     Raises:
         InputError: `resume_config`: there is no run in the directory.
     """
-    if surplus := [name for name, value in given.items() if value is not None]:
+    if surplus := [name for name, value in options.items() if value is not None]:
         text = f"--resume {run} reads {', '.join(surplus)} from the run"
         raise HintedUsageError(text, f"leave out {' and '.join(surplus)}")
     file = Path(run) / "config.json"
@@ -63,14 +63,14 @@ def resume_command(verb: str, run: str, num_processes: int) -> str:
     return f"rollouts {verb} --resume {shlex.quote(run)}{processes}"
 
 
-def require(ctx: click.Context, **given: object) -> None:
+def require(ctx: click.Context, **values: object) -> None:
     """Reject a command without an argument or option that only --resume makes superfluous.
 
     Raises:
-        MissingParameter: A value of `given`, by name of its parameter, is None.
+        MissingParameter: A value, by name of its parameter, is None.
     """
     for param in ctx.command.params:
-        if param.name in given and given[param.name] is None:
+        if param.name in values and values[param.name] is None:
             raise click.MissingParameter(ctx=ctx, param=param)
 
 

@@ -33,9 +33,9 @@ def in_processes(num_processes: int, hint: str) -> int | None:
     if num_processes == 1 or STORE in os.environ:
         return None
     if "WORLD_SIZE" in os.environ:
-        got = f"--num-processes {num_processes} in a process that a launcher has started"
+        finding = f"--num-processes {num_processes} in a process that a launcher has started"
         hint = "leave out --num-processes, or start `rollouts` without torchrun and accelerate"
-        raise ConfigError("launch", "--num-processes", got, hint=hint)
+        raise ConfigError("launch", "--num-processes", finding, hint=hint)
     from trainer.distributed.start import start_processes
 
     arguments = click.get_current_context().find_root().obj

@@ -77,36 +77,36 @@ def replay(
         from trainer.forensics.replay.replay import replay as make_again
     changes = Changes(settings=settings, rows=rows, condition=condition)
     with shown_log():
-        found = make_again(run, update, changes, out=out)
-    emit_json(as_json_value(found)) if as_json else emit(screen(found))
-    for text in found.notes if found.differences else ():
+        replayed = make_again(run, update, changes, out=out)
+    emit_json(as_json_value(replayed)) if as_json else emit(screen(replayed))
+    for text in replayed.notes if replayed.differences else ():
         note(f"note: {text}")
-    return int(found.changed is None and not found.is_identical)
+    return int(replayed.changed is None and not replayed.is_identical)
 
 
-def as_json_value(found: Replay) -> dict[str, Any]:
+def as_json_value(replayed: Replay) -> dict[str, Any]:
     """Convert the result to JSON types, with the recorded and replayed values of each metric."""
-    columns_ = {"recorded": found.recorded, "replayed": found.replayed}
-    if found.changed is not None:
-        columns_["changed"] = found.changed
+    columns_ = {"recorded": replayed.recorded, "replayed": replayed.replayed}
+    if replayed.changed is not None:
+        columns_["changed"] = replayed.changed
     names = dict.fromkeys(name for column in columns_.values() for name in column)
     return {
-        "run": found.run,
-        "update": found.update,
-        "iteration": found.iteration,
-        "checkpoint": found.checkpoint,
-        "num_forwarded": found.num_forwarded,
-        "num_threads": found.num_threads,
-        "identical": found.is_identical,
-        "compared": list(found.compared),
-        "not_compared": list(found.not_compared),
-        "differences": [_difference(one) for one in found.differences],
-        "changes": list(found.changes),
+        "run": replayed.run,
+        "update": replayed.update,
+        "iteration": replayed.iteration,
+        "checkpoint": replayed.checkpoint,
+        "num_forwarded": replayed.num_forwarded,
+        "num_threads": replayed.num_threads,
+        "identical": replayed.is_identical,
+        "compared": list(replayed.compared),
+        "not_compared": list(replayed.not_compared),
+        "differences": [_difference(one) for one in replayed.differences],
+        "changes": list(replayed.changes),
         "metrics": {
             name: {kind: column.get(name) for kind, column in columns_.items()} for name in names
         },
-        "notes": list(found.notes),
-        "out": found.out,
+        "notes": list(replayed.notes),
+        "out": replayed.out,
     }
 
 
@@ -116,44 +116,44 @@ def _difference(one: Difference) -> dict[str, Any]:
     return values | {"sentence": one.sentence}
 
 
-def screen(found: Replay) -> str:
+def screen(replayed: Replay) -> str:
     """Format the result as text for the terminal."""
-    where = "" if found.iteration is None else f" (iteration {found.iteration})"
-    start = found.checkpoint or "the start model"
-    if found.num_forwarded:
-        start += f", {count(found.num_forwarded, 'mini-batch', 'es')} replayed before the update"
+    where = "" if replayed.iteration is None else f" (iteration {replayed.iteration})"
+    start = replayed.checkpoint or "the start model"
+    if replayed.num_forwarded:
+        start += f", {count(replayed.num_forwarded, 'mini-batch', 'es')} replayed before the update"
     lines = [
-        f"update     {found.update} of {found.run}{where}",
+        f"update     {replayed.update} of {replayed.run}{where}",
         f"from       {start}",
-        f"compared   {', '.join(found.compared)}",
-        f"result     {_verdict(found)}",
+        f"compared   {', '.join(replayed.compared)}",
+        f"result     {_verdict(replayed)}",
     ]
-    lines += [f"           {one.sentence}" for one in found.differences[1:MOST_SHOWN]]
-    if len(found.differences) > MOST_SHOWN:
-        more = count(len(found.differences) - MOST_SHOWN, "more difference")
+    lines += [f"           {one.sentence}" for one in replayed.differences[1:MOST_SHOWN]]
+    if len(replayed.differences) > MOST_SHOWN:
+        more = count(len(replayed.differences) - MOST_SHOWN, "more difference")
         lines.append(f"           {more} (--json lists all)")
-    if found.changed is not None:
-        lines += [f"changed    {', '.join(found.changes)}", "", *columns(_table(found))]
-    if found.out:
-        lines.append(f"model      {found.out}")
+    if replayed.changed is not None:
+        lines += [f"changed    {', '.join(replayed.changes)}", "", *columns(_table(replayed))]
+    if replayed.out:
+        lines.append(f"model      {replayed.out}")
     return "\n".join(lines)
 
 
-def _verdict(found: Replay) -> str:
-    if found.is_identical:
+def _verdict(replayed: Replay) -> str:
+    if replayed.is_identical:
         return "bit for bit the same"
-    return f"differs: {found.differences[0].sentence}"
+    return f"differs: {replayed.differences[0].sentence}"
 
 
-def _table(found: Replay) -> list[list[str]]:
+def _table(replayed: Replay) -> list[list[str]]:
     """Build a table with the recorded, replayed and changed value of each numeric metric."""
-    changed = found.changed or {}
-    names = dict.fromkeys((*found.recorded, *found.replayed, *changed))
+    changed = replayed.changed or {}
+    names = dict.fromkeys((*replayed.recorded, *replayed.replayed, *changed))
     table = [["metric", "recorded", "replayed", "changed", "difference"]]
     for name in names:
-        if name in found.not_compared:
+        if name in replayed.not_compared:
             continue
-        values = [column.get(name) for column in (found.recorded, found.replayed, changed)]
+        values = [column.get(name) for column in (replayed.recorded, replayed.replayed, changed)]
         if any(isinstance(value, int | float) for value in values):
             table.append([name, *map(_shown, values), _gap(values[1], values[2])])
     return table
@@ -166,7 +166,7 @@ def _shown(value: Any) -> str:
 
 
 def _gap(before: Any, after: Any) -> str:
-    known = isinstance(before, int | float) and isinstance(after, int | float)
-    if not known:
+    are_numbers = isinstance(before, int | float) and isinstance(after, int | float)
+    if not are_numbers:
         return "-"
     return "0" if after == before else f"{after - before:+.3g}"

@@ -28,7 +28,7 @@ from trainer.reports.dry_run_report import plan_numbers, plan_text
 
 if TYPE_CHECKING:
     from trainer.config.train_config import Sections, TrainConfig
-    from trainer.run.loop import TrainResult
+    from trainer.training import TrainResult
 
 EXAMPLE = (
     "rollouts train shop/ --model smollm2/ --out run/ --lr 1e-5 --set batch.groups_per_batch=16"
@@ -114,8 +114,8 @@ def train(
             out = _NOWHERE
         require(click.get_current_context(), dataset=dataset, model=model, out=out)
     elif resume is not None:
-        given = {"DS": dataset, "--model": model, "--out": out, "--config": config}
-        config, out = str(config_to_resume(resume, given)), resume
+        values = {"DS": dataset, "--model": model, "--out": out, "--config": config}
+        config, out = str(config_to_resume(resume, values)), resume
     options = {
         "data.dataset": dataset,
         "model.path": model,
@@ -136,15 +136,15 @@ def train(
     if (status := in_processes(num_processes, again)) is not None:
         return status
     with requires_extra("train", "rollouts train"):
+        from trainer import training
         from trainer.reports import dry_run as report
-        from trainer.run import loop
     if dry_run:
         with shown_log():
             planned = report.dry_run(settings, resume=resume is not None)
     else:
         stops = going_on(lambda: how_to_resume(settings.run.out, again), "the current update")
         with shown_log(), stops if is_main() else nullcontext():
-            result = loop.train(settings, resume=resume is not None)
+            result = training.train(settings, resume=resume is not None)
     if not is_main():
         return 0
     if dry_run:

@@ -12,7 +12,6 @@ import difflib
 import functools
 import inspect
 import json
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -145,45 +144,41 @@ class Function:
 
     @property
     def place(self) -> str:
-        """File and line of the definition; "" if unknown."""
+        """File and line of a user function; "" if it is built in or unknown."""
+        if not self.is_own:
+            return ""
         try:
             line = inspect.getsourcelines(inspect.unwrap(self.function))[1]
             return f"{inspect.getsourcefile(inspect.unwrap(self.function))}:{line}"
         except (OSError, TypeError):
             return ""
 
-    def __call__(self, arrays: Callable[[str], Any]) -> Any:
-        """Call the function with its keys and with `arrays` of the name of each of its inputs.
-
-        A user's function gets copies of arrays and tensors, in case it modifies them.
-
-        Raises:
-            InputError: `{rule_id}_raised`: the user's function raised an exception (the message has
-                the location).
-        """
-        inputs = {name: arrays(name) for name in self.inputs}
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The function with its keys, to be called with its inputs; see `call_own` for a user's."""
         if not self.is_own:
-            return self.function(**inputs, **self.values)
-        for name, array in inputs.items():
-            copy = getattr(array, "clone", None) or getattr(array, "copy", None)
-            inputs[name] = copy() if copy else array
-        try:
-            return self.function(**inputs, **self.values)
-        except Exception as error:  # a user function may raise anything
-            frames = traceback.extract_tb(error.__traceback__)[1:]
-            path = self.place.rpartition(":")[0]
-            frames = [frame for frame in frames if frame.filename == path] or frames
-            place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-            text = " ".join(str(error).split())[:300]
-            got = f"raised {type(error).__name__}: {text}".strip(": ") + place
-            raise InputError(f"{self.kind.rule_id}_raised", self.name, got) from error
+            return functools.partial(self.function, **self.values)
+        from trainer.algorithms.own_functions import call_own
+
+        return functools.partial(call_own, self, **self.values)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Values of the keys for JSON, from the configuration or by default."""
+        values = {name: p.default for name, p in self.keys.items()} | dict(self.values)
+        return {key: value if is_plain(value) else repr(value) for key, value in values.items()}
+
+    def __str__(self) -> str:
+        place = f" ({self.place})" if self.place else ""
+        keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.settings.items())
+        return f"{self.name}{place}{': ' if keys else ''}{keys}"
 
     def refused(
-        self, got: str, expected: str = "", hint: str | None = None, *, part: str = ""
+        self, finding: str, expected: str = "", hint: str | None = None, *, part: str = ""
     ) -> InputError:
         """Return the error for the function, or for `part` of its result."""
         where = f"{self.name}, {part}" if part else self.name
-        return InputError(self.kind.rule_id, where, got, expected, hint)
+        return InputError(self.kind.rule_id, where, finding, expected, hint)
 
 
 def inputs_of(kind: Kind, name: str) -> frozenset[str]:
@@ -217,8 +212,8 @@ def find(kind: Kind, name: str) -> Function:
     try:
         parameters = inspect.signature(call).parameters
     except (ValueError, TypeError) as error:
-        got = f"its signature cannot be read: {error}"
-        raise InputError(kind.rule_id, name, got) from None
+        finding = f"its signature cannot be read: {error}"
+        raise InputError(kind.rule_id, name, finding) from None
     inputs = kind.inputs if is_own else kind.built_in[name][1].split()
     variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
     function = Function(
@@ -242,9 +237,9 @@ def find(kind: Kind, name: str) -> Function:
         )
     of_tokens = function.inputs & {"trajectory", "values"}
     if kind is ADVANTAGE_ESTIMATOR and "rewards" not in function.inputs and of_tokens:
-        got = f"{', '.join(sorted(taken))} and {', '.join(sorted(of_tokens))}"
+        finding = f"{', '.join(sorted(taken))} and {', '.join(sorted(of_tokens))}"
         why = "because the other inputs have one element per token"
-        raise function.refused(got, f"rewards instead of {', '.join(taken)}, {why}")
+        raise function.refused(finding, f"rewards instead of {', '.join(taken)}, {why}")
     return function
 
 
@@ -281,8 +276,8 @@ def bind(kind: Kind, section: Any) -> Function:
     fields = section.__dataclass_fields__.keys() - {"own"}
     values = {name: getattr(section, name) for name in function.keys if name in fields}
     if function.is_own:
-        own = section.own
-        values |= {n: own[n] for n in own if n in function.keys or function.takes_all_keys}
+        table = section.own
+        values |= {n: table[n] for n in table if n in function.keys or function.takes_all_keys}
     return replace(function, values=values)
 
 
@@ -306,13 +301,13 @@ def check_functions(section: Any, *kinds: Kind) -> None:
             raise ConfigError("config_value", f"{table}.own.{key}", str(value), expected)
         if key in fields:
             hint = f"set {table}.{key}; your function receives its value from there"
-            got = f"`{key}` is a key of [{table}], not of a function"
-            raise ConfigError("config_key", f"{table}.own", got, hint=hint)
+            finding = f"`{key}` is a key of [{table}], not of a function"
+            raise ConfigError("config_key", f"{table}.own", finding, hint=hint)
         if not functions:
             hint = f"set {' or '.join(kind.place for kind in kinds)} to module:function"
             hint = _near(key, fields, f"{table}.") or hint
-            got = f"`{key}` has no effect, because every configured function is built in"
-            raise ConfigError("config_key", f"{table}.own", got, hint=hint)
+            finding = f"`{key}` has no effect, because every configured function is built in"
+            raise ConfigError("config_key", f"{table}.own", finding, hint=hint)
         if key not in keys and not any(function.takes_all_keys for function in functions):
             free = sorted(keys.keys() - fields)
             hint = (
@@ -331,8 +326,8 @@ def check_functions(section: Any, *kinds: Kind) -> None:
     for function in functions:
         for name, parameter in function.keys.items():
             if name not in function.values and parameter.default is Parameter.empty:
-                got = f"parameter `{name}` is neither an input nor a key of [{table}.own]"
-                raise function.refused(got, hint=_input_for(function))
+                finding = f"parameter `{name}` is neither an input nor a key of [{table}.own]"
+                raise function.refused(finding, hint=_input_for(function))
 
 
 _PLAIN: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str)}
@@ -354,44 +349,14 @@ def own_parameters(values: Mapping[str, Any], overrides: Sequence[str]) -> list[
         values: Values of the configuration file.
         overrides: `section.key=value` strings.
     """
-    given = {key.strip(): value.strip() for key, _, value in (o.partition("=") for o in overrides)}
-    found = []
+    parts = (override.partition("=") for override in overrides)
+    overridden = {key.strip(): value.strip() for key, _, value in parts}
+    parameters = []
     for kind in KINDS:
         section = values.get(kind.section)
         in_file = section.get(kind.key) if isinstance(section, Mapping) else None
-        name = given.get(kind.place, in_file)
+        name = overridden.get(kind.place, in_file)
         if isinstance(name, str) and ":" in name:
             with suppress(RolloutError):
-                found += [f"{kind.section}.own.{key}" for key in find(kind, name).keys]
-    return found
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Use:
-    """A function that a run uses, with the values of its keys.
-
-    Attributes:
-        name: Name in the configuration.
-        place: FILE:LINE of a user function; None if it is built in or unknown.
-        keys: Values of its keys.
-    """
-
-    name: str
-    place: str | None
-    keys: dict[str, Any]
-
-    def __str__(self) -> str:
-        place = f" ({self.place})" if self.place else ""
-        keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.keys.items())
-        return f"{self.name}{place}{': ' if keys else ''}{keys}"
-
-
-def used(kind: Kind, section: Any) -> Use:
-    """Describe the function that a section names."""
-    function = bind(kind, section)
-    values = {name: p.default for name, p in function.keys.items()} | dict(function.values)
-    return Use(
-        name=function.name,
-        place=function.place or None if function.is_own else None,
-        keys={key: value if is_plain(value) else repr(value) for key, value in values.items()},
-    )
+                parameters += [f"{kind.section}.own.{key}" for key in find(kind, name).keys]
+    return parameters

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from rollout_io.configuration import Count, Fraction, NonNegative, Positive
+from trainer.checks import check_settings
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, check_functions, inputs_of
-from trainer.config.sections import Breach, check_section
 
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
@@ -126,7 +125,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         check_functions(self, POLICY_LOSS, LOSS_REDUCTION)
-        check_section("loss", self, _breaches(self))
+        check_settings(self, "loss")
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -177,8 +176,8 @@ class LossConfig:
     @property
     def corrects_for_sampler(self) -> bool:
         """True if importance weights or masks are enabled and apply to the policy loss."""
-        asked = self.importance_weights is not None or self.masks_by_ratio
-        return asked and not self.is_supervised
+        is_enabled = self.importance_weights is not None or self.masks_by_ratio
+        return is_enabled and not self.is_supervised
 
     @property
     def needs_reference(self) -> bool:
@@ -194,52 +193,3 @@ class LossConfig:
     def needs_old_logprobs(self) -> bool:
         """True if the loss depends on `old_logprobs`."""
         return self.corrects_for_sampler or "old_logprobs" in self.inputs
-
-
-IN_ORDER = (
-    ("geo_mask_low", "geo_mask_high"),
-    ("product_mask_low", "product_mask_high"),
-    ("outlier_token_is_threshold_low", "outlier_token_is_threshold_high"),
-    ("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
-    ("clip_cov_lb", "clip_cov_ub"),
-)
-
-
-def _breaches(c: LossConfig) -> Iterator[Breach]:
-    """Yield (key, value, expectation) for values that contradict each other."""
-    for low, high in IN_ORDER:
-        values = getattr(c, low), getattr(c, high)
-        if None not in values and not values[0] < values[1]:
-            yield f"{low} and {high}", f"{values[0]} and {values[1]}", f"{low} < {high}"
-    yield from _contradictions(c)
-
-
-def _contradictions(c: LossConfig) -> Iterator[Breach]:
-    low, high = c.token_mask_is_threshold_low, c.token_mask_is_threshold_high
-    if (low is None) != (high is None):
-        keys = "token_mask_is_threshold_low and token_mask_is_threshold_high"
-        yield keys, f"{low} and {high}", "both or neither"
-    if c.reduction == "seq_mean_token_sum_norm" and c.max_seq_len is None:
-        yield "max_seq_len", "none", "a length, because seq_mean_token_sum_norm requires it"
-    if c.is_anchored_on_sampler and not c.has_own_loss and c.importance_weights is not None:
-        expected = (
-            f"auto or none for tis_ratio_type, because {c.policy_loss_type} already contains the ratio"
-            " to rollout_logprobs"
-        )
-        yield "policy_loss_type and tis_ratio_type", f"{c.tis_ratio_type}", expected
-    is_own = ":" in c.policy_loss_type
-    if c.is_supervised and not is_own and c.tis_ratio_type in ("token", "sequence"):
-        expected = f"auto or none, because {c.policy_loss_type} has no importance ratios"
-        yield "tis_ratio_type", c.tis_ratio_type, expected
-    if c.is_supervised and c.masks_by_ratio:
-        expected = "a loss with importance ratios, because the configured masks require them"
-        yield "policy_loss_type", c.policy_loss_type, expected
-    if c.reference_model is not None and not c.needs_reference:
-        expected = "none, because kl_loss_coef and kl_reward_coef are 0"
-        yield "reference_model", c.reference_model, expected
-    if c.kl_loss_coef and c.kl_reward_coef:
-        coefs = f"{c.kl_loss_coef} and {c.kl_reward_coef}"
-        yield "kl_loss_coef and kl_reward_coef", coefs, "at most one above 0"
-    if c.is_supervised and c.kl_reward_coef:
-        expected = f"0, because {c.policy_loss_type} uses no rewards"
-        yield "kl_reward_coef", f"{c.kl_reward_coef}", expected

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,29 +11,9 @@ from rollout_io.configuration import (
     Fraction,
     NonNegative,
     Positive,
-    out_of_bounds,
 )
-from schemas.errors import ConfigError
+from trainer.checks import check_settings
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, check_functions, inputs_of
-
-Breach = tuple[str, str, str]
-"""A key, the value found, and the value expected."""
-
-
-def check_section(name: str, record: Any, breaches: Iterable[Breach] = ()) -> None:
-    """Check the bounds of a section's values, and further rules.
-
-    Args:
-        name: Name of the section.
-        record: The section.
-        breaches: Keys, found and expected values that break further rules.
-
-    Raises:
-        ConfigError: `config_value`: a value is out of bounds or breaks a rule.
-    """
-    for key, got, expected in (*out_of_bounds(record), *breaches):
-        keys = " and ".join(f"{name}.{one}" for one in key.split(" and "))
-        raise ConfigError("config_value", keys, got, expected)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +54,7 @@ class DataConfig:
     """Mask these groups instead: they keep their place in batches, but none of their tokens trains."""
 
     def __post_init__(self) -> None:
-        check_section("data", self)
+        check_settings(self, "data")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,13 +93,7 @@ class BatchConfig:
     R3); false ignores them."""
 
     def __post_init__(self) -> None:
-        check_section("batch", self, self._breaches())
-
-    def _breaches(self) -> Iterator[Breach]:
-        if self.groups_per_batch % self.groups_per_mini_batch:
-            keys = "groups_per_batch and groups_per_mini_batch"
-            got = f"{self.groups_per_batch} and {self.groups_per_mini_batch}"
-            yield keys, got, "groups_per_batch divisible by groups_per_mini_batch"
+        check_settings(self, "batch")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,14 +147,7 @@ class AdvantageConfig:
 
     def __post_init__(self) -> None:
         check_functions(self, ADVANTAGE_ESTIMATOR)
-        check_section("advantage", self, self._breaches())
-
-    def _breaches(self) -> Iterator[Breach]:
-        keys, got = "reward_weights and estimator", f"{self.reward_weights} and {self.estimator}"
-        if ("separate_rewards" in self.inputs) != bool(self.reward_weights):
-            yield keys, got, "rewards with weights for gdpo, and none for other estimators"
-        elif not all(map(math.isfinite, self.reward_weights.values())):
-            yield "reward_weights", str(self.reward_weights), "finite weights"
+        check_settings(self, "advantage")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,13 +182,7 @@ class ModelConfig:
     head. None: `path`, with a value head of zeros."""
 
     def __post_init__(self) -> None:
-        check_section("model", self, self._breaches())
-
-    def _breaches(self) -> Iterator[Breach]:
-        targets = self.lora_target_modules
-        if targets is not None and not (self.lora_rank and targets):
-            got, expected = f"{targets} and {self.lora_rank}", "module names and a rank"
-            yield "lora_target_modules and lora_rank", got, expected
+        check_settings(self, "model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,11 +210,7 @@ class OptimizerConfig:
     settings."""
 
     def __post_init__(self) -> None:
-        check_section("optimizer", self, self._breaches())
-
-    def _breaches(self) -> Iterator[Breach]:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            yield "betas", str(self.betas), "two numbers in [0, 1)"
+        check_settings(self, "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,11 +233,4 @@ class RunConfig:
     """Accelerate trackers that also receive the metrics, such as `tensorboard`."""
 
     def __post_init__(self) -> None:
-        check_section("run", self, self._breaches())
-
-    def _breaches(self) -> Iterator[Breach]:
-        if self.seed >= 2**32:
-            yield "seed", str(self.seed), "a number below 2^32, the limit of NumPy's generator"
-        if "://" in self.out:
-            expected = "a local directory, because checkpoints are synced and renamed there"
-            yield "out", self.out, expected
+        check_settings(self, "run")

@@ -46,11 +46,11 @@ def meanings(kind: type[Any]) -> dict[str, str]:
     """Return the first sentence of the docstring below each field of a class."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    texts = {}
     for node, doc in pairwise(body.body):
         if isinstance(node, ast.AnnAssign) and isinstance(doc, ast.Expr):
             text = " ".join(str(ast.literal_eval(doc.value)).split())
             required = "Required. " if text.startswith("Required. ") else ""
             sentence = text.removeprefix("Required. ").partition(". ")[0]
-            found[ast.unparse(node.target)] = f"{required}{sentence.removesuffix('.')}."
-    return found
+            texts[ast.unparse(node.target)] = f"{required}{sentence.removesuffix('.')}."
+    return texts

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 
 from rollout_io.configuration import check_required, load_record, read_values
 from rollout_io.dataset.atomic_files import replace_text
-from schemas.errors import ConfigError
-from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS, Use, own_parameters, used
+from trainer.checks import check_settings
+from trainer.config.functions import ADVANTAGE_ESTIMATOR, KINDS, Function, bind, own_parameters
 from trainer.config.learning_rate import Method, usual_learning_rate
 from trainer.config.loss_config import LossConfig
 from trainer.config.sections import (
@@ -93,33 +93,6 @@ class Sections:
         """True if advantages depend on the returns of a trajectory's group."""
         return not self.loss.is_supervised and "group_index" in self.advantage.inputs
 
-    def check_agreement(self) -> None:
-        """Check that values of different sections do not contradict each other.
-
-        Raises:
-            ConfigError: `config_value`: two values contradict each other.
-        """
-        loss, advantage = self.loss, self.advantage
-        if self.model.critic_model is not None and not advantage.needs_critic:
-            keys, expected = (
-                "model.critic_model and advantage.estimator",
-                "gae, or a custom estimator that takes `values`",
-            )
-            raise ConfigError("config_value", keys, advantage.estimator, expected)
-        if loss.kl_reward_coef and advantage.separate_rewards:
-            keys, got = "loss.kl_reward_coef and advantage.estimator", advantage.estimator
-            expected = "kl_loss_coef, because separate rewards have no return to subtract it from"
-            raise ConfigError("config_value", keys, got, expected)
-        if loss.is_supervised and advantage.needs_critic:
-            keys, got = (
-                "loss.policy_loss_type and advantage.estimator",
-                f"{loss.policy_loss_type} and {advantage.estimator}",
-            )
-            expected = (
-                f"an estimator without a critic, because {loss.policy_loss_type} uses no advantages"
-            )
-            raise ConfigError("config_value", keys, got, expected)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig(Sections):
@@ -136,7 +109,7 @@ class TrainConfig(Sections):
 
     def __post_init__(self) -> None:
         check_required(dataclasses.asdict(self), REQUIRED)
-        self.check_agreement()
+        check_settings(self)
 
 
 AnySections = TypeVar("AnySections", bound=Sections)
@@ -173,7 +146,7 @@ def load_sections(
 ) -> Sections:
     """Read a configuration as `load_config` does, but without requiring any key."""
     config = _load(Sections, toml_path, overrides, options)
-    config.check_agreement()
+    check_settings(config)
     return config
 
 
@@ -194,7 +167,7 @@ def _load(
     )
 
 
-def uses(config: TrainConfig) -> dict[str, Use]:
+def uses(config: TrainConfig) -> dict[str, Function]:
     """Return the policy loss, advantage estimator and reduction that a run uses, by their keys.
 
     There is no estimator if the loss takes no advantages.
@@ -203,7 +176,7 @@ def uses(config: TrainConfig) -> dict[str, Use]:
         kind: kind is not ADVANTAGE_ESTIMATOR or not config.loss.is_supervised for kind in KINDS
     }
     return {
-        kind.place: used(kind, getattr(config, kind.section)) for kind in KINDS if is_used[kind]
+        kind.place: bind(kind, getattr(config, kind.section)) for kind in KINDS if is_used[kind]
     }
 
 
@@ -254,7 +227,7 @@ def _was_merged(dataset: str) -> bool:
     from rollout_io.dataset.returns import joined
 
     history = rollout_io.read_metadata(dataset).made_by
-    verbs = [made["verb"] for made in history if made.get("verb") in {"merge", "unmerge"}]
+    verbs = [entry["verb"] for entry in history if entry.get("verb") in {"merge", "unmerge"}]
     if verbs:
         return bool(verbs[-1] == "merge")
     rows = rollout_io.scan(dataset)

@@ -85,12 +85,11 @@ def _forget_other_precision(precision: str) -> None:
         return
     gc.collect()
     is_ours = bool(_MADE)
-    if not is_ours or any(made() is not None for made in _MADE):
-        got = (
-            f"{state.get('_mixed_precision')}, in use by another run or Accelerator of this process"
-        )
+    if not is_ours or any(living() is not None for living in _MADE):
+        used = state.get("_mixed_precision")
+        finding = f"{used}, in use by another run or Accelerator of this process"
         hint = "drop that run first, or train in a process of its own"
-        raise ConfigError("launch", "dtype", got, precision, hint)
+        raise ConfigError("launch", "dtype", finding, precision, hint)
     _MADE.clear()
     AcceleratorState._reset_state()
 
@@ -105,9 +104,9 @@ def wrap(
     """
     model, optimizer = accelerator.prepare(model, optimizer)
     if _is_on("ACCELERATE_USE_FSDP") and not is_sharded(model):
-        got = f"FSDP does not shard parameters on {accelerator.device.type}"
+        finding = f"FSDP does not shard parameters on {accelerator.device.type}"
         hint = "launch without --use_fsdp: FSDP needs GPUs"
-        raise ConfigError("launch", "accelerate launch", got, hint=hint)
+        raise ConfigError("launch", "accelerate launch", finding, hint=hint)
     return model, optimizer
 
 
@@ -147,9 +146,9 @@ def _check_launch(optimizer: str) -> None:
     num_accumulated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if num_accumulated != "1":
         hint = "set batch.groups_per_mini_batch: it determines the size of an optimizer step"
-        got = f"gradient_accumulation_steps {num_accumulated}"
+        finding = f"gradient_accumulation_steps {num_accumulated}"
         raise ConfigError(
-            "launch", where, got, "1, because other values would divide the gradient", hint
+            "launch", where, finding, "1, because other values would divide the gradient", hint
         )
     if _is_on("ACCELERATE_USE_DEEPSPEED"):
         hint = "use FSDP2: it shards parameters, gradients and optimizer state like ZeRO-3"
@@ -160,10 +159,9 @@ def _check_launch(optimizer: str) -> None:
         hint = "pass --fsdp_version 2, or set fsdp_version: 2 under fsdp_config"
         raise ConfigError("launch", where, "FSDP version 1", expected, hint)
     if optimizer == "adamw_8bit":
-        got, expected = "adamw_8bit with FSDP", "adamw, whose state can be sharded"
-        raise ConfigError(
-            "launch", "optimizer.algorithm", got, expected, "pass --set optimizer.algorithm=adamw"
-        )
+        finding, expected = "adamw_8bit with FSDP", "adamw, whose state can be sharded"
+        hint = "pass --set optimizer.algorithm=adamw"
+        raise ConfigError("launch", "optimizer.algorithm", finding, expected, hint)
     # Every process loads the model, which is checked before anything is sharded.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 

@@ -62,8 +62,8 @@ class Orders:
         Raises:
             InputError: `process_lost`: the main process has ended.
         """
-        found: dict[str, Any] = json.loads(self._exchange(self._patient, b"")[0])
-        return found
+        order: dict[str, Any] = json.loads(self._exchange(self._patient, b"")[0])
+        return order
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
@@ -100,9 +100,9 @@ class Orders:
             padded = torch.zeros(max(1, *(int(size) for size in sizes)), dtype=torch.uint8)
             if data:
                 padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            found = [torch.zeros_like(padded) for _ in sizes]
-            distributed.all_gather(found, padded, group=group)
+            gathered = [torch.zeros_like(padded) for _ in sizes]
+            distributed.all_gather(gathered, padded, group=group)
         self._is_between = was_between
         return [
-            part.numpy()[: int(size)].tobytes() for part, size in zip(found, sizes, strict=True)
+            part.numpy()[: int(size)].tobytes() for part, size in zip(gathered, sizes, strict=True)
         ]

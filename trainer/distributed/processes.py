@@ -51,9 +51,9 @@ def lost_processes() -> Iterator[None]:
         reason = _lost(error)
         if reason is None:
             raise
-        got = f"another process of the run has ended or does not respond ({reason})"
+        finding = f"another process of the run has ended or does not respond ({reason})"
         hint = "look for its own error above; continue with --resume RUN"
-        raise InputError("process_lost", _this_process(), got, hint=hint) from error
+        raise InputError("process_lost", _this_process(), finding, hint=hint) from error
 
 
 def _lost(error: RuntimeError) -> str | None:
@@ -86,8 +86,8 @@ def gather_bytes(accelerator: Accelerator, data: bytes) -> list[bytes]:
     padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    found = accelerator.gather(padded.to(device)).view(len(sizes), -1).cpu().numpy()
-    return [row[:size].tobytes() for row, size in zip(found, sizes, strict=True)]
+    gathered = accelerator.gather(padded.to(device)).view(len(sizes), -1).cpu().numpy()
+    return [row[:size].tobytes() for row, size in zip(gathered, sizes, strict=True)]
 
 
 def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
@@ -106,10 +106,10 @@ def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
     except RolloutError as error:
         failure = error
     except OSError as error:
-        got = (error.strerror or str(error)).lower()
-        failure = InputError("file", str(error.filename), got)
-    said = json.dumps(encode(failure)).encode() if failure else b""
-    others = [found for found in gather_bytes(accelerator, said) if found]
+        finding = (error.strerror or str(error)).lower()
+        failure = InputError("file", str(error.filename), finding)
+    message = json.dumps(encode(failure)).encode() if failure else b""
+    others = [text for text in gather_bytes(accelerator, message) if text]
     if failure:
         raise failure
     if others:
@@ -179,15 +179,15 @@ def gather_parts(
         return [parts[number] for number in sorted(parts)]
     from safetensors.torch import load, save
 
-    own = {f"{k} {name}": t for k, part in parts.items() if k >= 0 for name, t in part.items()}
-    found: dict[int, dict[str, Tensor]] = {}
-    for data in gather_bytes(accelerator, save(own)):
+    flat = {f"{k} {name}": t for k, part in parts.items() if k >= 0 for name, t in part.items()}
+    gathered: dict[int, dict[str, Tensor]] = {}
+    for data in gather_bytes(accelerator, save(flat)):
         for key, tensor in load(data).items():
             number, _, name = key.partition(" ")
-            found.setdefault(int(number), {})[name] = tensor
+            gathered.setdefault(int(number), {})[name] = tensor
     names = dict.fromkeys(next(iter(parts.values()), {}))
-    names |= dict.fromkeys(name for part in found.values() for name in part)
+    names |= dict.fromkeys(name for part in gathered.values() for name in part)
     return [
-        {name: found[number][name] for name in names if name in found[number]}
-        for number in sorted(found)
+        {name: gathered[number][name] for name in names if name in gathered[number]}
+        for number in sorted(gathered)
     ]

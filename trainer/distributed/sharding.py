@@ -28,12 +28,12 @@ def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
     """
     if not is_sharded(model):
         return None
-    state, found = model.state_dict(keep_vars=True), dict[int, Tensor]()
+    state, tensors = model.state_dict(keep_vars=True), dict[int, Tensor]()
     for tensor in state.values():
-        if id(tensor) not in found:
+        if id(tensor) not in tensors:
             gathered = whole(tensor)
-            found[id(tensor)] = gathered if keep else gathered.new_empty(0)
-    return {name: found[id(tensor)] for name, tensor in state.items()} if keep else None
+            tensors[id(tensor)] = gathered if keep else gathered.new_empty(0)
+    return {name: tensors[id(tensor)] for name, tensor in state.items()} if keep else None
 
 
 def under(module: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

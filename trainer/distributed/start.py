@@ -1,6 +1,8 @@
 """Start the processes of `--num-processes` on this machine, and end them together.
 
-Does not import torch: the process that starts the others only waits for them.
+Does not import torch: the process that starts the others only waits for them. torch.distributed.run
+would take 2.3 s of CPU time and 140 MB more to start, needs a port, and passes a signal to all
+processes, not to the main one alone, which saves the work of all.
 """
 
 from __future__ import annotations
@@ -83,11 +85,11 @@ class _Processes:
         if sys.platform == "linux":
             usual["GLOO_SOCKET_IFNAME"] = "lo"
         for rank in range(self._size):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rollout_io", *self._arguments],
                 stdin=subprocess.DEVNULL,
-                env=usual | os.environ | shared | own,
+                env=usual | os.environ | shared | ranks,
                 start_new_session=True,
             )
             self._watch.add(process.pid)
@@ -139,18 +141,19 @@ class _Processes:
         causes = {
             r: c for r, c in self._codes.items() if c not in (0, LOST) and r not in self._killed
         }
-        own = 0 if 0 in causes else next(iter(causes), 0)  # an error may occur in all processes
-        rank = next((r for r, code in causes.items() if code < 0), own)
+        cause = 0 if 0 in causes else next(iter(causes), 0)  # an error may occur in all processes
+        rank = next((r for r, code in causes.items() if code < 0), cause)
         code = self._codes[rank]
         if rank == 0 and code not in (LOST, *range(-64, 0)):
             return code  # the main process has printed its error
-        got = f"the process ended with exit status {code}; the others were stopped"
+        finding = f"the process ended with exit status {code}; the others were stopped"
         if code < 0:
             name = signal.Signals(-code).name
-            got = f"the process was killed by {name}; the others were stopped"
+            finding = f"the process was killed by {name}; the others were stopped"
             if name == "SIGKILL":
                 hint = f"check the free memory, then {hint}"
-        raise InputError("process_lost", f"rank {rank} (of {self._size} processes)", got, hint=hint)
+        where = f"rank {rank} (of {self._size} processes)"
+        raise InputError("process_lost", where, finding, hint=hint)
 
     def _kill(self, rank: int) -> None:
         process = self._popens[rank]

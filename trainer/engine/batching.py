@@ -101,7 +101,7 @@ def continue_batch(
     cache = DynamicCache(config=model.config)
     # Transformers 5.24 renamed the argument, and warns about the earlier name.
     is_renamed = "cache" in inspect.signature(model.forward).parameters
-    given = {"cache" if is_renamed else "past_key_values": cache}
+    cache_argument = {"cache" if is_renamed else "past_key_values": cache}
     rows = list(requests)
     while True:
         with recorded(model) as experts:
@@ -111,7 +111,7 @@ def continue_batch(
                 position_ids=positions,
                 use_cache=True,
                 logits_to_keep=1,
-                **given,
+                **cache_argument,
             ).logits[:, -1]
         _keep_routes(rows, experts(), mask[:, -ids.shape[1] :].bool())
         settings, generators = [r.sampling for r in rows], [r.generator for r in rows]
@@ -120,14 +120,14 @@ def continue_batch(
             row.take(token, logprob, support, ends, decode)
             if row.stop_reason is not None:
                 finished(row)
-        kept = [i for i, row in enumerate(rows) if row.stop_reason is None]
-        if not kept:
+        continuing = [i for i, row in enumerate(rows) if row.stop_reason is None]
+        if not continuing:
             return
-        if len(kept) < len(rows):
-            keep = torch.tensor(kept, device=model.device)
+        if len(continuing) < len(rows):
+            keep = torch.tensor(continuing, device=model.device)
             cache.batch_select_indices(keep)
             mask, positions = mask[keep], positions[keep]
-            rows = [rows[i] for i in kept]
+            rows = [rows[i] for i in continuing]
         ids = torch.tensor([[row.response[-1]] for row in rows], device=model.device)
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], -1)
         positions = positions[:, -1:] + 1
@@ -136,10 +136,10 @@ def continue_batch(
 def _keep_routes(rows: Sequence[Request], routes: Tensor | None, is_real: Tensor) -> None:
     """Store the routes of each row's tokens, except padding, after a forward pass."""
     if routes is not None:
-        for row, own, real in zip(
+        for row, row_routes, real in zip(
             rows, routes.reshape(*is_real.shape, *routes.shape[1:]), is_real, strict=True
         ):
-            row.routes.append(own[real].cpu())
+            row.routes.append(row_routes[real].cpu())
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -158,17 +158,17 @@ class TransformersEngine:
 
     def _load(self, path: str) -> None:
         loaded = load_policy(path, logprob_chunk_tokens=1024).model.state_dict()
-        own = self.model.state_dict()
+        now = self.model.state_dict()
         bad = next(
-            (n for n in own.keys() | loaded.keys() if _shape(own, n) != _shape(loaded, n)), None
+            (n for n in now.keys() | loaded.keys() if _shape(now, n) != _shape(loaded, n)), None
         )
         if bad is not None:
-            shape, current = _shape(loaded, bad), _shape(own, bad)
-            got = f"weight {bad} has shape {shape}, but the engine's model has {current}"
+            shape, current = _shape(loaded, bad), _shape(now, bad)
+            finding = f"weight {bad} has shape {shape}, but the engine's model has {current}"
             if shape is None or current is None:
                 problem = "missing" if shape is None else "not in the engine's model"
-                got = f"weight {bad} is {problem}"
-            raise InputError("model_load", path, got)
+                finding = f"weight {bad} is {problem}"
+            raise InputError("model_load", path, finding)
         self.model.load_state_dict(loaded)
 
     def _request(
@@ -256,15 +256,15 @@ def _shape(weights: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
 def _end_ids(model: Any, tokenizer: ChatTokenizer) -> set[int]:
     named = getattr(model.generation_config, "eos_token_id", None)
     ends = {named} if isinstance(named, int) else set(named or ())
-    own = tokenizer.eos_token_id
-    return ends if own is None else ends | {own}
+    end_of_text = tokenizer.eos_token_id
+    return ends if end_of_text is None else ends | {end_of_text}
 
 
 def _check(prompt: Sequence[int], sampling: Sampling, vocab_size: int, context: int | None) -> None:
     rule = "engine_refused"
     if sampling.extra:
-        got = f"the embedded engine does not support {', '.join(map(repr, sampling.extra))}"
-        raise EngineError(rule, "extra sampling fields", got)
+        finding = f"the embedded engine does not support {', '.join(map(repr, sampling.extra))}"
+        raise EngineError(rule, "extra sampling fields", finding)
     if not prompt:
         raise EngineError(rule, "prompt", "0 tokens", "at least 1")
     bad = next((i for i in prompt if not 0 <= i < vocab_size), None)
@@ -295,7 +295,7 @@ def assistant_message(text: str) -> dict[str, Any]:
         ('Let me see.', {'name': 'add', 'arguments': '{"a": 2}'})
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
-    calls = [_function(found) for found in _CALL.findall(text)]
+    calls = [_function(written) for written in _CALL.findall(text)]
     if calls and all(call is not None for call in calls):
         message["content"] = text.partition("<tool_call>")[0].strip() or None
         message["tool_calls"] = [

@@ -43,9 +43,9 @@ def sampled_distribution(logits: Tensor, settings: Sequence[Sampling]) -> Tensor
     top_k = [min(s.top_k or num_tokens, num_tokens) for s in settings]
     if any(k < num_tokens for k in top_k):
         limited = [k for k in top_k if k < num_tokens]
-        kept = logits.topk(max(limited)).values
+        largest = logits.topk(max(limited)).values
         last = [k - 1 if k < num_tokens else 0 for k in top_k]
-        lowest = kept.gather(-1, torch.tensor(last, device=logits.device)[:, None])
+        lowest = largest.gather(-1, torch.tensor(last, device=logits.device)[:, None])
         every = torch.tensor([k == num_tokens for k in top_k], device=logits.device)[:, None]
         logits = logits.masked_fill((logits < lowest) & ~every, -torch.inf)
     if any(s.top_p < 1 for s in settings):
@@ -87,11 +87,11 @@ def sample_tokens(
     drawn = drawn.clamp(max=logits.shape[-1] - 1)  # beyond the end if logits are not finite
     greedy = torch.tensor([s.temperature == 0 for s in settings], device=logits.device)
     token = torch.where(greedy[:, None], logprobs.argmax(-1, keepdim=True), drawn)
-    found = torch.cat([token.double(), logprobs.gather(-1, token).double()], -1).tolist()
-    if not all(math.isfinite(logprob) for _, logprob in found):
+    sampled = torch.cat([token.double(), logprobs.gather(-1, token).double()], -1).tolist()
+    if not all(math.isfinite(logprob) for _, logprob in sampled):
         raise RuntimeError("the model's logits are not finite: its weights may have diverged")
     sets = [
         logprobs[row].isfinite().nonzero()[:, 0].tolist() if one.truncates else None
         for row, one in enumerate(settings)
     ]
-    return [int(token) for token, _ in found], [logprob for _, logprob in found], sets
+    return [int(token) for token, _ in sampled], [logprob for _, logprob in sampled], sets

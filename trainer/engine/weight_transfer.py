@@ -105,10 +105,10 @@ def open_nccl_sender(url: str, post: Post) -> WeightSender:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     except ImportError as error:
-        got = f"transferring weights to {url} needs vLLM in the trainer's environment: {error}"
+        finding = f"transferring weights to {url} needs vLLM in the trainer's environment: {error}"
         hint = "install the servers' version of vLLM there, or start the servers without"
         hint = f"{hint} --weight-transfer-config to send weights as files"
-        raise MissingExtra("extra_installed", url, got, hint=hint, message=got) from None
+        raise MissingExtra("extra_installed", url, finding, hint=hint, message=finding) from None
     num_workers = json.loads(post("/get_world_size", None))["world_size"]
     address, port = _reachable_from(url)
     source, client = Checkpoint(Path()), _Client(post)

@@ -62,8 +62,8 @@ def _find_varlen() -> Any:
         kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
         return None
-    known = {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(kernel).parameters)
-    return kernel if known else None
+    parameters = inspect.signature(kernel).parameters
+    return kernel if {"scale", "window_size", "enable_gqa"} <= parameters.keys() else None
 
 
 VARLEN_ATTN = _find_varlen()

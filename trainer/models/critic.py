@@ -80,10 +80,10 @@ def load_critic(path: str, *, gradient_checkpointing: bool = False, trees: bool 
         try:
             critic.value_head.load_state_dict(load_file(head))
         except (OSError, RuntimeError, SafetensorError) as error:
-            got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            finding = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             hint = "remove this file to start with a value head of zeros"
-            got = f"cannot be loaded as the value head of this model: {got}"
-            raise InputError("model_load", str(head), got, hint=hint) from error
+            finding = f"cannot be loaded as the value head of this model: {finding}"
+            raise InputError("model_load", str(head), finding, hint=hint) from error
     return critic
 
 

@@ -24,23 +24,23 @@ def check_model_directory(path: str) -> None:
     if file.is_file():
         try:
             is_object = isinstance(json.loads(read_input(file, _MOST_BYTES)), dict)
-            got = "config.json is not a JSON object"
+            finding = "config.json is not a JSON object"
         except ValueError as error:
             if isinstance(error, RolloutError):
                 raise
-            is_object, got = False, f"config.json is not JSON: {error}"
+            is_object, finding = False, f"config.json is not JSON: {error}"
         except RecursionError:
-            is_object, got = False, "config.json is nested too deeply"
+            is_object, finding = False, "config.json is nested too deeply"
         if is_object:
             return
-        raise InputError("model_directory", path, got, hint="download config.json again")
+        raise InputError("model_directory", path, finding, hint="download config.json again")
     hint: str | None = None
-    got = "config.json is missing from this model directory"
+    finding = "config.json is missing from this model directory"
     if not Path(path).is_dir():
-        got = "the model directory does not exist"
+        finding = "the model directory does not exist"
         name = path if re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) else "ORG/NAME"
         hint = f"download the model: `hf download {name} --local-dir DIR`, then pass DIR"
-    raise InputError("model_directory", path, got, hint=hint)
+    raise InputError("model_directory", path, finding, hint=hint)
 
 
 def code_of(path: str) -> str:

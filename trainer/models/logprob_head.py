@@ -59,10 +59,10 @@ def target_logprobs(
         (-1.3863, 1.3863)
     """
     apply: Any = _TargetLogprobs.apply
-    found: tuple[Tensor, Tensor] = apply(
+    outputs: tuple[Tensor, Tensor] = apply(
         logits, token, temperature, scale, softcap, entropy_gradient
     )
-    return found
+    return outputs
 
 
 def set_logprobs(
@@ -106,8 +106,8 @@ def set_logprobs(
     def total(values: Tensor) -> Tensor:
         return values.new_zeros(len(sizes)).index_add(0, row, values)
 
-    each = torch.arange(len(sizes), device=logits.device)
-    z, picked = scaled(logits[row, ids], row), scaled(logits[each, token], each)
+    rows = torch.arange(len(sizes), device=logits.device)
+    z, picked = scaled(logits[row, ids], row), scaled(logits[rows, token], rows)
     top = z.new_full(sizes.shape, -torch.inf).scatter_reduce(0, row, z.detach(), "amax")
     z, picked = z - top[row], picked - top
     p = z.exp()
@@ -158,8 +158,8 @@ def teacher_divergence(
         return values - mass.log()[row]
 
     log_p, log_q = normalised(z), normalised(teacher_logprobs.float())
-    each = log_p.exp() * (log_p - log_q) if is_reverse else -log_q.exp() * log_p
-    return each.new_zeros(len(sizes)).index_add(0, row, each)
+    terms = log_p.exp() * (log_p - log_q) if is_reverse else -log_q.exp() * log_p
+    return terms.new_zeros(len(sizes)).index_add(0, row, terms)
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -190,28 +190,29 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, token, temperature, normalizer, entropy = ctx.saved_tensors
         for r, block in _blocks(logits):
-            given = temperature[r], normalizer[r], entropy[r], grad[r]
-            columns = *given, entropy_grad[r] if ctx.entropy_gradient else None
+            rows = temperature[r], normalizer[r], entropy[r], grad[r]
+            columns = *rows, entropy_grad[r] if ctx.entropy_gradient else None
             settings = {"scale": ctx.scale, "softcap": ctx.softcap}
-            own = _gradient(block.gather(-1, token[r, None]), *columns, **settings, is_token=True)
+            picked = block.gather(-1, token[r, None])
+            of_token = _gradient(picked, *columns, **settings, is_token=True)
             block.copy_(run_block(_gradient, block, *columns, **settings, is_token=False))
-            block.scatter_(-1, token[r, None], own)
+            block.scatter_(-1, token[r, None], of_token)
         return logits, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, logits_tangent: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Compute the derivatives of both outputs in the direction of the logits' tangent."""
         logits, token, temperature, normalizer, entropy = ctx.saved_tensors
-        found, entropy_found = torch.empty_like(normalizer), torch.empty_like(normalizer)
+        tangent, entropy_tangent = torch.empty_like(normalizer), torch.empty_like(normalizer)
         for rows, capped in scaled_blocks(logits, ctx.scale, ctx.softcap):
             change = logits_tangent[rows] * (ctx.scale / temperature[rows, None])
             if ctx.softcap is not None:
                 change *= 1 - (capped / ctx.softcap) ** 2
             z = capped.div_(temperature[rows, None]).sub_(normalizer[rows, None])
             weighted = z.exp().mul_(change)
-            found[rows] = change.gather(-1, token[rows, None])[:, 0] - weighted.sum(-1)
-            entropy_found[rows] = -weighted.mul_(z.add_(entropy[rows, None])).sum(-1)
-        return found, entropy_found if ctx.entropy_gradient else None
+            tangent[rows] = change.gather(-1, token[rows, None])[:, 0] - weighted.sum(-1)
+            entropy_tangent[rows] = -weighted.mul_(z.add_(entropy[rows, None])).sum(-1)
+        return tangent, entropy_tangent if ctx.entropy_gradient else None
 
 
 def _summed(
@@ -265,9 +266,9 @@ def run_block(function: Any, logits: Tensor, *columns: Tensor | None, **settings
     """
     if not is_gpu(logits):
         return function(logits, *columns, **settings)
-    own = [None if column is None else column.clone() for column in columns]
+    copies = [None if column is None else column.clone() for column in columns]
     with SYMBOLIC_SIZES():
-        return _compiled(function)(logits.detach(), *own, **settings)
+        return _compiled(function)(logits.detach(), *copies, **settings)
 
 
 def is_gpu(logits: Tensor) -> bool:

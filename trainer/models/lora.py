@@ -52,8 +52,8 @@ def add_adapter(policy: Policy, config: ModelConfig, path: Path | None = None) -
     try:
         peft.inject_adapter_in_model(settings, policy.model, NAME)
     except ValueError as error:
-        got = f"peft cannot add adapters: {str(error).partition(chr(10))[0]}"
-        raise _no_targets(config, got, names) from error
+        finding = f"peft cannot add adapters: {str(error).partition(chr(10))[0]}"
+        raise _no_targets(config, finding, names) from error
     _check_targets(policy.model, config, names)
     if path is not None:
         _load(policy.model, path / WEIGHTS)
@@ -86,13 +86,13 @@ def _without_frozen(model: Any, names: Sequence[str]) -> list[str]:
 
     A suffix that also matches a frozen layer is replaced by the full names of the others.
     """
-    found = []
+    targets = []
     for name in names:
         matched = [(n, m) for n, m in model.named_modules() if n == name or n.endswith(f".{name}")]
         frozen = {n for n, m in matched if not any(p.requires_grad for p in m.parameters())}
         mixed = frozen and len(frozen) < len(matched)
-        found += [n for n, _ in matched if n not in frozen] if mixed else [name]
-    return found
+        targets += [n for n, _ in matched if n not in frozen] if mixed else [name]
+    return targets
 
 
 def _check_targets(model: Any, config: ModelConfig, names: Sequence[str]) -> None:
@@ -100,15 +100,15 @@ def _check_targets(model: Any, config: ModelConfig, names: Sequence[str]) -> Non
     for name, layer in _layers(model):
         if layer is head or not isinstance(layer.base_layer, nn.Linear):
             kind = "is the head" if layer is head else f"has type {type(layer.base_layer).__name__}"
-            got = f"{name} {kind}, but adapters need linear layers of the decoder"
-            raise _no_targets(config, got, names)
+            finding = f"{name} {kind}, but adapters need linear layers of the decoder"
+            raise _no_targets(config, finding, names)
 
 
-def _no_targets(config: ModelConfig, got: str, names: Sequence[str]) -> ConfigError:
+def _no_targets(config: ModelConfig, finding: str, names: Sequence[str]) -> ConfigError:
     hint = f"leave lora_target_modules out to add adapters to {', '.join(names)}"
     if config.lora_target_modules is None or not names:
         hint = "leave lora_rank out to train all weights"
-    return ConfigError("lora_target_modules", config.path, got, hint=hint)
+    return ConfigError("lora_target_modules", config.path, finding, hint=hint)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -121,16 +121,16 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _load(model: nn.Module, path: Path) -> None:
     wanted = {name: p for name, p in model.state_dict().items() if ".lora_" in name}
     try:
-        found = load_file(path)
-        weights = {name: found.pop(_file_name(name)) for name in wanted}
+        stored = load_file(path)
+        weights = {name: stored.pop(_file_name(name)) for name in wanted}
         model.load_state_dict(weights, strict=False)
     except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        got = f"cannot be loaded as an adapter of this model: {got}"
-        raise InputError("model_load", str(path), got) from error
-    if found:
-        got = f"the file has {count(len(found), 'weight')} that the adapter lacks, such as {min(found)}"
-        raise InputError("model_load", str(path), got, hint="merge the adapter into its model")
+        finding = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        finding = f"cannot be loaded as an adapter of this model: {finding}"
+        raise InputError("model_load", str(path), finding) from error
+    if stored:
+        finding = f"the file has {count(len(stored), 'weight')} that the adapter lacks, such as {min(stored)}"
+        raise InputError("model_load", str(path), finding, hint="merge the adapter into its model")
 
 
 def _file_name(name: str) -> str:
@@ -217,8 +217,8 @@ class WithoutAdapter(nn.Module):
         for layer in layers:
             layer.enable_adapters(enabled=False)
         try:
-            found: tuple[Tensor, Tensor] = policy(forest, temperature)
+            outputs: tuple[Tensor, Tensor] = policy(forest, temperature)
         finally:
             for layer in layers:
                 layer.enable_adapters(enabled=True)
-        return found
+        return outputs

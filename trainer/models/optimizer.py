@@ -30,16 +30,16 @@ def make_optimizer(
         MissingExtra: The optimizer is adamw_8bit and bitsandbytes is not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "lr": learning_rate,
         "betas": config.betas,
         "weight_decay": config.weight_decay,
     }
     if config.algorithm == "adamw":
-        return torch.optim.AdamW(trained, fused=device.type == "cuda" or None, **given)
+        return torch.optim.AdamW(trained, fused=device.type == "cuda" or None, **arguments)
     with requires_extra("bnb", "optimizer adamw_8bit"):
         bitsandbytes = importlib.import_module("bitsandbytes")
-    eight_bit: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(trained, **given)
+    eight_bit: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(trained, **arguments)
     return eight_bit
 
 
@@ -53,8 +53,8 @@ def clip_and_step(
     Returns:
         The norm before clipping.
     """
-    found = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+    total_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = float(total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm)
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad()

@@ -101,7 +101,7 @@ class Policy(nn.Module):
         sizes = sets.lengths.tensor_split(len(limited))
         split: Any = sets.ids.split
         ids = split([int(part.sum()) for part in sizes])
-        chunks += [(*c, *own) for c, own in zip(limited, zip(ids, sizes, strict=True), strict=True)]
+        chunks += [(*c, *s) for c, s in zip(limited, zip(ids, sizes, strict=True), strict=True)]
         logprobs, entropy = self._outputs(self._head, chunks)
         return logprobs[sets.place], entropy[sets.place]
 
@@ -112,19 +112,19 @@ class Policy(nn.Module):
         columns: Any = teacher.ids, teacher.logprobs
         ids, values = (column.split(split) for column in columns)
 
-        def head(hidden: Tensor, token: Tensor, temperature: Tensor, *own: Tensor) -> Any:
+        def head(hidden: Tensor, token: Tensor, temperature: Tensor, *teacher_sets: Tensor) -> Any:
             logits = self.model.get_output_embeddings()(hidden)
             scaling: Any = {"scale": self.logit_scale, "softcap": self.softcap}
             divergence = teacher_divergence(
-                logits, temperature, *own, **scaling, is_reverse=teacher.is_reverse
+                logits, temperature, *teacher_sets, **scaling, is_reverse=teacher.is_reverse
             )
             entropies = self.entropy_gradient
             return *target_logprobs(
                 logits, token, temperature, **scaling, entropy_gradient=entropies
             ), divergence
 
-        given = zip(chunks, ids, values, sizes, strict=True)
-        return self._outputs(head, [(*chunk, *own) for chunk, *own in given])
+        parts = zip(chunks, ids, values, sizes, strict=True)
+        return self._outputs(head, [(*chunk, *teacher_sets) for chunk, *teacher_sets in parts])
 
     def _chunks(self, *inputs: Tensor) -> list[tuple[Tensor, ...]]:
         num_chunks = max(1, math.ceil(len(inputs[0]) / self.logprob_chunk_tokens))
@@ -141,7 +141,7 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         logits = self.model.get_output_embeddings()(hidden)
         function: Any = set_logprobs if sets else target_logprobs
-        found: tuple[Tensor, Tensor] = function(
+        outputs: tuple[Tensor, Tensor] = function(
             logits,
             token,
             temperature,
@@ -150,7 +150,7 @@ class Policy(nn.Module):
             softcap=self.softcap,
             entropy_gradient=self.entropy_gradient,
         )
-        return found
+        return outputs
 
     def checkpoint_layers(self) -> None:
         """Recompute the layers' activations in the backward pass.
@@ -174,8 +174,8 @@ def use_float32_head(model: Any) -> None:
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
-        got = f"the head of {model.config.model_type} is a {type(head).__name__}"
-        raise ConfigError("float32_head", "model", got, "a linear layer")
+        finding = f"the head of {model.config.model_type} is a {type(head).__name__}"
+        raise ConfigError("float32_head", "model", finding, "a linear layer")
 
     def forward(hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
@@ -210,8 +210,8 @@ def layers_of(model: Any, key: str, verb: str) -> list[Any]:
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
-        got = f"Transformers cannot {verb} the layers of {model.config.model_type}"
-        raise ConfigError(key, "model", got, hint=f"pass --set model.{key}=false")
+        finding = f"Transformers cannot {verb} the layers of {model.config.model_type}"
+        raise ConfigError(key, "model", finding, hint=f"pass --set model.{key}=false")
     return layers
 
 
@@ -265,15 +265,15 @@ def load_policy(
     except Exception as error:  # Transformers does not wrap the errors of a configuration
         if "scaled_dot_product_attention" in str(error):
             kind = AutoConfig.from_pretrained(path, **_LOCAL).model_type
-            got = f"Transformers cannot run {kind} with scaled_dot_product_attention"
-            raise InputError("model_layers", path, got, hint=PLAIN_ATTENTION) from error
+            finding = f"Transformers cannot run {kind} with scaled_dot_product_attention"
+            raise InputError("model_layers", path, finding, hint=PLAIN_ATTENTION) from error
         if code := code_of(path):
-            got = f"Transformers has no model of this type, and the directory's code is not run: {code}"
+            finding = f"Transformers has no model of this type, and the directory's code is not run: {code}"
             hint = "use a model that Transformers supports without trust_remote_code"
-            raise InputError("model_load", path, got, hint=hint) from None
-        got = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        got = f"cannot be loaded as a causal LM by Transformers: {got}"
-        raise InputError("model_load", path, got) from error
+            raise InputError("model_load", path, finding, hint=hint) from None
+        finding = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        finding = f"cannot be loaded as a causal LM by Transformers: {finding}"
+        raise InputError("model_load", path, finding) from error
     model, loading = loaded
     _check_weights(loading, path)
     policy = Policy(
@@ -294,19 +294,19 @@ def refuse_quantised(path: str) -> None:
     check_model_directory(path)
     try:
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-        found = [config, *config.values()]
-        given = [one.get("quantization_config") for one in found if isinstance(one, dict)]
+        configs = [config, *config.values()]
+        quantisations = [one.get("quantization_config") for one in configs if isinstance(one, dict)]
     except (OSError, ValueError, AttributeError, RecursionError):
         return  # `load_policy` explains what is wrong with the file
-    quantised = next((one for one in given if one), None)
+    quantised = next((one for one in quantisations if one), None)
     if quantised is not None:
         kind = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        got = f"the weights are quantised (quantization_config{f', {kind}' if kind else ''})"
+        finding = f"the weights are quantised (quantization_config{f', {kind}' if kind else ''})"
         hint = (
             "train the model that was quantised, or one that `model.dequantize()` of Transformers and"
             " `save_pretrained` have written"
         )
-        raise InputError("model_quantised", path, got, "weights in floating point", hint)
+        raise InputError("model_quantised", path, finding, "weights in floating point", hint)
 
 
 def align(model: nn.Module) -> None:
@@ -389,8 +389,8 @@ def freeze_unused(policy: nn.Module) -> None:
     model: Any = policy.model
     with torch.enable_grad():
         forest = probe(model)
-        found, _ = policy(forest, torch.ones(forest.num_targets, device=forest.token_ids.device))
-        used = _leaves(found)
+        logprobs, _ = policy(forest, torch.ones(forest.num_targets, device=forest.token_ids.device))
+        used = _leaves(logprobs)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in used and not _is_expert(name):
             parameter.requires_grad_(requires_grad=False)
@@ -398,7 +398,7 @@ def freeze_unused(policy: nn.Module) -> None:
 
 def _leaves(output: Tensor) -> set[int]:
     """Return the ids of the parameters in the graph of a tensor."""
-    found, seen = set[int](), set[Any]()
+    leaves, seen = set[int](), set[Any]()
     waiting = [output.grad_fn]
     while waiting:
         node: Any = waiting.pop()
@@ -406,9 +406,9 @@ def _leaves(output: Tensor) -> set[int]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            leaves.add(id(node.variable))
         waiting += [following for following, _ in node.next_functions]
-    return found
+    return leaves
 
 
 def _is_expert(name: str) -> bool:

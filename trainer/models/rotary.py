@@ -33,10 +33,10 @@ def longest_row(module: nn.Module) -> int | None:
     config = getattr(module, "config", None)
     if config is None or not hasattr(module, "rope_type"):
         return None
-    given = config.rope_parameters or {}
-    kinds = [given] if "rope_type" in given else [kind for kind in given.values() if kind]
-    found = [factor for kind in kinds if (factor := _stretch(kind))]
-    return int(config.max_position_embeddings * max(found)) if found else None
+    rope = config.rope_parameters or {}
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if kind]
+    factors = [factor for kind in kinds if (factor := _stretch(kind))]
+    return int(config.max_position_embeddings * max(factors)) if factors else None
 
 
 def _stretch(kind: Mapping[str, Any]) -> float | None:

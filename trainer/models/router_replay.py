@@ -84,17 +84,17 @@ class Routers:
 def routers_of(model: Any) -> Routers | None:
     """Find the routers of a Transformers model; return None unless its family is in `WEIGHTS`."""
     layers = list(getattr(model.base_model, "layers", ()))
-    found = {
+    by_layer = {
         number: module
         for number, layer in enumerate(layers)
         for module in layer.modules()
         if type(module).__name__ in WEIGHTS
     }
-    if not found:
+    if not by_layer:
         return None
-    router = next(iter(found.values()))
+    router = next(iter(by_layer.values()))
     return Routers(
-        by_layer=found,
+        by_layer=by_layer,
         num_layers=len(layers),
         num_experts=int(router.num_experts),
         topk=int(router.top_k),

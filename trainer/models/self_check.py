@@ -47,22 +47,22 @@ def check_policy(policy: nn.Module, path: str, *, trees: bool = False) -> None:
             expected = torch.cat([logprobs for logprobs, _ in plain])
             routes = [routes for _, routes in plain if routes is not None]
             for name, forest in _forests(model, tokens, routes, trees=trees).items():
-                found, _ = policy(forest, torch.ones(forest.num_targets, device=tokens.device))
-                difference = float((found - expected[: len(found)]).abs().max())
+                packed, _ = policy(forest, torch.ones(forest.num_targets, device=tokens.device))
+                difference = float((packed - expected[: len(packed)]).abs().max())
                 if not difference < TOLERANCE:
                     raise _differs(path, name, difference)
     except InputError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
-        got = f"the forward pass raised {type(error).__name__}: {error}"
-        raise InputError("model_layers", path, got, hint=SUPPORTED) from error
+        finding = f"the forward pass raised {type(error).__name__}: {error}"
+        raise InputError("model_layers", path, finding, hint=SUPPORTED) from error
 
 
 def _differs(path: str, name: str, difference: float) -> InputError:
-    got = f"log-probabilities of {name} differ by {difference:.2g} nats from the model's eager"
+    finding = f"log-probabilities of {name} differ by {difference:.2g} nats from the model's eager"
     packs_chains = "pass --set batch.sequence_layout=merge, which packs only chains"
     hint = packs_chains if name == "a branching tree" else SUPPORTED
-    return InputError("model_layers", path, f"{got} forward pass", hint=hint)
+    return InputError("model_layers", path, f"{finding} forward pass", hint=hint)
 
 
 @contextmanager
@@ -123,16 +123,16 @@ def _forests(
     ends = [sum(map(len, ROWS[:n])) for n in range(len(ROWS) + 1)]
     chains = [range(start, end) for start, end in pairwise(ends)]
     packed = tokens[[number for row in ROWS for number in row]]
-    found = {"a single row": _forest(tokens, ROWS[:1]), "packed rows": _forest(packed, chains)}
+    forests = {"a single row": _forest(tokens, ROWS[:1]), "packed rows": _forest(packed, chains)}
     if routes:
-        replays = dataclasses.replace(found["packed rows"], routes=torch.cat(list(routes)))
-        found["packed rows that replay their routing"] = replays
+        replays = dataclasses.replace(forests["packed rows"], routes=torch.cat(list(routes)))
+        forests["packed rows that replay their routing"] = replays
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest:
-        found["rows packed with a long row"] = _with_position(found["packed rows"], longest - 1)
+        forests["rows packed with a long row"] = _with_position(forests["packed rows"], longest - 1)
     if trees:
-        found["a branching tree"] = _forest(tokens, ROWS)
-    return found
+        forests["a branching tree"] = _forest(tokens, ROWS)
+    return forests
 
 
 def _forest(tokens: Tensor, rows: Sequence[Sequence[int]]) -> Forest:

@@ -26,13 +26,13 @@ def check_image(out: Path) -> None:
         from matplotlib.figure import Figure
     kinds = sorted(Figure().canvas.get_supported_filetypes())
     if out.suffix[1:].lower() not in kinds:
-        got, expected = f"extension {out.suffix!r}", f"one of {', '.join(kinds)}"
-        raise ConfigError("image_format", str(out), got, expected)
+        finding, expected = f"extension {out.suffix!r}", f"one of {', '.join(kinds)}"
+        raise ConfigError("image_format", str(out), finding, expected)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        got = f"its directory cannot be created: {(error.strerror or str(error)).lower()}"
-        raise InputError("image_file", str(out), got) from error
+        finding = f"its directory cannot be created: {(error.strerror or str(error)).lower()}"
+        raise InputError("image_file", str(out), finding) from error
 
 
 def panels(num: int, num_columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
@@ -82,7 +82,7 @@ def legend(figure: Any, names: Sequence[str], num_columns: int) -> None:
     if len(set(labels)) < len(set(names)):
         longest, num_columns = max(map(len, names)), 1
         tried = ([shortened(name, n) for name in names] for n in range(_NAME_LENGTH, longest + 1))
-        labels = next(found for found in tried if len(set(found)) == len(set(names)))
+        labels = next(short for short in tried if len(set(short)) == len(set(names)))
     figure.legend(lines, labels, ncols=num_columns, **place)
 
 

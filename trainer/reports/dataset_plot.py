@@ -120,11 +120,11 @@ def dataset_figure(pictures: Sequence[Picture], max_row_tokens: int | None = Non
 def _draw_lengths(
     axis: Any, name: str, lengths: Sequence[pl.Series], cut_off: int | None = None
 ) -> None:
-    known = pl.concat(lengths)
-    if known.is_empty():
+    all_lengths = pl.concat(lengths)
+    if all_lengths.is_empty():
         _draw_nothing(axis, name, "no rows")
         return
-    ordered = known.sort().to_list()
+    ordered = all_lengths.sort().to_list()
     low, high = ordered[0], ordered[-1]
     width = -(
         -(high - low + 1) // _MAX_BINS
@@ -144,7 +144,8 @@ def _draw_lengths(
         axis.set_ylabel("share of rows", fontsize=9.5)
     if cut_off is not None:
         beyond = sum(int((values > cut_off).sum()) for values in lengths)
-        detail = f"{beyond:,} of {count(len(known), 'row')} beyond max_row_tokens = {cut_off:,}"
+        rows = count(len(all_lengths), "row")
+        detail = f"{beyond:,} of {rows} beyond max_row_tokens = {cut_off:,}"
         axis.axvline(cut_off, color="#d62728", linewidth=1.4, linestyle="--")
     _count_tokens(axis.xaxis)
     axis.set_xlabel("tokens", fontsize=9.5)
@@ -165,13 +166,13 @@ def group_rewards(returns: pl.DataFrame) -> pl.DataFrame:
         are all equal, so that group baselines give no gradient; is_single: true if only one return
         is known. Groups without a known return are left out.
     """
-    known = pl.col("return").fill_nan(None)
+    value = pl.col("return").fill_nan(None)
     groups = returns.group_by("instance_id", maintain_order=True).agg(
-        mean=known.mean(),
-        low=known.min(),
-        high=known.max(),
+        mean=value.mean(),
+        low=value.min(),
+        high=value.max(),
         is_equal=are_equal(pl.col("return")),
-        is_single=known.count() < 2,
+        is_single=value.count() < 2,
     )
     return groups.drop_nulls("mean").sort("mean", descending=True, maintain_order=True)
 
@@ -204,11 +205,11 @@ def _draw_groups(axis: Any, returns: pl.DataFrame) -> None:
 
 def _draw_profiles(axis: Any, returns: Sequence[pl.DataFrame]) -> None:
     name, detail = "Reward by group", "mean return of each group, best first"
-    found = [group_rewards(one)["mean"].to_numpy() for one in returns]
-    if not any(map(len, found)):
+    profiles = [group_rewards(one)["mean"].to_numpy() for one in returns]
+    if not any(map(len, profiles)):
         _draw_nothing(axis, name, "no trajectory has a reward")
         return
-    for number, means in enumerate(found):
+    for number, means in enumerate(profiles):
         if len(means):
             share = np.linspace(0, 1, len(means) + 1)
             axis.stairs(means, share, baseline=None, color=charts.color(number), linewidth=1.7)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from trainer.batches.data import read_rows, to_batch
+from trainer.batch import read_rows, to_batch
 from trainer.batches.forest import chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.prefetch import one_ahead
-from trainer.config.functions import Use
+from trainer.config.functions import Function
 from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.reports.memory_estimate import Memory, available_bytes, estimate_memory
 from trainer.run.messages import say
@@ -98,7 +98,7 @@ class DryRun:
     max_row_tokens: int
     memory: Memory
     available_bytes: int | None
-    functions: dict[str, Use]
+    functions: dict[str, Function]
 
 
 def dry_run(config: TrainConfig, *, resume: bool = False) -> DryRun:
@@ -166,8 +166,8 @@ def _count(run: Run, settings: dict[str, Any]) -> tuple[Layout, int]:
         num_trained += int(batch.trains.sum())
         lengths.append(chain_lengths(batch.prompts, batch.responses, batch.trains))
         run.limit.check(lengths[-1], batch.names)
-        found = cut_batch(batch, config, run.accelerator.num_processes)
-        parts += [([f.num_tokens for f in p.forests], p.num_distinct_tokens) for p in found]
+        mini_batches = cut_batch(batch, config, run.accelerator.num_processes)
+        parts += [([f.num_tokens for f in p.forests], p.num_distinct_tokens) for p in mini_batches]
     whole, sizes = np.concatenate(lengths), [size for part, _ in parts for size in part]
     distinct = sum(number or 0 for _, number in parts)
     layout = Layout(

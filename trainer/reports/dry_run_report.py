@@ -23,30 +23,35 @@ def plan_numbers(plan: DryRun) -> dict[str, Any]:
     """Convert the complete report to JSON types; memory is in bytes."""
     numbers = dataclasses.asdict(plan)
     memory = {f"{name}_bytes": size for name, size in numbers["memory"].items()}
-    return numbers | {"memory": memory | {"total_bytes": plan.memory.total}}
+    functions = {
+        key: {"name": function.name, "place": function.place or None, "keys": function.settings}
+        for key, function in plan.functions.items()
+    }
+    memory |= {"total_bytes": plan.memory.total}
+    return numbers | {"memory": memory, "functions": functions}
 
 
 def plan_text(plan: DryRun) -> str:
     """Format the report as text: the plan, a table of layouts, memory, and functions."""
-    functions = [f"{key:<22} {use}" for key, use in plan.functions.items()]
+    functions = [f"{key:<22} {function}" for key, function in plan.functions.items()]
     parts = _run_lines(plan), _layout_lines(plan), _memory_lines(plan), functions
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _run_lines(plan: DryRun) -> list[str]:
-    found = [f"{plan.num_groups:,}"]
+    counts = [f"{plan.num_groups:,}"]
     if plan.num_groups_without_variance:
-        found.append(f"{plan.num_groups_without_variance:,} without variance")
+        counts.append(f"{plan.num_groups_without_variance:,} without variance")
     if plan.num_partial_groups:
-        found.append(f"{plan.num_partial_groups:,} partial")
+        counts.append(f"{plan.num_partial_groups:,} partial")
     masked = f"{plan.num_failed:,} failed, {plan.num_masked:,} masked"
-    made = f", {plan.num_updates_made:,} already made" if plan.num_updates_made else ""
+    updates_made = f", {plan.num_updates_made:,} already made" if plan.num_updates_made else ""
     return [
-        f"groups        {', '.join(found)}",
+        f"groups        {', '.join(counts)}",
         f"trajectories  {plan.num_trajectories:,}, {masked}",
         f"batches       {plan.num_batches:,}, {count(plan.num_mini_batches, 'mini-batch', 'es')},"
         f" {count(plan.num_epochs, 'epoch')}",
-        f"updates       at most {plan.num_updates:,}{made}",
+        f"updates       at most {plan.num_updates:,}{updates_made}",
         f"trained       {plan.num_trained_tokens:,} tokens per epoch",
         f"recorded      {RECORDED[plan.record_tokens]}",
     ]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,9 +39,9 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    reference: int
-    activations: int
-    logits: int
+    reference: int = 0
+    activations: int = 0
+    logits: int = 0
 
     @property
     def total(self) -> int:
@@ -54,14 +53,6 @@ class Memory:
     def still_needed(self) -> int:
         """Sum of the fields that are allocated after the models have been loaded."""
         return self.total - self.weights - self.reference
-
-
-class State(NamedTuple):
-    """The fields of `Memory` that do not depend on the forwarded tokens, in bytes."""
-
-    weights: int
-    gradients: int
-    optimizer: int
 
 
 def estimate_memory(run: Run, num_tokens: int) -> Memory:
@@ -77,10 +68,8 @@ def estimate_memory(run: Run, num_tokens: int) -> Memory:
     parts = state_bytes(held, trained, policy.parameters(), config)
     vocab_size = run.whole_policy.model.config.vocab_size
     chunk = min(config.model.logprob_chunk_tokens, num_tokens)
-    return Memory(
-        weights=parts.weights,
-        gradients=parts.gradients,
-        optimizer=parts.optimizer,
+    return replace(
+        parts,
         reference=_num_bytes(run.reference.parameters()) if run.reference else 0,
         activations=_activations(run, num_tokens),
         logits=4 * chunk * vocab_size,
@@ -92,8 +81,8 @@ def state_bytes(
     trained: Sequence[Tensor],
     policy: Iterable[Tensor],
     config: TrainConfig,
-) -> State:
-    """Compute the memory that does not depend on the forwarded tokens.
+) -> Memory:
+    """Compute the memory of policy and critic that does not depend on the forwarded tokens.
 
     Args:
         held: Parameters of policy and critic.
@@ -102,7 +91,7 @@ def state_bytes(
         config: Configuration of the run.
     """
     copies = 2 * sum(p.numel() for p in policy) if config.model.dtype == "bfloat16" else 0
-    return State(
+    return Memory(
         weights=_num_bytes(held) + copies,
         gradients=_num_bytes(trained),
         optimizer=sum(p.numel() for p in trained) * MOMENTS_BYTES[config.optimizer.algorithm],
@@ -116,8 +105,8 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
 def _activations(run: Run, num_tokens: int) -> int:
     shortest = max(2, min(PROBE_TOKENS, run.limit.num_tokens // 3))
     lengths = [shortest, 2 * shortest, 3 * shortest]
-    kept = [_kept_by_a_forward(run, length) for length in lengths]
-    parabola = np.polynomial.Polynomial.fit(lengths, kept, deg=2)
+    sizes = [_kept_by_a_forward(run, length) for length in lengths]
+    parabola = np.polynomial.Polynomial.fit(lengths, sizes, deg=2)
     return max(0, round(float(parabola(num_tokens))))
 
 
@@ -128,19 +117,19 @@ def _kept_by_a_forward(run: Run, num_tokens: int) -> int:
     long the chain is.
     """
     policy = run.policy
-    own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    parameters = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     vocab_size = run.whole_policy.model.config.vocab_size
-    kept: dict[int, tuple[int, Tensor]] = {}
+    saved: dict[int, tuple[int, Tensor]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and tensor.shape[-1:] != (vocab_size,):
-            kept[storage.data_ptr()] = storage.nbytes(), tensor
+        if storage.data_ptr() not in parameters and tensor.shape[-1:] != (vocab_size,):
+            saved[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         _forward_chain(run, num_tokens)
-    return sum(size for size, _ in kept.values())
+    return sum(size for size, _ in saved.values())
 
 
 def seconds_per_token(run: Run) -> float:

@@ -75,8 +75,8 @@ def runs_figure(runs: Records, metrics: Sequence[str]) -> Any:
     for axis, metric in zip(axes, metrics, strict=True):
         for number, records in enumerate(runs.values()):
             _draw(axis, curve(records, metric), charts.color(number))
-        known = METRICS | LOOP_METRICS
-        unit = known[metric].unit if metric in known else ""
+        described = METRICS | LOOP_METRICS
+        unit = described[metric].unit if metric in described else ""
         charts.title(axis, metric)
         axis.set_ylabel("" if unit == "1" else unit, fontsize=9.5)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
@@ -100,8 +100,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     try:
         text = read_input(file).decode()
     except UnicodeDecodeError as error:
-        got = f"the file is not UTF-8 text: {error}"
-        raise InputError("metrics_file", str(file), got) from None
+        finding = f"the file is not UTF-8 text: {error}"
+        raise InputError("metrics_file", str(file), finding) from None
     whole = text[: text.rfind("\n") + 1].splitlines()
     if not whole:
         hint = "wait for the first update of the run"
@@ -125,32 +125,32 @@ def curve(records: Sequence[Mapping[str, Any]], metric: str) -> Curve:
 
     Skipped updates are omitted. If several lines have the same step, the last one is used.
     """
-    found = {
+    points = {
         record["global_step"]: float(record[metric])
         for record in records
         if isinstance(record.get(metric), int | float) and not record.get("skipped")
     }
-    return list(found), list(found.values())
+    return list(points), list(points.values())
 
 
 def _chosen(lines: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[str]) -> list[str]:
-    known = sorted({key for records in lines.values() for record in records for key in record})
+    names = sorted({key for records in lines.values() for record in records for key in record})
 
     def is_there(metric: str) -> bool:
         return any(curve(records, metric)[0] for records in lines.values())
 
     for metric in dict.fromkeys(metrics):
         if not is_there(metric):
-            near = difflib.get_close_matches(metric, known, 1)
-            hint = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
-            got = f"metric `{metric}` has no values"
-            raise InputError("metric", ", ".join(lines), got, hint=hint)
-    found = list(dict.fromkeys(metrics)) or [metric for metric in DEFAULT if is_there(metric)]
-    if not found:
+            near = difflib.get_close_matches(metric, names, 1)
+            hint = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(names)}"
+            finding = f"metric `{metric}` has no values"
+            raise InputError("metric", ", ".join(lines), finding, hint=hint)
+    chosen = list(dict.fromkeys(metrics)) or [metric for metric in DEFAULT if is_there(metric)]
+    if not chosen:
         raise InputError(
             "metric", ", ".join(lines), "no optimizer step was taken, so there is nothing to plot"
         )
-    return found
+    return chosen
 
 
 def _draw(axis: Any, points: Curve, color: str) -> None:

@@ -18,7 +18,7 @@ from pipelines.generation.generator import Generator, UnderWay
 from pipelines.generation.tasks import Task, attempts
 from rollout_io.terminal import SECONDS_A_LINE
 from schemas.errors import InputError
-from trainer.batches.data import UNUSED_COLUMNS
+from trainer.batch import UNUSED_COLUMNS
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.rl.config import DROPPED, RlConfig
 from trainer.rl.groups import Groups, num_allowed
@@ -89,14 +89,14 @@ class Collector:
 
     def num_newly_dropped(self) -> int:
         """Return the number of groups dropped for lack of variance since the last call."""
-        found, self._num_dropped = self._num_dropped, 0
-        return found
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        return num_dropped
 
     def new_warnings(self) -> list[str]:
         """Return the warnings added since the last call; each text is returned only once."""
-        found = self._warnings[self._num_said :]
+        warnings = self._warnings[self._num_said :]
         self._num_said = len(self._warnings)
-        return found
+        return warnings
 
     def advance(self, iteration: int) -> None:
         """Start the groups that are allowed once `iteration` iterations have been completed."""
@@ -154,8 +154,8 @@ class Collector:
         oldest = min([self.iteration, *_versions(tables.values())])
         last = min(oldest + config.loop.max_staleness, config.num_iterations - 1)
         self._begun[task.instance_id] = BegunGroup(deadline=last, tables=tables)
-        left = attempts(task, self._sampling.group_size)
-        missing = [t for t in left if t.repetition_id not in tables]
+        remaining = attempts(task, self._sampling.group_size)
+        missing = [t for t in remaining if t.repetition_id not in tables]
         self._under_way.waiting.extend(self._generator.units(missing))
         self._end_group(task.instance_id)
         return True
@@ -207,9 +207,9 @@ class Collector:
 
     def _check_some_vary(self) -> None:
         if self._num_in_a_row >= DROPPED_IN_A_ROW * self._groups.size:
-            got = f"returns do not vary within any of the last {self._num_in_a_row} groups"
+            finding = f"returns do not vary within any of the last {self._num_in_a_row} groups"
             hint = f"run `rollouts stats {self._config.run.out}/{DROPPED}`, and use tasks whose returns vary"
-            raise InputError("zero_advantages", "tasks", got, hint=hint)
+            raise InputError("zero_advantages", "tasks", finding, hint=hint)
 
 
 def _outcomes(table: pa.Table) -> pl.DataFrame:
@@ -220,5 +220,5 @@ def _outcomes(table: pa.Table) -> pl.DataFrame:
 
 def _versions(tables: Iterable[pa.Table]) -> list[int]:
     """List the policy versions of sampled rows."""
-    known = (t["policy_version"] for t in tables if "policy_version" in t.column_names)
-    return [version for column in known for version in column.drop_null().to_pylist()]
+    columns = (t["policy_version"] for t in tables if "policy_version" in t.column_names)
+    return [version for column in columns for version in column.drop_null().to_pylist()]

@@ -30,8 +30,8 @@ from rollout_io.configuration import (
 from rollout_io.configuration_keys import Keys, all_unknown_keys
 from rollout_io.dataset.storage import RUN_ROLLOUTS
 from schemas.errors import ConfigError, RolloutError
+from trainer.checks import check_settings
 from trainer.config.functions import own_parameters
-from trainer.config.sections import check_section
 from trainer.config.train_config import (
     LIST_EXAMPLES,
     MOVED,
@@ -89,7 +89,7 @@ class LoopConfig:
     are at least two such rows."""
 
     def __post_init__(self) -> None:
-        check_section("loop", self)
+        check_settings(self, "loop")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ class RlConfig(Sections):
 
     def __post_init__(self) -> None:
         check_required(dataclasses.asdict(self), REQUIRED)
-        self.check_agreement()
+        check_settings(self)
         shared, sets = evaluation_sets(self.evaluate or {})
         every = shared.get("every_iterations", 1)
         if every < 1:
@@ -135,7 +135,7 @@ class RlConfig(Sections):
                 name, [k for k in OWN_KEYS[name] if getattr(section, k) != getattr(usual, k)]
             )
         tables = {"generate": self.generate, "evaluate": shared}
-        for name, table in (tables | {f"evaluate.{n}": own for n, own in sets.items()}).items():
+        for name, table in (tables | {f"evaluate.{n}": keys for n, keys in sets.items()}).items():
             _refuse_own_keys(name, table)
             _refuse_unknown_keys(name, table)
         generation, training, _ = self.generation, self.training, self.evaluations(0)
@@ -181,20 +181,20 @@ class RlConfig(Sections):
         shared, sets = evaluation_sets(self.evaluate)
         usual = dataclasses.asdict(self.generation)
         usual |= {"group_size": 1, "temperature": 0.0, "policy_version": version}
-        found = {}
-        for name, own in (sets or {"": {}}).items():
+        evaluations = {}
+        for name, set_keys in (sets or {"": {}}).items():
             table = f"evaluate.{name}".rstrip(".")
-            check_required(shared | own, {"tasks": f"a file, in [{table}]"})
+            check_required(shared | set_keys, {"tasks": f"a file, in [{table}]"})
             folder = f"{self.run.out}/{EVALUATIONS}/{name}".rstrip("/")
             out = {"out": f"{folder}/iteration_{version:05d}"}
-            one = _record(table, EvaluateConfig, usual | shared | own | out)
+            one = _record(table, EvaluateConfig, usual | shared | set_keys | out)
             by_engine = one.agent is not None or one.harness is not None
             if by_engine and one.chat_template != usual["chat_template"]:
                 where, expected = f"[{table}] chat_template", str(usual["chat_template"])
-                got, expected = str(one.chat_template), f"{expected}, as in [generate]"
-                raise ConfigError("config_value", where, got, expected, _ENGINE)
-            found[name] = one
-        return found
+                finding, expected = str(one.chat_template), f"{expected}, as in [generate]"
+                raise ConfigError("config_value", where, finding, expected, _ENGINE)
+            evaluations[name] = one
+        return evaluations
 
     def evaluates(self, version: int) -> bool:
         """True if the weights of a version are evaluated."""
@@ -251,8 +251,8 @@ def evaluation_sets(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         >>> evaluation_sets({"group_size": 4, "sums": {"tasks": "t.jsonl"}})
         ({'group_size': 4}, {'sums': {'tasks': 't.jsonl'}})
     """
-    known = EvaluateConfig.__dataclass_fields__
-    sets = {k: v for k, v in table.items() if isinstance(v, dict) and k not in known}
+    fields = EvaluateConfig.__dataclass_fields__
+    sets = {k: v for k, v in table.items() if isinstance(v, dict) and k not in fields}
     return {k: v for k, v in table.items() if k not in sets}, sets
 
 
@@ -274,9 +274,9 @@ def load_rl_config(
     file, where = read_values(toml_path), str(toml_path)
     if Path(where).suffix == ".json":
         file = as_given(file)
-    given = with_options(file, options)
+    settings = with_options(file, options)
     plain, nested = _by_table(overrides, TABLES)
-    tables = {name: given.pop(name) for name in TABLES if name in given}
+    tables = {name: settings.pop(name) for name in TABLES if name in settings}
     generate = [f"generate.{key}" for key in GenerateConfig.__dataclass_fields__]
     more = [
         *own_parameters(file, overrides),
@@ -286,7 +286,7 @@ def load_rl_config(
     values: dict[str, Any] = {}
     with all_unknown_keys() as unknown:
         with unknown.collected():
-            values = checked_values(RlConfig, given, plain, where, keys=keys)
+            values = checked_values(RlConfig, settings, plain, where, keys=keys)
         for name in (name for name in TABLES if name in tables or name in nested):
             table = tables.get(name, {})
             if not isinstance(table, dict):
@@ -307,17 +307,17 @@ def as_given(saved: Mapping[str, Any]) -> dict[str, Any]:
         saved: Result of `RlConfig.resolved`.
     """
 
-    def without_own(table: str, found: Any) -> Any:
-        if not isinstance(found, dict):
-            return found
-        return {k: v for k, v in found.items() if k not in OWN_KEYS.get(table, {})}
+    def without_own(table: str, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if k not in OWN_KEYS.get(table, {})}
 
     values = {name: without_own(name, table) for name, table in saved.items()}
     if not values.get("evaluate"):
         return {k: v for k, v in values.items() if k != "evaluate"}
     shared, sets = evaluation_sets(values["evaluate"])
-    for name, own in sets.items():
-        shared[name] = without_own("evaluate", own)
+    for name, set_keys in sets.items():
+        shared[name] = without_own("evaluate", set_keys)
         shared["every_iterations"] = shared[name].pop("every_iterations", 1)
     return values | {"evaluate": shared}
 
@@ -345,23 +345,23 @@ def _evaluate_values(
 ) -> dict[str, Any]:
     """Parse the values of `[evaluate]` and its sets, including sets named only by overrides."""
     shared, sets = evaluation_sets(table)
-    known = EvaluateConfig.__dataclass_fields__
+    fields = EvaluateConfig.__dataclass_fields__
     names = (override.strip().partition(".")[0] for override in overrides)
-    plain, nested = _by_table(overrides, {name for name in names if name not in known})
+    plain, nested = _by_table(overrides, {name for name in names if name not in fields})
     values = _table_values("evaluate", shared, plain, where)
     for name in sets | nested:
-        own = sets.get(name, {})
-        values[name] = _table_values(f"evaluate.{name}", own, nested.get(name, []), where)
+        set_keys = sets.get(name, {})
+        values[name] = _table_values(f"evaluate.{name}", set_keys, nested.get(name, []), where)
     return values
 
 
 def _table_values(
-    table: str, given: Mapping[str, Any], overrides: Sequence[str], where: str
+    table: str, values: Mapping[str, Any], overrides: Sequence[str], where: str
 ) -> dict[str, Any]:
-    _refuse_own_keys(table, given)
+    _refuse_own_keys(table, values)
     kind = TABLES[table.partition(".")[0]]
     keys = Keys(kind, moved={key: f"{table}.{place}" for key, place in SYNONYMS.items()})
-    return checked_values(kind, given, overrides, where, table=f"{table}.", keys=keys)
+    return checked_values(kind, values, overrides, where, table=f"{table}.", keys=keys)
 
 
 def _by_table(
@@ -381,17 +381,17 @@ def _by_table(
 
 def _refuse_own_keys(table: str, keys: Iterable[str]) -> None:
     kind, _, name = table.partition(".")
-    own = OWN_KEYS[kind]
+    hints = OWN_KEYS[kind]
     if name:
         hint = "set it in [evaluate], because all sets are evaluated together"
-        own = own | {"every_iterations": hint}
+        hints = hints | {"every_iterations": hint}
         if not _SET_NAME.fullmatch(name):
             expected = "a name of letters, digits, _ and -"
             raise ConfigError("config_key", f"[{table}]", repr(name), expected)
     for key in keys:
-        if key in own:
-            got = f"`{key}` is set by rollouts rl"
-            raise ConfigError("config_key", f"[{table}]", got, hint=own[key])
+        if key in hints:
+            finding = f"`{key}` is set by rollouts rl"
+            raise ConfigError("config_key", f"[{table}]", finding, hint=hints[key])
 
 
 def _refuse_unknown_keys(table: str, values: Mapping[str, Any]) -> None:

@@ -59,11 +59,11 @@ def read_sets(config: RlConfig, tokenizer: ChatTokenizer) -> dict[str, Evaluatio
     """
     sets = {}
     for name, one in config.evaluations(0).items():
-        own = tokenizer
+        set_tokenizer = tokenizer
         if one.chat_template != config.generation.chat_template:
-            own = load_tokenizer(config.model.path, one.chat_template)
-        own = dataclasses.replace(own, template_kwargs=one.chat_template_kwargs)
-        sets[name] = EvaluationSet(read_tasks(one.tasks, one.group_size), own)
+            set_tokenizer = load_tokenizer(config.model.path, one.chat_template)
+        set_tokenizer = dataclasses.replace(set_tokenizer, template_kwargs=one.chat_template_kwargs)
+        sets[name] = EvaluationSet(read_tasks(one.tasks, one.group_size), set_tokenizer)
     return sets
 
 
@@ -171,9 +171,9 @@ def set_metrics(
     rows = returns.with_columns(source=pl.Series(named, dtype=pl.String))
     prefix = f"eval/{name}/" if name else "eval/"
     metrics = _scores(f"eval/{name or 'all'}/", rows, group_size)
-    for own in sorted(set(named) - {None}, key=str):
-        part = rows.filter(pl.col("source") == own)
-        metrics |= _scores(f"{prefix}{own}/", part, group_size)
+    for set_name in sorted(set(named) - {None}, key=str):
+        part = rows.filter(pl.col("source") == set_name)
+        metrics |= _scores(f"{prefix}{set_name}/", part, group_size)
     return metrics
 
 

@@ -107,22 +107,22 @@ class Groups:
 
     def _read(self, iteration: int) -> None:
         path = self.path(iteration)
-        found = _names_in(path)
-        again = found & self.names
-        if len(found) > self.size or again:
-            got = (
-                f"{count(len(found), 'group')}, {len(again)} of which are also in other iterations"
+        names = _names_in(path)
+        again = names & self.names
+        if len(names) > self.size or again:
+            finding = (
+                f"{count(len(names), 'group')}, {len(again)} of which are also in other iterations"
             )
             expected = f"at most {self.size}, each in one iteration"
             hint = "remove this directory: its groups will be sampled again"
-            raise InputError("resume_rollouts", str(path), got, expected, hint)
-        self.names |= found
-        self.num_kept += len(found)
-        self._room[iteration] -= len(found)
+            raise InputError("resume_rollouts", str(path), finding, expected, hint)
+        self.names |= names
+        self.num_kept += len(names)
+        self._room[iteration] -= len(names)
 
     def _read_unfinished(self) -> dict[str, dict[int, pa.Table]]:
         """Read unfinished groups, without duplicates left by a process killed in `put_aside`."""
-        found: dict[str, dict[int, pa.Table]] = {}
+        unfinished: dict[str, dict[int, pa.Table]] = {}
         for path in Location.of(self._out / UNFINISHED).shards():
             table = rollout_io.read(path)
             ids = pl.DataFrame(table.select(["instance_id", "repetition_id"])).unique()
@@ -131,8 +131,8 @@ class Groups:
                     pc.equal(table["instance_id"], name),
                     pc.equal(table["repetition_id"], repetition),
                 )
-                found.setdefault(name, {})[repetition] = table.filter(is_its)
-        return {name: tables for name, tables in found.items() if name not in self.names}
+                unfinished.setdefault(name, {})[repetition] = table.filter(is_its)
+        return {name: tables for name, tables in unfinished.items() if name not in self.names}
 
 
 def _names_in(path: Path) -> set[str]:
@@ -190,6 +190,6 @@ def place(room: Sequence[int], deadlines: Sequence[int]) -> int:
     needed = len(room)
     while needed and spare[needed - 1] > 0:
         needed -= 1
-    found = [number for number, free in enumerate(room) if free and number >= needed]
-    assert found, "more groups than slots"
-    return found[0]
+    places = [number for number, free in enumerate(room) if free and number >= needed]
+    assert places, "more groups than slots"
+    return places[0]

@@ -72,13 +72,13 @@ def iteration_line(
         ("logprobs differ by {:.2g}", mean_of(lines, "rollout_logprobs_abs_diff_mean")),
         ("staleness {:.2g}", first.get("staleness_mean")),
     ]
-    known = ", ".join(text.format(value) for text, value in shown if value is not None)
+    numbers = ", ".join(text.format(value) for text, value in shown if value is not None)
     seconds = sum(line["seconds"] for line in lines)
     times = (
         f"sampling {first['wait_seconds']:.1f} s, training {seconds:.1f} s,"
         f" weight sync {sync_seconds:.1f} s"
     )
-    return f"iteration {first['iteration'] + 1} of {num_iterations}: {known}; {times}"
+    return f"iteration {first['iteration'] + 1} of {num_iterations}: {numbers}; {times}"
 
 
 def evaluation_line(metrics: dict[str, Any], version: int, sets: Iterable[str]) -> str:
@@ -90,8 +90,8 @@ def evaluation_line(metrics: dict[str, Any], version: int, sets: Iterable[str]) 
         >>> evaluation_line(counts | means, 3, ["sums"])
         'evaluation after 3 iterations: return_mean 0.5 (sums 0.75), 8 trajectories'
     """
-    each = [f"{name} {_mean(metrics[f'eval/{name}/avg_score'])}" for name in sets if name]
-    of_sets = f" ({', '.join(each)})" if each else ""
+    means = [f"{name} {_mean(metrics[f'eval/{name}/avg_score'])}" for name in sets if name]
+    of_sets = f" ({', '.join(means)})" if means else ""
     shown = _mean(metrics["evaluation/return_mean"]) + of_sets
     failed = metrics["evaluation/num_failed"]
     others = f", {failed} failed" if failed else ""

@@ -258,9 +258,8 @@ class Driver:
         with stack, _hints_at_resuming(config), self._saved_when_it_ends():
             async with self.engine, self._open_calls() as calls:
                 generator = Generator(self.engine, self.tokenizer, config.generation, calls)
-                for remark in check_tokenizers(
-                    config.training, generator.metadata, notes_match=False
-                ):
+                metadata, training = generator.metadata, config.training
+                for remark in check_tokenizers(training, metadata, notes_match=False):
                     show(remark)
                 check_lengths(config, learning.opened.limit, self.engine.context_tokens)
                 await self._begin_engine()
@@ -274,8 +273,8 @@ class Driver:
 
     def _open_calls(self) -> AbstractAsyncContextManager[Calls | Endpoint | None]:
         usual = self.config.generation
-        each = (usual, *self.config.evaluations(0).values())
-        sampling = next((one for one in each if one.harness or one.generator), usual)
+        configs = (usual, *self.config.evaluations(0).values())
+        sampling = next((one for one in configs if one.harness or one.generator), usual)
         return open_calls(sampling, self.engine.engine, self.tokenizer, self.engine.turn)
 
     async def _iterate(self, collector: Collector, groups: Groups) -> None:
@@ -289,8 +288,8 @@ class Driver:
         times = {"wait_seconds": time.perf_counter() - begun, "sync_seconds": self.sync_s}
         path = groups.path(iteration)
         dropped = {"num_dropped_groups": collector.num_newly_dropped()}
-        own = await self._environment_metrics(path)
-        numbers = rollout_numbers(path, iteration) | own | dropped | times
+        environment = await self._environment_metrics(path)
+        numbers = rollout_numbers(path, iteration) | environment | dropped | times
         policy = learning.policy
         if audit := self.audit:
             numbers |= await self._in_thread(lambda: audit(path, iteration, policy))
@@ -317,10 +316,10 @@ class Driver:
         ids = rows.column("instance_id").unique().to_pylist()
         tasks = {task.instance_id: task for task in self.tasks}
         names = {i: environment_of(tasks[first_name(i, tasks)], config) for i in ids}
-        found, problems = await environment_metrics(rows, names, config.env_timeout_s)
+        metrics, problems = await environment_metrics(rows, names, config.env_timeout_s)
         for text in problems:
             warn(text)
-        return found
+        return metrics
 
     async def _begin_engine(self) -> None:
         """Load the run's weights into the engine; a server may still have another run's weights."""
@@ -338,11 +337,7 @@ class Driver:
         begun, learning = time.perf_counter(), self.learning
         # An engine may read the files of both loaded adapters again until `load_weights`
         # has replaced the older one.
-        keep = (
-            max(self.config.loop.keep_weights, 3)
-            if self.as_adapter
-            else self.config.loop.keep_weights
-        )
+        keep = max(self.config.loop.keep_weights, 3 if self.as_adapter else 1)
         how: Any = {"keep": keep, "as_adapter": self.as_adapter}
         write = functools.partial(learning.write_weights, **how)
         path = await self._in_thread(lambda: self._in_all({"do": WEIGHTS} | how, write))
@@ -354,13 +349,13 @@ class Driver:
         version = self.learning.iteration
         if version in self.evaluated or not self.config.evaluates(version):
             return
-        found = await evaluate(
+        metrics = await evaluate(
             self.engine, self.evaluation_sets, self.config, version, calls, self.log.bar
         )
         step = self.learning.progress.global_step
-        self.log.write_line({"iteration": version, "global_step": step} | found)
-        self.evaluated[version] = found["evaluation/return_mean"]
-        say(evaluation_line(found, version, self.config.evaluations(version)))
+        self.log.write_line({"iteration": version, "global_step": step} | metrics)
+        self.evaluated[version] = metrics["evaluation/return_mean"]
+        say(evaluation_line(metrics, version, self.config.evaluations(version)))
 
     def _update(self, dataset: Path, numbers: dict[str, Any]) -> list[dict[str, Any]]:
         # Environments and engines may have drawn from the generators of the main process.
@@ -441,6 +436,6 @@ def _hints_at_resuming(config: RlConfig) -> Iterator[None]:
         if error.rule not in ENDS_THE_RUN:
             raise
         again = f"--resume {shlex.quote(config.run.out)}"
-        kept = f"continue with {again}: finished groups are kept in {ROLLOUTS}/"
-        hint = f"{error.hint}; then {kept}" if error.hint else kept
+        resuming = f"continue with {again}: finished groups are kept in {ROLLOUTS}/"
+        hint = f"{error.hint}; then {resuming}" if error.hint else resuming
         raise error.at(error.where, hint) from error

@@ -64,34 +64,34 @@ def prepare(config: RlConfig, progress: Progress) -> dict[int, float | None]:
         InputError: `metrics.jsonl` lacks updates that precede the checkpoint.
     """
     out = Path(config.run.out)
-    metrics, kept = out / "metrics.jsonl", dict[str, dict[str, Any]]()
+    metrics, records = out / "metrics.jsonl", dict[str, dict[str, Any]]()
     if metrics.exists():
-        kept = lines_before(metrics, progress)
-        replace_text(metrics, "".join(kept))
+        records = lines_before(metrics, progress)
+        replace_text(metrics, "".join(records))
     discard_after(out, progress.global_step)
     discard_token_records(out, progress.global_step)
     for unfinished in (out / "weights").glob(".version_*"):
         unfinished.unlink() if unfinished.is_symlink() else shutil.rmtree(unfinished)
     replace_text(out / "config.json", json.dumps(config.resolved(), indent=2) + "\n")
-    return {x["iteration"]: x[_EVALUATED] for x in kept.values() if _EVALUATED in x}
+    return {x["iteration"]: x[_EVALUATED] for x in records.values() if _EVALUATED in x}
 
 
 def lines_before(path: Path, progress: Progress) -> dict[str, dict[str, Any]]:
     """Parse the lines up to a checkpoint, including the evaluation of its weights."""
-    kept: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if not line.endswith("\n"):
             break
         try:
             record = json.loads(line)
             if record["iteration"] < progress.position.batch + (_EVALUATED in record):
-                kept[line] = record
+                records[line] = record
         except (ValueError, TypeError, KeyError) as error:
             expected = "a JSON object with the metrics of an iteration"
             raise InputError("resume_metrics", str(path), repr(line[:60]), expected) from error
-    num_updates = sum(_EVALUATED not in record for record in kept.values())
+    num_updates = sum(_EVALUATED not in record for record in records.values())
     if num_updates != progress.num_mini_batches:
-        got = count(num_updates, "update record")
+        finding = count(num_updates, "update record")
         expected = f"{progress.num_mini_batches}, one per mini-batch trained before the checkpoint"
-        raise InputError("resume_metrics", str(path), got, expected)
-    return kept
+        raise InputError("resume_metrics", str(path), finding, expected)
+    return records

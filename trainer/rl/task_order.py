@@ -48,8 +48,8 @@ def first_name(name: str, names: Collection[str]) -> str:
         >>> first_name("a@2", {"a"}), first_name("b@2", {"b@2"})
         ('a', 'b@2')
     """
-    found = _AGAIN.fullmatch(name)
-    return found[1] if found and name not in names else name
+    match = _AGAIN.fullmatch(name)
+    return match[1] if match and name not in names else name
 
 
 def check_names(names: Collection[str]) -> None:
@@ -59,7 +59,8 @@ def check_names(names: Collection[str]) -> None:
         InputError: `tasks`: the file contains both `NAME` and `NAME@NUMBER`.
     """
     for name in names:
-        found = _AGAIN.fullmatch(name)
-        if found and found[1] in names:
-            got, expected = f"{found[1]!r} and {name!r}", "ids that do not end with @ and a number"
-            raise InputError("tasks", "instance_id", got, expected)
+        match = _AGAIN.fullmatch(name)
+        if match and match[1] in names:
+            finding = f"{match[1]!r} and {name!r}"
+            expected = "ids that do not end with @ and a number"
+            raise InputError("tasks", "instance_id", finding, expected)

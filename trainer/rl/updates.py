@@ -10,6 +10,7 @@ from typing import Any
 
 import polars as pl
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import Tensor
 
 from pipelines.generation.aggregation import ENVIRONMENT
@@ -18,6 +19,7 @@ from rollout_io.terminal import duration
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import RowLimit
 from trainer.config.train_config import TrainConfig
+from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
 from trainer.distributed.sharding import is_sharded, whole_weights
 from trainer.models.lora import save_adapter
@@ -25,13 +27,13 @@ from trainer.models.policy import Policy
 from trainer.reports.memory_estimate import available_bytes, estimate_memory, seconds_per_token
 from trainer.rl.config import RlConfig
 from trainer.run.checkpoint import remove_directory, write_model
-from trainer.run.loop import count_update, save, set_rates, write_in_main
 from trainer.run.messages import Remark, show
 from trainer.run.open_run import open_models, open_run
 from trainer.run.pass_progress import UNWATCHED
 from trainer.run.run import Run
 from trainer.run.run_log import RunLog
-from trainer.run.update import updates
+from trainer.training import save, write_in_main
+from trainer.update import set_rates, updates
 
 DIGEST = "rollouts rl"
 """Replaces the digest of the dataset, which would change as the run's dataset grows."""
@@ -62,7 +64,9 @@ class Learning:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.training, self.num_iterations = training, num_iterations
-        self.opened = open_models(training, checkpoint, digest=DIGEST, accelerator=accelerator)
+        accelerator = accelerator or make_accelerator(training)
+        set_seed(training.run.seed)
+        self.opened = open_models(training, checkpoint, accelerator, digest=DIGEST)
         self.progress = self.opened.progress
         self._saved_step = self.progress.global_step
         self._said: set[str] = set()
@@ -123,16 +127,14 @@ class Learning:
         set_rates(run, self.progress.global_step)
         lines = []
         explains, passes = not self._explained, log.passes if log else UNWATCHED
-        position = self.progress.position
-        made = updates(run, position, explains=explains, passes=passes)
-        for step, own, tokens, cause in made:
-            self._explained |= cause is not None
-            self.progress, metrics = count_update(run, self.progress, step, own)
+        for step in updates(run, self.progress, explains=explains, passes=passes):
+            self._explained |= step.cause is not None
+            self.progress, metrics = step.progress, step.metrics
             if any(name.startswith(ENVIRONMENT) for name in numbers):  # metrics of the environments
                 metrics = {n: v for n, v in metrics.items() if not n.startswith(ENVIRONMENT)}
             metrics = {"iteration": iteration} | metrics | numbers
             if log:
-                log.write(metrics, cause, tokens)
+                log.write(metrics, step.cause, step.tokens)
             lines.append(metrics)
             numbers = {}
         return lines
@@ -184,9 +186,9 @@ class Learning:
                 save_adapter(model, partial, weights or model.state_dict())
             else:
                 write_model(partial, model, self.opened.source, weights)
-        kept = [f"version_{self.iteration - back}" for back in range(keep)]
+        newest = [f"version_{self.iteration - back}" for back in range(keep)]
         for other in folder.glob("version_*"):
-            if other.name.removeprefix("version_").isdecimal() and other.name not in kept:
+            if other.name.removeprefix("version_").isdecimal() and other.name not in newest:
                 remove_directory(other)
 
     def run_on(self, dataset: Path) -> Run:
@@ -225,9 +227,9 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
     hint = "pass --set generate.max_input_tokens=N, or truncate rows: --set batch.max_row_tokens=N"
     if generation.max_input_tokens is None:
         if context_tokens is not None and context_tokens > limit.num_tokens and not cuts:
-            got = f"rows of up to {context_tokens} tokens (the engine's context)"
+            finding = f"rows of up to {context_tokens} tokens (the engine's context)"
             expected = f"at most {limit.num_tokens} ({limit.reason})"
-            raise ConfigError("row_too_long", "[generate]", got, expected, hint)
+            raise ConfigError("row_too_long", "[generate]", finding, expected, hint)
         return
     parts = generation.max_input_tokens, generation.max_response_tokens
     rooms = [] if cuts else [(limit.num_tokens, limit.reason)]
@@ -235,8 +237,10 @@ def check_lengths(config: RlConfig, limit: RowLimit, context_tokens: int | None)
     for room, reason in rooms:
         if sum(parts) > room:
             where = "[generate] max_input_tokens and max_response_tokens"
-            got, expected = f"{parts[0]} + {parts[1]} tokens", f"at most {room} in total ({reason})"
-            raise ConfigError("row_too_long", where, got, expected, hint)
+            finding = f"{parts[0]} + {parts[1]} tokens"
+            raise ConfigError(
+                "row_too_long", where, finding, f"at most {room} in total ({reason})", hint
+            )
 
 
 def _check_some_worked(run: Run, dataset: Path) -> None:
@@ -245,9 +249,9 @@ def _check_some_worked(run: Run, dataset: Path) -> None:
     if not trajectories["failed"].all():
         return
     errors = run.rollouts.select(pl.col("error").drop_nulls().first()).collect()
-    got = f"every trajectory failed ({len(trajectories)}); first error: {errors.item()}"
+    finding = f"every trajectory failed ({len(trajectories)}); first error: {errors.item()}"
     hint = f"fix the cause, remove {dataset}, and continue with --resume"
-    raise InputError("iteration_failed", str(dataset), got, hint=hint)
+    raise InputError("iteration_failed", str(dataset), finding, hint=hint)
 
 
 GIB = 1 << 30
@@ -293,16 +297,16 @@ def notes_of_size(config: RlConfig, run: Run) -> Iterator[str]:
     free = available_bytes(device)
     num_processes = run.accelerator.num_processes
     seconds = num_rows * most * TRAINING_COST * seconds_per_token(run) / num_processes
-    found = []
+    reasons = []
     if free is not None and needed > free:
-        found.append(
+        reasons.append(
             f"a micro-batch of {largest:,} tokens needs about {needed / GIB:,.1f} GiB of memory, but"
             f" {free / GIB:,.1f} GiB are free"
         )
     if seconds > SLOW_UPDATE_S:
         rows = f"{num_rows:,} rows of that length"
-        found.append(f"an update on {rows} takes at least {duration(seconds)} on this CPU")
-    if not found:
+        reasons.append(f"an update on {rows} takes at least {duration(seconds)} on this CPU")
+    if not reasons:
         return
     keys = []
     if largest > most:
@@ -311,6 +315,6 @@ def notes_of_size(config: RlConfig, run: Run) -> Iterator[str]:
         keys.append("generate.max_input_tokens to end longer trajectories")
     keys.append("batch.max_row_tokens to truncate rows")
     yield (
-        f"note: rows may have up to {most:,} tokens ({reason}); {', and '.join(found)}."
+        f"note: rows may have up to {most:,} tokens ({reason}); {', and '.join(reasons)}."
         f" If your rows get that long, set {', or '.join(keys)}"
     )

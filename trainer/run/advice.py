@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from schemas.errors import count
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.plan import Plan, num_groups_of_one
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, LOSS_REDUCTION
 from trainer.config.train_config import TrainConfig
-from trainer.run.loss import policy_logprobs
+from trainer.loss import policy_logprobs
 from trainer.run.run import Run
 
 LARGE_DIFFERENCE_NATS = 0.3
@@ -28,16 +28,16 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
 
     `rows` are the rows to train on, as stored in the dataset.
     """
-    found = {}
+    warnings = {}
     if plan.num_partial_groups and config.data.partial_groups == "train":
-        found["partial_groups"] = (
+        warnings["partial_groups"] = (
             f"the number of trajectories is not {plan.group_size} in"
             f" {count(plan.num_partial_groups, 'group')}: baselines are biased unless trajectories are"
             " missing at random\nHint: pass --set data.partial_groups=mask to leave these groups out of the loss"
         )
     is_built_in = config.advantage.estimator in ADVANTAGE_ESTIMATOR.built_in
     if config.compares_groups and (alone := num_groups_of_one(plan)):
-        found["groups_of_one"] = (
+        warnings["groups_of_one"] = (
             f"only one trajectory is trained on in {alone} of {count(sum(map(len, plan.batches)), 'group')}:"
             f" {config.advantage.estimator} has no other trajectory to compare it with"
             + (", so its advantage is 0" if is_built_in else "")
@@ -45,20 +45,20 @@ def warnings_before(rows: pl.DataFrame, plan: Plan, config: TrainConfig) -> dict
     budget = config.batch.tokens_per_micro_batch
     lengths = rows["num_forwarded_tokens"].clip(upper_bound=config.batch.max_row_tokens).to_numpy()
     if num_long := int((lengths > budget).sum()):
-        found["long_rows"] = (
+        warnings["long_rows"] = (
             f"rows longer than tokens_per_micro_batch ({budget}) are forwarded in separate"
             f" micro-batches, which need more memory: {count(num_long, 'row')}, up to"
             f" {lengths.max()} tokens"
         )
     loss, reduction = config.loss.policy_loss_type, config.loss.reduction
     if loss in ("gspo", "sapo") and reduction not in ("sequence_mean", "trajectory_mean"):
-        found["loss_reduction"] = (
+        warnings["loss_reduction"] = (
             f"{loss} is designed for loss.reduction sequence_mean (or trajectory_mean, where the weight"
             f" of a trajectory does not depend on its rows); with {reduction}, long rows weigh more"
         )
     if config.batch.sequence_layout != "merge":
-        found |= warnings_about_rows(len(rows), rows["trajectory_id"].n_unique(), config)
-    return found
+        warnings |= warnings_about_rows(len(rows), rows["trajectory_id"].n_unique(), config)
+    return warnings
 
 
 def differs_from_sampler(metrics: Mapping[str, Any]) -> bool:
@@ -81,29 +81,29 @@ def warnings_about(
         >>> list(warnings_about(update, TrainConfig(**paths)))
         ['zero_gradient']
     """
-    found = {}
+    warnings = {}
     if differs_from_sampler(metrics):
-        found["rollout_logprobs"] = (
+        warnings["rollout_logprobs"] = (
             "rollout_logprobs differ from the policy's log-probabilities by"
             f" {metrics['rollout_logprobs_abs_diff_mean']:.2g} nats on average"
             + (f"\nlikely cause: {cause}" if cause else "")
         )
     if metrics["num_trained_tokens"] and not metrics["num_trained_groups"]:
         leave_out = "\nHint: pass --set data.drop_zero_variance_groups=true to leave groups with equal rewards out"
-        found["zero_gradient"] = (
+        warnings["zero_gradient"] = (
             "every advantage of the mini-batch is 0, because rewards do not vary within any group, so"
             " the gradient is zero; AdamW still moves the weights, by its momentum and weight decay"
             + ("" if config.data.drop_zero_variance_groups else leave_out)
         )
     elif metrics["num_trained_tokens"] and metrics.get("grad_norm") == 0:
-        found["momentum"] = (
+        warnings["momentum"] = (
             "the gradient of an update is zero, but AdamW still moves the weights, by its momentum and"
             " weight decay"
         )
     if config.batch.sequence_layout == "merge":  # the number of rows is only known after merging
         num_rows, num_trajectories = metrics.get("num_rows", 0), metrics.get("num_trajectories", 0)
-        found |= warnings_about_rows(num_rows, num_trajectories, config)
-    return found
+        warnings |= warnings_about_rows(num_rows, num_trajectories, config)
+    return warnings
 
 
 def warnings_about_rows(
@@ -156,10 +156,10 @@ def likely_cause(run: Run, batch: Batch, forests: Sequence[Forest]) -> str:
     """
     now = policy_logprobs(run, batch, forests[:1])
     before = _distance(now, batch.rollout_logprobs)
-    found = {**_misplaced(now, batch), **dict(_at_temperatures(run, batch, forests[0]))}
-    cause = min(found, key=lambda text: found[text])
-    if found[cause] <= EXPLAINED * before:
-        reduced = f"from {before:.2g} to {found[cause]:.2g} nats in one micro-batch"
+    distances = {**_misplaced(now, batch), **dict(_at_temperatures(run, batch, forests[0]))}
+    cause = min(distances, key=lambda text: distances[text])
+    if distances[cause] <= EXPLAINED * before:
+        reduced = f"from {before:.2g} to {distances[cause]:.2g} nats in one micro-batch"
         return f"{cause} (undoing this reduces the difference {reduced})"
     return (
         "the weights differ from the sampler's (a different model, precision or update); neither a"
@@ -189,13 +189,13 @@ def _at_temperatures(run: Run, batch: Batch, forest: Forest) -> Iterator[tuple[s
         if recorded != [value]:
             temperature = torch.full_like(batch.temperature, value)
             other = dataclasses.replace(batch, temperature=temperature)
-            found = policy_logprobs(run, other, [forest])
+            logprobs = policy_logprobs(run, other, [forest])
             text = f"rollout_logprobs are at temperature {value:g}, but the rows record {noted}"
-            yield text, _distance(found, batch.rollout_logprobs)
+            yield text, _distance(logprobs, batch.rollout_logprobs)
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
     """Compute the mean absolute difference over tokens where both are known; infinity if none."""
     distance = (ours - theirs).abs()
-    known = distance[~distance.isnan()]
-    return float(known.mean()) if len(known) else float("inf")
+    distances = distance[~distance.isnan()]
+    return float(distances.mean()) if len(distances) else float("inf")

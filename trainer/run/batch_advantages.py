@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.algorithms.advantages.token import FloatArray, batch_normalize
 from trainer.algorithms.configured import advantages_of_rewards
 from trainer.algorithms.losses.kl import adapted_kl_coef, kl_estimates, rewards_less_kl
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.plan import Plan, trajectory_advantages, trajectory_estimator
 from trainer.config.functions import ADVANTAGE_ESTIMATOR, Function, bind
 from trainer.config.loss_config import LossConfig
@@ -90,8 +90,8 @@ def charge_kl(
         num = int(batch.trajectory.max(initial=-1)) + 1
         charges = rewards_less_kl(torch.zeros(len(kl)), kl, coef).numpy()
         sums = np.bincount(trajectory, charges, num).astype(np.float64)
-        found = _advantages_of_returns(plan, groups, estimator, sums)
-        per_row = np.repeat(found[batch.trajectory], batch.responses.lengths)
+        of_trajectory = _advantages_of_returns(plan, groups, estimator, sums)
+        per_row = np.repeat(of_trajectory[batch.trajectory], batch.responses.lengths)
         advantages = torch.from_numpy(per_row).float()
         batch = dataclasses.replace(batch, advantages=advantages)
     size = {"loss/avg_kl": kl.mean(), "loss/avg_kl_max": kl.max()} if len(kl) else {}

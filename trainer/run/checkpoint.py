@@ -103,19 +103,19 @@ def latest_checkpoint(out: Path) -> Path | None:
     Raises:
         InputError: The checkpoint does not exist, or has no state to resume from.
     """
-    pointer, found = out / "checkpoints" / LATEST, _checkpoints(out)
+    pointer, checkpoints = out / "checkpoints" / LATEST, _checkpoints(out)
     if pointer.exists():
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        found = [path for path in found if path.name == name]
-        if not found:
-            got = f"the file points to {name!r}, which is not a checkpoint in this directory"
+        checkpoints = [path for path in checkpoints if path.name == name]
+        if not checkpoints:
+            finding = f"the file points to {name!r}, which is not a checkpoint in this directory"
             hint = "write a checkpoint's name into the file, or remove it to use the newest one"
-            raise InputError("checkpoint_latest", str(pointer), got, hint=hint)
-    if found and not (found[-1] / "state").is_dir():
-        got = "the checkpoint has no state/ to resume from"
-        hint = f"start a new run from it: --model {found[-1]}"
-        raise InputError("checkpoint_state", str(found[-1]), got, hint=hint)
-    return found[-1] if found else None
+            raise InputError("checkpoint_latest", str(pointer), finding, hint=hint)
+    if checkpoints and not (checkpoints[-1] / "state").is_dir():
+        finding = "the checkpoint has no state/ to resume from"
+        hint = f"start a new run from it: --model {checkpoints[-1]}"
+        raise InputError("checkpoint_state", str(checkpoints[-1]), finding, hint=hint)
+    return checkpoints[-1] if checkpoints else None
 
 
 def check_files(checkpoint: Path) -> None:
@@ -128,27 +128,27 @@ def check_files(checkpoint: Path) -> None:
     try:
         written = dict(json.loads((checkpoint / FILES).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        got, names = f"cannot read the list of its files: {error}", [FILES]
+        finding, names = f"cannot read the list of its files: {error}", [FILES]
     else:
-        found = _digests(checkpoint)
-        names = [n for n in sorted({*written, *found}) if written.get(n) != found.get(n)]
-        got = f"the file is not as the run wrote it; {count(len(names), 'file')} differ"
+        digests = _digests(checkpoint)
+        names = [n for n in sorted({*written, *digests}) if written.get(n) != digests.get(n)]
+        finding = f"the file is not as the run wrote it; {count(len(names), 'file')} differ"
     if names:
         hint = (
             "restore the checkpoint, write an earlier one's name into checkpoints/latest, or start "
         )
         hint += f"a new run from it: --model {checkpoint}"
-        raise InputError("checkpoint_state", str(checkpoint / names[0]), got, hint=hint)
+        raise InputError("checkpoint_state", str(checkpoint / names[0]), finding, hint=hint)
 
 
 def _digests(checkpoint: Path) -> dict[str, str]:
-    found = {}
+    digests = {}
     for path in sorted(checkpoint.rglob("*")):
         name = path.relative_to(checkpoint).as_posix()
         if path.is_file() and name != FILES:
             with path.open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def discard_after(out: Path, global_step: int) -> None:

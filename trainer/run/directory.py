@@ -23,11 +23,11 @@ def stays_in_place(run: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(run)
     def with_absolute_paths(config: Any, **settings: Any) -> Result:
-        given, out = config.run.out, str(Path(config.run.out).absolute())
+        relative_out, out = config.run.out, str(Path(config.run.out).absolute())
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, out=out))
         result: Any = run(config, **settings)
-        checkpoint = result.checkpoint.replace(out, given, 1)
-        found: Result = dataclasses.replace(result, out=given, checkpoint=checkpoint)
-        return found
+        checkpoint = result.checkpoint.replace(out, relative_out, 1)
+        moved: Result = dataclasses.replace(result, out=relative_out, checkpoint=checkpoint)
+        return moved
 
     return with_absolute_paths

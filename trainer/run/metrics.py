@@ -16,12 +16,12 @@ from pipelines.statistics.metrics import USED, rollout_metrics, trajectories
 from rollout_io.dataset.reader import read_metadata
 from rollout_io.formats.skyrl_fields import ROLLOUT_METRICS, aggregated
 from schemas.errors import InputError
-from schemas.metadata import Outcome
 from schemas.run_metrics import GENERATED, LOOP_METRICS, METRICS, OWN_LOSS
 from trainer.algorithms.losses.ratios import bounded_exp
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.plan import Plan
 from trainer.config.functions import POLICY_LOSS
+from trainer.config.train_config import TrainConfig
 
 SPREADS = {
     "is_ratio": "std max min",
@@ -34,7 +34,7 @@ TAKEN = (OWN_LOSS, "eval/", "evaluation/")
 
 
 def generated_rows(rollouts: pl.LazyFrame, groups: Sequence[str]) -> pl.DataFrame:
-    """Read the rows of the given groups for `sequence_metrics`, in the order of the dataset."""
+    """Read the rows of the given groups for `generated_metrics`, in the order of the dataset."""
     chosen = rollouts.filter(pl.col("instance_id").is_in(list(groups)))
     used = [name for name in (*USED, ROLLOUT_METRICS) if name in rollouts.collect_schema()]
     return chosen.select(used).collect()
@@ -47,41 +47,43 @@ def generated_per(dataset: str) -> Literal["step", "trajectory"]:
     A dataset of environments is step-wise if `history` was `step_wise`. Datasets of agents,
     harnesses, generators and logs have one row per call, and are step-wise.
     """
-    configs = [made["config"] for made in read_metadata(dataset).made_by if _has_history(made)]
-    own = ("agent", "harness", "generator")
+    configs = [entry["config"] for entry in read_metadata(dataset).made_by if _has_history(entry)]
+    in_steps = ("agent", "harness", "generator")
     in_one_row = [
-        c["history"] != "step_wise" and not any(c.get(name) for name in own) for c in configs
+        c["history"] != "step_wise" and not any(c.get(name) for name in in_steps) for c in configs
     ]
     return "trajectory" if in_one_row and all(in_one_row) else "step"
 
 
-def _has_history(made: Mapping[str, Any]) -> bool:
-    config = made.get("config")
+def _has_history(entry: Mapping[str, Any]) -> bool:
+    config = entry.get("config")
     return isinstance(config, Mapping) and "history" in config
 
 
-def sequence_metrics(
-    rows: pl.DataFrame, outcome: Outcome, per: Literal["step", "trajectory"], *, merges: bool
+def generated_metrics(
+    stored: pl.DataFrame, config: TrainConfig, *, num_rows: int
 ) -> dict[str, float]:
     """Compute SkyRL's metrics of a batch as generated, before merging.
 
     They include `rollout_metrics` that a custom generator returned, except those that are computed
-    here. If turns will be merged, the metrics include the number of turns.
+    here. If turns were merged, the metrics include the number of turns.
 
     Args:
-        rows: From `generated_rows`.
-        outcome: How returns are computed.
-        per: From `generated_per`.
-        merges: True if turns will be merged.
+        stored: From `generated_rows`.
+        config: Configuration of the run.
+        num_rows: Number of rows of the batch, after merging.
     """
-    found = rollout_metrics(rows, per=per, outcome=outcome)
-    metrics = {n: v for n, v in found.items() if n.startswith(GENERATED)}
-    if ROLLOUT_METRICS in rows.columns:
-        theirs = aggregated(rows[ROLLOUT_METRICS].drop_nulls())
+    outcome = config.data.outcome or "last"
+    figures = rollout_metrics(stored, per=generated_per(config.data.dataset), outcome=outcome)
+    metrics = {name: value for name, value in figures.items() if name.startswith(GENERATED)}
+    if ROLLOUT_METRICS in stored.columns:
+        theirs = aggregated(stored[ROLLOUT_METRICS].drop_nulls())
         metrics = {_free_name(name): value for name, value in theirs.items()} | metrics
-    if merges:
-        turns = trajectories(rows, outcome).select(pl.col("step_tokens").list.len().sum())
+    metrics["generate/batch_num_seq"] = num_rows
+    if config.batch.sequence_layout == "merge":
+        turns = trajectories(stored, outcome).select(pl.col("step_tokens").list.len().sum())
         metrics["generate/num_seq_before_merge"] = turns.collect().item()
+        metrics["generate/num_seq_after_merge"] = num_rows
     return metrics
 
 
@@ -126,16 +128,16 @@ def batch_metrics(plan: Plan, batch: Batch, groups: Sequence[str]) -> list[dict[
 
 def _passed(trajectories: pl.DataFrame) -> pl.Series:
     """[1] Compute the fraction of groups with a return above 0."""
-    known = trajectories.filter(~pl.col("failed"))
-    groups = known.group_by("instance_id").agg(passed=is_above(pl.col("return"), 0.0).any())
+    succeeded = trajectories.filter(~pl.col("failed"))
+    groups = succeeded.group_by("instance_id").agg(passed=is_above(pl.col("return"), 0.0).any())
     return groups.select(pl.col("passed").mean())["passed"]
 
 
 def _raw_advantages(batch: Batch) -> dict[str, float | None]:
     assert batch.raw_advantages is not None
-    found = batch.raw_advantages.numpy()[batch.trains]
-    mean = float(found.mean()) if len(found) else None
-    size = float(np.abs(found).mean()) if len(found) else None
+    raw = batch.raw_advantages.numpy()[batch.trains]
+    mean = float(raw.mean()) if len(raw) else None
+    size = float(np.abs(raw).mean()) if len(raw) else None
     return {"loss/avg_raw_advantages": mean, "loss/avg_raw_advantages_abs": size}
 
 
@@ -151,22 +153,22 @@ def update_metrics(parts: Sequence[Mapping[str, Tensor]], loss_name: str) -> dic
     for part in parts:
         if part.keys() != parts[0].keys():
             different = ", ".join(sorted(part.keys() ^ parts[0].keys()))
-            got = f"it returns the metrics {different} for some micro-batches but not for others"
-            raise InputError(POLICY_LOSS.rule_id, loss_name, got)
-    found = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
+            finding = f"it returns the metrics {different} for some micro-batches, not for others"
+            raise InputError(POLICY_LOSS.rule_id, loss_name, finding)
+    columns = {name: torch.cat([torch.zeros(0), *(part[name] for part in parts)]) for name in names}
     metrics: dict[str, float] = {}
     for name in ("loss", "policy_loss", "policy_kl"):
-        if name in found:
-            metrics[name] = float(found.pop(name).sum())
-    metrics |= agreement(found.pop("rollout_logprobs_diff", torch.zeros(0)))
+        if name in columns:
+            metrics[name] = float(columns.pop(name).sum())
+    metrics |= agreement(columns.pop("rollout_logprobs_diff", torch.zeros(0)))
     for name, subject in SPREADS.items():
-        values = found.get(name, torch.zeros(0))
+        values = columns.get(name, torch.zeros(0))
         if len(values) and not values.isnan().any():
             metrics[f"{name}_mean"] = float(values.mean())
             spread = {"max": values.max(), "min": values.min(), "std": _deviation(values)}
             metrics |= {f"{name}_{kind}": float(spread[kind]) for kind in subject.split()}
-        found.pop(name, None)
-    return metrics | {name: float(v.mean()) if len(v) else 0.0 for name, v in found.items()}
+        columns.pop(name, None)
+    return metrics | {name: float(v.mean()) if len(v) else 0.0 for name, v in columns.items()}
 
 
 def _deviation(values: Tensor) -> Tensor:
@@ -198,8 +200,8 @@ def agreement(difference: Tensor) -> dict[str, float]:
         return {}
     distance, ratio = difference.abs(), bounded_exp(difference)
     percentiles = (50, 90, 99)
-    found = np.percentile(distance.numpy(), percentiles)
-    named = {f"p{p}": value for p, value in zip(percentiles, found, strict=True)}
+    quantiles = np.percentile(distance.numpy(), percentiles)
+    named = {f"p{p}": value for p, value in zip(percentiles, quantiles, strict=True)}
     spread = distance.std() if len(distance) > 1 else 0.0
     named |= {"mean": distance.mean(), "std": spread, "max": distance.max(), "min": distance.min()}
     return {

@@ -14,14 +14,14 @@ from accelerate.utils import set_seed
 import rollout_io
 from rollout_io.dataset.storage import Location, occupied
 from schemas.errors import InputError, count
-from trainer.batches.data import index_rows
+from trainer.batch import index_rows
 from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
 from trainer.config.train_config import TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
+from trainer.run.check_dataset import check_dataset, num_greedy_rows, scan_rows
 from trainer.run.checkpoint import check_files
-from trainer.run.checks import check_dataset, num_greedy_rows, scan_rows
-from trainer.run.load_models import Models, load_models, prepare
+from trainer.run.load_models import load_models, prepare
 from trainer.run.messages import Remark, say, say_attention, say_learning_rate, show
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.run import Run
@@ -56,7 +56,7 @@ def open_run(
         tell: Called with each remark about the dataset, and with its subject.
 
     Raises:
-        RolloutError: See `trainer.run.loop.train`.
+        RolloutError: See `trainer.training.train`.
     """
     accelerator = opened.accelerator if opened else _started(config)
     # Each of these stages fails in all processes if it fails in one.
@@ -69,19 +69,17 @@ def open_run(
     if opened:
         run = replace(opened, config=config)
     else:
-        digest, keeps = dataset_digest(plan, index), bool(resume)
-        progress, kept = agreed(accelerator, lambda: _progress(config, start, digest, keeps=keeps))
-        models = agreed(accelerator, lambda: _load(config, start))
-        run = prepare(accelerator, config, models)
-        run = replace(run, checkpoint=start, progress=progress, digest=digest, kept_metrics=kept)
+        compared = agreed(accelerator, lambda: _compare_tokenizers(config))
+        digest = dataset_digest(plan, index)
+        run = open_models(config, start, accelerator, digest=digest, keeps_lines=bool(resume))
+        for remark in compared:
+            show(remark)
     run, must_learn = replace(run, rollouts=rollouts, plan=plan), opened is None
     corrects, remarks = agreed(
         accelerator, lambda: check_dataset(run, index, plan, must_learn=must_learn)
     )
     for subject, remark in remarks.items():
         tell(subject, remark)
-    if not opened:
-        _restore(run)
     run = replace(
         run,
         corrects=corrects,
@@ -97,27 +95,34 @@ def open_run(
 
 
 def open_models(
-    config: TrainConfig, checkpoint: Path | None, *, digest: str, accelerator: Accelerator | None
+    config: TrainConfig,
+    checkpoint: Path | None,
+    accelerator: Accelerator,
+    *,
+    digest: str,
+    keeps_lines: bool = False,
 ) -> Run:
-    """Load the models of a run, whose datasets do not exist yet.
+    """Load the models of a run, and restore its state; see `open_run` for its dataset.
 
     Args:
         config: Configuration of the run; `data` is not used.
         checkpoint: Checkpoint to resume from; None: the configured models.
-        digest: Replaces the digest of the dataset, which would change as the dataset grows.
-        accelerator: Connects the processes of the run; None: it is made.
+        accelerator: Connects the processes of the run.
+        digest: Identifies the dataset in checkpoints; the dataset of `rollouts rl` grows.
+        keeps_lines: Whether to read the lines of `metrics.jsonl` up to the checkpoint.
 
     Raises:
         RolloutError: A model cannot be trained as configured, or the checkpoint is unreadable.
     """
-    accelerator = accelerator or make_accelerator(config)
-    set_seed(config.run.seed)
-    progress, _ = agreed(accelerator, lambda: _progress(config, checkpoint, digest, keeps=False))
-    models = agreed(accelerator, lambda: load_models(config, checkpoint))
-    run = prepare(accelerator, config, models)
-    run = replace(run, checkpoint=checkpoint, progress=progress, digest=digest)
-    _restore(run)
-    return run
+    progress, lines = agreed(
+        accelerator, lambda: _progress(config, checkpoint, digest, keeps=keeps_lines)
+    )
+    run = prepare(accelerator, config, agreed(accelerator, lambda: load_models(config, checkpoint)))
+    if accelerator.num_processes > 1:
+        say(f"training with {accelerator.num_processes} processes")
+    if checkpoint:
+        restore(checkpoint / "state", run.optimizers)
+    return replace(run, checkpoint=checkpoint, progress=progress, digest=digest, kept_metrics=lines)
 
 
 def _started(config: TrainConfig) -> Accelerator:
@@ -161,22 +166,11 @@ def _progress(
     return progress, lines_to_keep(metrics, progress.num_mini_batches) if keeps else b""
 
 
-def _load(config: TrainConfig, start: Path | None) -> Models:
-    """Load the models, after comparing their tokenizers with the dataset's."""
+def _compare_tokenizers(config: TrainConfig) -> list[Remark]:
+    """Compare the models' tokenizers with the dataset's, and note the user functions of the run."""
+    functions = [f"note: {key}: {one}" for key, one in uses(config).items() if one.place]
     compared = check_tokenizers(config, rollout_io.read_metadata(config.data.dataset))
-    models = load_models(config, start)
-    own = [Remark(f"note: {key}: {use}") for key, use in uses(config).items() if use.place]
-    for remark in (*own, *compared):
-        show(remark)
-    return models
-
-
-def _restore(run: Run) -> None:
-    """Restore the optimizers and generators at the checkpoint from which the run resumes."""
-    if run.accelerator.num_processes > 1:
-        say(f"training with {run.accelerator.num_processes} processes")
-    if run.checkpoint:
-        restore(run.checkpoint / "state", run.optimizers)
+    return [*map(Remark, functions), *compared]
 
 
 def _note_few_updates(run: Run) -> None:
@@ -186,9 +180,9 @@ def _note_few_updates(run: Run) -> None:
         return
     groups, size = count(sum(map(len, plan.batches)), "group"), config.batch.groups_per_mini_batch
     passes = f" in {count(config.batch.num_epochs, 'pass', 'es')} over the dataset"
-    made = count(num_planned, "update")
+    updates = count(num_planned, "update")
     say(
-        f"note: {groups}, {size} per update, give {made}{passes}, fewer than max_updates"
+        f"note: {groups}, {size} per update, give {updates}{passes}, fewer than max_updates"
         f" ({config.batch.max_updates}): pass --set batch.num_epochs=N for more passes"
     )
 
@@ -204,7 +198,7 @@ def refuse_existing_run(out: Path) -> None:
         raise occupied(str(out), len(shards))
     for name in ("config.json", "metrics.jsonl", "checkpoints"):
         if (out / name).exists():
-            got = f"the directory already contains a run ({name})"
+            finding = f"the directory already contains a run ({name})"
             again = f"--resume {shlex.quote(str(out))}"
             hint = f"continue it with {again}, choose a different --out, or remove the run"
-            raise InputError("existing_run", str(out), got, hint=hint)
+            raise InputError("existing_run", str(out), finding, hint=hint)

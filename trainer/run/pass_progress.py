@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import NamedTuple
 
 from rollout_io.terminal import Bar, Pace, duration
 from trainer.batches.forest import Forest
@@ -25,18 +24,6 @@ TRAINING = "training"
 CRITIC_TRAINING = "critic training"
 TICK_S = 1.0
 """Time between two checks for a due progress line, in seconds."""
-
-
-class _Position(NamedTuple):
-    """Where a pass is: the micro-batch that runs, and the tokens of those before it."""
-
-    name: str
-    micro_batch: int
-    num_micro_batches: int
-    micro_batch_tokens: int
-    done_tokens: int
-    num_tokens: int
-    began_s: float
 
 
 class Passes:
@@ -64,45 +51,42 @@ class Passes:
     ) -> None:
         self._bar, self._num_planned, self._num_made = bar, num_planned, num_made
         self._clock, self._pace = clock, Pace(clock=clock)
-        # `tick` reads it in another thread: it is replaced, never changed.
-        self._position: _Position | None = None
+        # What runs, and since when; `tick` reads it in another thread, so it is replaced as a whole.
+        self._now: tuple[str, float] | None = None
 
     def __call__(
-        self, name: str, own: Sequence[tuple[int, Forest]]
+        self, name: str, share: Sequence[tuple[int, Forest]]
     ) -> Iterator[tuple[int, Forest]]:
         """Yield the micro-batches of a pass, each with its number, and count them.
 
-        `own` are this process's micro-batches, from `own_forests`.
+        `share` are this process's micro-batches, from `own_forests`.
         """
-        num_tokens, done_tokens = sum(forest.num_tokens for _, forest in own), 0
+        num_tokens, done_tokens = sum(forest.num_tokens for _, forest in share), 0
         began_s, bar = self._clock(), self._bar or Bar(0, "", shows=False)
         with bar.part(num_tokens, "tokens", name) as row:
-            for index, (number, forest) in enumerate(own, start=1):
-                sizes = len(own), forest.num_tokens, done_tokens, num_tokens
-                self._position = _Position(name, index, *sizes, began_s)
+            for index, (number, forest) in enumerate(share, start=1):
+                tokens = f"{done_tokens:,} of {num_tokens:,} tokens done"
+                if len(share) == 1:  # nothing is done before the end of the pass
+                    tokens = f"{num_tokens:,} tokens"
+                text = f"{name}, micro-batch {index} of {len(share)}, {tokens}"
+                self._now = text, began_s
                 self.tick()
                 yield number, forest
                 done_tokens += forest.num_tokens
                 row.update(forest.num_tokens)
-        self._position = None
+        self._now = None
 
-    def end_update(self, *, made: bool) -> None:
-        """Finish an update; `made` is false for a mini-batch that was skipped."""
-        self._num_made += made
+    def end_update(self, *, stepped: bool) -> None:
+        """Finish an update; `stepped` is false for a mini-batch that was skipped."""
+        self._num_made += stepped
 
     def tick(self) -> None:
         """Log a line if one is due; any thread may call this."""
-        at = self._position
-        if at is None or self._bar is None or self._bar.is_shown or not self._pace.is_due():
+        now = self._now
+        if now is None or self._bar is None or self._bar.is_shown or not self._pace.is_due():
             return
-        tokens = f"{at.done_tokens:,} of {at.num_tokens:,} tokens done"
-        if at.num_micro_batches == 1:  # nothing is done before the end of the pass
-            tokens = f"{at.num_tokens:,} tokens"
-        say(
-            f"update {self._num_made + 1} of {self._num_planned}: {at.name}, micro-batch"
-            f" {at.micro_batch} of {at.num_micro_batches}, {tokens},"
-            f" {duration(self._clock() - at.began_s)} elapsed"
-        )
+        update = f"update {self._num_made + 1} of {self._num_planned}"
+        say(f"{update}: {now[0]}, {duration(self._clock() - now[1])} elapsed")
 
 
 @contextmanager

@@ -93,21 +93,21 @@ def saved_config(out: Path) -> dict[str, Any] | None:
     """
     file = out / "config.json"
     if not file.is_file():
-        if found := latest_checkpoint(out):
-            got = "the file is missing, although the run has checkpoints"
-            hint = f"restore the file, or start a new run: --model {found}"
-            raise InputError("resume_config", str(file), got, hint=hint)
+        if checkpoint := latest_checkpoint(out):
+            finding = "the file is missing, although the run has checkpoints"
+            hint = f"restore the file, or start a new run: --model {checkpoint}"
+            raise InputError("resume_config", str(file), finding, hint=hint)
         return None
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        got = f"cannot read the configuration of the run: {error}"
-        raise InputError("resume_config", str(file), got) from error
+        finding = f"cannot read the configuration of the run: {error}"
+        raise InputError("resume_config", str(file), finding) from error
 
 
 def check_same(
     saved: Mapping[str, Any],
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     may_change: Collection[str],
     out: Path,
     *,
@@ -120,10 +120,10 @@ def check_same(
     Raises:
         ConfigError: A key that must not change has a different value, or `growing` has decreased.
     """
-    now = json.loads(json.dumps(given))
-    kept = [key for key in now if key not in may_change]
+    now = json.loads(json.dumps(settings))
+    fixed = [key for key in now if key not in may_change]
     # A run of an earlier version lacks newer keys; an empty value does not affect its updates.
-    compared = [key for key in kept if key in saved or now[key]]
+    compared = [key for key in fixed if key in saved or now[key]]
     different = [key for key in compared if saved.get(key) != now[key]]
     if different:
         key, *others = different
@@ -173,11 +173,9 @@ def alone_in(out: Path) -> Iterator[None]:
         except InputError as error:
             if error.rule != "out_is_free":
                 raise
-            got, hint = (
-                "another process is training in this directory, or writing to it",
-                "wait for it to end, or stop it",
-            )
-            raise InputError("run_in_use", str(out), got, hint=hint) from None
+            finding = "another process is training in this directory, or writing to it"
+            hint = "wait for it to end, or stop it"
+            raise InputError("run_in_use", str(out), finding, hint=hint) from None
         yield
 
 

@@ -18,9 +18,8 @@ from trainer.config.train_config import TrainConfig
 from trainer.models.critic import Critic
 from trainer.models.lora import WithoutAdapter
 from trainer.models.policy import Policy, row_limit
-from trainer.run.state import Position, Progress
+from trainer.run.state import START, Progress
 
-_NOWHERE = Progress(position=Position(kl_coef=0.0))
 _NO_PLAN = Plan(trajectories=pl.DataFrame(), batches=(), num_groups_without_variance=0)
 
 
@@ -63,7 +62,7 @@ class Run:
     corrects: bool = False
     source: Path = Path()
     checkpoint: Path | None = None
-    progress: Progress = _NOWHERE
+    progress: Progress = START
     digest: str = ""
     rollouts: pl.LazyFrame = field(default_factory=pl.LazyFrame)
     plan: Plan = _NO_PLAN

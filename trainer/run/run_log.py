@@ -113,8 +113,8 @@ class RunLog:
         """Write a line of `metrics.jsonl`."""
         self.file.write(line_of(metrics) + "\n")
         self.file.flush()
-        known = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
-        self.accelerator.log(known, step=metrics["global_step"])
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+        self.accelerator.log(numbers, step=metrics["global_step"])
 
     def sync(self) -> None:
         """Sync the file to disk, because a checkpoint relies on the lines written before it."""

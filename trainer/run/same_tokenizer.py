@@ -6,12 +6,14 @@ import json
 from logging import WARNING
 from pathlib import Path
 
+import polars as pl
+
 from rollout_io.retokenize.chat_template import TEMPLATES, find_template
 from rollout_io.retokenize.local import has_tokenizer
 from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
-from schemas.error_ids import fix_of
 from schemas.errors import InputError
 from schemas.metadata import DatasetMetadata
+from trainer.checks import TOKENIZERS, refuse
 from trainer.config.train_config import TrainConfig
 from trainer.run.messages import Remark
 
@@ -35,30 +37,41 @@ def check_tokenizers(
     """
     if metadata.tokenizer_fingerprint is None:
         return [_names(config.model.path, metadata)]
-    said = []
+    remarks = []
     for path in dict.fromkeys(
         (config.model.path, config.loss.reference_model, config.model.critic_model)
     ):
         if path is None or not Path(path).is_dir():
             continue
         if not has_tokenizer(Path(path)):
-            said.append(Remark(f"note: {path} has no tokenizer to compare with the dataset's"))
+            remarks.append(Remark(f"note: {path} has no tokenizer to compare with the dataset's"))
             continue
         try:
             tokenizer = load_tokenizer(path, needs_template=False)
         except InputError as error:
             if not config.data.allow_other_tokenizer:
                 raise
-            said.append(Remark(f"the tokenizer of {path} was not compared: {error.got}", WARNING))
+            remarks.append(
+                Remark(f"the tokenizer of {path} was not compared: {error.got}", WARNING)
+            )
             continue
         if tokenizer.fingerprint != metadata.tokenizer_fingerprint:
-            said.append(_other_tokenizer(config, path, metadata.tokenizer or "name unknown"))
+            facts = {
+                "name": config.data.dataset,
+                "of_dataset": metadata.tokenizer_fingerprint,
+                "tokenizer": metadata.tokenizer or "name unknown",
+                "model": path,
+                "fingerprint": tokenizer.fingerprint,
+            }
+            refuse(pl.DataFrame([facts]), TOKENIZERS, config)
+            text = f"the tokenizer of {path} differs from the dataset's ({facts['tokenizer']})"
+            remarks.append(Remark(text, WARNING))
         elif path == config.model.path and notes_match:
-            said.append(Remark(f"note: {path} has the dataset's tokenizer (fingerprints match)"))
+            remarks.append(Remark(f"note: {path} has the dataset's tokenizer (fingerprints match)"))
         recorded = metadata.chat_template_fingerprint
         if path == config.model.path and recorded not in {None, tokenizer.template_fingerprint}:
-            said.append(_other_template(path, recorded, is_chosen=not notes_match))
-    return said
+            remarks.append(_other_template(path, recorded, is_chosen=not notes_match))
+    return remarks
 
 
 def _other_template(path: str, fingerprint: str | None, *, is_chosen: bool) -> Remark:
@@ -103,13 +116,13 @@ def _names_of(model: str) -> set[str]:
 
     Names shorter than 4 letters and digits are left out: they are part of many others.
     """
-    found = [str(Path(model).resolve()), str(Path(model).absolute())]
+    paths = [str(Path(model).resolve()), str(Path(model).absolute())]
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())
-        found.append(str(config.get("_name_or_path") or model))
+        paths.append(str(config.get("_name_or_path") or model))
     except (OSError, ValueError, AttributeError, RecursionError):
         pass
-    return {name for name in map(_last_part, found) if len(name) >= 4}
+    return {name for name in map(_last_part, paths) if len(name) >= 4}
 
 
 def _last_part(name: str) -> str:
@@ -120,14 +133,3 @@ def _last_part(name: str) -> str:
         'smollm2135minstruct'
     """
     return "".join(filter(str.isalnum, name.rstrip("/").rpartition("/")[2].casefold()))
-
-
-def _other_tokenizer(config: TrainConfig, path: str, name: str) -> Remark:
-    if not config.data.allow_other_tokenizer:
-        raise InputError(
-            "tokenizer_fingerprint",
-            config.data.dataset,
-            f"its tokenizer ({name}) differs from the tokenizer of {path}",
-            hint=fix_of("tokenizer_fingerprint"),
-        )
-    return Remark(f"the tokenizer of {path} differs from the dataset's ({name})", WARNING)

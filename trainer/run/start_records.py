@@ -58,20 +58,20 @@ def record_start(
     starts, num = starts_of(out), accelerator.num_processes
     before = starts[-1].get("num_processes") if starts else None
     if isinstance(before, int) and before != num:
-        found, used = count(num, "process", "es"), count(before, "process", "es")
-        say(f"note: training in {found}; the run used {used} so far (--num-processes)")
-    kept = [line for line in starts if line["global_step"] < global_step]
+        here, used = count(num, "process", "es"), count(before, "process", "es")
+        say(f"note: training in {here}; the run used {used} so far (--num-processes)")
+    lines = [line for line in starts if line["global_step"] < global_step]
     settings = {key: getattr(config.batch, key) for key in CHANGING}
-    kept.append({"global_step": global_step} | this_machine(accelerator) | settings)
-    replace_text(out / FILE, "".join(f"{json.dumps(line)}\n" for line in kept))
+    lines.append({"global_step": global_step} | this_machine(accelerator) | settings)
+    replace_text(out / FILE, "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def starts_of(out: Path) -> list[dict[str, Any]]:
     """Read a run's `starts.jsonl`, ordered by `global_step`; empty if the file cannot be read."""
     file = out / FILE
     try:
-        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        return sorted(found, key=lambda line: int(line["global_step"]))
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        return sorted(lines, key=lambda line: int(line["global_step"]))
     except (OSError, ValueError, TypeError, KeyError):
         return []
 

@@ -30,15 +30,14 @@ class Position:
         batch: Number of completed batches, over all epochs.
         mini_batch: Completed mini-batches of the current batch, over its `epochs_per_batch` epochs.
         kl_coef: Coefficient of the divergence in the current batch's reward.
-        known: Model outputs at the start of the current batch, [T] float32 on the CPU, by name:
-            `old_logprobs`, `ref_logprobs` and `values`, as far as the run needs them. Empty
-            between batches.
+        outputs: Model outputs at the start of the current batch, [T] float32 on the CPU, by name:
+            see `Batch.outputs`. Empty between batches.
     """
 
     batch: int = 0
     mini_batch: int = 0
     kl_coef: float
-    known: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +71,9 @@ class Progress:
         return self.global_step + self.num_skipped
 
 
+START = Progress(position=Position(kl_coef=0.0))
+
+
 OptimizerTensors = dict[str, dict[str, Tensor]]
 """Per optimizer (`optimizer`, `critic_optimizer`): state tensors by parameter and name."""
 
@@ -96,7 +98,7 @@ def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: 
     path.mkdir()
     for name, tensors in optimizers.items():
         save_file(tensors, path / f"{name}.safetensors")
-    save_file(progress.position.known, path / "batch.safetensors")
+    save_file(progress.position.outputs, path / "batch.safetensors")
     position = progress.position
     run = {
         "batch": position.batch,
@@ -127,10 +129,13 @@ def load_progress(path: Path, digest: str | None = None) -> Progress:
     """
     try:
         run = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        known = load_file(path / "batch.safetensors")
+        outputs = load_file(path / "batch.safetensors")
         same = digest in (None, run["dataset"])
         position = Position(
-            batch=run["batch"], mini_batch=run["mini_batch"], kl_coef=run["kl_coef"], known=known
+            batch=run["batch"],
+            mini_batch=run["mini_batch"],
+            kl_coef=run["kl_coef"],
+            outputs=outputs,
         )
         progress = Progress(
             position=position,
@@ -141,9 +146,9 @@ def load_progress(path: Path, digest: str | None = None) -> Progress:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _unreadable(path, error) from error
     if not same:
-        got = "its trajectories, returns or tokens have changed since the run started"
+        finding = "its trajectories, returns or tokens have changed since the run started"
         hint = "resume with the original dataset, or start a new run"
-        raise InputError("resume_dataset", "dataset", got, hint=hint)
+        raise InputError("resume_dataset", "dataset", finding, hint=hint)
     return progress
 
 
@@ -163,22 +168,22 @@ def restore(path: Path, optimizers: Optimizers) -> None:
 
 def _unreadable(path: Path, error: Exception) -> InputError:
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    got = f"cannot read the state of the run: {reason}"
+    finding = f"cannot read the state of the run: {reason}"
     hint = "write the name of an earlier checkpoint into checkpoints/latest"
-    return InputError("checkpoint_state", str(path), got, hint=hint)
+    return InputError("checkpoint_state", str(path), finding, hint=hint)
 
 
 def _state_of(
     optimizer: torch.optim.Optimizer, model: nn.Module, *, keep: bool
 ) -> dict[str, Tensor]:
     """Return an optimizer's state tensors by parameter and name (`lm_head.weight.exp_avg`)."""
-    names, found = [name for name, _ in _parameters(optimizer, model)], {}
+    names, tensors = [name for name, _ in _parameters(optimizer, model)], {}
     state: dict[int, dict[str, Any]] = optimizer.state_dict()["state"]
     for number, values in state.items():
         for name, tensor in _flat(values):
             if keep:
-                found[f"{names[number]}.{name}"] = tensor
-    return found
+                tensors[f"{names[number]}.{name}"] = tensor
+    return tensors
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ from schemas.token_records import (
 )
 from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.ratios import probability_ratio
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.stored_rows import Origins
 from trainer.batches.transfer import Arriving, to_device
@@ -86,7 +86,7 @@ class TokenRecorder:
         if not len(picked):
             return
         on_device = to_device(picked, next(iter(values.values())).device)
-        arriving = Arriving({name: found.detach()[on_device] for name, found in values.items()})
+        arriving = Arriving({name: column.detach()[on_device] for name, column in values.items()})
         self._parts.append((slots[picked], arriving))
 
     def gathered(self, accelerator: Accelerator) -> dict[str, Tensor]:
@@ -94,12 +94,12 @@ class TokenRecorder:
 
         The result is empty if no target was recorded. All processes must call this together.
         """
-        found = _concatenated([part.read() | {"slots": slots} for slots, part in self._parts])
+        columns = _concatenated([part.read() | {"slots": slots} for slots, part in self._parts])
         if accelerator.num_processes > 1:
-            shares = gather_bytes(accelerator, save(found))
-            found = _concatenated([part for part in map(load, shares) if part])
-        order = found["slots"].argsort() if found else None
-        return {name: values[order] for name, values in found.items()}
+            shares = gather_bytes(accelerator, save(columns))
+            columns = _concatenated([part for part in map(load, shares) if part])
+        order = columns["slots"].argsort() if columns else None
+        return {name: values[order] for name, values in columns.items()}
 
 
 def recorder_of(
@@ -137,7 +137,7 @@ def token_records(dataset: str, origins: Origins, values: Mapping[str, Tensor]) 
     """
     row, position = origins.of(values["slots"].numpy())
     used, record = np.unique(row, return_inverse=True)
-    rows = origins.stored.rows[used]
+    rows = origins.rows[used]
     offsets = offsets_of(rows["num_tokens"].to_numpy())
     at = offsets[record] + position
     is_target = np.zeros(offsets[-1], np.bool_)
@@ -148,9 +148,9 @@ def token_records(dataset: str, origins: Origins, values: Mapping[str, Tensor]) 
             return _lists(is_target, None, offsets, field.type)
         if field.name not in values:
             return pa.nulls(len(rows), field.type)
-        known = values[field.name].numpy()
-        spread = np.zeros(len(is_target), known.dtype)
-        spread[at] = known
+        column = values[field.name].numpy()
+        spread = np.zeros(len(is_target), column.dtype)
+        spread[at] = column
         return _lists(spread, ~is_target, offsets, field.type)
 
     schema = token_record_schema()

@@ -25,7 +25,7 @@ from schemas.errors import ConfigError, InputError
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
 from tests.helpers.filter_helpers import one_step, table
-from trainer.run.checks import scan_rows
+from trainer.run.check_dataset import scan_rows
 
 OPTIONAL = ("messages", "response_text", "metrics")
 FUNCTIONS = '''

@@ -28,13 +28,13 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
 )
 from trainer.algorithms.advantages import discounted_returns, gae, whiten
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.config.train_config import TrainConfig
+from trainer.loss import critic_values
 from trainer.models.critic import Critic, clipped_value_loss, load_critic
 from trainer.run.batch_advantages import estimate
-from trainer.run.loss import critic_values
 from trainer.run.run import Run
-from trainer.run.update import update_critic
+from trainer.update import update_critic
 
 NUMBERS = st.lists(st.tuples(*[st.floats(-4, 4)] * 3), min_size=1, max_size=12)
 

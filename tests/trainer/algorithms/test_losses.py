@@ -12,11 +12,12 @@ from tests.helpers.losses_helpers import (
     CLIP,
     REFERENCE,
     SETTINGS,
+    policy_loss,
     reference_targets,
     targets,
     tensor,
 )
-from trainer.algorithms.configured import Targets, policy_loss
+from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.covariance import clip_cov_selection, covariances, kl_cov_selection
 from trainer.algorithms.losses.policy import dual_clip, gspo, regular
 from trainer.algorithms.losses.ratios import row_sums

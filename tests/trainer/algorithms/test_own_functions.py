@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 
 from schemas.errors import RolloutError
 from tests.helpers.configs import SECTIONS, train_config
-from tests.helpers.losses_helpers import SETTINGS, targets
+from tests.helpers.losses_helpers import SETTINGS, advantages_of_returns, policy_loss, targets
 from trainer.algorithms.advantages.token import CriticAdvantages
 from trainer.algorithms.configured import (
     Targets,
     Units,
-    advantages_of_returns,
     advantages_of_rewards,
-    policy_loss,
     reduction_weights,
 )
 from trainer.algorithms.losses.policy import TokenLoss
@@ -489,7 +487,7 @@ def test_the_use_of_a_function_is_a_line_with_its_keys() -> None:
         str(found["loss.policy_loss_type"])
         == f"{own(scaled)} {place}: sapo_tau_pos = 1.0, beta = 2"
     )
-    assert found["advantage.estimator"].keys == {"scale": 1.0}
+    assert found["advantage.estimator"].settings == {"scale": 1.0}
     assert str(found["loss.reduction"]) == "token_mean"
     assert list(uses(config(policy_loss_type="cross_entropy"))) == [
         "loss.policy_loss_type",

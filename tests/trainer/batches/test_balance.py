@@ -19,8 +19,8 @@ from tests.helpers.trainer_helpers import (
 from trainer.batches.forest import pack, spread
 from trainer.config.functions import POLICY_LOSS
 from trainer.distributed.balance import FILLER, balance, cost
+from trainer.loss import policy_logprobs
 from trainer.models.critic import Critic
-from trainer.run.loss import policy_logprobs
 
 COSTS = st.lists(st.floats(1, 1e6), max_size=40)
 ROWS = [([1, 2, 3], [4, 5], [True, True]), ([7] * 9, [8, 9, 10], [True, False, True])]

@@ -16,17 +16,18 @@ from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     VOCAB,
+    load_batch,
     make_batch,
     step,
     two_step_trajectory,
     write_dataset,
 )
-from trainer.batches.data import groups_with_gradient, index_rows, load_batch
+from trainer.batch import groups_with_gradient, index_rows
 from trainer.batches.forest import RowLimit, chain_lengths
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
 from trainer.config.train_config import TrainConfig
-from trainer.run.checks import check_rows, corrects_for_sampler
+from trainer.run.check_dataset import check_rows, corrects_for_sampler
 
 LIMIT = RowLimit(num_tokens=100, reason="tokens_per_micro_batch", hint="raise it")
 
@@ -305,13 +306,6 @@ def test_rows_that_do_not_train_are_not_checked(tmp_path: Path) -> None:
     bad = step("a", 0, 0, [1], [VOCAB], reward=1.0, is_last_step=True, loss_mask=[False])
     good = step("b", 0, 0, [1], [2], reward=1.0, is_last_step=True)
     assert checked(scan(tmp_path, [bad, good]))["trajectory_id"].to_list() == ["b_0"]
-
-
-def test_misaligned_lists_are_refused(tmp_path: Path) -> None:
-    row = step("a", 0, 0, [1], [2, 3], reward=1.0, is_last_step=True)
-    rollouts = scan(tmp_path, [row]).with_columns(loss_mask=pl.col("loss_mask").list.head(1))
-    with pytest.raises(RolloutError, match="lengths_align"):
-        checked(rollouts)
 
 
 def sampled(tmp_path: Path, **values: Any) -> pl.DataFrame:

@@ -110,14 +110,15 @@ def test_without_a_budget_each_distinct_prefix_of_a_scope_is_forwarded_once(
         tokens = [] if last is None else prompt + response[:last]
         name = group if scope == "group" else trajectory
         prefixes |= {(name, *tokens[: n + 1]) for n in range(len(tokens))}
-    assert found.num_tokens == len(prefixes) == found.num_distinct_tokens
-    assert found.repeated_share == 0
+    num_tokens = sum(forest.num_tokens for forest in found.forests)
+    assert num_tokens == len(prefixes) == found.num_distinct_tokens
+    assert found.metrics["repeated_share"] == 0
 
 
 def test_no_rows_at_all_make_no_micro_batch() -> None:
     found = mini_batch_of(make_batch([([1, 2], [3], [False])]))
     assert found.forests == []
-    assert found.repeated_share == 0
+    assert found.metrics["repeated_share"] == 0
 
 
 def test_documented_cuts() -> None:

@@ -30,9 +30,9 @@ from tests.helpers.trainer_helpers import (
 )
 from tests.trainer.models.test_attention import tiny
 from trainer.config.train_config import TrainConfig
+from trainer.loss import policy_logprobs
 from trainer.models.lora import WithoutAdapter, add_adapter, save_model
 from trainer.models.policy import Policy
-from trainer.run.loss import policy_logprobs
 
 ROWS = [
     ([3, 1, 4], [1, 5, 9, 2], [True, True, False, True]),

@@ -32,12 +32,12 @@ from tests.helpers.trainer_helpers import (
     run_of,
 )
 from tests.trainer.algorithms.test_advantages_critic import run_of_critic
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.packing import cut_batch
 from trainer.batches.recorded_routes import Routes
+from trainer.loss import critic_values, policy_logprobs
 from trainer.models.critic import Critic
 from trainer.models.policy import Policy
-from trainer.run.loss import critic_values, policy_logprobs
 
 PACKING = train_config(dataset="d", model="m", out="o").batch
 EVERY = pytest.mark.parametrize("family", FAMILIES)

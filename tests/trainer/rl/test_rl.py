@@ -33,11 +33,11 @@ from tests.helpers.rl_helpers import (
     write_tasks,
 )
 from trainer import rl
+from trainer import update as updates
 from trainer.engine.embedded import TransformersEngine
 from trainer.reports.plot import read_metrics
 from trainer.rl.collector import Collector
 from trainer.rl.weight_swap import WeightSwapEngine
-from trainer.run import update as updates
 from trainer.run.checkpoint import checkpoint_path
 
 LOOP_ONLY = {"iteration", "staleness_mean", "staleness_max", "staleness_histogram"}
@@ -462,9 +462,7 @@ class Shifted(TransformersEngine):
 @pytest.mark.slow
 def test_why_the_sampler_disagrees_is_asked_once_a_run(tmp_path, model, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(
-        "trainer.run.update.likely_cause", lambda *_: asked.append(1) or "of a test"
-    )
+    monkeypatch.setattr("trainer.update.likely_cause", lambda *_: asked.append(1) or "of a test")
     engine = Shifted.load(model)
     rl.run(config_of(tmp_path, model, num_iterations=3), open_engine=lambda _: engine)
     lines = lines_of(tmp_path / "run")

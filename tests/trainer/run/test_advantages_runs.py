@@ -31,7 +31,7 @@ from tests.helpers.trainer_helpers import (
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.train_config import load_config, resolved
 from trainer.models.critic import Critic, load_critic
-from trainer.run.checks import scan_rows
+from trainer.run.check_dataset import scan_rows
 
 ESTIMATORS = ["grpo", "rloo", "maxrl", "gdpo", "reinforce++", "gae"]
 SEPARATE: dict[str, Any] = {
@@ -528,7 +528,7 @@ def test_supervised_loss_with_a_critic_is_refused() -> None:
         ("optimizer.critic_learning_rate=0", "critic_learning_rate: found 0.0"),
         (
             "model.critic_model=c",
-            "model.critic_model and advantage.estimator: found grpo; expected",
+            "model.critic_model and advantage.estimator: found c and grpo; expected",
         ),
     ],
 )

@@ -25,7 +25,7 @@ import json, os, signal, sys, time, traceback
 import transformers.models.llama.modeling_llama
 
 import trainer
-import trainer.run.loop
+import trainer.training
 from tests.helpers.configs import train_config
 
 out, num_events, last_event = "", 0, 0

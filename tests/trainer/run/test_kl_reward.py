@@ -13,10 +13,9 @@ import pipelines
 import rollout_io
 import trainer
 from tests.helpers.configs import train_config
-from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
+from tests.helpers.trainer_helpers import group_rows, load_batch, save_tiny_model, write_dataset
 from trainer.algorithms.advantages.outcome import grpo
 from trainer.algorithms.losses.kl import adapted_kl_coef
-from trainer.batches.data import load_batch
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
 from trainer.run.batch_advantages import charge_kl, next_coef

@@ -29,8 +29,8 @@ from trainer.models.policy import row_limit
 from trainer.reports.dry_run import dry_run
 from trainer.reports.dry_run_report import plan_text
 from trainer.rl.updates import Learning
+from trainer.run.check_dataset import cut_rows
 from trainer.run.checkpoint import latest_checkpoint
-from trainer.run.checks import cut_rows
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from tests.helpers.losses_helpers import (
     EVERYTHING,
     ON_SAMPLER,
     named,
+    policy_loss,
     some_trajectories,
 )
 from tests.helpers.trainer_helpers import (
@@ -25,6 +26,7 @@ from tests.helpers.trainer_helpers import (
     forests_of,
     gradient_of_update,
     gradients,
+    load_batch,
     make_batch,
     plain_logprobs,
     relative_difference,
@@ -33,17 +35,17 @@ from tests.helpers.trainer_helpers import (
     update_with,
     write_dataset,
 )
-from trainer.algorithms.configured import Targets, policy_loss
+from trainer.algorithms.configured import Targets
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.covariance import covariances, kl_cov_selection
 from trainer.algorithms.losses.kl import kl_estimates
-from trainer.batches.data import Batch, load_batch
+from trainer.batch import Batch
 from trainer.batches.plan import make_plan
 from trainer.config.functions import POLICY_LOSS, bind
 from trainer.config.sections import BatchConfig
+from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy
 from trainer.run.advice import warnings_about_rows
-from trainer.run.loss import policy_logprobs
 
 
 class Case:

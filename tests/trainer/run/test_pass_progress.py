@@ -52,7 +52,7 @@ def train_batch(passes: Passes, clock: Clock) -> None:
     forward(passes, clock, OLD_LOGPROBS, [1000] * 6, 200.0)
     for _ in range(2):
         forward(passes, clock, TRAINING, [1000] * 3, 50.0)
-        passes.end_update(made=True)
+        passes.end_update(stepped=True)
 
 
 def test_a_log_has_a_line_every_30_s(capsys: pytest.CaptureFixture[str]) -> None:

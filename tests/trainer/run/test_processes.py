@@ -31,7 +31,7 @@ from tests.helpers.trainer_helpers import (
     two_step_trajectory,
     write_dataset,
 )
-from trainer.run.loop import train
+from trainer.training import train
 
 COMMON = {
     "groups_per_batch": 3,

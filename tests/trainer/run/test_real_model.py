@@ -14,15 +14,16 @@ from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
     forests_of,
     gradient_of_update,
+    load_batch,
     plain_logprobs,
     relative_difference,
     run_of,
 )
-from trainer.batches.data import Batch, load_batch
+from trainer.batch import Batch
 from trainer.batches.plan import Plan, make_plan
 from trainer.config.sections import BatchConfig
+from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
-from trainer.run.loss import policy_logprobs
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -17,6 +19,7 @@ import rollout_io
 from rollout_io.cli.main import run as main
 from rollout_io.retokenize.chat_template import TEMPLATES, find_template
 from rollout_io.retokenize.tokenizer import load_tokenizer, template_fingerprint
+from schemas.columns import arrow_schema
 from schemas.metadata import DatasetMetadata
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import VOCAB, group_rows, save_tiny_model, write_dataset
@@ -147,6 +150,45 @@ def test_a_dataset_that_cannot_train_is_refused_before_anything_is_written(
     refused(
         lambda out: train(dataset, model, out, settings, dry_run=dry_run), tmp_path, capfd, parts
     )
+
+
+NAN, INF = float("nan"), float("inf")
+INVARIANTS: list[tuple[str, Rows]] = [
+    ("contiguous_trajectory", [rows_of()[i] for i in (0, 2, 1, 3, 4, 5, 6, 7)]),
+    ("step_index_sequence", with_row(step_index=0)),
+    ("unique_trajectory", with_row(instance_id="g1")),
+    ("columns_and_types", with_row(response_ids=[None, 2, 3, 4])),
+    ("columns_and_types", with_row(prompt_token_ids=[None])),
+    ("columns_and_types", with_row(loss_mask=[True, None, True, True])),
+    ("lengths_align", with_row(loss_mask=[True])),
+    ("lengths_align", with_row(rollout_logprobs=[-1.0])),
+    ("lengths_align", with_row(rewards=[1.0])),
+    ("nonempty_prompt", with_row(prompt_token_ids=[])),
+    ("token_range", with_row(response_ids=[-1, 2, 3, 4])),
+    ("token_range", with_row(prompt_token_ids=[-1])),
+    ("reward_finite", with_row(reward=NAN)),
+    ("reward_finite", with_row(rewards=[0.0, 0.0, INF, 0.0])),
+    ("logprobs_finite", with_row(rollout_logprobs=[NAN, -1.0, -1.0, -1.0])),
+    ("logprobs_finite", with_row(rollout_logprobs=[-1.0, -1.0, -1.0, -INF])),
+    ("columns_and_types", with_row(rollout_logprobs=[-1.0, None, -1.0, -1.0])),
+    ("logprobs_nonpositive", with_row(rollout_logprobs=[-1.0, 0.5, -1.0, -1.0])),
+]
+"""Rows that break an invariant, and no other before it."""
+
+
+@DRY_RUN
+@pytest.mark.parametrize("number", range(len(INVARIANTS)))
+def test_a_dataset_that_breaks_an_invariant_is_refused_before_anything_is_written(
+    number: int, model: str, tmp_path: Path, capfd: Any, *, dry_run: bool
+) -> None:
+    rule, rows = INVARIANTS[number]
+    names = tuple({name for row in rows for name in row})
+    (tmp_path / "ds").mkdir()  # the writer refuses such rows
+    table = pa.Table.from_pylist(rows, schema=arrow_schema(names))
+    pq.write_table(table, tmp_path / "ds" / "part-00000.parquet")
+    assert train(str(tmp_path / "ds"), model, tmp_path / "run", dry_run=dry_run) == 1
+    assert f"[{rule}]" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @DRY_RUN

@@ -29,9 +29,9 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
     write_dataset,
 )
-from trainer.batches.data import index_rows
+from trainer import update as updates
+from trainer.batch import index_rows
 from trainer.config.sections import AdvantageConfig, BatchConfig
-from trainer.run import update as updates
 from trainer.run.resume import alone_in, find_checkpoint
 from trainer.run.state import (
     Position,
@@ -465,7 +465,7 @@ def test_another_number_of_processes_is_noted(out: Path, capfd: Any) -> None:
 def test_a_signal_saves_a_checkpoint_after_the_current_update(
     number: signal.Signals, paths: dict[str, str], whole: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    made = updates.update
+    made = updates.make_update
 
     def interrupted(*given: Any) -> Any:
         found = made(*given)
@@ -473,7 +473,7 @@ def test_a_signal_saves_a_checkpoint_after_the_current_update(
             os.kill(os.getpid(), number)
         return found
 
-    monkeypatch.setattr(updates, "update", interrupted)
+    monkeypatch.setattr(updates, "make_update", interrupted)
     ended = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}[number]
     before = signal.getsignal(number)
     with pytest.raises(ended):

@@ -38,6 +38,7 @@ from tests.helpers.routing_helpers import (
 from tests.helpers.trainer_helpers import (
     Row,
     group_rows,
+    load_batch,
     run_of,
     save_tiny_model,
     step,
@@ -52,13 +53,13 @@ from tests.helpers.tree_helpers import (
     updated,
 )
 from trainer import rl
-from trainer.batches.data import Batch, load_batch
+from trainer.batch import Batch
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import make_plan
 from trainer.config.sections import BatchConfig
 from trainer.engine.embedded import TransformersEngine
+from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy, load_policy
-from trainer.run.loss import policy_logprobs
 
 POLICY = Policy(tiny_moe(), logprob_chunk_tokens=16)
 Update = tuple[dict[str, float], dict[str, torch.Tensor]]
@@ -92,7 +93,8 @@ def updates_of(
     (mini_batch,) = cut_batch(batch, config.batch)
     logprobs = policy_logprobs(run_of(POLICY), batch, mini_batch.forests)
     update = updated(POLICY, batch, mini_batch.forests, None, None)
-    return batch, logprobs[batch.chains.slots], update, mini_batch.num_tokens
+    num_tokens = sum(forest.num_tokens for forest in mini_batch.forests)
+    return batch, logprobs[batch.chains.slots], update, num_tokens
 
 
 @pytest.mark.slow

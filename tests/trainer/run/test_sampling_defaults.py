@@ -17,7 +17,7 @@ from rollout_io.cli.main import run
 from schemas.errors import RolloutError
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import group_rows, save_tiny_model, write_dataset
-from trainer.run.loop import train
+from trainer.training import train
 
 USED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}

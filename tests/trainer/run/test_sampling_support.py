@@ -43,10 +43,10 @@ from tests.helpers.tree_helpers import (
     mini_batch_of,
     updated,
 )
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.engine.embedded import TransformersEngine
+from trainer.loss import policy_logprobs
 from trainer.models.logprob_head import set_logprobs, target_logprobs
-from trainer.run.loss import policy_logprobs
 
 NUM_IDS = 11
 Sets = list[list[int]]

@@ -16,13 +16,13 @@ import trainer
 from rollout_io.cli.main import run as main
 from tests.helpers.configs import train_config
 from tests.helpers.trainer_helpers import (
+    load_batch,
     relative_difference,
     save_tiny_model,
     step,
     write_dataset,
 )
 from tests.helpers.tree_helpers import mini_batch_of, updated
-from trainer.batches.data import load_batch
 from trainer.batches.plan import Plan, make_plan
 from trainer.config.sections import BatchConfig
 from trainer.models.policy import load_policy

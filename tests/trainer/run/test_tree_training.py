@@ -35,12 +35,12 @@ from tests.trainer.algorithms.test_advantages_critic import (
     run_of_critic,
     tiny_critic,
 )
-from trainer.batches.data import Batch
+from trainer.batch import Batch
+from trainer.loss import critic_values, policy_logprobs
 from trainer.models.lora import add_adapter
 from trainer.models.policy import Policy
 from trainer.run.batch_advantages import estimate
-from trainer.run.loss import critic_values, policy_logprobs
-from trainer.run.update import update_critic
+from trainer.update import update_critic
 
 Family = tuple[list[Row], TrajectoryIds]
 ESTIMATORS = ("grpo", "rloo", "maxrl", "reinforce++", "gae")

@@ -25,8 +25,8 @@ from tests.helpers.trainer_helpers import (
     tiny_policy,
     update_with,
 )
+from trainer.loss import policy_logprobs
 from trainer.models.policy import Policy
-from trainer.run.loss import policy_logprobs
 
 
 def random_values(rows: list[Row], seed: int) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def token_weights(log_ratio: Tensor, cap: float) -> Tensor:
 
 
 def row_ratios(
-    log_ratio: Tensor, kept: Tensor, row: Tensor, metric: Literal["product", "geometric"]
+    log_ratio: Tensor, is_included: Tensor, row: Tensor, metric: Literal["product", "geometric"]
 ) -> Tensor:
     """Compute the product or geometric mean of the ratios of each row's kept targets.
 
@@ -76,17 +76,17 @@ def row_ratios(
 
     Args:
         log_ratio: [M] l_old - l_roll.
-        kept: [M] bool, targets to include.
+        is_included: [M] bool, targets to include.
         row: [M] int64 row of each target, 0..R-1; must include all targets of a row.
         metric: Product or geometric mean.
 
     Returns:
         [R]; 1 for a row without kept targets.
     """
-    total = row_sums(torch.where(kept, log_ratio, 0.0), row)
+    total = row_sums(torch.where(is_included, log_ratio, 0.0), row)
     if metric == "product":
         return bounded_exp(total)
-    return bounded_exp(total / row_sums(kept.to(total.dtype), row).clamp(min=1))
+    return bounded_exp(total / row_sums(is_included.to(total.dtype), row).clamp(min=1))
 
 
 def correct(
@@ -110,22 +110,22 @@ def correct(
     per_row: dict[str, Tensor] = {}
     low, high = loss.outlier_token_is_threshold_low, loss.outlier_token_is_threshold_high
     over, under = (row_sums(flags.float(), row) > 0 for flags in bounds(ratio, low, high))
-    kept = ~(over | under)[row]
+    is_included = ~(over | under)[row]
     if (low, high) != (None, None):
         per_row |= _row_metrics("outlier_seq", Bounds(over, under))
     low, high = loss.token_mask_is_threshold_low, loss.token_mask_is_threshold_high
     if (low, high) != (None, None):
         inside = bounds(ratio, low, high).inside
-        per_target["token_mask_ratio"] = ~inside[kept]
-        kept = kept & inside
+        per_target["token_mask_ratio"] = ~inside[is_included]
+        is_included = is_included & inside
     weights = torch.ones_like(ratio)
     if loss.importance_weights == "token":
         cap = loss.token_tis_ratio_clip_high
         weights = token_weights(log_ratio, cap)
-        per_target["tis_token_clip_high_ratio"] = ratio[kept] > cap
+        per_target["tis_token_clip_high_ratio"] = ratio[is_included] > cap
     elif loss.importance_weights == "sequence":
         cap = loss.sequence_tis_ratio_clip_high
-        product = row_ratios(log_ratio, kept, row, "product")
+        product = row_ratios(log_ratio, is_included, row, "product")
         weights = product.clamp(max=cap)[row]
         per_row["tis_seq_clip_high_ratio"] = product > cap
     if loss.sequence_mask_metric is not None:
@@ -135,15 +135,17 @@ def correct(
             if is_mean
             else (loss.product_mask_low, loss.product_mask_high)
         )
-        found = bounds(row_ratios(log_ratio, kept, row, loss.sequence_mask_metric), low, high)
-        per_row |= _row_metrics(f"{'geo' if is_mean else 'product'}_sequence_mask", found)
-        kept = kept & found.inside[row]
-    return Correction(torch.where(kept, weights, 0.0), per_target, per_row)
+        bounded = bounds(
+            row_ratios(log_ratio, is_included, row, loss.sequence_mask_metric), low, high
+        )
+        per_row |= _row_metrics(f"{'geo' if is_mean else 'product'}_sequence_mask", bounded)
+        is_included = is_included & bounded.inside[row]
+    return Correction(torch.where(is_included, weights, 0.0), per_target, per_row)
 
 
-def _row_metrics(name: str, found: Bounds) -> dict[str, Tensor]:
+def _row_metrics(name: str, bounded: Bounds) -> dict[str, Tensor]:
     return {
-        f"{name}_masked_ratio": ~found.inside,
-        f"{name}_over_high_ratio": found.over,
-        f"{name}_under_low_ratio": found.under,
+        f"{name}_masked_ratio": ~bounded.inside,
+        f"{name}_over_high_ratio": bounded.over,
+        f"{name}_under_low_ratio": bounded.under,
     }

@@ -164,8 +164,8 @@ def rollout_is(
     Targets with weight 0 are reported as `clipped`.
     """
     ratio = probability_ratio(logprobs, rollout_logprobs).detach()
-    kept = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
-    return TokenLoss(-torch.where(kept, ratio, 0.0) * advantages * logprobs, ~kept)
+    is_inside = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
+    return TokenLoss(-torch.where(is_inside, ratio, 0.0) * advantages * logprobs, ~is_inside)
 
 
 def dppo(

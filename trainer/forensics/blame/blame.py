@@ -13,7 +13,7 @@ import polars as pl
 
 from rollout_io.terminal import Bar
 from schemas.ragged import IntArray
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.stored_rows import Origins
 from trainer.forensics.blame.effects import TrialSteps, held_out_gradient
 from trainer.forensics.blame.gradients import (
@@ -31,7 +31,7 @@ from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.replay import Forwarding, refuse_several_processes
 from trainer.run.pass_progress import ticking
 from trainer.run.run import Run
-from trainer.run.update import Step
+from trainer.update import Step
 
 Values = npt.NDArray[np.float64]
 NUM_UNITS = 3
@@ -131,7 +131,7 @@ def attribute(
         RolloutError: See `blame`.
     """
     step, training = reconstruction.step, reconstruction.run
-    batch, origins, forests = step.ready.batch, step.ready.origins, step.forests
+    batch, origins, forests = step.batch, step.batch.origins, step.forests
     assert origins is not None  # `reconstruct` records all tokens
     gradients = row_gradients(training, batch, forests)
     check_rows_are_separate(training, batch, forests, gradients)
@@ -170,7 +170,7 @@ def _rows(
     step: Step, gradients: RowGradients, leaving: LeavingOut, token_shares: Values, square: float
 ) -> pl.DataFrame:
     """Build the table `Blame.rows` without effects on the step, in the order of the batch."""
-    batch, origins, rows = step.ready.batch, step.ready.origins, gradients.rows
+    batch, origins, rows = step.batch, step.batch.origins, gradients.rows
     assert origins is not None
     slots = np.flatnonzero(gradients.targets)
     row, size = batch.responses.row_of(slots), len(batch.names)
@@ -203,8 +203,8 @@ def _rows(
 def _label(batch: Batch, origins: Origins, slots: IntArray, row: int) -> dict[str, Any]:
     """Name a row of the batch after the stored rows that contain its targets (`slots`)."""
     stored = np.unique(origins.of(slots)[0])
-    steps = np.sort(origins.stored.rows["step_index"].to_numpy()[stored]).tolist()
-    trajectory = str(origins.stored.rows["trajectory_id"][int(stored[0])])
+    steps = np.sort(origins.rows["step_index"].to_numpy()[stored]).tolist()
+    trajectory = str(origins.rows["trajectory_id"][int(stored[0])])
     named = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
     is_alone = np.count_nonzero(batch.trajectory == batch.trajectory[row]) == 1
     selectors = [trajectory] if is_alone else [f"{trajectory}:{step}" for step in steps]

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 import rollout_io
-from trainer.batches.data import Batch, index_rows, read_rows, to_batch
+from trainer.batch import Batch, index_rows, read_rows, to_batch
 from trainer.batches.forest import Forest, chain_lengths
 from trainer.batches.packing import cut_batch
 from trainer.batches.plan import dataset_returns, make_plan
 from trainer.config.train_config import resolved
 from trainer.forensics.blame.gradients import Direction, loss_gradient, trained_parameters
+from trainer.loss import critic_values, policy_logprobs
 from trainer.models.optimizer import clip_and_step
 from trainer.run.batch_advantages import estimate
-from trainer.run.checks import check_rows, check_sampling, corrects_for_sampler, scan_rows
-from trainer.run.loss import critic_values, policy_logprobs
+from trainer.run.check_dataset import check_rows, check_sampling, corrects_for_sampler, scan_rows
 from trainer.run.run import Run
 
 

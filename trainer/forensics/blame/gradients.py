@@ -31,11 +31,11 @@ from torch.func import functional_call
 
 from schemas.errors import InputError
 from schemas.ragged import BoolArray, IntArray
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest, chain_forests, with_sets
+from trainer.loss import objective, targets_of, with_weights
 from trainer.models.attention import forward_mode_attention
 from trainer.models.policy import Policy
-from trainer.run.loss import objective, targets_of, with_weights
 from trainer.run.run import Run
 
 forward_ad: Any = torch.autograd.forward_ad

@@ -11,14 +11,14 @@ from torch import Tensor
 from schemas.errors import InputError, RolloutError
 from schemas.ragged import IntArray
 from trainer.algorithms.configured import reduction_weights
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.packing import cut_batch
 from trainer.config.functions import LOSS_REDUCTION, POLICY_LOSS, bind
 from trainer.forensics.blame.gradients import RowGradients, derivatives
-from trainer.run.loss import units_of
+from trainer.loss import units_of
 from trainer.run.run import Run
-from trainer.run.update import Step
+from trainer.update import Step
 
 SAME = 1e-5
 """Relative difference up to which factors count as equal, because they are computed in float32."""
@@ -42,7 +42,7 @@ class LeavingOut:
     def __init__(self, run: Run, step: Step, update: RowGradients) -> None:
         self._run, self._step, self._update = run, step, update
         self._slots = np.flatnonzero(update.targets)
-        self._row = step.ready.batch.responses.row_of(self._slots)
+        self._row = step.batch.responses.row_of(self._slots)
         loss = run.config.loss
         self._cuts = not loss.reduction_inputs.isdisjoint({"micro_batch", "num_micro_batches"})
 
@@ -74,9 +74,9 @@ class LeavingOut:
         return {name: factor * (total[name] - gradient[name]) for name in total}
 
     def _without(self, rows: IntArray, slots: IntArray) -> tuple[Batch, list[Forest]]:
-        batch, forests = self._step.ready.batch, self._step.forests
+        batch, forests = self._step.batch, self._step.forests
         mini_batch, trains = batch.mini_batch.copy(), batch.trains.copy()
-        mini_batch[rows] = len(self._step.ready.mini_batches)  # a mini-batch that is not trained
+        mini_batch[rows] = len(self._step.batch.mini_batches)  # a mini-batch that is not trained
         trains[slots] = False
         batch = dataclasses.replace(batch, mini_batch=mini_batch, trains=trains)
         if self._cuts:

@@ -13,7 +13,7 @@ from torch import Tensor
 from schemas.forensics import UPDATE_SHARE_COLUMNS
 from schemas.numpy_arrays import to_arrow
 from schemas.ragged import BoolArray, offsets_of
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.stored_rows import Origins
 from trainer.forensics.blame.gradients import RowGradients
 
@@ -51,7 +51,7 @@ def shares_table(
     slots = np.flatnonzero(targets)
     stored, position = origins.of(slots)
     used, record = np.unique(stored, return_inverse=True)
-    records = origins.stored.rows[used]
+    records = origins.rows[used]
     offsets = offsets_of(records["num_tokens"].to_numpy())
     at = offsets[record] + position
     values, missing = np.zeros(offsets[-1]), np.ones(offsets[-1], np.bool_)

@@ -21,7 +21,7 @@ from rollout_io.dataset.conditions import (
 )
 from schemas.errors import ConfigError, InputError, count
 from schemas.ragged import BoolArray
-from trainer.batches.data import Batch, groups_with_gradient
+from trainer.batch import Batch, groups_with_gradient
 from trainer.batches.packing import cut_batch
 from trainer.batches.stored_rows import Origins
 from trainer.config.loss_config import LossConfig
@@ -31,15 +31,14 @@ from trainer.distributed.launch import wrap_frozen
 from trainer.forensics.replay.recorded import PLACES
 from trainer.models.lora import WithoutAdapter
 from trainer.run.load_models import load_reference
-from trainer.run.loop import set_rates
 from trainer.run.metrics import batch_metrics
 from trainer.run.open_run import open_run
 from trainer.run.run import Run
-from trainer.run.update import (
-    ReadyBatch,
+from trainer.update import (
     Step,
-    read_share,
+    read_groups,
     ready_batch,
+    set_rates,
 )
 
 MAY_CHANGE = (
@@ -118,7 +117,7 @@ class ChangedBatch:
 
     settings: Sequence[str]
     run: Run | None = None  # with these settings; None before `prepare`
-    ready: ReadyBatch | None = field(default=None, repr=False)
+    batch: Batch | None = field(default=None, repr=False)
 
     def prepare(self, run: Run, step: Step) -> None:
         """Recompute the batch: advantages, old and reference log-probabilities, and values."""
@@ -126,18 +125,21 @@ class ChangedBatch:
         position = step.before
         if changed.config.loss.kl_reward_coef != run.config.loss.kl_reward_coef:
             position = dataclasses.replace(position, kl_coef=changed.config.loss.kl_reward_coef)
-        groups = step.ready.groups
+        groups = step.batch.groups
         self.run = changed
-        self.ready = ready_batch(changed, groups, position, read_share(changed, groups))
+        rows, stored = read_groups(changed, groups)
+        self.batch = ready_batch(changed, groups, position, rows, stored)
 
     def of(self, run: Run, step: Step) -> tuple[Run, Step]:
         """Return the run and the mini-batch to train with these settings."""
         assert self.run is not None
-        assert self.ready is not None
-        before, after = step.ready.metrics[step.number], self.ready.metrics[step.number]
+        assert self.batch is not None
+        before, after = (
+            batch.mini_batches[step.number].metrics for batch in (step.batch, self.batch)
+        )
         others = {name: value for name, value in step.metrics.items() if name not in before}
-        moving = groups_with_gradient(self.ready.batch) & _groups_of(run, step)
-        step = dataclasses.replace(step, ready=self.ready, moving=moving, metrics=after | others)
+        moving = groups_with_gradient(self.batch) & _groups_of(run, step)
+        step = dataclasses.replace(step, batch=self.batch, moving=moving, metrics=after | others)
         return dataclasses.replace(self.run, progress=run.progress), step
 
 
@@ -188,40 +190,40 @@ def without_rows(run: Run, step: Step, changes: Changes) -> Step:
             remains.
         ConfigError: `condition`, `known_column`: the condition is invalid.
     """
-    ready, batch = step.ready, step.ready.batch
-    assert ready.origins is not None
+    batch = step.batch
+    assert batch.origins is not None
     slots = np.arange(len(batch.trains))
     row = batch.responses.row_of(slots)
     trained = batch.trains & (batch.mini_batch == step.number)[row]
-    stored, _ = ready.origins.of(slots)
-    used = np.zeros(len(ready.origins.stored.rows), np.bool_)
+    stored, _ = batch.origins.of(slots)
+    used = np.zeros(len(batch.origins.rows), np.bool_)
     used[stored[trained]] = True
-    chosen = _chosen(run, ready.origins, changes, used)
+    chosen = _chosen(run, batch.origins, changes, used)
     leaves = trained & chosen[stored]
     if not (trained & ~leaves).any():
         got, hint = "no row of the update remains", "leave fewer rows out"
         raise InputError("replay_without", "--without", got, hint=hint)
-    gone = _rows_gone(batch, ready.origins, chosen, trained, leaves)
+    gone = _rows_gone(batch, batch.origins, chosen, trained, leaves)
     # The removed rows move to a mini-batch that is never trained, so no denominator counts them.
-    nowhere = len(ready.mini_batches)
+    nowhere = len(batch.mini_batches)
     batch = dataclasses.replace(
         batch,
         trains=batch.trains & ~leaves,
         mini_batch=np.where(gone & (batch.mini_batch == step.number), nowhere, batch.mini_batch),
     )
     num_processes = run.accelerator.num_processes
-    mini_batches = cut_batch(batch, run.config.batch, num_processes)
+    mini_batches = tuple(cut_batch(batch, run.config.batch, num_processes))
     counted = _metrics_without(run, step, batch)
     metrics = step.metrics | mini_batches[step.number].metrics | counted
-    replaced = dataclasses.replace(ready, batch=batch, mini_batches=mini_batches)
+    batch = dataclasses.replace(batch, mini_batches=mini_batches)
     moving = groups_with_gradient(batch) & _groups_of(run, step)
-    return dataclasses.replace(step, ready=replaced, metrics=metrics, moving=moving)
+    return dataclasses.replace(step, batch=batch, metrics=metrics, moving=moving)
 
 
 def _groups_of(run: Run, step: Step) -> frozenset[str]:
     """Return the groups of a mini-batch."""
     size = run.config.batch.groups_per_mini_batch
-    return frozenset(step.ready.groups[step.number * size : (step.number + 1) * size])
+    return frozenset(step.batch.groups[step.number * size : (step.number + 1) * size])
 
 
 def _chosen(run: Run, origins: Origins, changes: Changes, used: BoolArray) -> BoolArray:
@@ -229,7 +231,7 @@ def _chosen(run: Run, origins: Origins, changes: Changes, used: BoolArray) -> Bo
 
     `used` marks the rows that the update trains on.
     """
-    rows = origins.stored.rows
+    rows = origins.rows
     chosen = np.zeros(len(rows), np.bool_)
     names, steps = rows["trajectory_id"], rows["step_index"]
     selected = {}
@@ -295,18 +297,18 @@ def _rows_gone(
 
 def _metrics_without(run: Run, step: Step, batch: Batch) -> dict[str, Any]:
     """Recompute the mini-batch's counts and means without trajectories that have no rows left."""
-    before = step.ready.batch
+    before = step.batch
     inside = before.mini_batch == step.number
     remain = batch.trajectory[batch.mini_batch == step.number]
     lost = np.setdiff1d(before.trajectory[inside], remain).tolist()
     trajectories = run.plan.trajectories.filter(
-        pl.col("instance_id").is_in(list(step.ready.groups))
+        pl.col("instance_id").is_in(list(step.batch.groups))
     )
     ids = trajectories["trajectory_id"].sort().to_list()  # as `Batch.trajectory` numbers them
     names = [ids[number] for number in lost]
     others = run.plan.trajectories.filter(~pl.col("trajectory_id").is_in(names))
     plan = dataclasses.replace(run.plan, trajectories=others)
-    counted = batch_metrics(plan, batch, step.ready.groups)
+    counted = batch_metrics(plan, batch, step.batch.groups)
     return counted[step.number]
 
 

@@ -220,7 +220,7 @@ def state_differences(folder: Path, run: Run, progress: Progress, update: int) -
         if before != now:
             differences.append(_unequal("progress", name, update, before, now))
     file = folder / "batch.safetensors"
-    return differences + _tensor_differences("progress", file, progress.position.known, update)
+    return differences + _tensor_differences("progress", file, progress.position.outputs, update)
 
 
 def _unequal(part: Part, name: str, update: int, then: Any, now: Any) -> Difference:

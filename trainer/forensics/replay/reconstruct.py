@@ -17,13 +17,12 @@ from trainer.forensics.replay.recorded import (
 )
 from trainer.rl.updates import Learning
 from trainer.run.checkpoint import checkpoints
-from trainer.run.loop import count_update, set_rates
 from trainer.run.open_run import open_run
 from trainer.run.pass_progress import UNWATCHED, Passes
 from trainer.run.run import Run
 from trainer.run.start_records import set_threads, start_of
 from trainer.run.state import Progress, load_progress
-from trainer.run.update import Step, make_update, steps
+from trainer.update import Step, make_update, set_rates, steps
 
 Follow = Callable[[Progress | None], Run]
 """Function that returns the run at a given progress; None: at the progress where it was loaded."""
@@ -83,11 +82,13 @@ def reconstruct(
         InputError: `replay_run`, `replay_update`: there is no such run or update;
             `resume_dataset`: the dataset has changed since; `replay_skipped`: a mini-batch is
             skipped now but was not skipped by the run, or the reverse.
-        RolloutError: See `trainer.run.loop.train`.
+        RolloutError: See `trainer.training.train`.
 
     Example:
         >>> before = reconstruct("run", 12)  # doctest: +SKIP
-        >>> metrics, tokens = make_update(before.run, before.step, 12)  # doctest: +SKIP
+        >>> metrics = make_update(
+        ...     before.run, before.step, before.progress
+        ... ).metrics  # doctest: +SKIP
     """
     recorded = read_recorded(Path(run), places).at(update)
     target = recorded.index_of(update)
@@ -106,9 +107,9 @@ def reconstruct(
         for step in steps(part, progress.position, passes):
             num_before = target - progress.num_mini_batches
             # The batch of the update begins: its advantages follow from the policy as it is now.
-            if at_batch and begun is not step.ready and num_before < step.num_left:
+            if at_batch and begun is not step.batch and num_before < step.num_left:
                 at_batch(part, step)
-            begun = step.ready
+            begun = step.batch
             if not num_before:
                 refuse_changed(recorded, part.config.data.dataset, update)
                 return Reconstruction(
@@ -124,9 +125,9 @@ def reconstruct(
             line = recorded.lines[progress.num_mini_batches]
             if recorded.num_iterations and not line.get("skipped"):
                 refuse_changed(recorded, part.config.data.dataset, line["global_step"])
-            metrics, _ = make_update(part, step, progress.global_step + 1, passes)
-            passes.end_update(made=not metrics["skipped"])
-            progress, metrics = count_update(part, progress, step, metrics)
+            made = make_update(part, step, progress, passes)
+            progress, metrics = made.progress, made.metrics
+            passes.end_update(stepped=not metrics["skipped"])
             set_threads(start_of(recorded.path, progress.global_step + 1))
             forwarded.append(Forwarded(line, iteration_of(recorded, part) | metrics))
             _check_skipped(recorded, line, metrics)

@@ -7,9 +7,8 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import pyarrow as pa
 import torch
 
 from rollout_io.dataset.atomic_files import whole, writable
@@ -38,12 +37,11 @@ from trainer.forensics.replay.compare import (
 from trainer.forensics.replay.reconstruct import Reconstruction, iteration_of, reconstruct
 from trainer.forensics.replay.recorded import naming_damaged, read_recorded
 from trainer.run.checkpoint import checkpoint_path, write_model
-from trainer.run.loop import count_update
 from trainer.run.pass_progress import Passes, ticking
 from trainer.run.run import Run
 from trainer.run.start_records import CHANGING, MACHINE, start_of, starts_of, this_machine
-from trainer.run.state import Progress, load_progress
-from trainer.run.update import Step, make_update
+from trainer.run.state import load_progress
+from trainer.update import Step, make_update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,13 +130,13 @@ def replay(
                 )
                 step = without_rows(run_after, step, changes) if changes.leaves_out else step
                 with torch.random.fork_rng():  # clip_cov draws the same numbers in both
-                    result = _updated(_paused(before.run), before.step, before, passes)
-                passes.end_update(made=not result.metrics["skipped"])
+                    result = make_update(_paused(before.run), before.step, before.progress, passes)
+                passes.end_update(stepped=not result.metrics["skipped"])
                 apply_settings(run_after, before.progress.global_step)
-                changed = as_recorded(_updated(run_after, step, before, passes).metrics)
+                changed = as_recorded(make_update(run_after, step, before.progress, passes).metrics)
             else:
-                result = _updated(before.run, before.step, before, passes)
-                passes.end_update(made=not result.metrics["skipped"])
+                result = make_update(before.run, before.step, before.progress, passes)
+                passes.end_update(stepped=not result.metrics["skipped"])
     with naming_damaged(recorded, update):
         compared = _compared(before, result, is_changed=changed is not None)
     if out is not None:
@@ -151,20 +149,6 @@ def replay(
     )
 
 
-class _Result(NamedTuple):
-    """Result of an update: its metrics, including counts, token records, and progress after it."""
-
-    metrics: dict[str, Any]
-    tokens: pa.Table | None
-    progress: Progress
-
-
-def _updated(run: Run, step: Step, before: Reconstruction, passes: Passes) -> _Result:
-    metrics, tokens = make_update(run, step, before.update, passes)
-    progress, metrics = count_update(run, before.progress, step, metrics)
-    return _Result(metrics, tokens, progress)
-
-
 class Forwarding(Passes):
     """`Passes` that also advance the progress bar after each replayed update."""
 
@@ -172,10 +156,10 @@ class Forwarding(Passes):
         super().__init__(bar, num_planned=num_planned, num_made=num_made)
         self._main = bar
 
-    def end_update(self, *, made: bool) -> None:
+    def end_update(self, *, stepped: bool) -> None:
         """See `Passes.end_update`."""
-        super().end_update(made=made)
-        self._main.update(int(made))
+        super().end_update(stepped=stepped)
+        self._main.update(int(stepped))
 
 
 class _Paused:
@@ -196,7 +180,7 @@ def _paused(run: Run) -> Run:
     return dataclasses.replace(run, optimizer=optimizers[0], critic_optimizer=optimizers[1])
 
 
-def _compared(before: Reconstruction, result: _Result, *, is_changed: bool) -> Replay:
+def _compared(before: Reconstruction, result: Step, *, is_changed: bool) -> Replay:
     """Compare a replayed update with the run's records.
 
     The weights and the state after the update are compared too, unless changes will be result.
@@ -242,7 +226,7 @@ def _compared(before: Reconstruction, result: _Result, *, is_changed: bool) -> R
 
 
 def _saved_differences(
-    before: Reconstruction, result: _Result
+    before: Reconstruction, result: Step
 ) -> Iterator[tuple[str, list[Difference]]]:
     """Compare models and state with the files that the run saved after the update.
 

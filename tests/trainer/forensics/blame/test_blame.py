@@ -33,7 +33,7 @@ from trainer.forensics.replay.changes import Changes
 from trainer.forensics.replay.reconstruct import reconstruct
 from trainer.forensics.replay.replay import replay
 from trainer.models.policy import load_policy
-from trainer.run.update import make_update
+from trainer.update import make_update
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -99,7 +99,7 @@ def test_the_step_of_a_trial_is_that_of_the_run_and_is_not_made(run: Path) -> No
 
     inner_optimizer: Any = getattr(learner.optimizer, "optimizer", learner.optimizer)
     hook = inner_optimizer.register_step_pre_hook(spy)
-    make_update(found.run, found.step, 3)
+    make_update(found.run, found.step, found.progress)
     hook.remove()
     after = {name: p.detach() for name, p in policy.named_parameters()}
     again = reconstruct(run, 3)

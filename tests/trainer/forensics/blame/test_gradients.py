@@ -24,7 +24,7 @@ from tests.helpers.trainer_helpers import (
     run_of,
     tiny_policy,
 )
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.forensics.blame import gradients as found
 from trainer.run.run import Run
 

@@ -22,7 +22,7 @@ from tests.helpers.trainer_helpers import (
 from trainer.forensics.replay.changes import ChangedBatch, Changes, without_rows
 from trainer.forensics.replay.reconstruct import Reconstruction, reconstruct
 from trainer.forensics.replay.replay import Replay, replay
-from trainer.run.loss import policy_logprobs
+from trainer.loss import policy_logprobs
 
 REDUCTIONS = ["token_mean", "sequence_mean", "trajectory_mean", "prompt_mean", "token_mean_legacy"]
 ON_EVERY_CHANGE = {("token_mean", "merge"), ("sequence_mean", "step"), ("prompt_mean", "tree")}
@@ -127,10 +127,10 @@ def test_the_ways_to_name_a_row_agree_and_merged_rows_keep_their_context(run):
 
 def test_advantages_of_other_rows_and_what_the_models_said_stay_as_they_were(run):
     found = reconstruct(run, 6)
-    before, step = found.step.ready, without_rows(found.run, found.step, Changes(rows=("g0_1",)))
-    assert torch.equal(step.ready.batch.advantages, before.batch.advantages)
-    assert step.ready.batch.old_logprobs is before.batch.old_logprobs is not None
-    assert step.ready.batch.ref_logprobs is step.ready.batch.values is None
+    before, step = found.step.batch, without_rows(found.run, found.step, Changes(rows=("g0_1",)))
+    assert torch.equal(step.batch.advantages, before.advantages)
+    assert step.batch.old_logprobs is before.old_logprobs is not None
+    assert step.batch.ref_logprobs is step.batch.values is None
 
 
 @pytest.mark.slow
@@ -213,10 +213,10 @@ def test_a_loss_that_needs_old_logprobs_gets_those_of_the_start_of_the_batch(pat
     assert found.checkpoint is None  # the others are within the batch
     _, step = batch.of(found.run, found.step)
     start = reconstruct(run, 1)
-    forests = [forest for one in step.ready.mini_batches for forest in one.forests]
-    then = policy_logprobs(start.run, start.step.ready.batch, forests)
-    at = torch.from_numpy(step.ready.batch.trains)
-    assert torch.equal(step.ready.known["old_logprobs"][at], then[at])
+    forests = [forest for one in step.batch.mini_batches for forest in one.forests]
+    then = policy_logprobs(start.run, start.step.batch, forests)
+    at = torch.from_numpy(step.batch.trains)
+    assert torch.equal(step.batch.outputs["old_logprobs"][at], then[at])
     assert changed(run, 3, "loss.policy_loss_type=regular").changed["is_ratio_mean"] > 0
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from schemas.ragged import IntArray
-from trainer.algorithms.configured import Targets, Units, policy_loss, reduction_weights, select
+from trainer.algorithms.configured import Targets, Units, reduction_weights, select
 from trainer.algorithms.losses.correction import correct
 from trainer.algorithms.losses.kl import kl_estimates
-from trainer.batches.data import Batch
+from trainer.batch import Batch
 from trainer.batches.forest import Forest
 from trainer.batches.support import teacher_sets
 from trainer.batches.transfer import Arriving, columns_to_device, to_device
@@ -50,8 +50,10 @@ def objective(
     weights, entropy = targets.weights, targets.entropy
     assert weights is not None
     assert entropy is not None
-    losses, clipped, own_metrics = policy_loss(targets, bind(POLICY_LOSS, loss))
-    columns = {"clip_ratio": clipped, "policy_entropy": entropy, **own_metrics}
+    policy_loss = bind(POLICY_LOSS, loss)
+    inputs = {name: getattr(targets, name) for name in policy_loss.inputs}
+    losses, clipped, metrics = policy_loss.call(**inputs)
+    columns = {"clip_ratio": clipped, "policy_entropy": entropy, **metrics}
     if corrects:
         correction = correct(targets.old_logprobs, targets.rollout_logprobs, targets.row, loss)
         losses = losses * correction.weights
@@ -85,14 +87,14 @@ def targets_of(batch: Batch, slot: Tensor, outputs: Sequence[Tensor]) -> Targets
     logprobs, entropy, *divergence = outputs
     row = np.unique(batch.responses.row_of(slot.numpy()), return_inverse=True)[1]
     columns = {name: getattr(batch, name) for name in COLUMNS}
-    known = {name: values[slot] for name, values in columns.items() if values is not None}
-    known["row"] = torch.from_numpy(row.astype(np.int64))
-    known = columns_to_device(known, logprobs.device)
-    known.setdefault("old_logprobs", logprobs.detach())  # the only update of its batch
-    known.setdefault("selected", torch.zeros_like(logprobs, dtype=torch.bool))
+    at_targets = {name: values[slot] for name, values in columns.items() if values is not None}
+    at_targets["row"] = torch.from_numpy(row.astype(np.int64))
+    at_targets = columns_to_device(at_targets, logprobs.device)
+    at_targets.setdefault("old_logprobs", logprobs.detach())  # the only update of its batch
+    at_targets.setdefault("selected", torch.zeros_like(logprobs, dtype=torch.bool))
     # Without a teacher, distill has a loss of 0.
     distance = divergence[0] if divergence else 0 * logprobs
-    return Targets(logprobs=logprobs, entropy=entropy, divergence=distance, **known)
+    return Targets(logprobs=logprobs, entropy=entropy, divergence=distance, **at_targets)
 
 
 def with_weights(

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from trainer.config.train_config import TrainConfig, save_config
 from trainer.distributed.processes import lost_processes, on_main
 from trainer.distributed.sharding import whole_weights
-from trainer.models.optimizer import rate_factor, set_learning_rate
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
 from trainer.run.directory import stays_in_place
 from trainer.run.open_run import open_run
@@ -28,7 +27,7 @@ from trainer.run.start_records import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
 from trainer.run.stopping import Stop
 from trainer.run.token_records import discard_token_records, say_size
-from trainer.run.update import Step, updates
+from trainer.update import set_rates, updates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +96,9 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
             set_rates(run, progress.global_step)
             is_over = progress.global_step == config.batch.max_updates
             passes = log.passes if log else UNWATCHED
-            made = updates(run, progress.position, passes=passes)
-            for step, metrics, tokens, cause in () if is_over else made:
-                progress, metrics = count_update(run, progress, step, metrics)
-                write(partial(log.write, metrics, cause, tokens) if log else None)
+            for step in () if is_over else updates(run, progress, passes=passes):
+                progress, metrics = step.progress, step.metrics
+                write(partial(log.write, metrics, step.cause, step.tokens) if log else None)
                 if every and not metrics["skipped"] and progress.global_step % every == 0:
                     save(run, progress, log)
                 is_over = progress.global_step == config.batch.max_updates
@@ -153,20 +151,6 @@ def write_in_main(accelerator: Accelerator, out: Path, work: Callable[[], object
     on_main(accelerator, write)
 
 
-def count_update(
-    run: Run, progress: Progress, step: Step, metrics: dict[str, Any]
-) -> tuple[Progress, dict[str, Any]]:
-    """Add an update to the progress, and set the learning rates of the next update.
-
-    Returns:
-        The progress after the update, and its metrics including these counts.
-    """
-    progress = progress.after(step.after, step.moving, stepped=not metrics["skipped"])
-    set_rates(run, progress.global_step)
-    counts = {"global_step": progress.global_step, "num_trained_groups": len(step.moving)}
-    return progress, counts | metrics
-
-
 def _open_log(run: Run) -> AbstractContextManager[RunLog | None]:
     """Open the log in the main process; other processes get None."""
     accelerator = run.accelerator
@@ -174,15 +158,6 @@ def _open_log(run: Run) -> AbstractContextManager[RunLog | None]:
         return nullcontext()
     num_made, num_planned = run.progress.global_step, run.num_planned
     return RunLog(accelerator, run.config, num_planned=num_planned, num_made=num_made)
-
-
-def set_rates(run: Run, global_step: int) -> None:
-    """Set the learning rates for the update that follows `global_step` updates."""
-    config = run.config.optimizer
-    factor = rate_factor(config, run.num_planned, global_step)
-    set_learning_rate(run.optimizer, run.config.learning_rate * factor)
-    if run.critic_optimizer:
-        set_learning_rate(run.critic_optimizer, config.critic_learning_rate * factor)
 
 
 def save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:

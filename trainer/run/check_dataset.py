@@ -1,7 +1,4 @@
-"""What is checked before a run begins: the rules of rows, and facts about the whole dataset.
-
-`check_dataset` applies them before the first update and before anything is written.
-"""
+"""Check the dataset of a run with the rules of `trainer.checks`, and note what a user should know."""
 
 from __future__ import annotations
 
@@ -12,26 +9,18 @@ import polars as pl
 
 import rollout_io
 from pipelines.rescoring.versions import with_version
-from pipelines.sampling_defaults import (
-    COLUMNS,
-    FILE,
-    NEUTRAL,
-    missing_columns,
-    sampling_defaults,
-)
+from pipelines.sampling_defaults import COLUMNS, FILE, NEUTRAL, missing_columns, sampling_defaults
 from rollout_io.formats.parsing.sampling import sampling_extra_of
-from schemas.errors import InputError, InvariantError, count
+from schemas.errors import count
+from trainer import checks
 from trainer.batches.forest import RowLimit
 from trainer.batches.plan import Plan
 from trainer.config.train_config import TrainConfig
 from trainer.models.policy import Policy
 from trainer.run.advice import warnings_before
 from trainer.run.messages import Remark
-from trainer.run.routing_checks import check_replay
-from trainer.run.row_rules import LOGPROBS, STRUCTURE, TRAINED, Rule, refuse
+from trainer.run.routing_facts import check_replay
 from trainer.run.run import Run
-
-IMITATE = "--set loss.policy_loss_type=cross_entropy"
 
 
 def check_rows(
@@ -45,7 +34,7 @@ def check_rows(
 ) -> pl.DataFrame:
     """Check rows against the models and the configuration, and return the rows to train on.
 
-    `index` is the result of `trainer.batches.data.index_rows`. Token ids must be below
+    `index` is the result of `trainer.batch.index_rows`. Token ids must be below
     `vocab_size`. With `must_learn`, rows from which nothing can be learned are rejected.
 
     Raises:
@@ -54,58 +43,40 @@ def check_rows(
     """
     masks = plan.trajectories.select("trajectory_id", "trains", "advantage")
     rows = index.join(masks, on="trajectory_id", maintain_order="left")
-    refuse(rows, STRUCTURE, config)
+    checks.refuse(rows, checks.ROWS, config)
     rows = rows.filter(pl.col("trains") & (pl.col("num_trained_tokens") > 0))
+    facts = _facts(rows, plan, config, limit)
     if must_learn:
-        _refuse_nothing_to_learn(rows, plan, config, limit)
-    refuse(rows.with_columns(vocab_size=pl.lit(vocab_size)), TRAINED, config)
-    is_distilled = config.loss.policy_loss_type == "distill"
-    if is_distilled and len(rows) and not (rows["most_teacher_ids"] > 1).any():
-        got = (
-            "no token has more than one teacher id, and a distribution over one id has no gradient"
-        )
-        hint = "record at least the teacher's two most likely ids at each trained token"
-        raise InputError("teacher_logprobs", config.data.dataset, got, hint=hint)
+        checks.refuse(facts, checks.LEARNING, config)
+    checks.refuse(rows.with_columns(vocab_size=pl.lit(vocab_size)), checks.TRAINED, config)
+    if len(rows):
+        checks.refuse(facts, [checks.TAUGHT], config)
     # A merged row and its longest step end with the same trained token, so their costs are equal.
     forwarded = rows["num_forwarded_tokens"].clip(upper_bound=config.batch.max_row_tokens)
     limit.check(forwarded.to_numpy(), rows["name"].to_list())
     return rows
 
 
+def _facts(rows: pl.DataFrame, plan: Plan, config: TrainConfig, limit: RowLimit) -> pl.DataFrame:
+    """Return one row about the rows to train on."""
+    most = config.batch.max_row_tokens
+    _, lost, longer = cut_rows(rows, most, limit.num_tokens) if most and len(rows) else ("",) * 3
+    return rows.select(
+        name=pl.lit(config.data.dataset),
+        num_rows=pl.len(),
+        num_with_advantage=(pl.col("advantage") != 0).sum(),
+        groups=pl.lit(count(sum(map(len, plan.batches)), "group")),
+        num_within_length=(pl.col("num_untrained_at_start") < (most or 0)).sum(),
+        lost=pl.lit(lost),
+        longer=pl.lit(longer),
+        most_teacher_ids=pl.col("most_teacher_ids").max().fill_null(0),
+    )
+
+
 def num_greedy_rows(index: pl.DataFrame, plan: Plan) -> int:
     """Count rows of trained trajectories that are left out because their temperature is 0."""
     trained = plan.trajectories.filter("trains")["trajectory_id"]
     return index.filter(pl.col("greedy") & pl.col("trajectory_id").is_in(trained.implode())).height
-
-
-def _refuse_nothing_to_learn(
-    rows: pl.DataFrame, plan: Plan, config: TrainConfig, limit: RowLimit
-) -> None:
-    """Reject a run in which no row has a gradient, unless KL or entropy terms may provide one."""
-    got, hint = "there are no tokens to train on", "look for loss masks that are all false, failed"
-    hint += " trajectories, groups without variance, and rows sampled at temperature 0"
-    if rows.is_empty():
-        raise InvariantError("mask_trains_something", config.data.dataset, got, hint=hint)
-    loss = config.loss
-    has_other_terms = loss.needs_reference or loss.entropy_loss_coef > 0
-    learns_otherwise = has_other_terms or loss.is_supervised or loss.has_own_loss
-    if not (learns_otherwise or config.advantage.by_token) and (rows["advantage"] == 0).all():
-        got = "every advantage is 0, because returns do not vary within any group"
-        got += f" ({count(sum(map(len, plan.batches)), 'group')})"
-        raise InputError("zero_advantages", config.data.dataset, got, hint=_VARY)
-    most = config.batch.max_row_tokens
-    if most is not None and bool((rows["num_untrained_at_start"] >= most).all()):
-        _, got, hint = cut_rows(rows, most, limit.num_tokens)
-        raise InvariantError("mask_trains_something", config.data.dataset, got, hint=hint)
-
-
-_VARY = (
-    "`rollouts stats DS` shows rewards and groups: supply rewards that differ within a group (convert"
-    " --rewards), sample more attempts (generate with a larger group_size), or join attempts at the same"
-    " task (convert --group-by); if failed trajectories mask the groups that vary, --set"
-    " data.failed=trajectory leaves out these trajectories alone; --algorithm reinforce++ and gae need no"
-    f" groups; {IMITATE} imitates rows, such as those of `rollouts filter DS --where 'return > 0'`"
-)
 
 
 def scan_rows(config: TrainConfig) -> pl.LazyFrame:
@@ -137,24 +108,13 @@ def check_sampling(rows: pl.DataFrame, config: TrainConfig) -> str | None:
     missing = rows.filter(missing_columns())
     if config.loss.is_supervised or missing.is_empty():
         return None
-    defaults = sampling_defaults(config.model.path)
-    if defaults is not None:
-        unset = [pl.when(pl.col(name).is_null()).then(pl.lit(name)) for name in COLUMNS]
-        got = pl.lit("the row does not record ") + pl.concat_str(
-            unset, separator=" or ", ignore_nulls=True
+    if defaults := sampling_defaults(config.model.path):
+        facts = missing.with_columns(
+            relies_on_defaults=defaults.are_unknown(),
+            file=pl.lit(f"{config.model.path}/{FILE}"),
+            defaults=pl.lit(defaults.text),
         )
-        got += pl.lit(
-            f", and engines sample such requests with {config.model.path}/{FILE} ({defaults.text}): the"
-            " gradient would be that of another distribution, and raw rollout_logprobs are not from the"
-            " sampled distribution"
-        )
-        hint = (
-            "pass --set data.sampling_defaults=model if the engine used that file, as vLLM and SGLang"
-            " do, or =neutral if it sampled at temperature 1 without truncation (vLLM's"
-            " --generation-config vllm)"
-        )
-        rule = Rule("sampling_defaults", defaults.are_unknown(), got, hint=hint)
-        refuse(missing, [rule], config)
+        checks.refuse(facts, [checks.SAMPLING], config)
     names = [name for name in COLUMNS if missing[name].is_null().any()]
     return (
         f"{count(len(missing), 'row')} of an engine without a recorded {' or '.join(names)}: trained"
@@ -179,25 +139,23 @@ def corrects_for_sampler(
         return False
     if rows["has_logprobs"].any():
         mode = pl.lit(logprobs_mode, pl.String)
-        refuse(rows.with_columns(logprobs_mode=mode), LOGPROBS, config)
+        checks.refuse(rows.with_columns(logprobs_mode=mode), checks.LOGPROBS, config)
         return loss.corrects_for_sampler
     needing = {
         f"policy_loss_type {loss.policy_loss_type}": loss.is_anchored_on_sampler,
         "a mask based on importance ratios": loss.masks_by_ratio,
         f"tis_ratio_type {loss.tis_ratio_type}": loss.tis_ratio_type in ("token", "sequence"),
     }
-    for name, needs in needing.items():
-        if needs:
-            got = f"no row has rollout_logprobs, which {name} needs"
-            hint = "record log-probabilities when sampling, or change this setting"
-            raise InputError("rollout_logprobs", config.data.dataset, got, hint=hint)
+    setting = next((name for name, needs in needing.items() if needs), None)
+    facts = pl.DataFrame({"name": config.data.dataset, "needing": setting})
+    checks.refuse(facts, [checks.WITHOUT_LOGPROBS], config)
     return False
 
 
 def check_dataset(
     run: Run, index: pl.DataFrame, plan: Plan, *, must_learn: bool
 ) -> tuple[bool, dict[str, Remark]]:
-    """Check every row of a run's dataset, indexed by `trainer.batches.data.index_rows`.
+    """Check every row of a run's dataset, indexed by `trainer.batch.index_rows`.
 
     With `must_learn`, a dataset from which nothing can be learned is rejected.
 
@@ -221,8 +179,8 @@ def check_dataset(
     rollouts = rollout_io.scan(config.data.dataset)
     metadata = rollout_io.read_metadata(config.data.dataset)
     if "sampling_extra" not in rollouts.collect_schema():
-        said = pl.lit(sampling_extra_of(metadata.made_by), pl.String)
-        rows = rows.with_columns(pl.col("sampling_extra").fill_null(said))
+        extra = pl.lit(sampling_extra_of(metadata.made_by), pl.String)
+        rows = rows.with_columns(pl.col("sampling_extra").fill_null(extra))
     if unknown := check_sampling(rows, config):
         remarks["sampling"] = Remark(f"note: {unknown}")
     corrects = corrects_for_sampler(rows, config, metadata.logprobs_mode)
@@ -232,7 +190,7 @@ def check_dataset(
     replaying = {config.model.path: run.whole_policy.model}  # the critic uses no recorded experts
     if isinstance(run.reference, Policy):
         replaying[config.loss.reference_model or config.model.path] = run.reference.model
-    if routing := check_replay(rollouts, replaying, rows, replays=config.batch.replay_routing):
+    if routing := check_replay(rollouts, replaying, rows, config):
         remarks["routing"] = Remark(routing, WARNING)
     if most := config.batch.max_row_tokens:
         cut, lost, larger = cut_rows(rows, most, limit.num_tokens)
@@ -246,7 +204,7 @@ def cut_rows(rows: pl.DataFrame, most: int, limit: int) -> tuple[str, str, str]:
     """Describe the rows that lose trained tokens to `max_row_tokens`, with a larger value.
 
     Args:
-        rows: Rows to train on, as indexed by `trainer.batches.data.index_rows`; not empty.
+        rows: Rows to train on, as indexed by `trainer.batch.index_rows`; not empty.
         most: The value of `max_row_tokens`.
         limit: Maximum row length of the model, in tokens.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import polars as pl
@@ -18,8 +18,10 @@ from schemas.columns import COLUMN_BY_NAME
 from schemas.ragged import BoolArray, IntArray, Ragged
 from schemas.types import with_absent
 from trainer.batches.chains import Chains, make_chains
+from trainer.batches.forest import MiniBatch
 from trainer.batches.plan import Plan
 from trainer.batches.recorded_routes import Routes
+from trainer.batches.stored_rows import Origins
 from trainer.batches.support import SUPPORT, TEACHER, covers_trained_tokens, sets_of
 from trainer.config.sections import BatchConfig
 
@@ -66,7 +68,12 @@ class Batch:
         raw_advantages: [T] advantages before `advantage.batch_normalize`.
         value_targets: [T] target values for the critic; None without one.
         weights, selected: [T] columns of the mini-batch that is trained: see
-            `trainer.run.loss.with_weights`.
+            `trainer.loss.with_weights`.
+        groups: Groups of the batch, in the order of the plan.
+        mini_batches: Micro-batches of each optimizer step.
+        next_kl_coef: KL coefficient of the next batch.
+        generated: Metrics of the batch as generated, for its first update; in the main process.
+        origins: Where the dataset stores the T tokens, in the main process; None: not needed.
     """
 
     names: tuple[str, ...]
@@ -93,6 +100,21 @@ class Batch:
     value_targets: Tensor | None = None
     weights: Tensor | None = None
     selected: Tensor | None = None
+    groups: tuple[str, ...] = ()
+    mini_batches: tuple[MiniBatch, ...] = ()
+    next_kl_coef: float = 0.0
+    generated: dict[str, float] = field(default_factory=dict)
+    origins: Origins | None = None
+
+    @property
+    def outputs(self) -> dict[str, Tensor]:
+        """Columns with model outputs at the start of the batch, which resuming within it needs."""
+        columns = {
+            "old_logprobs": self.old_logprobs,
+            "ref_logprobs": self.ref_logprobs,
+            "values": self.values,
+        }
+        return {name: values for name, values in columns.items() if values is not None}
 
 
 def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFrame:
@@ -110,8 +132,8 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
     greedy = _is_greedy()
     columns = rollouts.collect_schema().names()
     trained = [name for name in columns if name in COLUMN_BY_NAME and name not in UNUSED_COLUMNS]
-    names = ("prompt_token_ids", "response_ids", "loss_mask", "rollout_logprobs", "rewards")
-    prompt, response, mask, logprobs, rewards = (pl.col(name).list for name in names)
+    names = ("prompt_token_ids", "response_ids", "loss_mask")
+    prompt, response, mask = (pl.col(name).list for name in names)
     num_prompt, num_response = prompt.len().cast(pl.Int64), response.len().cast(pl.Int64)
     num_masked_first = mask.eval(pl.element().cast(pl.Int8)).list.arg_max()
     num_untrained_at_end = mask.reverse().list.eval(pl.element().cast(pl.Int8)).list.arg_max()
@@ -125,12 +147,10 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
         "sampling_extra",
         "token_source",
         name=_row_name(),
-        num_prompt_tokens=num_prompt,
         num_trained_tokens=pl.when(greedy).then(0).otherwise(mask.sum().cast(pl.Int64)),
         greedy=greedy & mask.any(),
         num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
         num_untrained_at_start=num_prompt + num_masked_first.cast(pl.Int64),
-        lowest_token=pl.min_horizontal(prompt.min(), response.min()),
         highest_token=pl.max_horizontal(
             prompt.max(), response.max(), *map(_highest_in_sets, (SUPPORT, TEACHER[0]))
         ),
@@ -145,15 +165,11 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
         most_teacher_ids=pl.col(TEACHER[0]).list.eval(pl.element().list.len()).list.max(),
         has_reward=pl.col("reward").is_not_null() | pl.col("rewards").is_not_null(),
         finite_reward=pl.col("reward").is_finite().fill_null(value=True)
-        & _holds("rewards", pl.element().is_finite()),
-        aligned=pl.all_horizontal(
-            (other.len() == response.len()).fill_null(value=default)
-            for other, default in ((mask, False), (logprobs, True), (rewards, True))
-        ),
-        complete=pl.all_horizontal(_holds(name, pl.element().is_not_null()) for name in names[:3]),
+        & pl.col("rewards")
+        .list.eval(pl.element().is_finite().fill_null(value=False))
+        .list.all()
+        .fill_null(value=True),
         digest=row_digest(trained),
-        logprobs_finite=_holds("rollout_logprobs", pl.element().is_finite()),
-        logprobs_nonpositive=_holds("rollout_logprobs", pl.element() <= 0),
     ).collect(engine="streaming")
 
 
@@ -173,19 +189,6 @@ def _unscaled() -> pl.Expr:
     """Build `temperature`, with 1 in greedy rows."""
     one = pl.lit(1.0, OPTIONAL_COLUMNS["temperature"])
     return pl.when(_is_greedy()).then(one).otherwise("temperature").alias("temperature")
-
-
-def _holds(name: str, condition: pl.Expr) -> pl.Expr:
-    """Build an expression: true if all elements of a list column match, or if the list is null."""
-    every = pl.col(name).list.eval(condition.fill_null(value=False)).list.all()
-    return every.fill_null(value=True)
-
-
-def load_batch(
-    rollouts: pl.LazyFrame, plan: Plan, groups: Sequence[str], config: BatchConfig
-) -> Batch:
-    """Load the rows of the given groups as a batch."""
-    return to_batch(read_rows(rollouts, plan, groups, config), config.max_row_tokens)
 
 
 def read_rows(
