@@ -33,7 +33,6 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import account
-from rollout_io.formats.contexts import by_marks
 from rollout_io.formats.engines.tables import is_table, read_row, rows_of
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.documents import parts_of
@@ -46,6 +45,7 @@ from rollout_io.formats.parsing.jsonl import (
     without_lone_surrogates,
 )
 from rollout_io.formats.parsing.lines import Record, lines_of, read_record, refuse_repeated
+from rollout_io.formats.parsing.messages import by_marks
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 
