@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from rollout_io.formats.base import (
     About,
-    Adapter,
     Found,
     Input,
     Options,
@@ -35,16 +35,13 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
-from rollout_io.formats.contents import account
-from rollout_io.formats.engines.records import elements_of, is_object_with, records_of
-from rollout_io.formats.grammar import Grammar
+from rollout_io.formats.engines.records import Records, is_object_with
 from rollout_io.formats.parsing.bodies import NO_JSON, Answer, Int32, Request, Usage
 from rollout_io.formats.parsing.completions import read_choices
 from rollout_io.formats.parsing.content import filled, known
-from rollout_io.formats.parsing.jsonl import decode_line, refuse_lfs_pointer, refuse_not_utf8
+from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import (
     DUPLICATE,
-    Record,
     incomplete,
     named_in,
     read_record,
@@ -59,7 +56,6 @@ from rollout_io.formats.parsing.tokens import (
     same_ids,
     strict_ids,
 )
-from rollout_io.formats.start import Start
 from schemas.errors import InputError, InvariantError, RolloutError
 
 _ENDED = "succeeded"
@@ -139,12 +135,6 @@ class _Prompt(msgspec.Struct, gc=False):
     prompt: msgspec.Raw = NO_JSON
 
 
-_GRAMMAR = Grammar(
-    kind="event_type",
-    default="rollout",
-    records={"*": _Event, "model_request": _Call, "reward": _Reward, "rollout": _RolloutRecord},
-    leaves=_LEAVES,
-)
 _PROMPT = msgspec.json.Decoder(_Prompt | None)
 _REQUEST = msgspec.json.Decoder(Request)
 _ANSWER = msgspec.json.Decoder(Answer)
@@ -174,27 +164,27 @@ def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
     rollouts: dict[str, _Rollout] = {}
     first: dict[bytes, str] = {}
     models = ModelNames()
-    for log in inputs:
-        try:
-            for record in _records(log, progress):
-                try:
-                    refuse_not_utf8(record.content, record.place.where)
-                    refuse_repeated(record.content.strip(), record.place.where, first)
-                    _note(record, rollouts)
-                    models.see(record.content)
-                except RolloutError as error:
-                    yield Rejected(record.place, error)
-                    name = named_in(record.content, "rollout_id")
-                    if name is not None and error.rule not in _ALONE:
-                        attempt = named_in(record.content, "attempt_id")
-                        rollout = rollouts.setdefault(name, _Rollout())
-                        rollout.damaged.setdefault(attempt, error)
-                        if attempt is not None:
-                            rollout.attempts.setdefault(attempt, [])
-        except RolloutError as error:
-            if error.rule == "input_file":
-                raise
-            yield Rejected(Place(log.path, log.name, 0, log.path.stat().st_size), error)
+
+    def run_of(event: _Event, place: Place) -> Run:
+        content = read_record(place)
+        refuse_repeated(content.strip(), place.where, first)
+        _note(event, place, rollouts)
+        models.see(content)
+        return Run(instance_id=event.rollout_id, repetition_id=None, places=[place])
+
+    for item in replace(_RECORDS, run=run_of).find(inputs, progress):
+        if isinstance(item, Rejected):
+            yield item
+            content = (
+                b"" if item.place.part or item.error.rule in _ALONE else read_record(item.place)
+            )
+            name = named_in(content, "rollout_id")
+            if name is not None:
+                attempt = named_in(content, "attempt_id")
+                rollout = rollouts.setdefault(name, _Rollout())
+                rollout.damaged.setdefault(attempt, item.error)
+                if attempt is not None:
+                    rollout.attempts.setdefault(attempt, [])
     yield from models.about()
     if rollouts:
         yield About("groups", ROLLOUTS if any(not r.record for r in rollouts.values()) else INPUTS)
@@ -202,18 +192,10 @@ def find_attempts(inputs: Sequence[Input], progress: Progress) -> Iterator[Found
         yield from _runs(name, rollout)
 
 
-def _records(log: Input, progress: Progress) -> Iterator[Record]:
-    for record in records_of(log, progress, lambda start: start.head.lstrip().startswith(b"[")):
-        refuse_lfs_pointer(record.content, log.name)
-        yield from elements_of(record)
-
-
-def _note(record: Record, rollouts: dict[str, _Rollout]) -> None:
-    place, content = record
+def _note(event: _Event, place: Place, rollouts: dict[str, _Rollout]) -> None:
     where = place.where
-    kind, event = _GRAMMAR.typed(content, where, decode_line)
     rollout = rollouts.get(event.rollout_id) or _Rollout()
-    if kind == "rollout":
+    if isinstance(event, _RolloutRecord):
         if rollout.record is not None:
             hint = "convert the logs of different collections separately"
             got = f"rollout {event.rollout_id!r} is already in {rollout.record.where}"
@@ -223,7 +205,7 @@ def _note(record: Record, rollouts: dict[str, _Rollout]) -> None:
     elif event.attempt_id is None:
         raise InputError("record_type", where, "the event has no `attempt_id`")
     else:
-        if kind == "model_request":
+        if isinstance(event, _Call):
             request = decode_line(_PROMPT, bytes(event.data.request), f"{where}, data.request")
             if request is not None:
                 prompt = request.prompt if bytes(request.messages) == b"null" else request.messages
@@ -263,7 +245,7 @@ def _runs(name: str, rollout: _Rollout) -> Iterator[Run | Rejected]:
         yield Run(instance_id=instance, repetition_id=None, places=places, labels=names)
 
 
-def read_attempt(run: Run, _: Options) -> Trajectory:
+def read_attempt(_: _Event, run: Run, _options: Options) -> Trajectory:
     """Read the calls of an attempt, one step per choice; the attempt's last reward is the outcome.
 
     Failed calls (HTTP status 400 and above) are counted in the metric `num_failed_requests`. A run
@@ -272,9 +254,7 @@ def read_attempt(run: Run, _: Options) -> Trajectory:
     """
     calls, rewards, status = list[tuple[str, _CallData]](), list[_RewardData](), None
     for place in run.places:
-        content = read_record(place)
-        account(_GRAMMAR.contents, content)
-        event = _GRAMMAR.typed(content, place.where, decode_line)[1]
+        event = _RECORDS.typed(read_record(place), place.where, decode_line)[1]
         if isinstance(event, _Call):
             calls.append((place.where, event.data))
         elif isinstance(event, _Reward) and event.data.value is not None:
@@ -373,16 +353,28 @@ _is_event = is_object_with(["event_type", "rollout_id", "attempt_id", "data"])
 _is_rollout = is_object_with(["rollout_id", "is_train", "status", "config"])
 
 
-def recognizes(start: Start) -> bool:
-    """True if a file contains Agent Lightning's events or rollout records."""
-    values = start.document if isinstance(start.document, list) else start.values
-    return any(_is_event(value) or _is_rollout(value) for value in values)
+def _is_record(value: Any) -> bool:
+    """True for an event, a rollout record, or a list of them."""
+    values = value if isinstance(value, list) else [value]
+    return any(_is_event(each) or _is_rollout(each) for each in values)
 
 
-ADAPTER = Adapter(
-    summary="Agent Lightning: events (model requests, rewards) and rollouts, JSONL or a JSON list",
-    recognizes=recognizes,
-    find=find_attempts,
+_RECORDS = Records(
+    kind="event_type",
+    default="rollout",
+    records={"*": _Event, "model_request": _Call, "reward": _Reward, "rollout": _RolloutRecord},
+    leaves=_LEAVES,
+    run=lambda _, place: Run(instance_id="", repetition_id=None, places=[place]),
     read=read_attempt,
-    contents=_GRAMMAR.contents,
+    is_record=_is_record,
+    is_whole=lambda start: start.head.lstrip().startswith(b"["),
+    elements="",
+)
+ADAPTER = replace(
+    _RECORDS.adapter(
+        "Agent Lightning: events (model requests, rewards) and rollouts, JSONL or a JSON list",
+        is_text=False,
+    ),
+    find=find_attempts,
+    line=None,
 )

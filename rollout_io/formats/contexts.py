@@ -21,21 +21,21 @@ hold for all of them:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from rollout_io.formats.base import Conversation, Logged
 from rollout_io.formats.parsing.content import Message
-from rollout_io.formats.parsing.forks import COPIED
-from rollout_io.formats.parsing.messages import WEIGHT
+from rollout_io.formats.parsing.forks import COPIED, digest
 from rollout_io.formats.parsing.notes import note
 from schemas.errors import InputError
 from schemas.messages import is_answer
 
 LOST = "answers after items that are encrypted or of an unknown type: left out"
 ORPHANS = "records whose parent is not in the file: read as if they followed the line before"
-MARKED = "answers that are marked as not to be trained on: part of the prompt"
 SUMMARIES = "summaries that the model wrote for a compaction, without their prompt: left out"
 
 
@@ -146,6 +146,7 @@ class Contexts:
     _nodes: list[Said] = field(default_factory=list)
     _names: dict[str, Said] = field(default_factory=dict)
     _behind: dict[Said | None, list[Said]] = field(default_factory=dict)
+    _calls: dict[tuple[Said | None, str | None, bytes], Said] = field(default_factory=dict)
 
     def agent(self, key: str, name: str | None = None) -> Contexts:
         """Return the contexts of a sub-agent, which begin empty.
@@ -270,12 +271,15 @@ class Contexts:
             where: Location of the call.
             facts: See `Said`.
         """
-        agent = facts.get("agent")
-        self.show(
-            Item(f"{agent} {i}", [message], where, given=True) for i, message in enumerate(prompt)
-        )
-        answer = self.say([reply], where, f"{where} {len(self._nodes)}", facts=facts)
-        answer.key = f"{agent} {len(prompt)}"  # as later prompts call it
+        agent, self.tip = facts.get("agent"), None
+        for message in prompt:
+            path = (self.tip, agent, _digest(message))
+            if path not in self._calls:
+                key = f"{where} {len(self._nodes)}"
+                self._calls[path] = self.say([message], where, key, given=True)
+            self.tip = self._calls[path]
+        path = (self.tip, agent, _digest(reply))
+        self._calls[path] = self.say([reply], where, f"{where} {len(self._nodes)}", facts=facts)
 
     def close_calls(self, text: str, where: str) -> None:
         """Say a result for each call of the last answer that has none, as the program sends it."""
@@ -417,45 +421,15 @@ class Contexts:
         return step
 
 
-def by_marks(step: Logged) -> list[Logged]:
-    """Return a conversation without the answers that are marked as not to be trained on: they are given.
-
-    As a conversation has one prompt, it ends before such an answer, and the rest is another one.
-
-    Args:
-        step: The conversation, in which these answers have `weight` 0; any other step is returned.
-
-    Example:
-        >>> chat = [{"role": "assistant", "content": text} for text in "abc"]
-        >>> chat[1]["weight"] = 0
-        >>> [(len(c.messages), c.num_given) for c in by_marks(Conversation("a", chat))]
-        [(1, 0), (3, 2)]
-    """
-    if not isinstance(step, Conversation) or all(WEIGHT not in m for m in step.messages):
-        return [step]
-    messages = [{key: m[key] for key in m if key != WEIGHT} for m in step.messages]
-    answers = [
-        i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= step.num_given
-    ]
-    marked = [i for i in answers if WEIGHT in step.messages[i]]
-    note(MARKED, len(marked))
-    starts = [step.num_given, *(i + 1 for i in marked)]
-    parts = list[Logged]()
-    for start, end in zip(starts, [*marked, len(messages)], strict=True):
-        trained = [i for i in answers if start <= i < end]
-        if trained:
-            part = replace(step, messages=messages[:end], num_given=start)
-            if step.logprobs is not None:
-                part.logprobs = [step.logprobs[answers.index(i)] for i in trained]
-            parts.append(part)
-    return parts
-
-
 def _differ(node: Said, last: Said, before: Sequence[Said]) -> bool:
     """True if two answers had other system prompts or tools, or a model sees the other's differently."""
-    is_same_model = node.head.model == last.head.model
-    is_same_model |= all(other.for_others is None for other in before)
-    return node.head[:2] != last.head[:2] or not is_same_model
+    is_other = node.head.model != last.head.model
+    is_seen = is_other and any(other.for_others is not None for other in before)
+    return node.head[:2] != last.head[:2] or is_seen
+
+
+def _digest(message: Message) -> bytes:
+    return digest(msgspec.json.encode(message, order="sorted").decode())
 
 
 def _sent(node: Said, head: Head) -> Sequence[Message]:

@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from rollout_io.dataset.opening import Version, open_input
 from rollout_io.formats.base import (
-    About,
     Adapter,
     Found,
     Input,
@@ -36,11 +35,11 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
+from rollout_io.formats.engines.groups import gathered
 from rollout_io.formats.parsing.arrays import IDS, LOGPROBS, MASK, ROUTES, BrokenArray, Numbers
 from rollout_io.formats.parsing.content import filled
-from rollout_io.formats.parsing.documents import index_of
+from rollout_io.formats.parsing.documents import index_of, with_group_rule
 from rollout_io.formats.parsing.jsonl import refuse_lfs_pointer
-from rollout_io.formats.parsing.lines import incomplete
 from rollout_io.formats.parsing.tokens import INT32_MAX, broken, logprob_array
 from rollout_io.formats.parsing.weight_versions import names_of, oldest, versions_of_calls
 from rollout_io.formats.slime_metadata import read_back
@@ -63,11 +62,6 @@ class _Named(msgspec.Struct, gc=False):
     group_index: _Index | None = None
     index: _Index | None = None
     rollout_id: _Index | None = None
-
-    @property
-    def own(self) -> int | None:
-        """Id that the sample shares with the other samples of its run."""
-        return self.index if self.rollout_id is None else self.rollout_id
 
 
 class _Sample(_Named, kw_only=True, gc=False):
@@ -94,14 +88,13 @@ def recognizes(start: Start) -> bool:
     return all(field in start.torch_pickle for field in (*_FIELDS, *_SAMPLE_FIELDS))
 
 
-def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+def _all(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
     """Yield runs, file by file, in the order of their first samples.
 
     The instance is `FILE/GROUP`: the file name without its extension (the entire path, if two files
     share a name), and `group_index`.
     """
     names = [Path(given.name).name.split(".")[0] or given.name for given in inputs]
-    is_inferred = False
     for given, name in zip(inputs, names, strict=True):
         num_bytes = given.path.stat().st_size
         progress(num_bytes)
@@ -111,51 +104,34 @@ def find_samples(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]
             yield Rejected(Place(given.path, given.name, None, num_bytes), error)
             continue
         file = name if names.count(name) == 1 else given.name
-        for item in _find(given, file, samples, num_bytes // len(samples)):
-            is_inferred |= isinstance(item, Run) and "group_index" not in item.labels
-            yield item
-    if is_inferred:
-        yield About("groups", _ALONE)
+        yield from _find(given, file, samples, num_bytes // len(samples))
 
 
 def _find(given: Input, file: str, samples: Sequence[Any], num_bytes: int) -> Iterator[Found]:
-    found: dict[str, Run] = {}
-    damaged: dict[str, RolloutError] = {}
-    for number, sample in enumerate(samples):
-        place = Place(given.path, f"{given.name}, samples[{number}]", None, num_bytes, number)
-        try:
-            key, run = _run_of(_sample(sample, place.where), file, number, place)
-        except RolloutError as error:
-            yield Rejected(place, error)
-            damaged.setdefault(_key_of_damaged(sample, number), error)
-            continue
-        first = found.setdefault(key, run)
-        if first is not run:
-            first.places = [*first.places, place]
-    for key, run in found.items():
-        if key in damaged:
-            yield from incomplete(run.places, damaged[key])
-        else:
-            yield run
+    keys = [_key(sample, number) for number, sample in enumerate(samples)]
+
+    def found() -> Iterator[Found]:
+        for number, sample in enumerate(samples):
+            place = Place(given.path, f"{given.name}, samples[{number}]", None, num_bytes, number)
+            try:
+                yield _run_of(_sample(sample, place.where), file, keys[number][1], place)
+            except RolloutError as error:
+                yield Rejected(place, error)
+
+    return gathered(found(), lambda place: keys[index_of(place)])
 
 
-def _key_of_damaged(sample: Any, number: int) -> str:
-    """Return the key of a damaged sample, in order to reject the other samples of its run."""
+def _key(sample: Any, number: int) -> tuple[int | None, str]:
+    """Return the group of a sample that may be damaged, and what it shares with its run."""
     try:
         named = msgspec.convert(sample, _Named, strict=True)
     except (msgspec.ValidationError, RecursionError):
         named = _Named()
-    return _key(named, number)
+    own = named.index if named.rollout_id is None else named.rollout_id
+    return named.group_index, f"sample-{number}" if own is None else str(own)
 
 
-def _key(named: _Named, number: int) -> str:
-    own = f"sample-{number}" if named.own is None else str(named.own)
-    return f"{named.group_index}/{own}"
-
-
-def _run_of(sample: _Sample, file: str, number: int, place: Place) -> tuple[str, Run]:
-    """Return the key that the samples of a run share, and a run for the sample."""
-    key = _key(sample, number)
+def _run_of(sample: _Sample, file: str, own: str, place: Place) -> Run:
     group = None if sample.group_index is None else str(sample.group_index)
     labels = filled(
         group_index=group,
@@ -165,9 +141,8 @@ def _run_of(sample: _Sample, file: str, number: int, place: Place) -> tuple[str,
         file=file,
         label=sample.label if isinstance(sample.label, str) else None,
     )
-    instance = f"{file}/{key.partition('/')[2]}" if group is None else f"{file}/{group}"
-    run = Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
-    return key, run
+    instance = f"{file}/{own if group is None else group}"
+    return Run(instance_id=instance, repetition_id=None, places=[place], labels=labels)
 
 
 def read_samples(run: Run, _options: Options) -> Trajectory:
@@ -387,6 +362,6 @@ def _numpy_globals() -> list[Any]:
 ADAPTER = Adapter(
     summary="slime: debug rollout data (.pt), loaded without running code",
     recognizes=recognizes,
-    find=find_samples,
+    find=lambda inputs, progress: with_group_rule(_all(inputs, progress), _ALONE, "group_index"),
     read=read_samples,
 )

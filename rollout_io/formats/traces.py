@@ -28,12 +28,10 @@ from typing import Any
 import msgspec
 
 from rollout_io.formats.base import (
-    About,
     Adapter,
     Found,
     Input,
     Options,
-    Place,
     Progress,
     Rejected,
     Run,
@@ -52,8 +50,10 @@ from rollout_io.formats.dialects.model_spans import (
     stop_reason,
 )
 from rollout_io.formats.dialects.spans import Span, at, form_of, protobuf_records, spans_in
+from rollout_io.formats.engines.groups import gathered
 from rollout_io.formats.engines.records import decoder_of, records_of
 from rollout_io.formats.parsing.content import Message
+from rollout_io.formats.parsing.documents import with_group_rule
 from rollout_io.formats.parsing.jsonl import contained, refuse_lfs_pointer
 from rollout_io.formats.parsing.lines import Record, read_record
 from rollout_io.formats.parsing.model_calls import Call, steps_of
@@ -84,27 +84,22 @@ CONTINUED = "prompts logged as what was new: the messages of the call before wer
 FROM_AGENT = "system messages taken from the agent's span"
 
 
-def find_traces(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
-    """Yield one run per trace, in the order of their first spans."""
-    places: dict[str, list[Place]] = {}
-    labels: dict[str, dict[str, str]] = {}
-    for record in (record for log in inputs for record in records_of(log, progress, _is_whole)):
+def _records(inputs: Sequence[Input], progress: Progress) -> Iterator[Found]:
+    """Yield what each record has of each trace, as a run."""
+    for place, content in (r for log in inputs for r in records_of(log, progress, _is_whole)):
         try:
-            refuse_lfs_pointer(record.content, record.place.where)
-            with contained(record.place.where):
-                spans = [*_spans(record)]
+            refuse_lfs_pointer(content, place.where)
+            labels = dict[str, dict[str, str]]()
+            with contained(place.where):
+                for span in _spans(Record(place, content)):
+                    names = labels.get(span.trace, {"trace": span.trace})
+                    labels[span.trace] = {**names, **span.labels, **names}  # the first values
         except RolloutError as error:
-            yield Rejected(record.place, error)
+            yield Rejected(place, error)
             continue
-        for trace in dict.fromkeys(span.trace for span in spans):
-            place = msgspec.structs.replace(record.place, part=trace)
-            places.setdefault(trace, []).append(place)
-        for span in spans:
-            labels.setdefault(span.trace, {"trace": span.trace}).update(span.labels)
-    for trace, records in places.items():
-        yield Run(instance_id=trace, repetition_id=0, places=records, labels=labels[trace])
-    if places:
-        yield About("groups", _GROUPS)
+        for trace, names in labels.items():
+            part = msgspec.structs.replace(place, part=trace)
+            yield Run(instance_id=trace, repetition_id=0, places=[part], labels=names)
 
 
 def _is_protobuf(path: Path) -> bool:
@@ -293,7 +288,9 @@ def _has_spans(record: Any) -> bool:
 ADAPTER = Adapter(
     summary="traces of OpenTelemetry (OTLP, GenAI, OpenInference), Langfuse, MLflow, Phoenix",
     recognizes=recognizes,
-    find=find_traces,
+    find=lambda inputs, progress: with_group_rule(
+        gathered(_records(inputs, progress)), _GROUPS, "group"
+    ),
     read=read_trace,
     is_text=True,
     noun="trace",

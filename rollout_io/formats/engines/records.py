@@ -33,7 +33,6 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import account
-from rollout_io.formats.contexts import by_marks
 from rollout_io.formats.engines.archives import is_zip, read_place, records_in
 from rollout_io.formats.engines.tables import is_table, read_row, rows_of
 from rollout_io.formats.grammar import Grammar
@@ -47,6 +46,7 @@ from rollout_io.formats.parsing.jsonl import (
     without_lone_surrogates,
 )
 from rollout_io.formats.parsing.lines import Record, lines_of, read_record, refuse_repeated
+from rollout_io.formats.parsing.messages import by_marks
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError
 

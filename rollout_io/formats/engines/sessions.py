@@ -38,7 +38,7 @@ from rollout_io.formats.base import (
     Trajectory,
 )
 from rollout_io.formats.contents import account
-from rollout_io.formats.contexts import Contexts, Said, by_marks
+from rollout_io.formats.contexts import Contexts, Said
 from rollout_io.formats.engines.files import Base, File, Names, by_session, join_agents, logical
 from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.forks import copied_answers, digest, run_of
@@ -50,6 +50,7 @@ from rollout_io.formats.parsing.lines import (
     lines_of,
     read_record,
 )
+from rollout_io.formats.parsing.messages import by_marks
 from rollout_io.formats.parsing.naming import natural_key
 from rollout_io.formats.start import Start
 from schemas.errors import InputError, RolloutError

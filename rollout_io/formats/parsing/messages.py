@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from rollout_io.formats.base import Conversation, Logged
 from rollout_io.formats.contents import Contents
 from rollout_io.formats.dialects.anthropic import BLOCKS, messages_of
 from rollout_io.formats.dialects.responses import ITEMS, OUTPUTS, TEXTS, Item, read_item, reply_of
@@ -73,6 +75,7 @@ MESSAGE = Contents(
 """A message of `read_messages`."""
 
 INACTIVE = "messages that were taken back (not `active`): left out"
+MARKED = "answers that are marked as not to be trained on: part of the prompt"
 WEIGHT = "weight"
 _MARKS = (WEIGHT, "loss_mask", "step_loss_mask", "loss", "train", "training")
 _SAID = ("reasoning_content", "reasoning", "content", "tool_calls")
@@ -183,6 +186,40 @@ def with_marks(messages: list[Message], marks: Mapping[str, Any], where: str) ->
     if all(stated.values()):
         return messages
     return [each | {WEIGHT: 0} if each["role"] == "assistant" else each for each in messages]
+
+
+def by_marks(step: Logged) -> list[Logged]:
+    """Return a conversation without the answers that are marked as not to be trained on: they are given.
+
+    As a conversation has one prompt, it ends before such an answer, and the rest is another one.
+
+    Args:
+        step: The conversation, in which these answers have `weight` 0; any other step is returned.
+
+    Example:
+        >>> chat = [{"role": "assistant", "content": text} for text in "abc"]
+        >>> chat[1]["weight"] = 0
+        >>> [(len(c.messages), c.num_given) for c in by_marks(Conversation("a", chat))]
+        [(1, 0), (3, 2)]
+    """
+    if not isinstance(step, Conversation) or all(WEIGHT not in m for m in step.messages):
+        return [step]
+    messages = [{key: m[key] for key in m if key != WEIGHT} for m in step.messages]
+    answers = [
+        i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= step.num_given
+    ]
+    marked = [i for i in answers if WEIGHT in step.messages[i]]
+    note(MARKED, len(marked))
+    starts = [step.num_given, *(i + 1 for i in marked)]
+    parts = list[Logged]()
+    for start, end in zip(starts, [*marked, len(messages)], strict=True):
+        trained = [i for i in answers if start <= i < end]
+        if trained:
+            part = replace(step, messages=messages[:end], num_given=start)
+            if step.logprobs is not None:
+                part.logprobs = [step.logprobs[answers.index(i)] for i in trained]
+            parts.append(part)
+    return parts
 
 
 def _read(raw: msgspec.Raw, where: str) -> tuple[bool, list[Message]]:

@@ -5,6 +5,7 @@ answer, and later branches have it in their prompt.
 """
 
 import json
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.conversion.text import Retokenizer, with_answers, with_tokens
-from rollout_io.formats import claude_code, codex_cli, rllm, verifiers
+from rollout_io.formats import claude_code, codex_cli, contexts, rllm, verifiers
 from rollout_io.formats.base import Trajectory
 from rollout_io.formats.parsing.model_calls import EMPTY, Call, conversations_of, steps_of
 from rollout_io.formats.parsing.notes import noted
@@ -243,3 +244,35 @@ def test_tokens_of_a_shared_answer_are_response_once_and_prompt_after(log, smoll
     assert "assistant\nLeft or right.<|im_end|>\n<|im_start|>user\nRight." in decode(
         rows[1].prompt_token_ids
     )
+
+
+def calls_of_many_runs(num):
+    """Calls with one system prompt, each with a question of its own."""
+    system = {"role": "system", "content": "Answer."}
+    prompts = ([system, asked(f"q{i}")] for i in range(num))
+    return [Call(where=f"a:{i}", prompt=p, reply=said("yes")) for i, p in enumerate(prompts)]
+
+
+def lines_run(function, *values):
+    """The number of lines of `contexts` that a call runs."""
+    num_lines = 0
+
+    def trace(frame, event, _):
+        nonlocal num_lines
+        if frame.f_code.co_filename != contexts.__file__:
+            return None
+        num_lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function(*values)
+    finally:
+        sys.settrace(before)
+    return num_lines
+
+
+def test_the_work_grows_with_the_number_of_calls_not_with_its_square():
+    some, many = (lines_run(conversations_of, calls_of_many_runs(num)) for num in (50, 400))
+    assert 8 * some * 0.9 < many < 8 * some * 1.1

@@ -9,9 +9,9 @@ import pytest
 
 from rollout_io.formats.base import Options
 from rollout_io.formats.chats import ADAPTER
-from rollout_io.formats.contexts import MARKED
 from rollout_io.formats.detect import load_formats, recognize
 from rollout_io.formats.dialects import frameworks
+from rollout_io.formats.parsing.messages import MARKED
 from schemas.errors import RolloutError
 from tests.helpers.adapter_helpers import planned, read_all, write_lines
 
