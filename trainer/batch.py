@@ -131,11 +131,11 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
         rollouts = rollouts.with_columns(_unscaled())
     greedy = _is_greedy()
     columns = rollouts.collect_schema().names()
-    trained = [name for name in columns if name in COLUMN_BY_NAME and name not in UNUSED_COLUMNS]
+    digested = [name for name in columns if name in COLUMN_BY_NAME and name not in UNUSED_COLUMNS]
     names = ("prompt_token_ids", "response_ids", "loss_mask")
     prompt, response, mask = (pl.col(name).list for name in names)
     num_prompt, num_response = prompt.len().cast(pl.Int64), response.len().cast(pl.Int64)
-    num_masked_first = mask.eval(pl.element().cast(pl.Int8)).list.arg_max()
+    num_untrained_first = mask.eval(pl.element().cast(pl.Int8)).list.arg_max()
     num_untrained_at_end = mask.reverse().list.eval(pl.element().cast(pl.Int8)).list.arg_max()
     return rollouts.select(
         "instance_id",
@@ -150,7 +150,7 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
         num_trained_tokens=pl.when(greedy).then(0).otherwise(mask.sum().cast(pl.Int64)),
         greedy=greedy & mask.any(),
         num_forwarded_tokens=num_prompt + num_response - 1 - num_untrained_at_end.cast(pl.Int64),
-        num_untrained_at_start=num_prompt + num_masked_first.cast(pl.Int64),
+        num_untrained_at_start=num_prompt + num_untrained_first.cast(pl.Int64),
         highest_token=pl.max_horizontal(
             prompt.max(), response.max(), *map(_highest_in_sets, (SUPPORT, TEACHER[0]))
         ),
@@ -169,7 +169,7 @@ def index_rows(rollouts: pl.LazyFrame, *, imitates: bool = False) -> pl.DataFram
         .list.eval(pl.element().is_finite().fill_null(value=False))
         .list.all()
         .fill_null(value=True),
-        digest=row_digest(trained),
+        digest=row_digest(digested),
     ).collect(engine="streaming")
 
 
@@ -263,11 +263,11 @@ def to_batch(
         return torch.from_numpy(np.repeat(values, responses.lengths))
 
     row_trains = np.repeat(table["trains"].to_numpy(), responses.lengths)
-    masked = _ragged(table["loss_mask"]).values.astype(np.bool_) & row_trains
+    in_loss = _ragged(table["loss_mask"]).values.astype(np.bool_) & row_trains
     is_greedy = table.select(_is_greedy()).to_series().to_numpy()
-    num_rows, row = len(table), responses.row_of(np.arange(len(masked)))
-    greedy = is_greedy & (np.bincount(row[masked], minlength=num_rows) > 0)
-    trains = masked & ~is_greedy[row]
+    num_rows, row = len(table), responses.row_of(np.arange(len(in_loss)))
+    greedy = is_greedy & (np.bincount(row[in_loss], minlength=num_rows) > 0)
+    trains = in_loss & ~is_greedy[row]
     beyond = np.zeros_like(trains)
     if max_row_tokens is not None:
         position = np.arange(len(row)) - responses.offsets[row] + prompts.lengths[row]

@@ -3,7 +3,7 @@
     loss = sum over targets of w (c p + kl_loss_coef k - entropy_loss_coef h)
 
 w: weight of `loss.reduction`; p: policy loss; c: correction for sampler mismatch; k: estimated
-divergence from the reference; h: entropy.
+divergence from the reference, left out if it is in the reward (`kl_reward_coef`); h: entropy.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     progress, metrics = run.progress, dict[str, Any]()
     every, stop = config.run.save_every_updates, Stop()
     with ExitStack() as held, stops_when_full(Path(config.run.out)):
-        write(lambda: _open(run, held))
+        write(lambda: _lock_and_roll_back(run, held))
         with stop.requested_by_signals(), _open_log(run) as log:
             set_rates(run, progress.global_step)
             is_over = progress.global_step == config.batch.max_updates
@@ -123,7 +123,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     )
 
 
-def _open(run: Run, held: ExitStack) -> None:
+def _lock_and_roll_back(run: Run, held: ExitStack) -> None:
     """Lock the run's directory, and delete output of updates after the checkpoint to resume from.
 
     Also write the configuration and record the start.
@@ -162,12 +162,12 @@ def _open_log(run: Run) -> AbstractContextManager[RunLog | None]:
 
 def save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:
     """Save a checkpoint, after syncing the lines of `log` that it relies on."""
-    keep = run.accelerator.is_main_process
+    holds_whole = run.accelerator.is_main_process  # the others only help to gather
     model = run.whole_policy.model
     critic = run.accelerator.unwrap_model(run.critic) if run.critic is not None else None
-    weights = whole_weights(model, keep=keep)
-    critic_weights = whole_weights(critic, keep=keep) if critic else None
-    optimizers = optimizer_tensors(run.optimizers, keep=keep)
+    weights = whole_weights(model, keep=holds_whole)
+    critic_weights = whole_weights(critic, keep=holds_whole) if critic else None
+    optimizers = optimizer_tensors(run.optimizers, keep=holds_whole)
 
     def write_state(path: Path) -> None:
         save_state(path, optimizers, run.digest, progress)

@@ -1,8 +1,9 @@
 """Train on a batch, from top to bottom.
 
-    steps        read the rows of each batch (the next is read meanwhile)
-    ready_batch  pack micro-batches; old and reference log-probabilities, values; advantages
-    make_update  per micro-batch: forward, objective, backward; then clip, step and record
+    updates          one update after another
+      steps          read the rows of each batch (the next is read meanwhile)
+        ready_batch  pack micro-batches; old and reference log-probabilities, values; advantages
+      make_update    per micro-batch: forward, objective, backward; then clip, step and record
 
 `trainer.training` and `trainer.rl.updates` drive `updates`; `rollouts replay` stops at a Step.
 """
@@ -178,7 +179,7 @@ def ready_batch(
     stored: pl.DataFrame | None,
     passes: Passes = UNWATCHED,
 ) -> Batch:
-    """Make a batch of rows from `read_groups`, with all columns that its updates need.
+    """Make a batch of rows from `read_groups`, with all columns that do not depend on the mini-batch.
 
     Within a batch, `position.outputs` has the outputs of the models at its start.
     """
@@ -227,7 +228,8 @@ def ready_batch(
 def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWATCHED) -> Step:
     """Train the policy, and the critic if there is one, on a mini-batch.
 
-    No optimizer step is taken if there are no trained tokens or the gradient is not finite.
+    The policy takes no step if there are no trained tokens or its gradient is not finite; the critic
+    decides for itself.
 
     Args:
         run: The run; afterwards its learning rates are those of the next update.
@@ -239,28 +241,28 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
         passes: Counts the forwarded micro-batches, and shows the progress.
 
     Returns:
-        The step with all metrics (`skipped` is 1 if no optimizer step was taken), the progress after
+        The step with all metrics (`skipped` is 1 if the policy took no step), the progress after
         it, and its token records.
 
     Raises:
         InputError: A user's loss or reduction fails, or its result is invalid.
     """
-    accelerator, policy, config = run.accelerator, run.policy, run.config.loss
+    accelerator, policy, loss_config = run.accelerator, run.policy, run.config.loss
     forests, num_trained = step.forests, sum(forest.num_targets for forest in step.forests)
     batch = with_weights(run, step.batch, forests, passes)
-    how, seed = run.config.run.record_tokens, run.config.run.seed
-    recorder = recorder_of(batch, forests, how, seed=seed, global_step=progress.global_step + 1)
+    records, seed = run.config.run.record_tokens, run.config.run.seed
+    recorder = recorder_of(batch, forests, records, seed=seed, global_step=progress.global_step + 1)
     parts, failures = dict[int, Arriving](), list[RolloutError]()
     share = own_forests(accelerator, forests)
     for done, (number, forest) in enumerate(passes(TRAINING, share), start=1):
         slot = forest.target_slot
         temperature = to_device(batch.temperature[slot], accelerator.device)
         with without_reduction(policy) if done < len(share) else nullcontext():
-            forest = with_teacher(forest, batch, config).to(accelerator.device)
+            forest = with_teacher(forest, batch, loss_config).to(accelerator.device)
             outputs = policy(forest, temperature)
             targets = targets_of(batch, slot, outputs)
             try:
-                loss, columns = objective(targets, config, corrects=run.corrects)
+                loss, columns = objective(targets, loss_config, corrects=run.corrects)
             except RolloutError as error:  # of a user's loss
                 if accelerator.num_processes == 1:
                     raise
@@ -269,11 +271,11 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
             # Data-parallel wrappers average gradients over processes; the weights are global.
             accelerator.backward(loss * accelerator.num_processes)
         if recorder and columns:
-            recorder.add(slot, targets, columns, batch, config)
+            recorder.add(slot, targets, columns, batch, loss_config)
         parts[number] = Arriving(
             {name: values.double() for name, values in columns.items() if name not in RECORDED_ONLY}
         )
-    if config.has_own_loss:
+    if loss_config.has_own_loss:
         agreed(accelerator, partial(_raise_any, failures))
     grad_norm = 0.0
     if num_trained:
@@ -281,7 +283,7 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
         grad_norm = clip_and_step(policy.parameters(), run.optimizer, max_norm)
     skipped = not num_trained or not math.isfinite(grad_norm)
     arrived = gather_parts(accelerator, {number: part.read() for number, part in parts.items()})
-    metrics: dict[str, Any] = update_metrics(arrived, config.policy_loss_type) | {
+    metrics: dict[str, Any] = update_metrics(arrived, loss_config.policy_loss_type) | {
         "grad_norm": grad_norm,
         "num_trained_tokens": num_trained,
         "num_forwarded_tokens": sum(forest.num_tokens for forest in forests),
@@ -324,11 +326,11 @@ def update_critic(
         Loss, mean value, clipped fraction and gradient norm, by metric name.
     """
     critic, optimizer, accelerator = run.critic, run.critic_optimizer, run.accelerator
-    old_values, targets = batch.values, batch.value_targets
+    old_values, value_targets = batch.values, batch.value_targets
     assert critic is not None
     assert optimizer is not None
     assert old_values is not None
-    assert targets is not None
+    assert value_targets is not None
     num_trained = sum(forest.num_targets for forest in forests)
     clip, device = run.config.loss.value_clip, accelerator.device
     sums, share = torch.zeros(3, device=device), own_forests(accelerator, forests)
@@ -336,7 +338,7 @@ def update_critic(
         slot = forest.target_slot
         with without_reduction(critic) if done < len(share) else nullcontext():
             values = critic(forest.to(device))
-            columns = {"old": old_values[slot], "target": targets[slot]}
+            columns = {"old": old_values[slot], "target": value_targets[slot]}
             columns = columns_to_device(columns, device)
             old, target = columns["old"], columns["target"]
             losses = clipped_value_loss(values, old, target, clip=clip)

@@ -52,7 +52,7 @@ class Forest:
     routes: Tensor | None = None
     sets: TargetSets | None = None
     teacher: TeacherSets | None = None
-    chains: Chains | None = None
+    chains: ChainLayout | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +71,7 @@ class Forest:
         """
         if device == self.token_ids.device:
             return self
-        chains = self.chains or Chains.of(self.subtree_end)
+        chains = self.chains or ChainLayout.of(self.subtree_end)
         ends = [] if chains.ends is None else [chains.ends]
         arrays = [getattr(self, name) for name in ARRAYS] + ends
         split: Any = to_device(torch.cat(arrays), device).split
@@ -112,7 +112,7 @@ class MiniBatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chains:
+class ChainLayout:
     """Lengths of the trees of a forest, if none of them branches.
 
     Attributes:
@@ -124,22 +124,22 @@ class Chains:
     ends: Tensor | None = None
 
     @staticmethod
-    def of(subtree_end: Tensor) -> Chains:
+    def of(subtree_end: Tensor) -> ChainLayout:
         """Count the tokens of each chain.
 
         Example:
-            >>> Chains.of(torch.tensor([2, 2, 3])).lengths
+            >>> ChainLayout.of(torch.tensor([2, 2, 3])).lengths
             [2, 1]
-            >>> Chains.of(torch.tensor([3, 2, 3]))  # 0 has children 1 and 2
-            Chains(lengths=None, ends=None)
+            >>> ChainLayout.of(torch.tensor([3, 2, 3]))  # 0 has children 1 and 2
+            ChainLayout(lengths=None, ends=None)
         """
         runs: Any = torch.unique_consecutive
         # All tokens of a chain end with it. In a tree that branches, a run of equal ends is shorter
         # than the subtree, so the runs' lengths do not add up to the ends.
         ends, lengths = runs(subtree_end, return_counts=True)
         if not torch.equal(lengths.cumsum(0), ends):
-            return Chains()
-        return Chains(lengths=lengths.tolist(), ends=torch.cat([ends.new_zeros(1), ends]))
+            return ChainLayout()
+        return ChainLayout(lengths=lengths.tolist(), ends=torch.cat([ends.new_zeros(1), ends]))
 
 
 def attention_mask(subtree_end: Tensor) -> Tensor:

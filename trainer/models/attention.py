@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trainer.batches.forest import Chains, Forest, attention_mask
+from trainer.batches.forest import ChainLayout, Forest, attention_mask
 from trainer.models.flex_tree import autocast_dtype
 from trainer.models.tree_attention import attend_by_pieces, tree_attention
 
@@ -47,7 +47,7 @@ class ForestMask:
         window: Number of tokens that a token sees towards the root, including itself; None: all.
     """
 
-    chains: Chains
+    chains: ChainLayout
     tree: Tensor
     window: int | None = None
 
@@ -124,7 +124,7 @@ def forest_mask(config: Any, forest: Forest) -> Iterator[Tensor | None]:
     if config._attn_implementation != CHAIN_ATTENTION:
         yield attention_mask(forest.subtree_end)
         return
-    chains = forest.chains or Chains.of(forest.subtree_end)
+    chains = forest.chains or ChainLayout.of(forest.subtree_end)
     if chains.ends is not None:
         chains = dataclasses.replace(chains, ends=chains.ends.int())
     tree = torch.stack([forest.position_ids, forest.subtree_end])[None, None]
@@ -264,7 +264,7 @@ def _varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    chains: Chains,
+    chains: ChainLayout,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:

@@ -1,11 +1,12 @@
 """The RL loop: sample, train, load the new weights, repeat.
 
-Driver           asks for the groups of an iteration, and waits for them
+Driver           asks for the groups of an iteration, waits until they are whole, and audits them; after
+                 the update, it has the new weights loaded
 Collector        samples groups with the engine, as far ahead as `max_staleness` allows
-Learning         waits for whole groups; audits and trains on them in a thread of its own, in all
-processes together (`trainer.rl.follow`), while the Collector goes on
-WeightSwapEngine waits for the update, and (if `weight_sync` is "wait") for running calls; then it
-loads the weights, for which new calls wait
+Learning         trains on the groups in a thread of its own, in all processes together
+                 (`trainer.rl.follow`), while the Collector goes on
+WeightSwapEngine waits for running calls, if `weight_sync` is "wait"; then it loads the weights, for
+                 which new calls wait
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def open_run(
     """
     accelerator = opened.accelerator if opened else _started(config)
     # Each of these stages fails in all processes if it fails in one.
-    config, start = agreed(accelerator, lambda: _find(config, checkpoint, resume=resume))
+    config, start = agreed(accelerator, lambda: _resolve(config, checkpoint, resume=resume))
     if resume is not None:
         say_learning_rate(config)
     if not opened:
@@ -131,7 +131,7 @@ def _started(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
-def _find(
+def _resolve(
     config: TrainConfig, checkpoint: Path | None, *, resume: bool | None
 ) -> tuple[TrainConfig, Path | None]:
     """Check the dataset, and return the resolved configuration and the checkpoint to start from."""
@@ -167,7 +167,7 @@ def _progress(
 
 
 def _compare_tokenizers(config: TrainConfig) -> list[Remark]:
-    """Compare the models' tokenizers with the dataset's, and note the user functions of the run."""
+    """Return notes on the models' tokenizers and on the user functions of the run."""
     functions = [f"note: {key}: {one}" for key, one in uses(config).items() if one.place]
     compared = check_tokenizers(config, rollout_io.read_metadata(config.data.dataset))
     return [*map(Remark, functions), *compared]

@@ -25,7 +25,7 @@ _NO_PLAN = Plan(trajectories=pl.DataFrame(), batches=(), num_groups_without_vari
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run before its next update. The models and optimizers change with every update.
+    """What a run consists of. Its models and optimizers change with every update, its fields do not.
 
     `rollouts rl` opens its models before it has sampled a dataset: then the fields from `rollouts`
     on have their defaults, and each iteration is a copy with its dataset.

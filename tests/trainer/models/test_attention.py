@@ -21,7 +21,7 @@ from tests.helpers.trainer_helpers import (
     tiny_llama,
     tiny_policy,
 )
-from trainer.batches.forest import Chains
+from trainer.batches.forest import ChainLayout
 from trainer.models.attention import (
     CHAIN_ATTENTION,
     FOREST,
@@ -99,8 +99,8 @@ def test_chains_make_no_mask_of_tokens_by_tokens_and_trees_do() -> None:
     assert asked is not None
     assert asked.chains.lengths == [2, 12, 3]
     tree = torch.tensor([3, 2, 3])
-    assert Chains.of(tree).lengths is None
-    assert Chains.of(torch.tensor([4, 4, 3, 4])).lengths is None
+    assert ChainLayout.of(tree).lengths is None
+    assert ChainLayout.of(torch.tensor([4, 4, 3, 4])).lengths is None
 
 
 @pytest.mark.parametrize("key_heads", [1, 4])
@@ -143,7 +143,7 @@ def test_a_mask_of_the_models_own_making_is_refused() -> None:
 
 def test_capped_attention_scores_are_refused(tmp_path: Path) -> None:
     tree = torch.tensor([[[[0, 1], [2, 2]]]])
-    query, mask = torch.ones(1, 1, 2, 8), ForestMask(Chains.of(tree[0, 0, 1]), tree)
+    query, mask = torch.ones(1, 1, 2, 8), ForestMask(ChainLayout.of(tree[0, 0, 1]), tree)
     with pytest.raises(ValueError, match="softcap"):
         chain_attention(torch.nn.Identity(), query, query, query, mask, softcap=50.0)
     gemma2 = AutoConfig.for_model("gemma2", hidden_size=32, num_hidden_layers=1, vocab_size=VOCAB)

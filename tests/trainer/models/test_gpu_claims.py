@@ -30,7 +30,7 @@ from tests.helpers.gpu_claims import (
     graphs_over_shapes,
     sets_difference,
 )
-from trainer.batches.forest import Chains, Forest
+from trainer.batches.forest import ChainLayout, Forest
 from trainer.models import attention, flex_tree, tree_attention
 from trainer.models.policy import Policy
 
@@ -120,9 +120,9 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
         pytest.skip(attention.packed_attention(torch.device("cuda"), "bfloat16"))
     ends = torch.tensor([0, 2000, 3000, 4095])
     num_tokens, num_targets = 4095, 3000
-    chains = Chains()
+    chains = ChainLayout()
     if layout == "step":
-        chains = Chains(lengths=ends.diff().tolist(), ends=ends)
+        chains = ChainLayout(lengths=ends.diff().tolist(), ends=ends)
     monkeypatch.setattr(attention, "_runs_varlen", lambda *_: True)
     monkeypatch.setattr(attention, "VARLEN_ATTN", varlen)
     monkeypatch.setattr(tree_attention, "uses_blocks", lambda _: True)

@@ -13,7 +13,7 @@ from transformers import AttentionMaskInterface
 from schemas.errors import RolloutError
 from tests.helpers.trainer_helpers import forests_of, make_batch, plain_logprobs, tiny_llama
 from tests.trainer.models.test_attention import rows_of, tiny
-from trainer.batches.forest import Chains
+from trainer.batches.forest import ChainLayout
 from trainer.models.attention import CHAIN_ATTENTION, ForestMask, mask_of_layers
 from trainer.models.policy import Policy
 from trainer.models.self_check import check_policy
@@ -69,7 +69,7 @@ def test_a_window_where_the_model_has_none_is_found(mistake: Any) -> None:
 
 def test_rows_that_see_those_packed_before_them_are_found(mistake: Any) -> None:
     policy = Policy(tiny_llama(), logprob_chunk_tokens=8)
-    mistake(lambda mask: replace(mask, chains=Chains(lengths=[sum(mask.chains.lengths)])))
+    mistake(lambda mask: replace(mask, chains=ChainLayout(lengths=[sum(mask.chains.lengths)])))
     assert "log-probabilities of packed rows differ" in checked(policy)
 
 
