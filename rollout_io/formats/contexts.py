@@ -20,12 +20,13 @@ hold for all of them:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import msgspec
 
 from rollout_io.formats.base import Conversation, Logged
 from rollout_io.formats.parsing.content import Message
@@ -146,7 +147,7 @@ class Contexts:
     _nodes: list[Said] = field(default_factory=list)
     _names: dict[str, Said] = field(default_factory=dict)
     _behind: dict[Said | None, list[Said]] = field(default_factory=dict)
-    _calls: dict[tuple[Said | None, str | None, bytes], Said] = field(default_factory=dict)
+    _calls: dict[str | None, tuple[list[Message], list[Said]]] = field(default_factory=dict)
 
     def agent(self, key: str, name: str | None = None) -> Contexts:
         """Return the contexts of a sub-agent, which begin empty.
@@ -271,15 +272,19 @@ class Contexts:
             where: Location of the call.
             facts: See `Said`.
         """
-        agent, self.tip = facts.get("agent"), None
-        for message in prompt:
-            path = (self.tip, agent, _digest(message))
-            if path not in self._calls:
-                key = f"{where} {len(self._nodes)}"
-                self._calls[path] = self.say([message], where, key, given=True)
-            self.tip = self._calls[path]
-        path = (self.tip, agent, _digest(reply))
-        self._calls[path] = self.say([reply], where, f"{where} {len(self._nodes)}", facts=facts)
+        agent = facts.get("agent")
+        last, nodes = self._calls.setdefault(agent, ([], []))
+        num_same = sum(takewhile(bool, map(eq, last, prompt)))
+        del last[num_same:], nodes[num_same:]
+        for message in prompt[num_same:]:
+            self.tip = nodes[-1] if nodes else None
+            key = _name_of(self.tip, agent, message)
+            nodes.append(self.find(key) or self.say([message], where, key, given=True))
+        self.tip = nodes[-1] if nodes else None
+        aliases = [_name_of(self.tip, agent, reply)]
+        key = f"{where} {len(self._nodes)}"
+        nodes.append(self.say([reply], where, key, aliases=aliases, facts=facts))
+        last += [*prompt[num_same:], reply]
 
     def close_calls(self, text: str, where: str) -> None:
         """Say a result for each call of the last answer that has none, as the program sends it."""
@@ -421,15 +426,18 @@ class Contexts:
         return step
 
 
+def _name_of(tip: Said | None, agent: str | None, message: Message) -> str:
+    """Return the name of a message behind a node: a digest of all that precedes it."""
+    return digest(
+        tip.key if tip else str(agent), json.dumps(message, sort_keys=True, default=repr)
+    ).hex()
+
+
 def _differ(node: Said, last: Said, before: Sequence[Said]) -> bool:
     """True if two answers had other system prompts or tools, or a model sees the other's differently."""
-    is_other = node.head.model != last.head.model
-    is_seen = is_other and any(other.for_others is not None for other in before)
-    return node.head[:2] != last.head[:2] or is_seen
-
-
-def _digest(message: Message) -> bytes:
-    return digest(msgspec.json.encode(message, order="sorted").decode())
+    is_other_model = node.head.model != last.head.model
+    is_seen_otherwise = is_other_model and any(other.for_others is not None for other in before)
+    return node.head[:2] != last.head[:2] or is_seen_otherwise
 
 
 def _sent(node: Said, head: Head) -> Sequence[Message]:

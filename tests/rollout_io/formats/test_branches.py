@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_io.conversion.text import Retokenizer, with_answers, with_tokens
-from rollout_io.formats import claude_code, codex_cli, contexts, rllm, verifiers
+from rollout_io.formats import claude_code, codex_cli, rllm, verifiers
 from rollout_io.formats.base import Trajectory
 from rollout_io.formats.parsing.model_calls import EMPTY, Call, conversations_of, steps_of
 from rollout_io.formats.parsing.notes import noted
@@ -246,33 +247,49 @@ def test_tokens_of_a_shared_answer_are_response_once_and_prompt_after(log, smoll
     )
 
 
-def calls_of_many_runs(num):
-    """Calls with one system prompt, each with a question of its own."""
-    system = {"role": "system", "content": "Answer."}
-    prompts = ([system, asked(f"q{i}")] for i in range(num))
-    return [Call(where=f"a:{i}", prompt=p, reply=said("yes")) for i, p in enumerate(prompts)]
+def chained(number):
+    """Return calls each of which has the messages of all calls before it."""
+    calls, said = [], []
+    for i in range(number):
+        said = [*said, {"role": "user", "content": f"question {i}"}]
+        reply = {"role": "assistant", "content": f"answer {i}"}
+        calls.append(Call(where=f"log:{i}", prompt=[dict(each) for each in said], reply=reply))
+        said = [*said, reply]
+    return calls
 
 
-def lines_run(function, *values):
-    """The number of lines of `contexts` that a call runs."""
-    num_lines = 0
+def separate(number):
+    """Return calls that have no message in common."""
+    calls = (chained(1)[0] for _ in range(number))
+    return [
+        replace(call, where=f"log:{i}", prompt=[{"role": "user", "content": f"question {i}"}])
+        for i, call in enumerate(calls)
+    ]
 
-    def trace(frame, event, _):
-        nonlocal num_lines
-        if frame.f_code.co_filename != contexts.__file__:
-            return None
-        num_lines += event == "line"
-        return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
+def shared(number):
+    """Return calls whose first message is the same, and no other."""
+    first = {"role": "system", "content": "Be brief."}
+    return [replace(call, prompt=[first, *call.prompt]) for call in separate(number)]
+
+
+def num_lines_run(calls):
+    total, before = 0, sys.gettrace()
+
+    def count(*_):
+        nonlocal total
+        total += 1
+        return count
+
+    sys.settrace(count)
     try:
-        function(*values)
+        conversations_of(calls)
     finally:
         sys.settrace(before)
-    return num_lines
+    return total
 
 
-def test_the_work_grows_with_the_number_of_calls_not_with_its_square():
-    some, many = (lines_run(conversations_of, calls_of_many_runs(num)) for num in (50, 400))
-    assert 8 * some * 0.9 < many < 8 * some * 1.1
+@pytest.mark.parametrize("log", [chained, separate, shared])
+def test_the_work_of_reading_calls_grows_as_their_number_does(log):
+    conversations_of(log(2))  # what is done once
+    assert num_lines_run(log(160)) < 4.4 * num_lines_run(log(40))
