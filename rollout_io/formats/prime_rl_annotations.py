@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollout_io.formats.base import Place
+from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import read_record
 from rollout_io.formats.parsing.notes import note_unread
@@ -84,6 +85,7 @@ class Update(NamedTuple):
 
 
 HEAD = msgspec.json.Decoder(Head)
+UPDATES = Grammar(records={"": _Record}).contents
 _RECORD = msgspec.json.Decoder(_Record)
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
 

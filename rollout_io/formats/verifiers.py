@@ -33,7 +33,9 @@ from rollout_io.formats.base import (
     Step,
     Trajectory,
 )
+from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Open, Records
+from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.bodies import NO_JSON, Int32
 from rollout_io.formats.parsing.content import filled
 from rollout_io.formats.parsing.documents import logs_of
@@ -41,8 +43,8 @@ from rollout_io.formats.parsing.jsonl import decode_line
 from rollout_io.formats.parsing.lines import read_record, refuse_repeated
 from rollout_io.formats.parsing.naming import label
 from rollout_io.formats.parsing.notes import note
-from rollout_io.formats.prime_rl_annotations import HEAD, PART, Update, read_updates
-from rollout_io.formats.verifiers_rows import METADATA, metadata_beside, read_row
+from rollout_io.formats.prime_rl_annotations import HEAD, PART, UPDATES, Update, read_updates
+from rollout_io.formats.verifiers_rows import METADATA, ROWS, metadata_beside, read_row
 from rollout_io.formats.verifiers_traces import Failure, Graph, Trace, metrics_of
 from schemas.errors import InputError, count
 
@@ -129,6 +131,15 @@ class Record(Open):
     completion: msgspec.Raw = NO_JSON
 
 
+EPISODES = Grammar(
+    records={"": _Episode},
+    leaves={
+        "the task, whose messages are in the traces": "task.data task.type traces.task",
+        "facts about the episode and its calls": "run.name traces.agent.config "
+        "traces.agent.runtime traces.calls.model traces.calls.endpoint traces.calls.acp "
+        "traces.info traces.errors.traceback errors.traceback",
+    },
+).contents
 _EPISODE_HEAD = msgspec.json.Decoder(_EpisodeHead)
 _EPISODE = msgspec.json.Decoder(_Episode)
 _ROW_HEAD = msgspec.json.Decoder(_RowHead)
@@ -276,7 +287,9 @@ def _read_episode(
     rewards are metrics. The calls of untrained traces without tokens (judges, users) are counted
     but left out.
     """
-    episode = decode_line(_EPISODE, read_record(place), place.where)
+    content = read_record(place)
+    episode = decode_line(_EPISODE, content, place.where)
+    account(EPISODES, content)
     error = _error(episode, options)
     failed = failed or error is not None
     numbered = sorted(enumerate(episode.traces), key=lambda item: item[1].agent.trainable)
@@ -401,5 +414,8 @@ ADAPTER = replace(
     ),
     find=find,
     line=_RowHead,
-    contents=None,  # those of its messages are declared
+    contents=EPISODES.plus(
+        reads={"": f"{ROWS.reads['']} {UPDATES.reads['']} subset effective advantage"},
+        leaves=ROWS.leaves,
+    ),
 )

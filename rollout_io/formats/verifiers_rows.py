@@ -24,6 +24,7 @@ from rollout_io.dataset.opening import Version
 from rollout_io.formats.base import Conversation, Options, Place, Step, Trajectory
 from rollout_io.formats.contents import account
 from rollout_io.formats.engines.records import Open
+from rollout_io.formats.grammar import Grammar
 from rollout_io.formats.parsing.bodies import NO_JSON, Sampling, Usage
 from rollout_io.formats.parsing.content import Message, filled
 from rollout_io.formats.parsing.jsonl import decode_line, read_document
@@ -91,6 +92,14 @@ class Metadata(msgspec.Struct, gc=False):
     sampling_args: Sampling | None = None
 
 
+ROWS = Grammar(
+    records={"": _Row},
+    leaves={
+        "facts about the row, not sent": "run_id env_name timing answer",
+        "repeats the completion": "trajectory.response trajectory.response.message.* "
+        "trajectory.response.message.tokens.prompt_mask trajectory.tokens.prompt_mask",
+    },
+).contents.plus(reads={"": "task id example_id"})
 _ROW = msgspec.json.Decoder(_Row)
 _ANY = msgspec.json.Decoder(Any)
 _METADATA = msgspec.json.Decoder(Metadata)
@@ -124,7 +133,9 @@ def read_row(record: Open, place: Place, options: Options) -> Trajectory:
         RolloutError: The row cannot be used (`no_token_ids`, `conflicting_ids`, `no_calls`, ...).
     """
     where, fields = place.where, record.fields
-    row = decode_line(_ROW, read_record(place), where)
+    content = read_record(place)
+    row = decode_line(_ROW, content, where)
+    account(ROWS, content)
     error = _error(row.error)
     if error is None and options.timeouts == "fail" and "timeout" in (row.stop_condition or ""):
         error = row.stop_condition

@@ -248,3 +248,13 @@ def test_any_graph_of_nodes_is_read_or_refused(parents, data):
     ]
     with tempfile.TemporaryDirectory() as folder:
         check_converts(ADAPTER, write_lines(Path(folder) / "a.jsonl", episode(trace(nodes))), 1)
+
+
+def test_what_episodes_and_rows_hold_beside_the_fields_that_are_read_is_named(tmp_path):
+    assert read(tmp_path, episode()).unread == {}
+    nodes = [*turns()[:3], turns()[3] | {"hint": "Look there."}]
+    odd = read(tmp_path, episode(trace(nodes, memo="Remember."), advice="Look here."))
+    assert odd.unread == {"advice": 1, "traces.memo": 1, "traces.nodes.hint": 1}
+    assert read(tmp_path, row(), name="results.jsonl").unread == {}
+    odd = read(tmp_path, row(state="Remember.", depth=2, answer="5"), name="results.jsonl")
+    assert odd.unread == {"state": 1}
