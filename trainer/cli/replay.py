@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from schemas.errors import count
 from trainer.cli.options import update_option
 
 if TYPE_CHECKING:
-    from trainer.forensics.replay.compare import Difference
     from trainer.forensics.replay.replay import Replay
 
 EXAMPLES = example(
@@ -90,30 +90,18 @@ def as_json_value(found: Replay) -> dict[str, Any]:
     if found.changed is not None:
         columns_["changed"] = found.changed
     names = dict.fromkeys(name for column in columns_.values() for name in column)
-    return {
-        "run": found.run,
-        "update": found.update,
-        "iteration": found.iteration,
-        "checkpoint": found.checkpoint,
-        "num_forwarded": found.num_forwarded,
-        "num_threads": found.num_threads,
+    values = dataclasses.asdict(found)
+    for name in ("recorded", "replayed", "changed"):
+        del values[name]
+    return values | {
         "identical": found.is_identical,
-        "compared": list(found.compared),
-        "not_compared": list(found.not_compared),
-        "differences": [_difference(one) for one in found.differences],
-        "changes": list(found.changes),
+        "differences": [
+            dataclasses.asdict(one) | {"sentence": one.sentence} for one in found.differences
+        ],
         "metrics": {
             name: {kind: column.get(name) for kind, column in columns_.items()} for name in names
         },
-        "notes": list(found.notes),
-        "out": found.out,
     }
-
-
-def _difference(one: Difference) -> dict[str, Any]:
-    fields = ("part", "name", "update", "recorded", "replayed", "largest", "num_different")
-    values = {name: getattr(one, name) for name in (*fields, "num_values", "place")}
-    return values | {"sentence": one.sentence}
 
 
 def screen(found: Replay) -> str:
