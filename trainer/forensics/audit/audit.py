@@ -7,7 +7,6 @@ fit their label, are also forwarded under every other candidate.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from schemas.ragged import BoolArray, IntArray
 from trainer.forensics.audit.candidates import context_tokens
 from trainer.forensics.audit.causes import describe
 from trainer.forensics.audit.explanations import Search
-from trainer.forensics.audit.hypotheses import Judge, Span, Verdict
+from trainer.forensics.audit.hypotheses import Fit, Judge, Span
 from trainer.forensics.audit.learn import best_residuals, distances, likely_mode
 from trainer.forensics.audit.noise import Residuals, fit_noise
 from trainer.forensics.audit.prompts import PromptVariants
@@ -344,49 +343,57 @@ class ChunkAudit:
                 rows=rows, spans=spans, verdicts=verdicts, policy=policy, judge=judge, score=score
             )
             search.run(self.label, variants)
-        lines, num_spans = [], Counter[str]()  # several rows may be parts of one step
-        for (row, start, length), span, verdict in zip(
-            rows.spans.tolist(), spans, verdicts, strict=True
-        ):
-            start += int(rows.table["first_token"][row] - rows.responses.offsets[row])
-            names = (*KEYS, "num_response_tokens", "row_digest", "policy_version")
-            line = rows.table.select(names).row(row, named=True)
-            temperature = rows.table["temperature"][row]
-            line |= {
-                "labelled_version": line.pop("policy_version"),
-                "labelled_temperature": temperature,
-            }
-            line |= {"span": num_spans[rows.name(row)], "start": start, "end": start + length}
-            num_spans[rows.name(row)] += 1
-            if span is None or verdict is None:
-                line |= {"num_tokens": 0, "kind": "not_checked", "reason": rows.reasons[row]}
-            else:
-                line |= {"num_tokens": len(span.stored)} | self._values(verdict, start)
-                line["reason"] = describe(line) if verdict.kind in FAULTS else None
-                is_clean = verdict.kind == "as_labelled" and not np.isnan(span.temperature)
-                if is_clean and span.label is not None:
-                    self.result.clean.append(span.residuals(span.label, self.result.mode))
-            lines.append(line)
-        return pl.DataFrame(lines, schema=SCHEMA)
+        for span, verdict in zip(spans, verdicts, strict=True):
+            if span is None or verdict is None or span.label is None:
+                continue
+            if verdict.kind == "as_labelled" and not np.isnan(span.temperature):
+                self.result.clean.append(span.residuals(span.label, self.result.mode))
+        row, start, length = rows.spans.T
+        start = start - rows.responses.offsets[row] + rows.table["first_token"].to_numpy()[row]
+        labels = rows.table.select(
+            *(*KEYS, "num_response_tokens", "row_digest"),
+            labelled_version="policy_version",
+            labelled_temperature="temperature",
+        )[row]
+        judged = [
+            {"num_tokens": 0, "kind": "not_checked", "reason": rows.reasons[number]}
+            if span is None or verdict is None
+            else {"num_tokens": len(span.stored)} | self._values(verdict)
+            for number, span, verdict in zip(row.tolist(), spans, verdicts, strict=True)
+        ]
+        table = pl.DataFrame(judged, schema=SCHEMA).with_columns(
+            *labels,
+            start=start,
+            end=start + length,
+            swap_position=pl.col("swap_position") + start,
+        )
+        # Several rows may be parts of one step.
+        table = table.with_columns(span=pl.int_range(pl.len()).over("trajectory_id", "step_index"))
+        described = [
+            describe(line) if line["kind"] in FAULTS else line["reason"]
+            for line in table.iter_rows(named=True)
+        ]
+        return table.with_columns(reason=pl.Series(described, dtype=pl.String)).cast(SCHEMA)
 
-    def _values(self, verdict: Verdict, start: int) -> dict[str, Any]:
-        fit, candidates = verdict.fit, self.weights.candidates
-        best, cut = candidates[fit.candidate], fit.truncation
+    def _values(self, verdict: Fit) -> dict[str, Any]:
+        candidates = self.weights.candidates
+        best, numbers = candidates[verdict.candidate], (verdict.second, verdict.rival)
+        second, rival = (None if one is None else candidates[one].version for one in numbers)
         return {
             "kind": verdict.kind,
             "best_version": best.version,
             "best_weights": str(best.path),
-            "second_version": None if fit.second is None else candidates[fit.second].version,
-            "swap_position": None if fit.position is None else start + fit.position,
-            "best_temperature": round(1 / fit.inverse, 3),
-            **{f"best_{name}": value for name, value in cut._asdict().items()},
-            "offset": fit.offset,
+            "second_version": second,
+            "swap_position": verdict.position,  # in the span
+            "best_temperature": round(1 / verdict.inverse, 3),
+            **{f"best_{name}": value for name, value in verdict.truncation._asdict().items()},
+            "offset": verdict.offset,
             "log_likelihood_ratio": verdict.ratio,
             "margin": verdict.margin,
-            "next_version": None if verdict.rival is None else candidates[verdict.rival].version,
+            "next_version": rival,
             "num_decisive": verdict.num_decisive,
-            "noise_scale": fit.scale,
-            "mean_difference": fit.mean_difference,
+            "noise_scale": verdict.scale,
+            "mean_difference": verdict.mean_difference,
             "reason": verdict.reason or None,
         }
 
