@@ -46,9 +46,9 @@ SAMPLE_TOKENS, SAMPLE_ROWS = 4_000, 24
 """Limits on the sample from which the noise is estimated; the smaller one applies."""
 GOLDEN = 0.6180339887
 """Multiples of this number, modulo 1, are spread evenly, even if there are only a few."""
-REPEATED, MIXED, AGAIN = 0.01, 0.03, 0.05
+REPEATED, MIXED = 0.01, 0.03
 """Limits on tokens forwarded twice, as fractions of candidates x distinct tokens: because the sample
-splits a group, because its rows have different labels, because the first pass scored them in part."""
+splits a group, because its rows have different labels."""
 EXTRA, EXTRA_TOKENS = 1.1, 10_000
 """To explain differences, an audit may forward `EXTRA` x candidates x distinct tokens in all, and at
 least `EXTRA_TOKENS`, so that a few rows of a small dataset can be explained."""
@@ -104,8 +104,9 @@ class ChunkAudit:
     """Audit of a chunk of rows, which adds its counts to `result`.
 
     Call `plan`, `score_sample`, `score_labelled`, `score_suspicious` and `verdicts`, in this order.
-    `label` are the labelled candidates ([R]), and `complete` is true where all sampled tokens of a
-    row are scored under a candidate ([N, R]).
+    `label` are the labelled candidates ([R]), `complete` is true where a row is scored under a
+    candidate ([N, R]), and `among` at the tokens that a first pass compares ([T]; None: all).
+    `partial` is true for the rows of which only these tokens are compared ([R]).
     """
 
     def __init__(
@@ -125,6 +126,8 @@ class ChunkAudit:
         rows.refuse(lengths > min(contexts, default=np.inf), TOO_LONG)
         self.usable = self.sample = rows.auditable
         self.suspicious = set[int]()
+        self.among: BoolArray | None = None
+        self.partial = np.zeros(rows.num_rows, np.bool_)
         result.num_rows += len(self.usable)
         result.num_sampled += int(rows.targets(self.usable).sum())
         result.mode_is_inferred = rows.mode is None
@@ -154,14 +157,15 @@ class ChunkAudit:
             of_group[self.label[labelled], rows.group[labelled]] = True
             self.first[:, self.rest] = of_group[:, rows.group[self.rest]]
             mixed = 0
-        share, self.among, self.again = self.settings.first_pass, None, 0
+        share = self.settings.first_pass
         if share is not None and share < 1:
             self.among = choose_tokens(rows, self.rest, share)
-            self.again = int(AGAIN * number * num_distinct)
+            self.partial[self.rest] = True
         plan.num_distinct += num_distinct
         plan.num_first += number * num_distinct_tokens(rows, self.sample)
-        plan.num_first += self._num_first(self.rest)
-        plan.num_most += number * num_distinct + repeated + mixed + self.again
+        for is_first in self.first[:, self.rest]:
+            plan.num_first += num_distinct_tokens(rows, self.rest[is_first])
+        plan.num_most += number * num_distinct + repeated + mixed
 
     def _sample(self) -> IntArray:
         """Choose rows, spread over the chunk, from which to estimate the noise.
@@ -190,10 +194,6 @@ class ChunkAudit:
         total = num_distinct_tokens(self.rows, members)
         return sum(num_distinct_tokens(self.rows, one) for one in parts) - total
 
-    def _num_first(self, rows: IntArray) -> int:
-        parts = (rows[is_first] for is_first in self.first[:, rows])
-        return sum(num_distinct_tokens(self.rows, part, self.among) for part in parts)
-
     def score_sample(self) -> None:
         """Score the sample under all candidates."""
         for number in range(len(self.complete)):
@@ -212,38 +212,19 @@ class ChunkAudit:
         result.noise = dataclasses.replace(noise, apart=apart or noise.apart)
 
     def score_labelled(self) -> None:
-        """Score rows under their labelled weights: all tokens, or a selection of tokens.
-
-        Rows that do not fit a selection must be forwarded again, so only a part of the groups is
-        scored in this way if many do not fit.
-        """
-        rest, allowance = self.rest, self.again
-        ends = np.flatnonzero(np.diff(self.rows.group[rest], append=-1)) + 1
-        lengths = (self.rows.prompts.lengths + self.rows.responses.lengths)[rest].cumsum()
-        while self.among is not None and len(rest):
-            # Up to an eighth of the allowance for repeated tokens, but at least one group.
-            fitting = np.searchsorted(lengths[ends - 1], allowance // 8, side="right")
-            end = ends[max(int(fitting) - 1, 0)]
-            part = rest[:end]
-            if self._num_first(part) > allowance:
-                break
-            self._score_first(part, self.among)
-            suspicious = self._suspicious(part)
-            self.suspicious |= suspicious
-            allowance -= self._num_first(np.array(sorted(suspicious), np.int64))
-            rest, ends = rest[end:], ends[ends > end] - end
-            lengths = lengths[end:] - lengths[end - 1]
-        self._score_first(rest, None)
-
-    def _score_first(self, part: IntArray, among: BoolArray | None) -> None:
-        self.result.num_first_scored += int(self.rows.targets(part, among).sum())
+        """Score rows under their labelled weights, and compare all tokens or a selection of them."""
         for number in range(len(self.complete)):
-            self._score(number, part[self.first[number, part]], among)
+            self._score(number, self.rest[self.first[number, self.rest]])
+        compared = self.rows.targets(self.rest)
+        if self.among is not None:
+            compared &= self.among
+            self.suspicious = self._suspicious(self.rest)
+            self.partial[list(self.suspicious)] = False
+        self.result.num_first_scored += int(compared.sum())
 
     def score_suspicious(self) -> None:
         """Score the rows that do not fit their label under all candidates."""
-        whole = self.rest[self.complete[:, self.rest].any(0) | (self.label[self.rest] == UNKNOWN)]
-        self.suspicious |= self._suspicious(whole)
+        self.suspicious |= self._suspicious(self.rest[~self.partial[self.rest]])
         wanted = np.array(sorted(self.suspicious), np.int64)
         for number in range(len(self.complete)):
             self._score(number, wanted[~self.complete[number, wanted]])
@@ -262,7 +243,7 @@ class ChunkAudit:
     def _judge(self) -> Judge:
         return Judge(self.result.noise, self.result.mode)
 
-    def _score(self, number: int, wanted: IntArray, among: BoolArray | None = None) -> None:
+    def _score(self, number: int, wanted: IntArray) -> None:
         """Score rows under a candidate.
 
         Raises:
@@ -281,21 +262,12 @@ class ChunkAudit:
                 hint = "leave out candidates that have another tokenizer than the dataset"
                 raise InputError("audit_rows", self.rows.name(row), got, hint=hint)
         scored = self.scored.setdefault(number, _unscored(self.rows))
-        self._forward(policy, self.rows, wanted, scored, among)
-        if among is None:
-            self.complete[number, wanted] = True
+        self._forward(policy, self.rows, wanted, scored)
+        self.complete[number, wanted] = True
 
-    def _forward(
-        self,
-        policy: Policy,
-        rows: AuditRows,
-        wanted: IntArray,
-        scored: Scored,
-        among: BoolArray | None = None,
-    ) -> None:
+    def _forward(self, policy: Policy, rows: AuditRows, wanted: IntArray, scored: Scored) -> None:
         budget, trees = self.settings.tokens_per_micro_batch, self.settings.trees
-        cost = self.result.cost
-        score_rows(policy, rows, wanted, scored, cost, budget=budget, trees=trees, among=among)
+        score_rows(policy, rows, wanted, scored, self.result.cost, budget=budget, trees=trees)
 
     def _spans(self) -> list[Span | None]:
         return [self._span(number) for number in range(len(self.rows.spans))]
@@ -306,8 +278,8 @@ class ChunkAudit:
         row, start, length = rows.spans[number].tolist()
         label, slots = int(self.label[row]), np.arange(start, start + length)
         candidates = np.flatnonzero(self.complete[:, row]).tolist()
-        if not candidates and label in self.scored:
-            candidates, slots = [label], slots[self.scored[label].has(slots)]
+        if self.partial[row] and self.among is not None:
+            slots = slots[self.among[slots]]
         if rows.reasons[row] or not candidates or not len(slots):
             return None
         inverse, top_p, top_k, min_p = rows.settings[row].tolist()
