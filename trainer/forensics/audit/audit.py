@@ -266,7 +266,7 @@ class ChunkAudit:
         self.complete[number, wanted] = True
 
     def _forward(self, policy: Policy, rows: AuditRows, wanted: IntArray, scored: Scored) -> None:
-        budget, trees = self.settings.tokens_per_micro_batch, self.settings.trees
+        budget, trees = self.settings.tokens_per_micro_batch, self.weights.trees
         score_rows(policy, rows, wanted, scored, self.result.cost, budget=budget, trees=trees)
 
     def _spans(self) -> list[Span | None]:

@@ -92,18 +92,16 @@ class Span:
         stored = self.stored[max(-offset, 0) :][:size]
         return residuals._replace(difference=stored - predicted, predicted=predicted)
 
-    def tokens(self, candidate: int, inverse: float | None = None, place: int | None = 0) -> float:
+    def tokens(self, candidate: int, inverse: float | None = None, place: int = 0) -> float:
         """Log-likelihood of the sampled tokens, in nats.
 
-        At the temperature and truncation (column `place` of the scores; None: no truncation) of the
-        row, or at another temperature without truncation.
+        At the temperature and truncation (column `place` of the scores) of the row, or at another
+        temperature without truncation.
         """
         scores = self.scores[candidate]
         if inverse is not None:
             return float(scores.at(inverse).sum(dtype=np.float64))
-        logprobs = scores.labelled
-        if place is not None:
-            logprobs = logprobs - scores.mass[:, place] + OUTSIDE * scores.outside[:, place]
+        logprobs = scores.labelled - scores.mass[:, place] + OUTSIDE * scores.outside[:, place]
         return float(logprobs.sum(dtype=np.float64))
 
     def tokens_as_labelled(self, candidate: int) -> float:
@@ -293,7 +291,7 @@ class Judge:
         fits = [*versions, *self.settings(span, label.candidate, 0.0)]
         if first is not label:
             fits += self.settings(span, first.candidate, self.noise.caution * PENALTY)
-        if len(versions) > 1 and len(span.stored) > 1:
+        if len(versions) > 1 and len(span.stored) > 1 and span.is_whole:
             fits.append(self.swap(span))
         default = self._default(span, label.candidate) if span.is_assumed else label
         best = max([*fits, default], key=lambda fit: fit.score)

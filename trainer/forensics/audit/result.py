@@ -26,7 +26,6 @@ class AuditSettings:
     # Fraction of the sampled tokens that are compared with their label first; None: all.
     first_pass: float | None = None
     explains: bool = True  # try other prompts and precisions for spans that no candidate explains
-    trees: bool = True  # forward shared prefixes once; if false, rows are forwarded separately
     tokens_per_micro_batch: int = 2048  # longer rows are forwarded alone
 
 

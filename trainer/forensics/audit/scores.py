@@ -207,7 +207,7 @@ class Weights:
     """Loads candidates, and keeps as many in memory as fit.
 
     `loaded` are policies that are already in memory, by index of the candidate; `trees` is whether
-    the policies will forward branching trees.
+    rows are forwarded as trees, with shared prefixes once, or separately.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Weights:
     ) -> None:
         self.candidates = candidates
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._loaded, self._trees = loaded or {}, trees
+        self._loaded, self.trees = loaded or {}, trees
         self._cache: dict[int, Policy] = {}
         self._checked = set[str]()
 
@@ -239,7 +239,7 @@ class Weights:
             kind = architecture(candidate)
             checks = kind not in self._checked  # trees are checked once for an architecture
             self._cache[number] = load_candidate(
-                candidate, device=self._device, trees=self._trees, checks=checks
+                candidate, device=self._device, trees=self.trees, checks=checks
             )
             self._checked.add(kind)
         return self._cache[number]
