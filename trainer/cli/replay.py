@@ -77,26 +77,26 @@ def replay(
         from trainer.forensics.replay.replay import replay as make_again
     changes = Changes(settings=settings, rows=rows, condition=condition)
     with shown_log():
-        found = make_again(run, update, changes, out=out)
-    emit_json(as_json_value(found)) if as_json else emit(screen(found))
-    for text in found.notes if found.differences else ():
+        result = make_again(run, update, changes, out=out)
+    emit_json(as_json_value(result)) if as_json else emit(screen(result))
+    for text in result.notes if result.differences else ():
         note(f"note: {text}")
-    return int(found.changed is None and not found.is_identical)
+    return int(result.changed is None and not result.is_identical)
 
 
-def as_json_value(found: Replay) -> dict[str, Any]:
+def as_json_value(result: Replay) -> dict[str, Any]:
     """Convert the result to JSON types, with the recorded and replayed values of each metric."""
-    columns_ = {"recorded": found.recorded, "replayed": found.replayed}
-    if found.changed is not None:
-        columns_["changed"] = found.changed
+    columns_ = {"recorded": result.recorded, "replayed": result.replayed}
+    if result.changed is not None:
+        columns_["changed"] = result.changed
     names = dict.fromkeys(name for column in columns_.values() for name in column)
-    values = dataclasses.asdict(found)
+    values = dataclasses.asdict(result)
     for name in ("recorded", "replayed", "changed"):
         del values[name]
     return values | {
-        "identical": found.is_identical,
+        "identical": result.is_identical,
         "differences": [
-            dataclasses.asdict(one) | {"sentence": one.sentence} for one in found.differences
+            dataclasses.asdict(one) | {"sentence": one.sentence} for one in result.differences
         ],
         "metrics": {
             name: {kind: column.get(name) for kind, column in columns_.items()} for name in names
@@ -104,44 +104,44 @@ def as_json_value(found: Replay) -> dict[str, Any]:
     }
 
 
-def screen(found: Replay) -> str:
+def screen(result: Replay) -> str:
     """Format the result as text for the terminal."""
-    where = "" if found.iteration is None else f" (iteration {found.iteration})"
-    start = found.checkpoint or "the start model"
-    if found.num_forwarded:
-        start += f", {count(found.num_forwarded, 'mini-batch', 'es')} replayed before the update"
+    where = "" if result.iteration is None else f" (iteration {result.iteration})"
+    start = result.checkpoint or "the start model"
+    if result.num_forwarded:
+        start += f", {count(result.num_forwarded, 'mini-batch', 'es')} replayed before the update"
     lines = [
-        f"update     {found.update} of {found.run}{where}",
+        f"update     {result.update} of {result.run}{where}",
         f"from       {start}",
-        f"compared   {', '.join(found.compared)}",
-        f"result     {_verdict(found)}",
+        f"compared   {', '.join(result.compared)}",
+        f"result     {_verdict(result)}",
     ]
-    lines += [f"           {one.sentence}" for one in found.differences[1:MOST_SHOWN]]
-    if len(found.differences) > MOST_SHOWN:
-        more = count(len(found.differences) - MOST_SHOWN, "more difference")
+    lines += [f"           {one.sentence}" for one in result.differences[1:MOST_SHOWN]]
+    if len(result.differences) > MOST_SHOWN:
+        more = count(len(result.differences) - MOST_SHOWN, "more difference")
         lines.append(f"           {more} (--json lists all)")
-    if found.changed is not None:
-        lines += [f"changed    {', '.join(found.changes)}", "", *columns(_table(found))]
-    if found.out:
-        lines.append(f"model      {found.out}")
+    if result.changed is not None:
+        lines += [f"changed    {', '.join(result.changes)}", "", *columns(_table(result))]
+    if result.out:
+        lines.append(f"model      {result.out}")
     return "\n".join(lines)
 
 
-def _verdict(found: Replay) -> str:
-    if found.is_identical:
+def _verdict(result: Replay) -> str:
+    if result.is_identical:
         return "bit for bit the same"
-    return f"differs: {found.differences[0].sentence}"
+    return f"differs: {result.differences[0].sentence}"
 
 
-def _table(found: Replay) -> list[list[str]]:
+def _table(result: Replay) -> list[list[str]]:
     """Build a table with the recorded, replayed and changed value of each numeric metric."""
-    changed = found.changed or {}
-    names = dict.fromkeys((*found.recorded, *found.replayed, *changed))
+    changed = result.changed or {}
+    names = dict.fromkeys((*result.recorded, *result.replayed, *changed))
     table = [["metric", "recorded", "replayed", "changed", "difference"]]
     for name in names:
-        if name in found.not_compared:
+        if name in result.not_compared:
             continue
-        values = [column.get(name) for column in (found.recorded, found.replayed, changed)]
+        values = [column.get(name) for column in (result.recorded, result.replayed, changed)]
         if any(isinstance(value, int | float) for value in values):
             table.append([name, *map(_shown, values), _gap(values[1], values[2])])
     return table
@@ -154,7 +154,7 @@ def _shown(value: Any) -> str:
 
 
 def _gap(before: Any, after: Any) -> str:
-    known = isinstance(before, int | float) and isinstance(after, int | float)
-    if not known:
+    are_numbers = isinstance(before, int | float) and isinstance(after, int | float)
+    if not are_numbers:
         return "-"
     return "0" if after == before else f"{after - before:+.3g}"

@@ -87,13 +87,7 @@ def run_audit(
     for number, audit in enumerate(audits):
         audit.plan(with_sample=number == 0 and not clean)
     for number, audit in enumerate(audits):
-        audit.score_sample()
-        if number == 0:
-            audit.learn(clean)
-        audit.score_labelled()
-        if number == 0:  # now from more rows
-            audit.learn(clean)
-        audit.score_suspicious()
+        audit.score(clean if number == 0 else None)
         table = audit.verdicts(variants).with_columns(dataset=pl.lit(dataset))
         result.verdicts = pl.concat([result.verdicts, table])
         audit.drop_scores()
@@ -103,7 +97,7 @@ def run_audit(
 class ChunkAudit:
     """Audit of a chunk of rows, which adds its counts to `result`.
 
-    Call `plan`, `score_sample`, `score_labelled`, `score_suspicious` and `verdicts`, in this order.
+    Call `plan`, `score` and `verdicts`, in this order.
     `label` are the labelled candidates ([R]), `complete` is true where a row is scored under a
     candidate ([N, R]), and `among` at the tokens that a first pass compares ([T]; None: all).
     `partial` is true for the rows of which only these tokens are compared ([R]).
@@ -125,7 +119,6 @@ class ChunkAudit:
         contexts = [tokens for one in candidates if (tokens := context_tokens(one))]
         rows.refuse(lengths > min(contexts, default=np.inf), TOO_LONG)
         self.usable = self.sample = rows.auditable
-        self.suspicious = set[int]()
         self.among: BoolArray | None = None
         self.partial = np.zeros(rows.num_rows, np.bool_)
         result.num_rows += len(self.usable)
@@ -194,12 +187,32 @@ class ChunkAudit:
         total = num_distinct_tokens(self.rows, members)
         return sum(num_distinct_tokens(self.rows, one) for one in parts) - total
 
-    def score_sample(self) -> None:
-        """Score the sample under all candidates."""
+    def score(self, clean: Sequence[Residuals] | None) -> None:
+        """Score the sample under all candidates, all rows under their labels, the suspicious under all.
+
+        The noise is estimated first, unless `clean` is None: see `_learn`.
+        """
         for number in range(len(self.complete)):
             self._score(number, self.sample)
+        if clean is not None:
+            self._learn(clean)
+        for number in range(len(self.complete)):
+            self._score(number, self.rest[self.first[number, self.rest]])
+        compared, suspicious = self.rows.targets(self.rest), set[int]()
+        if self.among is not None:
+            compared &= self.among
+            suspicious = self._suspicious(self.rest)
+            self.partial[list(suspicious)] = False
+        if clean is not None:  # now from more rows
+            self._learn(clean)
+        suspicious |= self._suspicious(self.rest[~self.partial[self.rest]])
+        wanted = np.array(sorted(suspicious), np.int64)
+        for number in range(len(self.complete)):
+            self._score(number, wanted[~self.complete[number, wanted]])
+        self.result.num_first_scored += int(compared.sum())
+        self.result.num_suspicious += len(wanted)
 
-    def learn(self, clean: Sequence[Residuals]) -> None:
+    def _learn(self, clean: Sequence[Residuals]) -> None:
         """Estimate the noise and the kind of log-probabilities from all scores so far."""
         result, spans = self.result, [span for span in self._spans() if span]
         if self.rows.mode is None:
@@ -210,25 +223,6 @@ class ChunkAudit:
             noise = fit_noise([best_residuals(span) for span in in_sample])
         result.apart, apart = distances(in_sample, result.mode)
         result.noise = dataclasses.replace(noise, apart=apart or noise.apart)
-
-    def score_labelled(self) -> None:
-        """Score rows under their labelled weights, and compare all tokens or a selection of them."""
-        for number in range(len(self.complete)):
-            self._score(number, self.rest[self.first[number, self.rest]])
-        compared = self.rows.targets(self.rest)
-        if self.among is not None:
-            compared &= self.among
-            self.suspicious = self._suspicious(self.rest)
-            self.partial[list(self.suspicious)] = False
-        self.result.num_first_scored += int(compared.sum())
-
-    def score_suspicious(self) -> None:
-        """Score the rows that do not fit their label under all candidates."""
-        self.suspicious |= self._suspicious(self.rest[~self.partial[self.rest]])
-        wanted = np.array(sorted(self.suspicious), np.int64)
-        for number in range(len(self.complete)):
-            self._score(number, wanted[~self.complete[number, wanted]])
-        self.result.num_suspicious += len(wanted)
 
     def _suspicious(self, rows: IntArray) -> set[int]:
         """Return the rows without a label, and the rows that their labelled weights do not explain."""
