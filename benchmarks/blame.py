@@ -106,7 +106,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rows", type=int, default=32, help="rows of the update whose cost is measured"
     )
-    parser.add_argument("--top", type=int, default=10, help="rows whose effect is computed")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement")
     parser.add_argument("--save", type=Path, metavar="FILE.json", help="also save all traits")
     parser.add_argument("--json", action="store_true")
@@ -389,7 +388,7 @@ def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
         rows = timed("norms", lambda: row_gradients(learner, batch, forests))
         shares = partial(inner_products, learner, batch, forests, rows.coefficients, rows.gradient)
         timed("inner_products", shares)
-        timed("blame", lambda: attribute(found, top=arguments.top))
+        timed("blame", lambda: attribute(found))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratio = medians["blame"] / medians["update"]
     sizes = {
@@ -400,7 +399,7 @@ def _print_cost(found: Reconstruction, arguments: argparse.Namespace) -> None:
         "layers": len(learner.policy.model.base_model.layers),
     }
     if arguments.json:
-        print(json.dumps(sizes | medians | {"ratio": ratio, "top": arguments.top}))
+        print(json.dumps(sizes | medians | {"ratio": ratio}))
         return
     print(", ".join(f"{value:,} {name}" for name, value in sizes.items()))
     for name, value in medians.items():

@@ -102,11 +102,9 @@ def read_metrics(run: Path) -> dict[str, Any]:
     Raises:
         InputError: `metrics_file`: a line is not a JSON object with an integer `global_step`.
     """
-    file = run / "metrics.jsonl"
     updates: dict[int, Mapping[str, Any]] = {}
     evaluations: dict[int, Mapping[str, Any]] = {}
-    for number, line in enumerate(_whole_lines(file), 1):
-        record = _record(line, f"{file}:{number}")
+    for record in metric_lines(run):
         if not record.get("skipped"):
             is_evaluation = any(name.startswith(_EVALUATION) for name in record)
             (evaluations if is_evaluation else updates)[record["global_step"]] = record
@@ -123,6 +121,17 @@ def read_metrics(run: Path) -> dict[str, Any]:
     known = {**METRICS, **LOOP_METRICS}
     about = {name: known[name]._asdict() for name in kept if name in known}
     return {"global_step": steps, "updates": sorted(updates), "metrics": kept, "about": about}
+
+
+def metric_lines(run: Path) -> list[Mapping[str, Any]]:
+    """Return the lines of a run's metrics, except one that the run is still writing.
+
+    Raises:
+        InputError: `metrics_file`: a line is not a JSON object with an integer `global_step`.
+    """
+    file = run / "metrics.jsonl"
+    lines = enumerate(_whole_lines(file), 1)
+    return [_record(line, f"{file}:{number}") for number, line in lines]
 
 
 def recorded_rows(run: Path, update: int | None = None) -> pl.DataFrame:

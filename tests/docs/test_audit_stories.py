@@ -30,7 +30,7 @@ def test_the_stale_server_and_the_shifted_logprobs_are_found(smollm2_dir, tmp_pa
     )
 
 
-@pytest.mark.nightly  # tests/trainer/forensics/blame/ leaves rows out of updates on every change
+@pytest.mark.nightly  # tests/trainer/forensics/ blames and replays updates on every change
 @pytest.mark.model
 def test_the_row_that_blew_up_the_step_is_found(smollm2_dir, tmp_path, monkeypatch, capsys):
     """Up to the last digit of a printed number, which may differ between processors."""

@@ -48,8 +48,8 @@ EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer
     "--first-pass",
     type=Number(0, 1, min_open=True),
     metavar="SHARE",
-    help="First score only this share of the sampled tokens, spread over each response, under their"
-    " labelled weights; then rescore only suspicious rows.",
+    help="First compare only this share of the sampled tokens, spread over each response, with their"
+    " labelled weights; then all tokens of suspicious rows.",
 )
 @click.option("--thorough", is_flag=True, help="Forward every row under every candidate.")
 @click.option(

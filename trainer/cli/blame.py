@@ -13,19 +13,13 @@ from trainer.cli.options import update_option
 
 EXAMPLES = example(
     "rollouts blame run/ --update 12"
-    "\n  rollouts blame run/ --update 12 --held-out test/ --out run/blame/update_12.parquet"
+    "\n  rollouts blame run/ --update 12 --out run/blame/update_12.parquet"
 )
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("run", metavar="RUN", type=click.Path())
 @update_option
-@click.option(
-    "--held-out",
-    metavar="DS",
-    help="Dataset that the run did not train on; also report how leaving out each of the top rows"
-    " would have changed the loss on this dataset.",
-)
 @click.option(
     "--top",
     type=click.IntRange(min=1),
@@ -51,7 +45,6 @@ def blame(
     *,
     run: str,
     update: int,
-    held_out: str | None,
     top: int,
     out: str | None,
     settings: tuple[str, ...],
@@ -60,10 +53,10 @@ def blame(
     """Find the rows that drove an update of a training run.
 
     Reconstructs the update from the newest checkpoint before it, and computes the gradient of each
-    row: its share of the update's gradient, its norm, and the norm of the gradient without it. Rows
-    are ordered by how far they stand out from the others in the norm of their gradient, their
-    advantage, the mismatch with the sampler, or the improbability of their tokens (docs/audit.md).
-    Nothing is written to RUN unless --out names a file there.
+    row: its share of the update's gradient, and its norm. Rows are ordered by how far they stand out
+    from the others in the norm of their gradient, their advantage, the mismatch with the sampler, or
+    the improbability of their tokens (docs/audit.md). Nothing is written to RUN unless --out names a
+    file there.
     """
     from rollout_io.dataset.locking import check_table_out, write_table
 
@@ -77,7 +70,7 @@ def blame(
         from trainer.forensics.blame.report import replay_without, screen, summary
     with shown_log():
         places = _places(settings)
-        result = attribution.blame(run, update, top=top, held_out=held_out, places=places)
+        result = attribution.blame(run, update, places=places)
     if out is not None:
         write_table(result.shares, out)
         note(f"{count(len(result.shares), 'row')} -> {out}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from schemas.errors import count
 from trainer.cli.options import update_option
 
 if TYPE_CHECKING:
-    from trainer.forensics.replay.compare import Difference
     from trainer.forensics.replay.replay import Replay
 
 EXAMPLES = example(
@@ -77,83 +77,71 @@ def replay(
         from trainer.forensics.replay.replay import replay as make_again
     changes = Changes(settings=settings, rows=rows, condition=condition)
     with shown_log():
-        replayed = make_again(run, update, changes, out=out)
-    emit_json(as_json_value(replayed)) if as_json else emit(screen(replayed))
-    for text in replayed.notes if replayed.differences else ():
+        result = make_again(run, update, changes, out=out)
+    emit_json(as_json_value(result)) if as_json else emit(screen(result))
+    for text in result.notes if result.differences else ():
         note(f"note: {text}")
-    return int(replayed.changed is None and not replayed.is_identical)
+    return int(result.changed is None and not result.is_identical)
 
 
-def as_json_value(replayed: Replay) -> dict[str, Any]:
+def as_json_value(result: Replay) -> dict[str, Any]:
     """Convert the result to JSON types, with the recorded and replayed values of each metric."""
-    columns_ = {"recorded": replayed.recorded, "replayed": replayed.replayed}
-    if replayed.changed is not None:
-        columns_["changed"] = replayed.changed
+    columns_ = {"recorded": result.recorded, "replayed": result.replayed}
+    if result.changed is not None:
+        columns_["changed"] = result.changed
     names = dict.fromkeys(name for column in columns_.values() for name in column)
-    return {
-        "run": replayed.run,
-        "update": replayed.update,
-        "iteration": replayed.iteration,
-        "checkpoint": replayed.checkpoint,
-        "num_forwarded": replayed.num_forwarded,
-        "num_threads": replayed.num_threads,
-        "identical": replayed.is_identical,
-        "compared": list(replayed.compared),
-        "not_compared": list(replayed.not_compared),
-        "differences": [_difference(one) for one in replayed.differences],
-        "changes": list(replayed.changes),
+    values = dataclasses.asdict(result)
+    for name in ("recorded", "replayed", "changed"):
+        del values[name]
+    return values | {
+        "identical": result.is_identical,
+        "differences": [
+            dataclasses.asdict(one) | {"sentence": one.sentence} for one in result.differences
+        ],
         "metrics": {
             name: {kind: column.get(name) for kind, column in columns_.items()} for name in names
         },
-        "notes": list(replayed.notes),
-        "out": replayed.out,
     }
 
 
-def _difference(one: Difference) -> dict[str, Any]:
-    fields = ("part", "name", "update", "recorded", "replayed", "largest", "num_different")
-    values = {name: getattr(one, name) for name in (*fields, "num_values", "place")}
-    return values | {"sentence": one.sentence}
-
-
-def screen(replayed: Replay) -> str:
+def screen(result: Replay) -> str:
     """Format the result as text for the terminal."""
-    where = "" if replayed.iteration is None else f" (iteration {replayed.iteration})"
-    start = replayed.checkpoint or "the start model"
-    if replayed.num_forwarded:
-        start += f", {count(replayed.num_forwarded, 'mini-batch', 'es')} replayed before the update"
+    where = "" if result.iteration is None else f" (iteration {result.iteration})"
+    start = result.checkpoint or "the start model"
+    if result.num_forwarded:
+        start += f", {count(result.num_forwarded, 'mini-batch', 'es')} replayed before the update"
     lines = [
-        f"update     {replayed.update} of {replayed.run}{where}",
+        f"update     {result.update} of {result.run}{where}",
         f"from       {start}",
-        f"compared   {', '.join(replayed.compared)}",
-        f"result     {_verdict(replayed)}",
+        f"compared   {', '.join(result.compared)}",
+        f"result     {_verdict(result)}",
     ]
-    lines += [f"           {one.sentence}" for one in replayed.differences[1:MOST_SHOWN]]
-    if len(replayed.differences) > MOST_SHOWN:
-        more = count(len(replayed.differences) - MOST_SHOWN, "more difference")
+    lines += [f"           {one.sentence}" for one in result.differences[1:MOST_SHOWN]]
+    if len(result.differences) > MOST_SHOWN:
+        more = count(len(result.differences) - MOST_SHOWN, "more difference")
         lines.append(f"           {more} (--json lists all)")
-    if replayed.changed is not None:
-        lines += [f"changed    {', '.join(replayed.changes)}", "", *columns(_table(replayed))]
-    if replayed.out:
-        lines.append(f"model      {replayed.out}")
+    if result.changed is not None:
+        lines += [f"changed    {', '.join(result.changes)}", "", *columns(_table(result))]
+    if result.out:
+        lines.append(f"model      {result.out}")
     return "\n".join(lines)
 
 
-def _verdict(replayed: Replay) -> str:
-    if replayed.is_identical:
+def _verdict(result: Replay) -> str:
+    if result.is_identical:
         return "bit for bit the same"
-    return f"differs: {replayed.differences[0].sentence}"
+    return f"differs: {result.differences[0].sentence}"
 
 
-def _table(replayed: Replay) -> list[list[str]]:
+def _table(result: Replay) -> list[list[str]]:
     """Build a table with the recorded, replayed and changed value of each numeric metric."""
-    changed = replayed.changed or {}
-    names = dict.fromkeys((*replayed.recorded, *replayed.replayed, *changed))
+    changed = result.changed or {}
+    names = dict.fromkeys((*result.recorded, *result.replayed, *changed))
     table = [["metric", "recorded", "replayed", "changed", "difference"]]
     for name in names:
-        if name in replayed.not_compared:
+        if name in result.not_compared:
             continue
-        values = [column.get(name) for column in (replayed.recorded, replayed.replayed, changed)]
+        values = [column.get(name) for column in (result.recorded, result.replayed, changed)]
         if any(isinstance(value, int | float) for value in values):
             table.append([name, *map(_shown, values), _gap(values[1], values[2])])
     return table

@@ -7,7 +7,6 @@ fit their label, are also forwarded under every other candidate.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from schemas.ragged import BoolArray, IntArray
 from trainer.forensics.audit.candidates import context_tokens
 from trainer.forensics.audit.causes import describe
 from trainer.forensics.audit.explanations import Search
-from trainer.forensics.audit.hypotheses import Judge, Span, Verdict
+from trainer.forensics.audit.hypotheses import Fit, Judge, Span
 from trainer.forensics.audit.learn import best_residuals, distances, likely_mode
 from trainer.forensics.audit.noise import Residuals, fit_noise
 from trainer.forensics.audit.prompts import PromptVariants
@@ -47,9 +46,9 @@ SAMPLE_TOKENS, SAMPLE_ROWS = 4_000, 24
 """Limits on the sample from which the noise is estimated; the smaller one applies."""
 GOLDEN = 0.6180339887
 """Multiples of this number, modulo 1, are spread evenly, even if there are only a few."""
-REPEATED, MIXED, AGAIN = 0.01, 0.03, 0.05
+REPEATED, MIXED = 0.01, 0.03
 """Limits on tokens forwarded twice, as fractions of candidates x distinct tokens: because the sample
-splits a group, because its rows have different labels, because the first pass scored them in part."""
+splits a group, because its rows have different labels."""
 EXTRA, EXTRA_TOKENS = 1.1, 10_000
 """To explain differences, an audit may forward `EXTRA` x candidates x distinct tokens in all, and at
 least `EXTRA_TOKENS`, so that a few rows of a small dataset can be explained."""
@@ -88,13 +87,7 @@ def run_audit(
     for number, audit in enumerate(audits):
         audit.plan(with_sample=number == 0 and not clean)
     for number, audit in enumerate(audits):
-        audit.score_sample()
-        if number == 0:
-            audit.learn(clean)
-        audit.score_labelled()
-        if number == 0:  # now from more rows
-            audit.learn(clean)
-        audit.score_suspicious()
+        audit.score(clean if number == 0 else None)
         table = audit.verdicts(variants).with_columns(dataset=pl.lit(dataset))
         result.verdicts = pl.concat([result.verdicts, table])
         audit.drop_scores()
@@ -104,9 +97,10 @@ def run_audit(
 class ChunkAudit:
     """Audit of a chunk of rows, which adds its counts to `result`.
 
-    Call `plan`, `score_sample`, `score_labelled`, `score_suspicious` and `verdicts`, in this order.
-    `label` are the labelled candidates ([R]), and `complete` is true where all sampled tokens of a
-    row are scored under a candidate ([N, R]).
+    Call `plan`, `score` and `verdicts`, in this order.
+    `label` are the labelled candidates ([R]), `complete` is true where a row is scored under a
+    candidate ([N, R]), and `among` at the tokens that a first pass compares ([T]; None: all).
+    `partial` is true for the rows of which only these tokens are compared ([R]).
     """
 
     def __init__(
@@ -125,7 +119,8 @@ class ChunkAudit:
         contexts = [tokens for one in candidates if (tokens := context_tokens(one))]
         rows.refuse(lengths > min(contexts, default=np.inf), TOO_LONG)
         self.usable = self.sample = rows.auditable
-        self.suspicious = set[int]()
+        self.among: BoolArray | None = None
+        self.partial = np.zeros(rows.num_rows, np.bool_)
         result.num_rows += len(self.usable)
         result.num_sampled += int(rows.targets(self.usable).sum())
         result.mode_is_inferred = rows.mode is None
@@ -155,14 +150,15 @@ class ChunkAudit:
             of_group[self.label[labelled], rows.group[labelled]] = True
             self.first[:, self.rest] = of_group[:, rows.group[self.rest]]
             mixed = 0
-        share, self.among, self.again = self.settings.first_pass, None, 0
+        share = self.settings.first_pass
         if share is not None and share < 1:
             self.among = choose_tokens(rows, self.rest, share)
-            self.again = int(AGAIN * number * num_distinct)
+            self.partial[self.rest] = True
         plan.num_distinct += num_distinct
         plan.num_first += number * num_distinct_tokens(rows, self.sample)
-        plan.num_first += self._num_first(self.rest)
-        plan.num_most += number * num_distinct + repeated + mixed + self.again
+        for is_first in self.first[:, self.rest]:
+            plan.num_first += num_distinct_tokens(rows, self.rest[is_first])
+        plan.num_most += number * num_distinct + repeated + mixed
 
     def _sample(self) -> IntArray:
         """Choose rows, spread over the chunk, from which to estimate the noise.
@@ -191,16 +187,32 @@ class ChunkAudit:
         total = num_distinct_tokens(self.rows, members)
         return sum(num_distinct_tokens(self.rows, one) for one in parts) - total
 
-    def _num_first(self, rows: IntArray) -> int:
-        parts = (rows[is_first] for is_first in self.first[:, rows])
-        return sum(num_distinct_tokens(self.rows, part, self.among) for part in parts)
+    def score(self, clean: Sequence[Residuals] | None) -> None:
+        """Score the sample under all candidates, all rows under their labels, the suspicious under all.
 
-    def score_sample(self) -> None:
-        """Score the sample under all candidates."""
+        The noise is estimated first, unless `clean` is None: see `_learn`.
+        """
         for number in range(len(self.complete)):
             self._score(number, self.sample)
+        if clean is not None:
+            self._learn(clean)
+        for number in range(len(self.complete)):
+            self._score(number, self.rest[self.first[number, self.rest]])
+        compared, suspicious = self.rows.targets(self.rest), set[int]()
+        if self.among is not None:
+            compared &= self.among
+            suspicious = self._suspicious(self.rest)
+            self.partial[list(suspicious)] = False
+        if clean is not None:  # now from more rows
+            self._learn(clean)
+        suspicious |= self._suspicious(self.rest[~self.partial[self.rest]])
+        wanted = np.array(sorted(suspicious), np.int64)
+        for number in range(len(self.complete)):
+            self._score(number, wanted[~self.complete[number, wanted]])
+        self.result.num_first_scored += int(compared.sum())
+        self.result.num_suspicious += len(wanted)
 
-    def learn(self, clean: Sequence[Residuals]) -> None:
+    def _learn(self, clean: Sequence[Residuals]) -> None:
         """Estimate the noise and the kind of log-probabilities from all scores so far."""
         result, spans = self.result, [span for span in self._spans() if span]
         if self.rows.mode is None:
@@ -211,44 +223,6 @@ class ChunkAudit:
             noise = fit_noise([best_residuals(span) for span in in_sample])
         result.apart, apart = distances(in_sample, result.mode)
         result.noise = dataclasses.replace(noise, apart=apart or noise.apart)
-
-    def score_labelled(self) -> None:
-        """Score rows under their labelled weights: all tokens, or a selection of tokens.
-
-        Rows that do not fit a selection must be forwarded again, so only a part of the groups is
-        scored in this way if many do not fit.
-        """
-        rest, allowance = self.rest, self.again
-        ends = np.flatnonzero(np.diff(self.rows.group[rest], append=-1)) + 1
-        lengths = (self.rows.prompts.lengths + self.rows.responses.lengths)[rest].cumsum()
-        while self.among is not None and len(rest):
-            # Up to an eighth of the allowance for repeated tokens, but at least one group.
-            fitting = np.searchsorted(lengths[ends - 1], allowance // 8, side="right")
-            end = ends[max(int(fitting) - 1, 0)]
-            part = rest[:end]
-            if self._num_first(part) > allowance:
-                break
-            self._score_first(part, self.among)
-            suspicious = self._suspicious(part)
-            self.suspicious |= suspicious
-            allowance -= self._num_first(np.array(sorted(suspicious), np.int64))
-            rest, ends = rest[end:], ends[ends > end] - end
-            lengths = lengths[end:] - lengths[end - 1]
-        self._score_first(rest, None)
-
-    def _score_first(self, part: IntArray, among: BoolArray | None) -> None:
-        self.result.num_first_scored += int(self.rows.targets(part, among).sum())
-        for number in range(len(self.complete)):
-            self._score(number, part[self.first[number, part]], among)
-
-    def score_suspicious(self) -> None:
-        """Score the rows that do not fit their label under all candidates."""
-        whole = self.rest[self.complete[:, self.rest].any(0) | (self.label[self.rest] == UNKNOWN)]
-        self.suspicious |= self._suspicious(whole)
-        wanted = np.array(sorted(self.suspicious), np.int64)
-        for number in range(len(self.complete)):
-            self._score(number, wanted[~self.complete[number, wanted]])
-        self.result.num_suspicious += len(wanted)
 
     def _suspicious(self, rows: IntArray) -> set[int]:
         """Return the rows without a label, and the rows that their labelled weights do not explain."""
@@ -263,7 +237,7 @@ class ChunkAudit:
     def _judge(self) -> Judge:
         return Judge(self.result.noise, self.result.mode)
 
-    def _score(self, number: int, wanted: IntArray, among: BoolArray | None = None) -> None:
+    def _score(self, number: int, wanted: IntArray) -> None:
         """Score rows under a candidate.
 
         Raises:
@@ -282,21 +256,12 @@ class ChunkAudit:
                 hint = "leave out candidates that have another tokenizer than the dataset"
                 raise InputError("audit_rows", self.rows.name(row), got, hint=hint)
         scored = self.scored.setdefault(number, _unscored(self.rows))
-        self._forward(policy, self.rows, wanted, scored, among)
-        if among is None:
-            self.complete[number, wanted] = True
+        self._forward(policy, self.rows, wanted, scored)
+        self.complete[number, wanted] = True
 
-    def _forward(
-        self,
-        policy: Policy,
-        rows: AuditRows,
-        wanted: IntArray,
-        scored: Scored,
-        among: BoolArray | None = None,
-    ) -> None:
-        budget, trees = self.settings.tokens_per_micro_batch, self.settings.trees
-        cost = self.result.cost
-        score_rows(policy, rows, wanted, scored, cost, budget=budget, trees=trees, among=among)
+    def _forward(self, policy: Policy, rows: AuditRows, wanted: IntArray, scored: Scored) -> None:
+        budget, trees = self.settings.tokens_per_micro_batch, self.weights.trees
+        score_rows(policy, rows, wanted, scored, self.result.cost, budget=budget, trees=trees)
 
     def _spans(self) -> list[Span | None]:
         return [self._span(number) for number in range(len(self.rows.spans))]
@@ -307,8 +272,8 @@ class ChunkAudit:
         row, start, length = rows.spans[number].tolist()
         label, slots = int(self.label[row]), np.arange(start, start + length)
         candidates = np.flatnonzero(self.complete[:, row]).tolist()
-        if not candidates and label in self.scored:
-            candidates, slots = [label], slots[self.scored[label].has(slots)]
+        if self.partial[row] and self.among is not None:
+            slots = slots[self.among[slots]]
         if rows.reasons[row] or not candidates or not len(slots):
             return None
         inverse, top_p, top_k, min_p = rows.settings[row].tolist()
@@ -344,49 +309,57 @@ class ChunkAudit:
                 rows=rows, spans=spans, verdicts=verdicts, policy=policy, judge=judge, score=score
             )
             search.run(self.label, variants)
-        lines, num_spans = [], Counter[str]()  # several rows may be parts of one step
-        for (row, start, length), span, verdict in zip(
-            rows.spans.tolist(), spans, verdicts, strict=True
-        ):
-            start += int(rows.table["first_token"][row] - rows.responses.offsets[row])
-            names = (*KEYS, "num_response_tokens", "row_digest", "policy_version")
-            line = rows.table.select(names).row(row, named=True)
-            temperature = rows.table["temperature"][row]
-            line |= {
-                "labelled_version": line.pop("policy_version"),
-                "labelled_temperature": temperature,
-            }
-            line |= {"span": num_spans[rows.name(row)], "start": start, "end": start + length}
-            num_spans[rows.name(row)] += 1
-            if span is None or verdict is None:
-                line |= {"num_tokens": 0, "kind": "not_checked", "reason": rows.reasons[row]}
-            else:
-                line |= {"num_tokens": len(span.stored)} | self._values(verdict, start)
-                line["reason"] = describe(line) if verdict.kind in FAULTS else None
-                is_clean = verdict.kind == "as_labelled" and not np.isnan(span.temperature)
-                if is_clean and span.label is not None:
-                    self.result.clean.append(span.residuals(span.label, self.result.mode))
-            lines.append(line)
-        return pl.DataFrame(lines, schema=SCHEMA)
+        for span, verdict in zip(spans, verdicts, strict=True):
+            if span is None or verdict is None or span.label is None:
+                continue
+            if verdict.kind == "as_labelled" and not np.isnan(span.temperature):
+                self.result.clean.append(span.residuals(span.label, self.result.mode))
+        row, start, length = rows.spans.T
+        start = start - rows.responses.offsets[row] + rows.table["first_token"].to_numpy()[row]
+        labels = rows.table.select(
+            *(*KEYS, "num_response_tokens", "row_digest"),
+            labelled_version="policy_version",
+            labelled_temperature="temperature",
+        )[row]
+        judged = [
+            {"num_tokens": 0, "kind": "not_checked", "reason": rows.reasons[number]}
+            if span is None or verdict is None
+            else {"num_tokens": len(span.stored)} | self._values(verdict)
+            for number, span, verdict in zip(row.tolist(), spans, verdicts, strict=True)
+        ]
+        table = pl.DataFrame(judged, schema=SCHEMA).with_columns(
+            *labels,
+            start=start,
+            end=start + length,
+            swap_position=pl.col("swap_position") + start,
+        )
+        # Several rows may be parts of one step.
+        table = table.with_columns(span=pl.int_range(pl.len()).over("trajectory_id", "step_index"))
+        described = [
+            describe(line) if line["kind"] in FAULTS else line["reason"]
+            for line in table.iter_rows(named=True)
+        ]
+        return table.with_columns(reason=pl.Series(described, dtype=pl.String)).cast(SCHEMA)
 
-    def _values(self, verdict: Verdict, start: int) -> dict[str, Any]:
-        fit, candidates = verdict.fit, self.weights.candidates
-        best, cut = candidates[fit.candidate], fit.truncation
+    def _values(self, verdict: Fit) -> dict[str, Any]:
+        candidates = self.weights.candidates
+        best, numbers = candidates[verdict.candidate], (verdict.second, verdict.rival)
+        second, rival = (None if one is None else candidates[one].version for one in numbers)
         return {
             "kind": verdict.kind,
             "best_version": best.version,
             "best_weights": str(best.path),
-            "second_version": None if fit.second is None else candidates[fit.second].version,
-            "swap_position": None if fit.position is None else start + fit.position,
-            "best_temperature": round(1 / fit.inverse, 3),
-            **{f"best_{name}": value for name, value in cut._asdict().items()},
-            "offset": fit.offset,
+            "second_version": second,
+            "swap_position": verdict.position,  # in the span
+            "best_temperature": round(1 / verdict.inverse, 3),
+            **{f"best_{name}": value for name, value in verdict.truncation._asdict().items()},
+            "offset": verdict.offset,
             "log_likelihood_ratio": verdict.ratio,
             "margin": verdict.margin,
-            "next_version": None if verdict.rival is None else candidates[verdict.rival].version,
+            "next_version": rival,
             "num_decisive": verdict.num_decisive,
-            "noise_scale": fit.scale,
-            "mean_difference": fit.mean_difference,
+            "noise_scale": verdict.scale,
+            "mean_difference": verdict.mean_difference,
             "reason": verdict.reason or None,
         }
 

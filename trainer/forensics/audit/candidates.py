@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pipelines.sampling_defaults import NEUTRAL, SamplingDefaults, sampling_defaults
+from pipelines.view.run_files import metric_lines
 from schemas.error_ids import fix_of
 from schemas.errors import ConfigError, InputError
 from trainer.config.sections import ModelConfig
@@ -113,18 +114,9 @@ def _is_within_iteration(checkpoint: Path) -> bool:
 
 def _versions_by_step(run: Path) -> dict[int, int]:
     """Map the last recorded update of each iteration to the version that the iteration produced."""
-    path, last = run / "metrics.jsonl", dict[int, int]()
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    # The run may be writing an incomplete last line.
-    for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], start=1):
-        try:
-            values = json.loads(line)
-            if "loss" in values and "iteration" in values:
-                last[int(values["iteration"]) + 1] = int(values["global_step"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            expected = "the metrics of an update, as a JSON object"
-            got = repr(line[:60])
-            raise InputError("metrics_file", f"{path}:{number}", got, expected) from None
+    updates = [line for line in metric_lines(run) if "loss" in line]
+    iterations = [(line.get("iteration"), line["global_step"]) for line in updates]
+    last = {number + 1: step for number, step in iterations if isinstance(number, int)}
     return {step: version for version, step in last.items()}
 
 

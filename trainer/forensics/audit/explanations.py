@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipelines.tables import ROUTING
 from schemas.ragged import IntArray
-from trainer.forensics.audit.hypotheses import PENALTY, UNRELATED_FACTOR, Judge, Span, Verdict
+from trainer.forensics.audit.hypotheses import PENALTY, UNRELATED_FACTOR, Fit, Judge, Span
 from trainer.forensics.audit.noise import MEDIAN
 from trainer.forensics.audit.prompts import PromptVariants
 from trainer.forensics.audit.rows import AuditRows, to_audit_rows
@@ -57,7 +57,7 @@ class Search:
 
     rows: AuditRows
     spans: Sequence[Span | None]  # None without scores
-    verdicts: list[Verdict | None]
+    verdicts: list[Fit | None]
     policy: Callable[[int], Policy]
     judge: Judge
     score: Score
@@ -69,7 +69,7 @@ class Search:
         for number, verdict in enumerate(self.verdicts):
             if verdict is not None and self._is_open(verdict):
                 labelled = int(label[self.rows.spans[number, 0]])
-                weights = labelled if labelled >= 0 else verdict.fit.candidate
+                weights = labelled if labelled >= 0 else verdict.candidate
                 by_weights.setdefault(weights, []).append(number)
         names = set[str]()  # a harness renders all prompts in the same way, whatever the weights
         for weights, numbers in by_weights.items():
@@ -79,18 +79,18 @@ class Search:
                 self._try_precision(weights, numbers, precision)
         self._settle([number for numbers in by_weights.values() for number in numbers])
 
-    def _is_open(self, verdict: Verdict) -> bool:
+    def _is_open(self, verdict: Fit) -> bool:
         """True if a verdict names no cause, or only other weights that leave unusual differences.
 
         Rounding reverts part of a small update, so the previous version may fit better than the label.
         """
         if verdict.kind in {"version", "swap"}:
-            return verdict.fit.mean_difference > UNUSUAL * self.judge.noise.mean_difference
+            return verdict.mean_difference > UNUSUAL * self.judge.noise.mean_difference
         return verdict.kind in {"noise", "unknown_model"}
 
     def _parts(self, numbers: Sequence[int]) -> Iterator[IntArray]:
         """Yield the rows of spans in two parts: a few of each scale of noise to try first, the rest."""
-        scale = [verdict.fit.scale if (verdict := self.verdicts[n]) else 0.0 for n in numbers]
+        scale = [verdict.scale if (verdict := self.verdicts[n]) else 0.0 for n in numbers]
         rows = self.rows.spans[np.array(numbers)[np.argsort(scale, kind="stable")], 0]
         rows = rows[np.sort(np.unique(rows, return_index=True)[1])]
         tried = np.unique(np.linspace(0, len(rows) - 1, TRIED_ROWS).astype(np.int64))
@@ -101,43 +101,37 @@ class Search:
         self, weights: int, numbers: list[int], variants: PromptVariants, names: set[str]
     ) -> None:
         """Try other prompts, and add those that explain a span to `names`."""
-        table = self.rows.table
-        messages = table["messages"] if "messages" in table.columns else [None] * len(table)
         wanted: Collection[str] | None = None
         for part in self._parts(numbers):
-            copies = [
-                (row, name, prompt)
-                for row in part.tolist()
-                for name, prompt in variants.of(
-                    self.rows.prompts.row(row).tolist(), messages[row]
-                ).items()
-                if wanted is None or name in wanted
-            ]
-            if not copies:
-                return
-            origin, reasons, prompts = zip(*copies, strict=True)
-            kind = table.schema["prompt_token_ids"]
-            changed = table[list(origin)].with_columns(
-                prompt_token_ids=pl.Series(prompts, dtype=kind)
-            )
-            # Recorded experts belong to the stored prompt's tokens.
-            changed = changed.drop(ROUTING, strict=False)
-            names |= self._attempt(
-                self.policy(weights), weights, numbers, changed, origin, reasons, "prompt"
-            )
-            wanted = set(names)
+            copies = self._with_prompts(part, variants, wanted)
+            names |= self._attempt(self.policy(weights), weights, numbers, copies, "prompt")
+            wanted = names
+
+    def _with_prompts(
+        self, part: IntArray, variants: PromptVariants, wanted: Collection[str] | None
+    ) -> pl.DataFrame:
+        """Copy rows with the variants of their prompts that are in `wanted`; None: all."""
+        table, prompts = self.rows.table, self.rows.prompts
+        messages = table["messages"] if "messages" in table.columns else [None] * len(table)
+        copies = [
+            (row, name, prompt)
+            for row in part.tolist()
+            for name, prompt in variants.of(prompts.row(row).tolist(), messages[row]).items()
+            if wanted is None or name in wanted
+        ]
+        kind = table.schema["prompt_token_ids"]
+        names = {"origin": pl.Int64(), "reason": pl.String(), "prompt_token_ids": kind}
+        changes = pl.DataFrame(copies, schema=names, orient="row")
+        # Recorded experts belong to the stored prompt's tokens.
+        return table.drop(ROUTING, strict=False)[changes["origin"]].with_columns(*changes)
 
     def _try_precision(self, weights: int, numbers: list[int], precision: str) -> None:
         policy = rounded(self.policy(weights), precision)
         for part in self._parts(numbers):
-            reasons = [f"its weights rounded to {precision}"] * len(part)
-            rows = self.rows.table[part]
-            if (
-                not self._attempt(
-                    policy, weights, numbers, rows, part.tolist(), reasons, "noise", precision
-                )
-                and precision not in COMPUTED
-            ):
+            reason = pl.lit(f"its weights rounded to {precision}")
+            copies = self.rows.table[part].with_columns(origin=part, reason=reason)
+            helpful = self._attempt(policy, weights, numbers, copies, "noise", precision)
+            if not helpful and precision not in COMPUTED:
                 return
 
     def _attempt(
@@ -145,38 +139,34 @@ class Search:
         policy: Policy,
         weights: int,
         numbers: Sequence[int],
-        table: pl.DataFrame,
-        origin: Sequence[int],
-        reasons: Sequence[str],
+        copies: pl.DataFrame,
         kind: str,
         precision: str | None = None,
     ) -> set[str]:
         """Score copies of rows, and replace the verdicts that these explain better.
 
-        `origin` is the row of each copy (in `table`), and `reasons` describe what differs. Returns
-        the reasons of the copies that fit better.
+        `origin` is the row of a copy, and `reason` describes what differs. Returns the reasons of the
+        copies that fit better.
         """
-        rows = to_audit_rows(table, self.rows.mode, self.rows.defaults)
-        scored, helpful = self.score(policy, rows), set[str]()
-        for number in numbers if scored else ():
+        helpful, reasons, origin = set[str](), copies["reason"], copies["origin"].to_numpy()
+        rows = to_audit_rows(copies, self.rows.mode, self.rows.defaults)
+        scored = self.score(policy, rows)
+        if scored is None:
+            return helpful
+        for number in numbers:
             row, start, _ = self.rows.spans[number]
-            for at in np.flatnonzero(np.array(origin) == row).tolist():
-                span, verdict = self.spans[number], self.verdicts[number]
-                assert scored is not None
-                assert span is not None
-                assert verdict is not None
-                slots = (
-                    start
-                    - self.rows.responses.offsets[row]
-                    + rows.responses.offsets[at]
-                    + np.arange(len(span.stored))
-                )
-                other = dataclasses.replace(span, scores={weights: scored.of(slots)}, label=weights)
+            span, verdict = self.spans[number], self.verdicts[number]
+            assert span is not None
+            assert verdict is not None
+            slots = start - self.rows.responses.offsets[row] + np.arange(len(span.stored))
+            for at in np.flatnonzero(origin == row).tolist():
+                scores = {weights: scored.of(slots + rows.responses.offsets[at])}
+                other = dataclasses.replace(span, scores=scores, label=weights)
                 if precision in COMPUTED and weights in span.scores:
                     self.roundings[number, precision] = self._rounding(span, other, weights)
                 better = self.judge.better(other, verdict, weights, kind, reasons[at])
                 if better is not None:
-                    self.verdicts[number] = better
+                    self.verdicts[number] = verdict = better
                     helpful.add(reasons[at])
         return helpful
 
@@ -215,7 +205,7 @@ class Search:
         is_computed = sum(gains.values()) >= PENALTY
         for number, verdict in still_open.items():
             is_noise = is_computed and gains.get(number, -np.inf) > -DECISIVE
-            is_noise |= verdict.fit.residuals.scale <= UNRELATED_FACTOR * usual
+            is_noise |= verdict.residuals.scale <= UNRELATED_FACTOR * usual
             kind: str = "noise" if is_noise else "unknown_model"
             self.verdicts[number] = dataclasses.replace(verdict, kind=kind)
 

@@ -92,18 +92,16 @@ class Span:
         stored = self.stored[max(-offset, 0) :][:size]
         return residuals._replace(difference=stored - predicted, predicted=predicted)
 
-    def tokens(self, candidate: int, inverse: float | None = None, place: int | None = 0) -> float:
+    def tokens(self, candidate: int, inverse: float | None = None, place: int = 0) -> float:
         """Log-likelihood of the sampled tokens, in nats.
 
-        At the temperature and truncation (column `place` of the scores; None: no truncation) of the
-        row, or at another temperature without truncation.
+        At the temperature and truncation (column `place` of the scores) of the row, or at another
+        temperature without truncation.
         """
         scores = self.scores[candidate]
         if inverse is not None:
             return float(scores.at(inverse).sum(dtype=np.float64))
-        logprobs = scores.labelled
-        if place is not None:
-            logprobs = logprobs - scores.mass[:, place] + OUTSIDE * scores.outside[:, place]
+        logprobs = scores.labelled - scores.mass[:, place] + OUTSIDE * scores.outside[:, place]
         return float(logprobs.sum(dtype=np.float64))
 
     def tokens_as_labelled(self, candidate: int) -> float:
@@ -116,7 +114,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """A possible origin of a span, and how well it explains the span."""
+    """A possible origin of a span, and how well it explains the span; the best one is the verdict."""
 
     kind: str  # the fault, or `as_labelled`
     candidate: int  # weights; for a swap, those of the first part
@@ -131,6 +129,12 @@ class Fit:
     total: float  # log-likelihood of the stored values, with the prior of the scale
     scale: float  # factor by which the noise of the span exceeds the dataset's noise
     residuals: Residuals  # of the tokens with a prediction
+    # Of a verdict: the evidence for it.
+    ratio: float = 0.0  # log-likelihood minus the label's, in nats; 0 for the label
+    margin: float = nan  # log-likelihood minus the next-best version's; NaN with one candidate
+    rival: int | None = None  # the next-best version
+    num_decisive: int = 0  # tokens that favour either by more than 0.5 nats
+    reason: str = ""  # details of the fault, in words
 
     @property
     def score(self) -> float:
@@ -141,19 +145,6 @@ class Fit:
     def mean_difference(self) -> float:
         """Mean absolute difference of the tokens with a prediction, nats."""
         return float(np.abs(self.residuals.difference).mean())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """Verdict on one span, with the evidence for it."""
-
-    kind: str  # the fault, or `as_labelled`
-    fit: Fit  # the best fit
-    ratio: float  # its log-likelihood minus the label's, in nats; 0 for the label
-    margin: float  # its log-likelihood minus the next-best version's; NaN with one candidate
-    rival: int | None  # the next-best version
-    num_decisive: int  # tokens that favour either by more than 0.5 nats
-    reason: str = ""  # details of the fault, in words
 
 
 class Judge:
@@ -293,14 +284,14 @@ class Judge:
         penalty *= self.noise.caution
         return self.fit(span, "swap", numbers[first], joined, penalty=penalty, **details)
 
-    def __call__(self, span: Span) -> Verdict:
-        """Compare all hypotheses for a span."""
+    def __call__(self, span: Span) -> Fit:
+        """Compare all hypotheses for a span, and return the verdict."""
         versions = self.versions(span)
         label, first = versions[0], max(versions, key=lambda fit: fit.total)
         fits = [*versions, *self.settings(span, label.candidate, 0.0)]
         if first is not label:
             fits += self.settings(span, first.candidate, self.noise.caution * PENALTY)
-        if len(versions) > 1 and len(span.stored) > 1:
+        if len(versions) > 1 and len(span.stored) > 1 and span.is_whole:
             fits.append(self.swap(span))
         default = self._default(span, label.candidate) if span.is_assumed else label
         best = max([*fits, default], key=lambda fit: fit.score)
@@ -324,9 +315,9 @@ class Judge:
         rival = max(rivals, key=lambda fit: fit.total, default=None)
         margin = nan if rival is None else best.total - rival.total
         reference = (rival or label) if best.kind == "as_labelled" else label
-        return Verdict(
+        return dataclasses.replace(
+            best,
             kind=self._kind(span, best, margin, default.total + default.bonus - label.total),
-            fit=best,
             ratio=0.0 if best.kind == "as_labelled" else ratio,
             margin=margin,
             rival=None if rival is None else rival.candidate,
@@ -391,8 +382,8 @@ class Judge:
         return bool(abs(z.sum()) > 3.0 * max(float((z**2).sum()), 0.25 * len(z)) ** 0.5)
 
     def better(
-        self, span: Span, verdict: Verdict, candidate: int, kind: str, reason: str
-    ) -> Verdict | None:
+        self, span: Span, verdict: Fit, candidate: int, kind: str, reason: str
+    ) -> Fit | None:
         """Return the verdict if other scores explain a span better by more than `PENALTY`.
 
         `span` has the scores of another prompt or of rounded weights, which `reason` describes.
@@ -400,8 +391,9 @@ class Judge:
         fit = self.fit(span, kind, candidate)
         if kind == "noise":  # the engine may also compute in this precision
             fit = max(fit, self.noisy(span, fit), key=lambda fit: fit.total)
-        gain = fit.total - verdict.fit.total
+        gain = fit.total - verdict.total
         if gain <= PENALTY or self._is_unrelated(fit):
             return None
+        evidence = {name: getattr(verdict, name) for name in ("margin", "rival", "num_decisive")}
         ratio = verdict.ratio + gain
-        return dataclasses.replace(verdict, kind=kind, fit=fit, ratio=ratio, reason=reason)
+        return dataclasses.replace(fit, kind=kind, ratio=ratio, reason=reason, **evidence)

@@ -103,7 +103,6 @@ class IterationAudit:
         )
         settings = AuditSettings(
             explains=False,
-            trees=False,
             tokens_per_micro_batch=self.config.training.batch.tokens_per_micro_batch,
         )
         with torch.no_grad():

@@ -148,7 +148,7 @@ def _facts(result: AuditResult) -> list[str]:
     if compared < sampled:
         lines.append(
             f"compared            {compared:,} of {sampled:,} sampled tokens ({compared / sampled:.0%}):"
-            " the first pass scores a few of each span"
+            " the first pass compares a few of each span"
         )
     return lines
 

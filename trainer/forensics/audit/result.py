@@ -23,10 +23,9 @@ class AuditSettings:
     """Settings of an audit."""
 
     thorough: bool = False  # forward all rows under all candidates
-    # Fraction of the sampled tokens that the first pass scores under their label; None: all.
+    # Fraction of the sampled tokens that are compared with their label first; None: all.
     first_pass: float | None = None
     explains: bool = True  # try other prompts and precisions for spans that no candidate explains
-    trees: bool = True  # forward shared prefixes once; if false, rows are forwarded separately
     tokens_per_micro_batch: int = 2048  # longer rows are forwarded alone
 
 
@@ -55,7 +54,7 @@ class AuditResult:
     num_mode_tokens: int = 0  # from which the mode is inferred; 0 if it is only assumed
     num_rows: int = 0  # audited
     num_suspicious: int = 0  # rows forwarded under all candidates, as they did not fit their label
-    num_first_scored: int = 0  # tokens that the first pass scored, without the sample
+    num_first_scored: int = 0  # tokens that the first pass compared, without the sample
     num_sampled: int = 0  # tokens of the audited rows
     clean: list[Residuals] = field(default_factory=list)  # of the spans without faults
     apart: dict[tuple[int, int], float] = field(

@@ -33,7 +33,7 @@ OTHER_SETTINGS = "sampling settings that change log-probabilities in unknown way
 NO_WEIGHTS = "the labelled weights are not among the candidates"
 TOO_LONG = "longer than the model's context"
 FEWEST, LAST_TOKENS = 4, 12
-"""The first pass scores at least `FEWEST` tokens of a span, half of them among the last `LAST_TOKENS`."""
+"""The first pass compares at least `FEWEST` tokens of a span, half of them among the last `LAST_TOKENS`."""
 CHUNK_TOKENS = 200_000
 """Number of response tokens whose scores are in memory at once."""
 
@@ -93,12 +93,12 @@ class AuditRows:
         has_reason = np.array([bool(reason) for reason in self.reasons], np.bool_)
         return np.flatnonzero(has_span & ~has_reason)
 
-    def targets(self, rows: IntArray, among: BoolArray | None = None) -> BoolArray:
-        """[T] true at the sampled tokens of some rows, as far as they are true in `among`."""
+    def targets(self, rows: IntArray) -> BoolArray:
+        """[T] true at the sampled tokens of some rows."""
         is_target = np.zeros(len(self.responses.values), np.bool_)
         _, start, length = self.spans[np.isin(self.spans[:, 0], rows)].T
         is_target[ranges(start, length)] = True
-        return is_target if among is None else is_target & among
+        return is_target
 
     def refuse(self, rows: BoolArray, reason: str) -> None:
         """Set the reason why rows ([R] bool) cannot be audited, unless they have one."""
@@ -263,7 +263,7 @@ def _spans(table: pl.DataFrame, responses: Ragged, logprobs: npt.NDArray[np.floa
 
 
 def choose_tokens(rows: AuditRows, usable: IntArray, share: float) -> BoolArray:
-    """[T] true at the tokens that a first pass scores, about a fraction `share` of sampled tokens.
+    """[T] true at the tokens that a first pass compares, about a fraction `share` of sampled tokens.
 
     The same number of tokens is chosen in every span, at least `FEWEST`, because checking the label
     of a short span takes as many tokens as checking the label of a long span. Half are chosen among

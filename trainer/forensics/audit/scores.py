@@ -207,7 +207,7 @@ class Weights:
     """Loads candidates, and keeps as many in memory as fit.
 
     `loaded` are policies that are already in memory, by index of the candidate; `trees` is whether
-    the policies will forward branching trees.
+    rows are forwarded as trees, with shared prefixes once, or separately.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Weights:
     ) -> None:
         self.candidates = candidates
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._loaded, self._trees = loaded or {}, trees
+        self._loaded, self.trees = loaded or {}, trees
         self._cache: dict[int, Policy] = {}
         self._checked = set[str]()
 
@@ -239,7 +239,7 @@ class Weights:
             kind = architecture(candidate)
             checks = kind not in self._checked  # trees are checked once for an architecture
             self._cache[number] = load_candidate(
-                candidate, device=self._device, trees=self._trees, checks=checks
+                candidate, device=self._device, trees=self.trees, checks=checks
             )
             self._checked.add(kind)
         return self._cache[number]
@@ -259,11 +259,6 @@ class Scored:
         self.parts.append(scores)
         self.num_scored += len(slots)
 
-    def has(self, slots: IntArray) -> BoolArray:
-        """True where a token has a score."""
-        has_score: BoolArray = self.place[slots] >= 0
-        return has_score
-
     def of(self, slots: IntArray) -> TokenScores:
         """Return the scores of tokens, which must all have one."""
         if len(self.parts) > 1:
@@ -281,15 +276,13 @@ def score_rows(
     *,
     budget: int,
     trees: bool = True,
-    among: BoolArray | None = None,
 ) -> None:
     """Forward the rows `wanted` under one candidate, and add scores of sampled tokens to `scored`.
 
-    If `among` is given ([T] bool), only these tokens are scored, and each row is forwarded up to its
-    last token to score. `budget` is the maximum number of tokens per forward pass, except for longer
-    rows; `trees` forward shared prefixes once.
+    `budget` is the maximum number of tokens per forward pass, except for longer rows; `trees` forward
+    shared prefixes once.
     """
-    is_target = rows.targets(wanted, among)
+    is_target = rows.targets(wanted)
     tokens, routes = (rows.prompts, rows.responses), rows.routes
     if trees:
         forests = tree_forests(trie_of(rows, is_target), *tokens, is_target, budget, routes=routes)
@@ -326,7 +319,7 @@ def trie_of(rows: AuditRows, is_target: BoolArray) -> Trie:
     return make_trie(rows.prompts, rows.responses, lengths, rows.group, every, rows.routes)
 
 
-def num_distinct_tokens(rows: AuditRows, wanted: IntArray, among: BoolArray | None = None) -> int:
+def num_distinct_tokens(rows: AuditRows, wanted: IntArray) -> int:
     """Count the tokens to forward to score some rows under one candidate."""
-    is_target = rows.targets(wanted, among)
+    is_target = rows.targets(wanted)
     return trie_of(rows, is_target).num_tokens if is_target.any() else 0

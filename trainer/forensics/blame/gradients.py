@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from schemas.errors import InputError
+from schemas.errors import InputError, RolloutError
 from schemas.ragged import BoolArray, IntArray
 from trainer.batch import Batch
 from trainer.batches.forest import Forest, chain_forests, with_sets
+from trainer.config.functions import POLICY_LOSS
 from trainer.loss import objective, targets_of, with_weights
 from trainer.models.attention import forward_mode_attention
 from trainer.models.policy import Policy
@@ -43,6 +44,9 @@ Direction = Mapping[str, Tensor]
 """A vector in parameter space: one tensor per trained parameter, by name."""
 BUDGET = 4096
 """Tokens per micro-batch when rows are forwarded alone."""
+SEPARATE = 1e-3
+"""Rows count as separate if leaving out other rows changes the derivatives of their loss by at most
+this much, relative to the largest derivative of the micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,14 +118,6 @@ def gradient_of(
     return total
 
 
-def loss_gradient(learner: Run, batch: Batch, forests: Sequence[Forest]) -> dict[str, Tensor]:
-    """Compute the gradient of the loss of a mini-batch, with the current policy as the old one."""
-    batch = with_weights(learner, batch, forests)
-    coefficients, targets = _coefficients(learner, batch, forests)
-    rows = np.unique(batch.responses.row_of(np.flatnonzero(targets)))
-    return gradient_of(learner, batch, targets, coefficients, rows)
-
-
 @torch.no_grad()
 def inner_products(
     learner: Run,
@@ -185,21 +181,16 @@ def zeros(learner: Run) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) for name, p in trained_parameters(learner)}
 
 
-def add(total: Mapping[str, Tensor], other: Direction, factor: float = 1.0) -> None:
-    """Add a multiple of a vector to `total`, in place."""
+def add(total: Mapping[str, Tensor], other: Direction) -> None:
+    """Add a vector to `total`, in place."""
     for name, tensor in other.items():
-        total[name].add_(tensor, alpha=factor)
+        total[name].add_(tensor)
 
 
 def norm(direction: Direction) -> float:
     """Compute the L2 norm over all parameters."""
     norms = (torch.linalg.vector_norm(t, dtype=torch.float64) for t in direction.values())
     return math.sqrt(sum(float(one) ** 2 for one in norms))
-
-
-def inner(a: Direction, b: Direction) -> float:
-    """Compute the inner product over all parameters."""
-    return sum(float((a[name] * b[name]).sum(dtype=torch.float64)) for name in a)
 
 
 def _coefficients(
@@ -257,3 +248,47 @@ def _weighted(outputs: Sequence[Tensor], coefficients: Coefficients, slot: Tenso
 def trained_parameters(learner: Run) -> list[tuple[str, torch.nn.Parameter]]:
     """List the parameters that the optimizer changes, with their names."""
     return [(name, p) for name, p in learner.policy.named_parameters() if p.requires_grad]
+
+
+def check_rows_are_separate(
+    learner: Run, batch: Batch, forests: list[Forest], rows: RowGradients
+) -> None:
+    """Check that in a user's loss, each row is independent of the other rows of its micro-batch.
+
+    Otherwise the gradient cannot be split into parts of single rows. In the losses of this package,
+    rows are independent, apart from the selection of targets by clip_cov and kl_cov.
+
+    Raises:
+        InputError: `blame_rows`: the derivatives of a row depend on other rows.
+    """
+    if not learner.config.loss.has_own_loss:
+        return
+    c, outputs = rows.coefficients.logprobs, rows.coefficients.outputs
+    for forest in forests:
+        slot = forest.target_slot
+        row = batch.responses.row_of(slot.numpy())
+        limit = SEPARATE * float(c[slot].abs().max()) if len(slot) else 0.0
+        for number in np.unique(row):
+            at = slot[torch.from_numpy(row == number)]
+            alone = _alone(learner, rows.batch, at, outputs[at])
+            if alone is not None and float((alone - c[at]).abs().max()) <= limit:
+                continue
+            got = (
+                f"the loss of row {batch.names[int(number)]} depends on other rows of its"
+                " micro-batch, so the update cannot be split into the contributions of its rows"
+            )
+            hint = "rollouts replay --without shows the effect of leaving a row out"
+            raise InputError(
+                "blame_rows",
+                f"{POLICY_LOSS.place} {learner.config.loss.policy_loss_type}",
+                got,
+                hint=hint,
+            )
+
+
+def _alone(learner: Run, batch: Batch, at: Tensor, logprobs: Tensor) -> Tensor | None:
+    """Compute the derivatives of the loss for a row alone; None if the loss fails."""
+    try:
+        return derivatives(learner, batch, at, logprobs, torch.zeros_like(logprobs))[0].cpu()
+    except RolloutError:
+        return None

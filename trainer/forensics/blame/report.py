@@ -16,7 +16,8 @@ from trainer.forensics.screens import bare_table, drawn, section
 
 STANDS_OUT = 4.0
 """Minimum score at which a row is reported as standing out."""
-FORMATS = {"mismatch": ".2g", "step_change": ".1%", "held_out_change": "+.2g"}
+NUM_UNITS = 3
+"""Number of trajectories and of groups that the screen shows."""
 MAJORITY = 0.5
 """Minimum share of the gradient at which a trajectory with several rows is reported."""
 
@@ -42,11 +43,7 @@ def finding(result: Blame) -> str:
     """Return a sentence that names the trajectory or row that stands out, or says that none does."""
     if (unit := _dominant(result)) is not None:
         rows, share = count(unit["num_rows"], "row"), f"{100 * unit['share']:.0f} %"
-        others = f"{result.gradient_norm:.3g} to {unit['norm_without']:.3g}"
-        return (
-            f"{unit['trajectory_id']} ({rows}) accounts for {share} of the gradient: without it, the"
-            f" norm would change from {others}."
-        )
+        return f"{unit['trajectory_id']} ({rows}) accounts for {share} of the gradient."
     first = result.rows.row(0, named=True)
     if first["score"] < STANDS_OUT:
         most = result.rows.sort(pl.col("share").abs(), descending=True).row(0, named=True)
@@ -145,17 +142,14 @@ def screen(result: Blame, limit: int) -> str:
 
 
 def _row_table(result: Blame, limit: int) -> Table:
-    shown = result.rows.head(limit)
     table = bare_table()
-    optional = ("mismatch", "step_change", "held_out_change")
-    titles = {"held_out_change": "held-out", "step_change": "step change"}
-    used = [name for name in optional if _is_known(shown[name])]
+    has_mismatch = result.rows["mismatch"].is_not_nan().any()
     table.add_column("", justify="right")
     table.add_column("row", overflow="fold")
-    others = [titles.get(name, name) for name in used]
-    for title in ("tokens", "advantage", "share", "norm", "without", "surprise", *others, "score"):
+    optional = ["mismatch"] if has_mismatch else []
+    for title in ("tokens", "advantage", "share", "norm", "surprise", *optional, "score"):
         table.add_column(title, justify="right", no_wrap=True)
-    for number, row in enumerate(shown.iter_rows(named=True), start=1):
+    for number, row in enumerate(result.rows.head(limit).iter_rows(named=True), start=1):
         table.add_row(
             str(number),
             printable(row["row"]),
@@ -163,34 +157,19 @@ def _row_table(result: Blame, limit: int) -> Table:
             f"{row['advantage']:+.2f}",
             f"{row['share']:.1%}",
             f"{row['gradient_norm']:.2g}",
-            _shown(row["norm_without"]),
             f"{row['surprise']:.2f}",
-            *(_shown(row[name], FORMATS[name]) for name in used),
+            *(f"{row[name]:.2g}" for name in optional),
             f"{row['score']:.1f}",
             style="red" if row["score"] >= STANDS_OUT else "",
         )
     return table
 
 
-def _is_known(values: pl.Series) -> bool:
-    return bool((values.is_not_null() & values.is_not_nan()).any())
-
-
-def _shown(value: float | None, form: str = ".3g") -> str:
-    return "-" if value is None else format(value, form)
-
-
 def _unit_table(units: pl.DataFrame, key: str) -> Table:
     table = bare_table()
     table.add_column(key.removesuffix("_id").replace("instance", "group"), overflow="fold")
-    for title in ("rows", "share", "norm", "without"):
+    for title in ("rows", "share"):
         table.add_column(title, justify="right", no_wrap=True)
-    for unit in units.filter(pl.col("gradient_norm").is_not_null()).iter_rows(named=True):
-        table.add_row(
-            printable(unit[key]),
-            f"{unit['num_rows']:,}",
-            f"{unit['share']:.1%}",
-            f"{unit['gradient_norm']:.2g}",
-            _shown(unit["norm_without"]),
-        )
+    for unit in units.head(NUM_UNITS).iter_rows(named=True):
+        table.add_row(printable(unit[key]), f"{unit['num_rows']:,}", f"{unit['share']:.1%}")
     return table

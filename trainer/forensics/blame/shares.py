@@ -17,17 +17,7 @@ from trainer.batch import Batch
 from trainer.batches.stored_rows import Origins
 from trainer.forensics.blame.gradients import RowGradients
 
-OF_SEQUENCE = (
-    "gradient_norm",
-    "norm_without",
-    "advantage",
-    "mismatch",
-    "surprise",
-    "score",
-    "step_share",
-    "step_change",
-    "held_out_change",
-)
+OF_SEQUENCE = ("gradient_norm", "advantage", "mismatch", "surprise", "score")
 
 
 def shares_table(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.view.run_files import changed_rows, recorded_rows
+from pipelines.view.run_files import changed_rows, metric_lines, recorded_rows
 from rollout_io.configuration import build, checked_values, flat, with_options
 from schemas.errors import ConfigError, InputError
 from trainer.config.sections import BatchConfig
@@ -138,7 +137,8 @@ def read_recorded(path: Path, places: Mapping[str, str] | None = None) -> Record
         raise InputError("resume_config", str(file), f"lacks {' and '.join(lacking)}")
     config = build(TrainConfig, values)
     _check_places(config, str(file), is_loop=num_iterations is not None)
-    return RecordedRun(path=path, config=config, num_iterations=num_iterations, lines=_lines(path))
+    lines = tuple(line for line in metric_lines(path) if _EVALUATED not in line)
+    return RecordedRun(path=path, config=config, num_iterations=num_iterations, lines=lines)
 
 
 def refuse_changed(run: RecordedRun, dataset: str, update: int) -> None:
@@ -168,21 +168,3 @@ def _check_places(config: TrainConfig, file: str, *, is_loop: bool) -> None:
                 " which the run was started"
             )
             raise ConfigError("replay_place", file, got, hint=hint)
-
-
-def _lines(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """Read the lines of mini-batches, except an incomplete line that is still being written."""
-    file = path / "metrics.jsonl"
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    records = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or type(record.get("global_step")) is not int:
-            got, expected = repr(line[:60]), "a JSON object with an integer global_step"
-            raise InputError("metrics_file", f"{file}:{number}", got, expected)
-        if _EVALUATED not in record:
-            records.append(record)
-    return tuple(records)

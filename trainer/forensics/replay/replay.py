@@ -138,13 +138,26 @@ def replay(
                 result = make_update(before.run, before.step, before.progress, passes)
                 passes.end_update(stepped=not result.metrics["skipped"])
     with naming_damaged(recorded, update):
-        compared = _compared(before, result, is_changed=changed is not None)
+        compared, differences = _compared(before, result, is_changed=changed is not None)
     if out is not None:
         _write(Path(out), run_after)
-    return dataclasses.replace(
-        compared,
+    iteration = iteration_of(before.recorded, before.run)
+    names = compared_metrics(before.line, is_loop=bool(iteration))
+    return Replay(
+        run=str(path),
+        update=update,
+        iteration=iteration.get("iteration"),
+        checkpoint=None if before.checkpoint is None else str(before.checkpoint),
+        num_forwarded=len(before.forwarded),
+        num_threads=torch.get_num_threads(),
+        compared=tuple(compared),
+        not_compared=tuple(name for name in before.line if name not in names),
+        differences=tuple(differences),
+        recorded=before.line,
+        replayed=as_recorded(iteration | result.metrics),
         changed=changed,
         changes=tuple(describe(dataclasses.replace(changes, settings=settings))),
+        notes=tuple(_notes(before)),
         out=None if out is None else str(out),
     )
 
@@ -180,22 +193,22 @@ def _paused(run: Run) -> Run:
     return dataclasses.replace(run, optimizer=optimizers[0], critic_optimizer=optimizers[1])
 
 
-def _compared(before: Reconstruction, result: Step, *, is_changed: bool) -> Replay:
-    """Compare a replayed update with the run's records.
+def _compared(
+    before: Reconstruction, result: Step, *, is_changed: bool
+) -> tuple[list[str], list[Difference]]:
+    """Compare a replayed update with the run's records: what is compared, and what differs.
 
-    The weights and the state after the update are compared too, unless changes will be result.
+    The weights and the state after the update are compared too, unless changes are made to it.
     """
-    recorded, update, run = before.recorded, before.update, before.run
+    recorded, update = before.recorded, before.update
     is_loop = recorded.num_iterations is not None
     differences: list[Difference] = []
     for one in before.forwarded:
         step = one.metrics["global_step"]
         differences += metric_differences(one.recorded, one.metrics, step, is_loop=is_loop)
-    iteration = iteration_of(recorded, run)
-    replayed = iteration | result.metrics
+    replayed = iteration_of(recorded, before.run) | result.metrics
     differences += metric_differences(before.line, replayed, update, is_loop=is_loop)
-    names = compared_metrics(before.line, is_loop=is_loop)
-    compared = [count(len(names), "metric")]
+    compared = [count(len(compared_metrics(before.line, is_loop=is_loop)), "metric")]
     if before.forwarded:
         on_the_way = count(len(before.forwarded), "update")
         compared.append(f"the metrics of {on_the_way} before it")
@@ -206,23 +219,7 @@ def _compared(before: Reconstruction, result: Step, *, is_changed: bool) -> Repl
         for what, more in _saved_differences(before, result):
             compared.append(what)
             differences += more
-    return Replay(
-        run=str(recorded.path),
-        update=update,
-        iteration=iteration.get("iteration"),
-        checkpoint=None if before.checkpoint is None else str(before.checkpoint),
-        num_forwarded=len(before.forwarded),
-        num_threads=torch.get_num_threads(),
-        compared=tuple(compared),
-        not_compared=tuple(name for name in before.line if name not in names),
-        differences=tuple(differences),
-        recorded=before.line,
-        replayed=as_recorded(replayed),
-        changed=None,
-        changes=(),
-        notes=tuple(_notes(before)),
-        out=None,
-    )
+    return compared, differences
 
 
 def _saved_differences(

@@ -34,16 +34,14 @@ def model(tmp_path_factory, tokenizer):
         pytest.param("lora_kl", marks=pytest.mark.nightly),
     ],
 )
-def test_updates_of_the_loop_are_attributed_as_replays_without_a_row_are_made(
+def test_updates_of_the_loop_are_attributed_to_their_rows(
     tmp_path, model, tokenizer, monkeypatch, kind
 ):
-    """With the last iteration's rows as held-out rows of an update of the first."""
     for module in ("trainer.rl.loop", "trainer.engine.embedded", "trainer.run.same_tokenizer"):
         monkeypatch.setattr(f"{module}.load_tokenizer", lambda *_, **__: tokenizer)
     train = {"epochs_per_batch": 2, "groups_per_mini_batch": 2} | KINDS[kind]
     generate = {"environment": f"{HERE}:TwoTurns"}
     config = config_of(tmp_path, model, num_iterations=2, train=train, generate=generate)
     rl.run(config)
-    held_out = Path(config.run.out) / "rollouts" / "iteration_00001"
-    found = check_blame(Path(config.run.out), 2, 3, held_out=str(held_out))
+    found = check_blame(Path(config.run.out), 2)
     assert len(found.groups) == 2
