@@ -61,11 +61,7 @@ VERDICT_COLUMNS: tuple[Column, ...] = (
     Column(name="span", type=pa.int32(), meaning="index of the span in its row, from 0"),
     Column(name="start", type=pa.int32(), meaning="position of the span's first token"),
     Column(name="end", type=pa.int32(), meaning="position after the span's last token"),
-    Column(
-        name="num_tokens",
-        type=pa.int32(),
-        meaning="tokens that were compared: after a first pass, fewer than `end` - `start`",
-    ),
+    Column(name="num_tokens", type=pa.int32(), meaning="tokens that were compared"),
     Column(name="kind", type=pa.string(), meaning="the fault, or `as_labelled`"),
     _optional("labelled_version", pa.int32(), "`policy_version` of the row"),
     _optional("best_version", pa.int32(), "best-fitting version; for a swap, the version before"),

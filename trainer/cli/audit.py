@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import click
 
 from rollout_io.cli.output import emit_json, emit_styled, example, note, shown_log, warn
-from rollout_io.cli.usage import Number
 from rollout_io.retokenize.local import about_other_tokenizer, tokenizer_directory
 from schemas.errors import InputError, count
 
@@ -44,13 +43,6 @@ EXAMPLE = "rollouts audit run/rollouts/iteration_00005 --weights run --tokenizer
     type=click.Choice(["raw", "processed"]),
     help="Kind of the stored log-probabilities.  [default: as in the dataset's metadata]",
 )
-@click.option(
-    "--first-pass",
-    type=Number(0, 1, min_open=True),
-    metavar="SHARE",
-    help="First compare only this share of the sampled tokens, spread over each response, with their"
-    " labelled weights; then all tokens of suspicious rows.",
-)
 @click.option("--thorough", is_flag=True, help="Forward every row under every candidate.")
 @click.option(
     "--limit", type=click.IntRange(min=0), default=10, help="Maximum number of faults to list."
@@ -64,7 +56,6 @@ def audit(
     base: str | None,
     out: str | None,
     logprobs_mode: LogprobsMode | None,
-    first_pass: float | None,
     thorough: bool,
     limit: int,
     as_json: bool,
@@ -80,8 +71,6 @@ def audit(
     By default, each row is forwarded under its labelled weights, and under the other candidates only
     if the labelled weights do not fit.
     """
-    if first_pass is not None and thorough:
-        raise click.UsageError("--first-pass and --thorough are mutually exclusive.")
     if tokenizer is not None:
         tokenizer_directory(tokenizer)  # before slow imports
     from rollout_io.dataset.locking import check_table_out, write_table
@@ -113,7 +102,7 @@ def audit(
             warn(about_other_tokenizer(tokenizer, metadata))
     defaults = defaults_of(candidates)
     chunks = read_audit_rows(open_valid(dataset), metadata, logprobs_mode, defaults)
-    settings = AuditSettings(thorough=thorough, first_pass=first_pass)
+    settings = AuditSettings(thorough=thorough)
     bar: Bar | None = None
 
     def announce(plan: Plan, cost: Cost, num_tokens: int) -> None:

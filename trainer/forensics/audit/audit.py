@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from schemas.errors import InputError, count
-from schemas.ragged import BoolArray, IntArray
+from schemas.ragged import IntArray
 from trainer.forensics.audit.candidates import context_tokens
 from trainer.forensics.audit.causes import describe
 from trainer.forensics.audit.explanations import Search
@@ -29,7 +29,6 @@ from trainer.forensics.audit.rows import (
     TOO_LONG,
     AuditRows,
     Truncation,
-    choose_tokens,
 )
 from trainer.forensics.audit.scores import (
     Cost,
@@ -48,7 +47,7 @@ GOLDEN = 0.6180339887
 """Multiples of this number, modulo 1, are spread evenly, even if there are only a few."""
 REPEATED, MIXED = 0.01, 0.03
 """Limits on tokens forwarded twice, as fractions of candidates x distinct tokens: because the sample
-splits a group, because its rows have different labels."""
+splits a group, and because its rows have different labels."""
 EXTRA, EXTRA_TOKENS = 1.1, 10_000
 """To explain differences, an audit may forward `EXTRA` x candidates x distinct tokens in all, and at
 least `EXTRA_TOKENS`, so that a few rows of a small dataset can be explained."""
@@ -97,10 +96,8 @@ def run_audit(
 class ChunkAudit:
     """Audit of a chunk of rows, which adds its counts to `result`.
 
-    Call `plan`, `score` and `verdicts`, in this order.
-    `label` are the labelled candidates ([R]), `complete` is true where a row is scored under a
-    candidate ([N, R]), and `among` at the tokens that a first pass compares ([T]; None: all).
-    `partial` is true for the rows of which only these tokens are compared ([R]).
+    Call `plan`, `score` and `verdicts`, in this order. `label` are the labelled candidates ([R]), and
+    `complete` is true where a row is scored under a candidate ([N, R]).
     """
 
     def __init__(
@@ -119,10 +116,7 @@ class ChunkAudit:
         contexts = [tokens for one in candidates if (tokens := context_tokens(one))]
         rows.refuse(lengths > min(contexts, default=np.inf), TOO_LONG)
         self.usable = self.sample = rows.auditable
-        self.among: BoolArray | None = None
-        self.partial = np.zeros(rows.num_rows, np.bool_)
         result.num_rows += len(self.usable)
-        result.num_sampled += int(rows.targets(self.usable).sum())
         result.mode_is_inferred = rows.mode is None
         result.mode = rows.mode or result.mode
         self.drop_scores()
@@ -150,14 +144,10 @@ class ChunkAudit:
             of_group[self.label[labelled], rows.group[labelled]] = True
             self.first[:, self.rest] = of_group[:, rows.group[self.rest]]
             mixed = 0
-        share = self.settings.first_pass
-        if share is not None and share < 1:
-            self.among = choose_tokens(rows, self.rest, share)
-            self.partial[self.rest] = True
         plan.num_distinct += num_distinct
         plan.num_first += number * num_distinct_tokens(rows, self.sample)
-        for is_first in self.first[:, self.rest]:
-            plan.num_first += num_distinct_tokens(rows, self.rest[is_first])
+        parts = (self.rest[is_first] for is_first in self.first[:, self.rest])
+        plan.num_first += sum(num_distinct_tokens(rows, part) for part in parts)
         plan.num_most += number * num_distinct + repeated + mixed
 
     def _sample(self) -> IntArray:
@@ -198,18 +188,12 @@ class ChunkAudit:
             self._learn(clean)
         for number in range(len(self.complete)):
             self._score(number, self.rest[self.first[number, self.rest]])
-        compared, suspicious = self.rows.targets(self.rest), set[int]()
-        if self.among is not None:
-            compared &= self.among
-            suspicious = self._suspicious(self.rest)
-            self.partial[list(suspicious)] = False
         if clean is not None:  # now from more rows
             self._learn(clean)
-        suspicious |= self._suspicious(self.rest[~self.partial[self.rest]])
+        suspicious = self._suspicious(self.rest)
         wanted = np.array(sorted(suspicious), np.int64)
         for number in range(len(self.complete)):
             self._score(number, wanted[~self.complete[number, wanted]])
-        self.result.num_first_scored += int(compared.sum())
         self.result.num_suspicious += len(wanted)
 
     def _learn(self, clean: Sequence[Residuals]) -> None:
@@ -272,9 +256,7 @@ class ChunkAudit:
         row, start, length = rows.spans[number].tolist()
         label, slots = int(self.label[row]), np.arange(start, start + length)
         candidates = np.flatnonzero(self.complete[:, row]).tolist()
-        if self.partial[row] and self.among is not None:
-            slots = slots[self.among[slots]]
-        if rows.reasons[row] or not candidates or not len(slots):
+        if rows.reasons[row] or not candidates:
             return None
         inverse, top_p, top_k, min_p = rows.settings[row].tolist()
         return Span(
@@ -285,7 +267,6 @@ class ChunkAudit:
             truncation=Truncation(top_p, int(top_k), min_p),
             temperature=float(rows.temperature[row]),
             is_assumed=bool(rows.is_assumed[row]),
-            is_whole=len(slots) == length,
         )
 
     def verdicts(self, variants: PromptVariants | None) -> pl.DataFrame:

@@ -67,7 +67,6 @@ class Span:
     truncation: Truncation = OFF  # labelled truncation
     temperature: float = 1.0  # as stored: 0 for greedy sampling, NaN if unknown
     is_assumed: bool = False  # the row records no settings: these are the model's defaults
-    is_whole: bool = True  # false if only some tokens are included, which need not be adjacent
 
     def residuals(self, candidate: int, mode: LogprobsMode) -> Residuals:
         """Return the residuals of a candidate at the labelled settings."""
@@ -210,7 +209,7 @@ class Judge:
         usual, tokens = span.residuals(candidate, self.mode), span.tokens_as_labelled(candidate)
         raw, processed = span.at_temperature(candidate, 1.0), span.processed(candidate)
         extra += PENALTY
-        for offset in OFFSETS if span.is_whole else ():
+        for offset in OFFSETS:
             if abs(offset) < len(span.stored):
                 shifted, penalty = span.shifted(usual, offset), extra + log(len(OFFSETS))
                 yield self.fit(span, "offset", candidate, shifted, penalty=penalty, offset=offset)
@@ -291,7 +290,7 @@ class Judge:
         fits = [*versions, *self.settings(span, label.candidate, 0.0)]
         if first is not label:
             fits += self.settings(span, first.candidate, self.noise.caution * PENALTY)
-        if len(versions) > 1 and len(span.stored) > 1 and span.is_whole:
+        if len(versions) > 1 and len(span.stored) > 1:
             fits.append(self.swap(span))
         default = self._default(span, label.candidate) if span.is_assumed else label
         best = max([*fits, default], key=lambda fit: fit.score)

@@ -25,7 +25,7 @@ def best_residuals(span: Span) -> Residuals:
             for mode in MODES:
                 residuals = span.residuals(candidate, mode)
                 yield residuals
-                for offset in OFFSETS if span.is_whole else ():
+                for offset in OFFSETS:
                     if abs(offset) < len(span.stored):
                         yield span.shifted(residuals, offset)
             yield from (span.at_temperature(candidate, inverse) for inverse in INVERSE_TEMPERATURES)

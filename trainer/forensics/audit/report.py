@@ -76,8 +76,6 @@ def summary(result: AuditResult, limit: int) -> dict[str, Any]:
             "share": cost.num_tokens / max(plan.num_candidates * plan.num_distinct, 1),
             "seconds": cost.seconds,
             "num_suspicious_rows": result.num_suspicious,
-            "num_first_scored_tokens": result.num_first_scored,
-            "num_sampled_tokens": result.num_sampled,
             "num_planned_first_tokens": plan.num_first,
         },
         "worst": worst(result, limit).to_dicts(),
@@ -144,20 +142,7 @@ def _facts(result: AuditResult) -> list[str]:
         f"forwarded           {cost.num_tokens:,} tokens in {duration(cost.seconds)} ({share:.0%} of"
         " candidates x distinct tokens)"
     )
-    compared, sampled = compared_tokens(result)
-    if compared < sampled:
-        lines.append(
-            f"compared            {compared:,} of {sampled:,} sampled tokens ({compared / sampled:.0%}):"
-            " the first pass compares a few of each span"
-        )
     return lines
-
-
-def compared_tokens(result: AuditResult) -> tuple[int, int]:
-    """Return the number of tokens that verdicts are based on, and the number in their spans."""
-    checked = result.verdicts.filter(pl.col("kind") != "not_checked")
-    lengths = checked.select(pl.col("end") - pl.col("start")).to_series()
-    return int(checked["num_tokens"].sum()), int(lengths.sum())
 
 
 def _table(*names: str) -> Table:

@@ -23,8 +23,6 @@ class AuditSettings:
     """Settings of an audit."""
 
     thorough: bool = False  # forward all rows under all candidates
-    # Fraction of the sampled tokens that are compared with their label first; None: all.
-    first_pass: float | None = None
     explains: bool = True  # try other prompts and precisions for spans that no candidate explains
     tokens_per_micro_batch: int = 2048  # longer rows are forwarded alone
 
@@ -54,8 +52,6 @@ class AuditResult:
     num_mode_tokens: int = 0  # from which the mode is inferred; 0 if it is only assumed
     num_rows: int = 0  # audited
     num_suspicious: int = 0  # rows forwarded under all candidates, as they did not fit their label
-    num_first_scored: int = 0  # tokens that the first pass compared, without the sample
-    num_sampled: int = 0  # tokens of the audited rows
     clean: list[Residuals] = field(default_factory=list)  # of the spans without faults
     apart: dict[tuple[int, int], float] = field(
         default_factory=dict

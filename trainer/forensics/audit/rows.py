@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +31,6 @@ RETOKENIZED = "re-tokenized text"
 OTHER_SETTINGS = "sampling settings that change log-probabilities in unknown ways"
 NO_WEIGHTS = "the labelled weights are not among the candidates"
 TOO_LONG = "longer than the model's context"
-FEWEST, LAST_TOKENS = 4, 12
-"""The first pass compares at least `FEWEST` tokens of a span, half of them among the last `LAST_TOKENS`."""
 CHUNK_TOKENS = 200_000
 """Number of response tokens whose scores are in memory at once."""
 
@@ -260,31 +257,3 @@ def _spans(table: pl.DataFrame, responses: Ragged, logprobs: npt.NDArray[np.floa
     spans = np.concatenate([spans, np.stack([row_of[begin], begin, end - begin], 1)])
     spans = spans[spans[:, 2] > 0]
     return spans[np.lexsort((spans[:, 1], spans[:, 0]))]
-
-
-def choose_tokens(rows: AuditRows, usable: IntArray, share: float) -> BoolArray:
-    """[T] true at the tokens that a first pass compares, about a fraction `share` of sampled tokens.
-
-    The same number of tokens is chosen in every span, at least `FEWEST`, because checking the label
-    of a short span takes as many tokens as checking the label of a long span. Half are chosen among
-    the last tokens, to reveal weights that were swapped mid-response; half are spread over the rest.
-    """
-    spans = rows.spans[np.isin(rows.spans[:, 0], usable)]
-    lengths = spans[:, 2]
-    sizes = np.arange(FEWEST, int(lengths.max(initial=FEWEST)) + 1)
-    totals = np.array([np.minimum(lengths, size).sum() for size in sizes])
-    number = int(sizes[max(np.searchsorted(totals, share * lengths.sum(), side="right") - 1, 0)])
-    is_chosen = np.zeros(len(rows.responses.values), np.bool_)
-    at_end = (number + 1) // 2
-    for _, start, length in spans.tolist():
-        if length <= number:
-            is_chosen[start : start + length] = True
-            continue
-        last = min(max(length // 2, at_end), max(LAST_TOKENS, at_end))
-        before = np.linspace(0, length - last, number - at_end + 1).astype(np.int64)
-        after = np.linspace(length - last, length, at_end + 1).astype(np.int64)[1:]
-        for first, end in pairwise([*before.tolist(), *after.tolist()]):
-            # A nearly certain token has the same log-probability under all weights.
-            unlikely = np.argmin(np.nan_to_num(rows.logprobs[start + first : start + end]))
-            is_chosen[start + first + unlikely] = True
-    return is_chosen

@@ -247,7 +247,7 @@ class Weights:
 
 @dataclass(kw_only=True)
 class Scored:
-    """Scores of response tokens under one candidate; some tokens may have none."""
+    """Scores of response tokens under one candidate; tokens of some rows have none."""
 
     place: IntArray  # [T] index of each token's score; -1 if the token has none
     parts: list[TokenScores] = field(default_factory=list)  # in the order of their computation

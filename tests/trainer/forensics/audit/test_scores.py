@@ -1,6 +1,5 @@
 """Scores from one forward pass equal those that plain forward passes and the sampler give."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -349,13 +348,3 @@ def test_reduced_precision_needs_more_evidence_for_another_version():
     kinds = [Judge(Noise(kappa=kappa), "processed")(span).kind for kappa in (0.009, 0.05)]
     assert kinds == ["version", "as_labelled"]
     assert Noise(kappa=0.05).caution == CAUTION
-
-
-def test_a_part_of_the_tokens_places_no_swap():
-    """Of tokens that are not adjacent, a position would be that of another token."""
-    label, other = scores_of_versions(2, apart=0.5)
-    stored = np.concatenate([label.at(1.0)[:30], other.at(1.0)[30:]])
-    span = span_of(stored, label, other)
-    judge = Judge(Noise(kappa=2e-3, num_tokens=1000), "processed")
-    assert (judge(span).kind, judge(span).position) == ("swap", 30)
-    assert judge(dataclasses.replace(span, is_whole=False)).position is None

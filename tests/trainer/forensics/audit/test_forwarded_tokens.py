@@ -1,4 +1,4 @@
-"""Which tokens an audit forwards and scores first, and what its verdicts rest on."""
+"""Which tokens an audit forwards, and what its verdicts rest on."""
 
 import json
 
@@ -15,7 +15,7 @@ from tests.helpers.trainer_helpers import write_dataset
 from trainer.forensics.audit.audit import run_audit
 from trainer.forensics.audit.candidates import find_candidates
 from trainer.forensics.audit.result import FAULTS, AuditSettings
-from trainer.forensics.audit.rows import TOO_LONG, choose_tokens, read_audit_rows, to_audit_rows
+from trainer.forensics.audit.rows import TOO_LONG, read_audit_rows
 from trainer.forensics.audit.scores import Weights
 
 MODELS = tiny_models(3, 0.2, initializer_range=0.3)
@@ -32,40 +32,6 @@ def audited(path, weights, *, explains=False, **settings):
     rows = read_audit_rows(rollout_io.scan(path), rollout_io.read_metadata(path))
     found = Weights(find_candidates([weights]), device=torch.device("cpu"))
     return run_audit(rows, found, AuditSettings(explains=explains, **settings), dataset=str(path))
-
-
-def late_swaps(number):
-    """Rows of which every tenth has weights that were swapped 8 tokens before its end."""
-    rng = np.random.default_rng(0)
-    asked = [
-        Request(
-            prompt=prompt_of(rng),
-            noise=EXACT,
-            versions=(lambda p: 1 if p < 32 else 2) if i % 10 == 1 else 1,
-        )
-        for i in range(number)
-    ]
-    sampled = sample(MODELS, asked)
-    return [row(i, 0, asked[i].prompt, one, version=1) for i, one in enumerate(sampled)]
-
-
-@pytest.mark.slow
-def test_late_swaps_are_found_from_a_tenth_of_the_tokens(weights, tmp_path, capsys):
-    path = write_dataset(tmp_path / "ds", late_swaps(60), logprobs_mode="processed")
-    result = audited(path, weights, first_pass=0.1)
-    assert result.num_first_scored <= 0.1 * result.num_sampled
-    found = result.verdicts
-    swapped = found.filter(pl.col("kind") == "swap")["trajectory_id"].to_list()
-    assert sorted(swapped) == sorted(f"g{i}_0" for i in range(1, 60, 10))
-    assert (found.filter(pl.col("kind") == "swap")["swap_position"] - 32).abs().max() <= 2
-    assert (found["end"] - found["start"] == 40).all()
-    partial = found.filter(pl.col("num_tokens") < 40)
-    assert set(partial["num_tokens"]) == {4}
-    assert set(partial["kind"]) == {"as_labelled"}
-    assert len(partial) >= 45
-    assert run(["audit", path, "--weights", weights, "--first-pass", "0.1", "--limit", "0"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"compared {found['num_tokens'].sum():,} of 2,400 sampled tokens" in said
 
 
 def rows_of_groups(*, prompt, response, labels, sampled_by, num_groups=8, size=8):
@@ -89,22 +55,12 @@ LABELS_AND_VERSIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("faults", "first_pass"),
-    [
-        ("no_fault", None),
-        ("other_weights", 0.2),
-        ("several_labels", None),
-        pytest.param("no_fault", 0.2, marks=pytest.mark.nightly),
-        pytest.param("other_weights", None, marks=pytest.mark.nightly),
-        pytest.param("several_labels", 0.2, marks=pytest.mark.nightly),
-    ],
-)
-def test_long_prompts_of_groups_are_not_forwarded_twice(weights, tmp_path, faults, first_pass):
+@pytest.mark.parametrize("faults", LABELS_AND_VERSIONS)
+def test_long_prompts_of_groups_are_not_forwarded_twice(weights, tmp_path, faults):
     labels, sampled_by = LABELS_AND_VERSIONS[faults]
     rows = rows_of_groups(prompt=60, response=6, labels=labels, sampled_by=sampled_by)
     path = write_dataset(tmp_path / "ds", rows, logprobs_mode="processed")
-    result = audited(path, weights, first_pass=first_pass)
+    result = audited(path, weights)
     plan, cost = result.plan, result.cost.num_tokens
     thorough = plan.num_candidates * plan.num_distinct
     is_faulty = sampled_by(0) != labels(0)
@@ -112,7 +68,7 @@ def test_long_prompts_of_groups_are_not_forwarded_twice(weights, tmp_path, fault
     assert plan.num_first <= cost <= plan.num_most <= 1.1 * thorough
     if not is_faulty:
         assert cost < 0.6 * thorough
-    if result.num_suspicious + 8 == 64 and first_pass is None:  # and a sample of one group
+    if result.num_suspicious + 8 == 64:  # and a sample of one group
         assert cost == plan.num_most
 
 
@@ -125,22 +81,6 @@ def test_a_sample_takes_whole_groups(weights, tmp_path):
     group = (60 + 8 * 5, 60 + 8 * 6)  # responses may share tokens
     again = (result.plan.num_first - result.plan.num_distinct) / 2
     assert again <= group[1]
-
-
-def test_tokens_are_chosen_up_to_the_end_and_where_weights_matter():
-    stored = [-0.001] * 100
-    for at in (3, 50, 91, 97):
-        stored[at] = -2.0
-    one = row(0, 0, [1], ([1] * 100, stored))
-    table = pl.DataFrame([one]).with_columns(
-        pl.lit(None, pl.Float32).alias("top_p"),
-        pl.lit(None, pl.Int32).alias("top_k"),
-        pl.lit(None, pl.String).alias("sampling_extra"),
-    )
-    rows = to_audit_rows(table, "processed")
-    chosen = np.flatnonzero(choose_tokens(rows, np.arange(1), 0.04)).tolist()
-    assert chosen == [3, 50, 91, 97]
-    assert choose_tokens(rows, np.arange(1), 0.5).sum() == 50
 
 
 @pytest.mark.slow
