@@ -127,7 +127,7 @@ class ChunkAudit:
         self.complete = np.zeros((len(self.weights.candidates), self.rows.num_rows), np.bool_)
 
     def plan(self, *, with_sample: bool) -> None:
-        """Choose the sample, and the rows that the first pass scores under each candidate."""
+        """Choose the sample, and the other rows that are scored under each candidate at first."""
         rows, usable, plan, number = self.rows, self.usable, self.result.plan, len(self.complete)
         num_distinct = num_distinct_tokens(rows, usable)
         if not self.settings.thorough:
