@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -56,21 +55,21 @@ class _Log(msgspec.Struct, gc=False):
     eval: _Eval
     status: str = "started"
     error: _Error | None = None
-    samples: list[Any] | None = None
+    samples: list[msgspec.Raw] | None = None
 
 
 _LOG_DECODER = msgspec.json.Decoder(_Log)
 
 
 @lru_cache(maxsize=2)
-def _log(path: Path, name: str, _: Version) -> _Log:
-    """Return what a log has beside its samples; of these, only their number."""
+def _log(path: Path, name: str, _: Version) -> tuple[_Log, int]:
+    """Return what a log has beside its samples, and their number."""
     if not is_zip(path):
         content = read_input(path)
         refuse_lfs_pointer(content, name)
         log = decode_document(_LOG_DECODER, plain_json(content), name)
-        log.samples = [None] * len(log.samples or ())
-        return log
+        num_samples, log.samples = len(log.samples or ()), None  # which would keep the whole file
+        return log, num_samples
     members = members_of(path, name)
     header = next((header for header in _HEADERS if header in members), None)
     if header is None:
@@ -78,16 +77,15 @@ def _log(path: Path, name: str, _: Version) -> _Log:
         raise InputError("inspect_archive", name, got)
     where = f"{name}, {header}"
     log = decode_document(_LOG_DECODER, plain_json(read_member(path, header, where)), where)
-    log.samples = [name for name in members if name.startswith(_SAMPLES)]
-    return log
+    return log, sum(name.startswith(_SAMPLES) for name in members)
 
 
 def _files(given: Input) -> Iterator[Input | About]:
-    log = _log(given.path, given.name, Version.of(given.path))
+    log, num_samples = _log(given.path, given.name, Version.of(given.path))
     if log.status != _SUCCESS:
         message = log.error.message if log.error else ""
         yield About(_STATUS, {given.name: f"{log.status}: {message}".rstrip(": ")})
-    if not log.samples:
+    if not num_samples:
         got = f"the log has no samples (status {log.status!r})"
         hint = "run the evaluation without --no-log-samples, or leave this log out"
         raise InputError("no_samples", given.name, got, hint=hint)
@@ -96,7 +94,7 @@ def _files(given: Input) -> Iterator[Input | About]:
 
 def _run(sample: Sample, place: Place) -> Run:
     name = place.where.rpartition(", samples")[0]
-    log = _log(place.path, name, Version.of(place.path))
+    log, _ = _log(place.path, name, Version.of(place.path))
     instance = str(sample.id)
     labels = {"sample": instance, "epoch": str(sample.epoch), "task": log.eval.task}
     labels |= {"status": log.status, "model": log.eval.model or "unknown"}

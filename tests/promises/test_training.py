@@ -99,8 +99,9 @@ def test_what_entered_the_loss_can_be_read_token_by_token(paths, tmp_path):
 def test_rows_that_cannot_train_as_configured_are_refused_before_anything_is_written(
     paths, tmp_path
 ):
-    with pytest.raises(RolloutError):
+    with pytest.raises(RolloutError) as caught:
         train(paths, tmp_path / "run", loss__policy_loss_type="distill")
+    assert caught.value.rule == "teacher_logprobs"
     assert not [*tmp_path.glob("run/checkpoints/*")]
 
 

@@ -86,8 +86,9 @@ def records_in(log: Input, prefix: str, progress: Progress) -> Iterator[Record |
 def read_place(place: Place) -> bytes:
     """Return the member at a place; earlier ones of the same name are noted."""
     name = str(place.part)
-    names = [member.filename for member in _opened(place.path, place.where).infolist()]
-    note(REPLACED, names.count(name) - 1)
+    archive = _opened(place.path, place.where)
+    if len(archive.infolist()) > len(archive.NameToInfo):  # most archives have each name once
+        note(REPLACED, sum(member.filename == name for member in archive.infolist()) - 1)
     return read_member(place.path, name, place.where)
 
 
