@@ -25,7 +25,7 @@ from rollout_io.formats.detect import (
     recognize,
     sort_by_format,
 )
-from rollout_io.formats.start import Start
+from rollout_io.formats.start import Start, like
 from rollout_io.plugins import Plugin
 from schemas.errors import RolloutError
 from tests.conftest import EXAMPLES, ROOT
@@ -426,3 +426,21 @@ def test_a_rewards_file_beside_a_generator_output_is_refused(tmp_path):
 def test_a_format_is_the_same_in_the_processes_of_a_conversion(name):
     sent = settings_of(name, find_adapter(name), Untokenized())
     assert ForkingPickler.loads(ForkingPickler.dumps(sent)).adapter == sent.adapter
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits", "fails"),
+    [
+        ({"type": {"a", "b"}}, {"type": "b", "other": 1}, {"type": "c"}),
+        ({"type": {"a"}}, {"type": "a"}, {"type": ["a"]}),
+        ({"id": str, "message": None}, {"id": "1"}, {"id": "1", "message": None}),
+        ({"id": object}, {"id": None}, {}),
+        ({"message": {"parts": list}}, {"message": {"parts": []}}, {"message": []}),
+        ({"lines": [{"type": str}]}, {"lines": []}, {"lines": [{"type": "a"}, {}]}),
+        ({"version": 2}, {"version": 2}, {"version": 3}),
+    ],
+)
+def test_a_record_has_the_form_of_a_pattern_or_not(pattern, fits, fails):
+    assert like(pattern)(fits)
+    assert not like(pattern)(fails)
+    assert like({"no": str}, pattern)(fits)
