@@ -75,12 +75,12 @@ def test_several_workers_write_what_one_writes(tmp_path):
 
 
 def test_what_the_log_holds_beside_what_is_read_is_named(tmp_path, smollm2_dir):
-    records = [{"messages": CHAT, "reward": 1.0}, {"messages": CHAT, "hidden_prompt": "Be kind."}]
+    records = [{"messages": CHAT, "reward": 1.0}, {"messages": CHAT, "footnote": "Be kind."}]
     log = saved(tmp_path / "a.jsonl", records)
     choices = rollout_io.Choices(tokenizer=str(smollm2_dir), strict=True, on_error="skip")
     rollout_io.convert(log, tmp_path / "ds", choices)
     (rejected,) = (tmp_path / "ds.rejected.jsonl").read_text().splitlines()
-    assert "hidden_prompt" in rejected
+    assert "footnote" in rejected
 
 
 def test_text_that_was_tokenized_again_says_so(tmp_path, smollm2_dir):
