@@ -6,6 +6,11 @@
       make_update    per micro-batch: forward, objective, backward; then clip, step and record
 
 `trainer.training` and `trainer.rl.updates` drive `updates`; `rollouts replay` stops at a Step.
+
+target   a response token that trains, once for each row that sampled it
+slots    indices of tokens in the batch's response tokens, one row after another
+forest   a micro-batch: the packed tokens of some rows, which may share prefixes, and their targets
+chain    the trained tokens of a trajectory in temporal order, for estimators that look ahead
 """
 
 from __future__ import annotations
@@ -257,6 +262,7 @@ def make_update(run: Run, step: Step, progress: Progress, passes: Passes = UNWAT
     for done, (number, forest) in enumerate(passes(TRAINING, share), start=1):
         slot = forest.target_slot
         temperature = to_device(batch.temperature[slot], accelerator.device)
+        # Gradients are exchanged once, in the backward pass of the last micro-batch.
         with without_reduction(policy) if done < len(share) else nullcontext():
             forest = with_teacher(forest, batch, loss_config).to(accelerator.device)
             outputs = policy(forest, temperature)
