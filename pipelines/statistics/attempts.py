@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 import numpy as np
 import polars as pl
 import pyarrow as pa
@@ -15,6 +12,7 @@ from pipelines.merging.segments import sampled_lengths
 from pipelines.rewards import Outcome
 from pipelines.statistics.metrics import trajectories
 from pipelines.tables import Frame, as_lazy
+from rollout_io.dataset.message_facts import CALLED, count_calls, tool_calls
 from rollout_io.dataset.returns import joined_steps
 from schemas.ragged import Ragged, offsets_of, ranges
 from schemas.types import as_table, with_absent
@@ -24,9 +22,6 @@ MOST_NAMES = 8
 
 _NGRAM = 4
 _MOST_HASH = 1 << 40  # sums over a trajectory's rows stay below 2^64
-_TOOL_SCHEMA = pl.Struct({"tools": pl.List(pl.String()), "tool errors": pl.Float64()})
-_ERROR_STARTS = ("error", "traceback", "command failed", "exception")
-_decoder = msgspec.json.Decoder()
 
 
 def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
@@ -39,7 +34,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         trajectory failed: `steps`, `response tokens` (sampled ones: see `sampled_lengths`),
         `repeated 4-grams` (share of the sequences of four tokens of a response that occurred in it
         before, mean over steps), `tools` (names called, with repetitions; null without `messages`),
-        `tool errors` (share of the results that begin like an error), `stop_reason` (of the last
+        `tool errors` (share of the calls with a result that failed: see `tool_calls`), `stop_reason` (of the last
         row) and `environment` ({key, value}).
 
     Example:
@@ -48,12 +43,13 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
         >>> attempts(steps).select("steps", "response tokens").rows()
         [(2, 4)]
     """
-    optional = ["stop_reason", "messages", "policy_version", "segments", "temperature", "top_k"]
+    optional = ["stop_reason", "policy_version", "segments", "temperature", "top_k", *CALLED]
     frame = with_absent(as_lazy(frame), optional)
     frame = frame.with_columns(joined_steps(frame).alias(STEPS))
-    said = pl.when("is_last_step").then(
-        "messages"
-    )  # the last row has the messages of its trajectory
+    calls = pl.col("calls")
+    one = calls.drop_nulls().explode()
+    first = one.filter(one.struct.field("key").is_first_distinct())
+    results = one.filter(one.struct.field("failed").is_not_null()).struct.field("key").n_unique()
     more = (
         frame.select(
             "trajectory_id",
@@ -65,7 +61,7 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
             sampled=pl.struct("response_ids", "segments").map_batches(
                 _sampled, return_dtype=pl.Int64, is_elementwise=True
             ),
-            told=said.map_batches(_tools, return_dtype=_TOOL_SCHEMA, is_elementwise=True),
+            calls=tool_calls(),
             repeated=pl.struct("response_ids", STEPS).map_batches(
                 _repeated, return_dtype=pl.List(pl.Float64), is_elementwise=True
             ),
@@ -75,11 +71,11 @@ def attempts(frame: Frame, outcome: Outcome = "last") -> pl.DataFrame:
             pl.col("stop_reason").last(),
             version=pl.col("policy_version").min(),
             greedy=pl.when(pl.col("greedy").is_not_null().all()).then(pl.col("greedy").sum()),
-            told=pl.col("told").last(),
+            tools=pl.when(calls.is_not_null().any()).then(first.struct.field("name").implode()),
+            **{"tool errors": count_calls(calls, failed=True) / pl.when(results > 0).then(results)},
             sampled=pl.col("sampled").sum(),
             repeated=pl.col("repeated").explode(empty_as_null=True).mean(),
         )
-        .unnest("told")
     )
     healthy = pl.col("error").is_null()
     numbers = {
@@ -125,42 +121,6 @@ def _repeated(rows: pl.Series) -> pl.Series:
     offsets = offsets_of(np.bincount(owners[has_some], minlength=len(rows)).astype(np.int64))
     column = Ragged(shares, offsets, np.ones(len(rows), np.bool_)).to_arrow(pa.float64())
     return pl.Series(rows.name, column)
-
-
-def _tools(messages: pl.Series) -> pl.Series:
-    """Count the tool calls and results in the messages of each row."""
-    return pl.Series(messages.name, [_told(text) for text in messages], _TOOL_SCHEMA)
-
-
-def _told(text: str | None) -> dict[str, Any]:
-    unknown = {"tools": None, "tool errors": None}
-    if text is None:
-        return unknown
-    if '"tool' not in text:
-        return {"tools": [], "tool errors": None}
-    try:
-        found = _decoder.decode(text)
-    except (msgspec.MsgspecError, RecursionError):
-        return unknown
-    names: list[str] = []
-    results: list[bool] = []
-    for message in found if isinstance(found, list) else ():
-        if not isinstance(message, dict):
-            continue
-        for call in message.get("tool_calls") or ():
-            function = call.get("function") if isinstance(call, dict) else None
-            if isinstance(function, dict) and isinstance(function.get("name"), str):
-                names.append(function["name"])
-        if message.get("role") == "tool":
-            results.append(_is_error(message.get("content")))
-    return {"tools": names, "tool errors": sum(results) / len(results) if results else None}
-
-
-def _is_error(content: Any) -> bool:
-    if isinstance(content, list):
-        texts = (part.get("text") for part in content if isinstance(part, dict))
-        content = next((text for text in texts if isinstance(text, str)), "")
-    return isinstance(content, str) and content.lstrip(' <[{"').lower().startswith(_ERROR_STARTS)
 
 
 def with_names(first: pl.DataFrame, second: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -12,8 +12,9 @@ from pipelines.view.conversation import conversation
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
 from pipelines.view.sources import Run
-from pipelines.view.task_texts import first_steps, task_text
+from pipelines.view.task_texts import first_steps
 from rollout_io.dataset.first_prompts import digest_of
+from rollout_io.dataset.message_facts import task_text
 from schemas.ragged import Ragged
 
 MAX_TASKS = 10_000

@@ -16,6 +16,7 @@ from pipelines.merging.merge import unmerge_table
 from pipelines.merging.segments import is_joined
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
+from rollout_io.dataset.message_facts import TAGGED_CALL, split_calls
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from rollout_io.retokenize.messages import REASONING_FIELDS
 from schemas.messages import MEDIA, RETOKENIZED, is_answer, sent_messages
@@ -29,7 +30,6 @@ _COLUMNS = (
 _IDS = ("prompt_token_ids", "response_ids")
 _MAIN = (None, "main")
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
 
 Part = dict[str, Any]
 Message = Mapping[str, Any]
@@ -130,7 +130,7 @@ class _Lane:
         self._sent = list(messages)
         response = step.get("response_text")
         if response is not None and step.get("token_source") != RETOKENIZED:
-            parts = list(_text_parts(*_split_calls(response)))
+            parts = list(_text_parts(*split_calls(response)))
             self._add_turn(step, "assistant", parts, trained=trained, is_sampled=True)
             answer = {"role": "assistant", "content": response}
             self._sent = [*messages, answer]
@@ -279,7 +279,7 @@ def _said(message: Message) -> tuple[str, str]:
     """Return a message's role, and its text without whitespace, to compare it with a response."""
     thought = next((t for n in REASONING_FIELDS if (t := message.get(n))), "")
     content, calls = _as_text(message.get("content")), message.get("tool_calls")
-    text, called = _split_calls(content)
+    text, called = split_calls(content)
     named = []
     for call in calls if isinstance(calls, list) else called:
         inner = call.get("function") if isinstance(call, Mapping) else None
@@ -287,16 +287,6 @@ def _said(message: Message) -> tuple[str, str]:
     spelled = json.dumps(named, sort_keys=True) if named else ""
     whole = "".join((_as_text(thought), text, spelled))
     return _role(message), "".join(whole.split())
-
-
-def _split_calls(response: str) -> tuple[str, list[Any]]:
-    """Split a response into its text and the JSON list of tool calls on its last line."""
-    head, _, tail = response.rpartition("\n")
-    try:
-        calls = json.loads(tail) if tail.startswith("[{") else None
-    except (ValueError, RecursionError):
-        calls = None
-    return (head, calls) if isinstance(calls, list) else (response, [])
 
 
 def _text_parts(text: str, calls: Sequence[Any] = ()) -> Iterable[Part]:
@@ -318,7 +308,7 @@ def _text_parts(text: str, calls: Sequence[Any] = ()) -> Iterable[Part]:
 
 def _called_parts(text: str) -> Iterable[Part]:
     at = 0
-    for found in _CALL.finditer(text):
+    for found in TAGGED_CALL.finditer(text):
         if text[at : found.start()].strip():
             yield _part("text", text[at : found.start()])
         yield _part("tool_call", found[1], _name_in(found[1]))

@@ -23,12 +23,13 @@ from pipelines.view.row_tables import (
 )
 from pipelines.view.short_rows import kind_of
 from pipelines.view.tokenizers import Found, Tokenizers
-from pipelines.view.trajectory_index import COMPUTED, TrajectoryIndex
+from pipelines.view.trajectory_index import TrajectoryIndex
 from rollout_io.dataset.blobs import Blobs, stores_of
 from rollout_io.dataset.media_types import MEDIA_TYPES
 from rollout_io.dataset.reader import RowReader, read_layout, read_metadata, scan
 from rollout_io.dataset.rewriting import rewrite
 from rollout_io.dataset.sources import Sources
+from rollout_io.dataset.trajectory_conditions import COMPUTED
 from rollout_io.retokenize import ChatTokenizer
 from rollout_io.retokenize.token_bytes import TokenBytes
 from schemas.columns import COLUMN_BY_NAME

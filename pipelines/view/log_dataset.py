@@ -41,13 +41,14 @@ from pipelines.view.log_parts import NOTHING, LogRows, joined, without
 from pipelines.view.log_table import FACTS, escaped
 from pipelines.view.short_rows import kind_of
 from pipelines.view.tokenizers import Found, Tokenizers
-from pipelines.view.trajectory_index import COMPUTED, TrajectoryIndex
+from pipelines.view.trajectory_index import TrajectoryIndex
 from rollout_io.conversion.browsing import Listing, decode_run, reread, settings_of
 from rollout_io.conversion.opened_logs import AUTO
 from rollout_io.conversion.text import NO_TOKENS, Retokenizer
 from rollout_io.conversion.untokenized import Untokenized
 from rollout_io.dataset.blobs import Blobs
 from rollout_io.dataset.storage import Location
+from rollout_io.dataset.trajectory_conditions import COMPUTED
 from rollout_io.dataset.worker_processes import stream
 from rollout_io.formats.base import Run
 from rollout_io.formats.detect import HINT, find_adapter

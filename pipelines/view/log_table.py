@@ -12,9 +12,12 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.tables import as_lazy
 from pipelines.view.conversation import lanes_of
+from rollout_io.dataset.message_facts import CALLED, count_calls, tool_calls
 from schemas.messages import RETOKENIZED
 from schemas.ragged import list_lengths
+from schemas.types import with_absent
 
 FACTS = {
     "task_text": pl.String,
@@ -22,6 +25,7 @@ FACTS = {
     "num_messages": pl.Int32,
     "num_characters": pl.Int64,
     "num_tool_calls": pl.Int32,
+    "num_tool_errors": pl.Int32,
     "num_images": pl.Int32,
     "num_agents": pl.Int32,
     "format": pl.String,
@@ -46,7 +50,17 @@ def facts_of(table: pa.Table) -> pl.DataFrame:
         {"trajectory_id": name, **_facts(table.filter(pc.equal(names, name)))}
         for name in pc.unique(names).to_pylist()
     ]
-    return pl.DataFrame(lines, {"trajectory_id": pl.String, **FACTS}, orient="row")
+    facts = pl.DataFrame(lines, {"trajectory_id": pl.String, **FACTS}, orient="row")
+    return facts.update(_tool_counts(table), on="trajectory_id")
+
+
+def _tool_counts(table: pa.Table) -> pl.DataFrame:
+    frame = with_absent(as_lazy(table), CALLED)
+    calls = frame.select("trajectory_id", calls=tool_calls()).group_by("trajectory_id")
+    num_errors = count_calls(pl.col("calls"), failed=True)
+    return calls.agg(
+        num_tool_calls=count_calls(pl.col("calls")), num_tool_errors=num_errors
+    ).collect()
 
 
 def _facts(rows: pa.Table) -> dict[str, Any]:
@@ -54,7 +68,6 @@ def _facts(rows: pa.Table) -> dict[str, Any]:
     turns = [turn for lane in lanes.values() for turn in lane if turn["is_new"]]
     told = [turn for turn in turns if turn["from"] == "messages"]
     parts = [part for turn in told for part in turn["parts"]]
-    kinds = [part["type"] for part in parts]
     has_answers = told or any(list_lengths(rows.column("response_ids")))
     asked = next((turn for turn in told if turn["role"] in {"user", "prompt"}), None)
     return {
@@ -62,8 +75,7 @@ def _facts(rows: pa.Table) -> dict[str, Any]:
         "num_turns": _num_answers(rows) if has_answers else 0,
         "num_messages": len(told) if told else None,
         "num_characters": sum(turn["num_chars"] for turn in told) if told else None,
-        "num_tool_calls": kinds.count("tool_call"),
-        "num_images": kinds.count("image"),
+        "num_images": sum(part["type"] == "image" for part in parts),
         "num_agents": len(lanes),
     }
 

@@ -28,23 +28,19 @@ from rollout_io.dataset.conditions import types_in
 from rollout_io.dataset.reader import scan
 from rollout_io.dataset.returns import dataset_outcome, num_steps
 from rollout_io.dataset.storage import PathLike
-from rollout_io.dataset.trajectory_conditions import TrajectoryCondition, decided, row_values
+from rollout_io.dataset.trajectory_conditions import (
+    COMPUTED,
+    TrajectoryCondition,
+    decided,
+    row_values,
+    trajectory_columns,
+)
 from schemas.columns import COLUMN_BY_NAME
 from schemas.errors import ConfigError
 from schemas.ragged import BoolArray, IntArray
 
-COMPUTED = {
-    "num_rows": pl.Int32,
-    "num_turns": pl.Int32,
-    "return": pl.Float64,
-    "prompt_tokens": pl.Int64,
-    "response_tokens": pl.Int64,
-    "trained_tokens": pl.Int64,
-    "longest_row_tokens": pl.Int64,
-    "agents": pl.String,
-    "task_text": pl.String,
-}
-"""Columns that the index computes for each trajectory; conditions may use them too."""
+_IN_MEMORY = frozenset(COMPUTED) - {"task_text", "num_agents", "num_tool_calls", "num_tool_errors"}
+"""Computed columns whose values conditions read from memory; `task_text` is the group's there."""
 
 _RETURN_COLUMNS = ("instance_id", "trajectory_id", "reward", "error", "segments")
 _IDS = ("instance_id", "trajectory_id", "repetition_id")
@@ -251,12 +247,13 @@ class TrajectoryIndex:
             raise ConfigError("condition", where, got, hint=hint)
         rows = self._rows_with(used)
         key, frame = "trajectory_id", self._stored_with(used) if rows is None else rows.lazy()
+        computed = trajectory_columns(frame, dataset_outcome(self.path)) if rows is None else {}
         if rows is not None:
             condition, windows = _by_numbers_in(condition)
             numbers = dict.fromkeys(["trajectory_id", *windows])
             key, frame = _KEY, frame.with_columns(self._numbers(name) for name in numbers)
         types = types_in(sorted(used), frame.collect_schema())
-        values = row_values(frame, condition, {}, where, key).select("holds")
+        values = row_values(frame, condition, computed, where, key).select("holds")
         found = collect(values, where, types, "streaming" if rows is None else "in-memory")
         kept = np.broadcast_to(found["holds"].to_numpy(), len(self.rows))  # a constant is one value
         if not len(self):
@@ -270,21 +267,21 @@ class TrajectoryIndex:
         """Return the rows with indexed and computed columns; None if a column is only on disk."""
         names = self._stored_names
         known = [n for n in self.rows.columns if n in names and n not in self.cut | LENGTHS]
-        if not used & names <= set(known):
+        on_disk = (used & names).difference(known) | (used & COMPUTED.keys()) - _IN_MEMORY
+        if on_disk.difference(self.added):
             return None
         return self.rows.select(known).with_columns(self._computed(used - names))
 
     def _stored_with(self, used: set[str]) -> pl.LazyFrame:
-        """Scan the rows on disk, plus computed columns in `used`."""
+        """Scan the rows on disk, plus added columns in `used`."""
         if self.columns is not None:
             hint = "search for text with the box Find, or convert the logs"
-            got = f"logs have no index of {', '.join(sorted(used & self.columns - {*self.rows.columns}))}"
+            missing = sorted(used & self.columns - {*self.rows.columns})
+            got = f"logs have no index of {', '.join(missing)}"
             raise ConfigError("condition", str(self.path), got, hint=hint)
         stored = scan(self.path)
-        computed = self._computed(used - self._stored_names)
-        if not computed:
-            return stored
-        return pl.concat([stored, pl.LazyFrame(computed)], how="horizontal")
+        added = self._computed(used & {*self.added})
+        return pl.concat([stored, pl.LazyFrame(added)], how="horizontal") if added else stored
 
     @cached_property
     def hidden(self) -> frozenset[str]:
@@ -302,9 +299,7 @@ class TrajectoryIndex:
     def _computed(self, used: set[str]) -> list[pl.Series]:
         number = np.repeat(np.arange(len(self)), np.diff(self.starts))
         return [
-            self.trajectories[name][number]
-            for name in dict.fromkeys((*COMPUTED, *self.added))
-            if name in used
+            self.trajectories[name][number] for name in sorted(used & _IN_MEMORY.union(self.added))
         ]
 
     def _numbers(self, name: str) -> pl.Series:

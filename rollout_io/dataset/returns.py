@@ -47,6 +47,15 @@ def num_steps(frame: pl.LazyFrame) -> pl.Expr:
     return joined_steps(frame).list.len().cast(pl.Int64).fill_null(1)
 
 
+def num_sampled_tokens(frame: pl.LazyFrame) -> pl.Expr:
+    """Count the sampled tokens of each row's response: of a merged row, those in its `segments`."""
+    whole = pl.col("response_ids").list.len().cast(pl.Int64)
+    if not has_segment(frame, "length"):
+        return whole
+    lengths = pl.col("segments").list.eval(pl.element().struct.field("length")).list.sum()
+    return pl.when(pl.col("segments").is_not_null()).then(lengths).otherwise(whole)
+
+
 def earned_reward(frame: pl.LazyFrame, outcome: Outcome) -> pl.Expr:
     """Select the part of each row's reward that counts in the return.
 

@@ -21,6 +21,8 @@ MOST_OPERATORS = 500
 _VALUES = {TokenType.STRING, TokenType.NUMBER, TokenType.COMMA}
 _WORD, _NUMBER = re.compile(r"[^\W\d]\w*"), re.compile(r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+")
 _QUERY_WORDS = frozenset({"select", "from", "with", "table", "values", "where", "group", "order"})
+_TOOL_FUNCTIONS = frozenset({"tool_calls", "tool_errors"})
+_FOLDS = frozenset({"all", "last"}) | _TOOL_FUNCTIONS
 _ESCAPED_QUOTE = re.compile(r"""\\(['"]|$)""")
 _COMPARED = (exp.EQ, exp.NEQ, exp.GT, exp.GTE, exp.LT, exp.LTE)
 _ALLOWED = frozenset(
@@ -73,7 +75,7 @@ class _Dialect(Dialect):
 
 
 def split_sql(text: str) -> tuple[str, dict[str, tuple[str, str]]]:
-    """Replace calls of `any`, `all` and `last` by names of columns.
+    """Replace calls of `any`, `all`, `last`, `tool_calls` and `tool_errors` by names of columns.
 
     `x = any(list)` and `last(x) OVER (...)` are left as they are: they belong to a row.
 
@@ -82,7 +84,7 @@ def split_sql(text: str) -> tuple[str, dict[str, tuple[str, str]]]:
 
     Raises:
         NotAnExpressionError: The text is not one expression over columns, or a call has no
-            argument, several, or another such call inside.
+            argument, several, or another such call inside, or no tool's name in quotes.
         TooLongError: The expression is too long.
 
     Example:
@@ -98,7 +100,9 @@ def split_sql(text: str) -> tuple[str, dict[str, tuple[str, str]]]:
         if len(inner) != 1 or isinstance(inner[0], exp.Tuple):
             raise NotAnExpressionError(f"{function} takes one condition in brackets")
         if any(_fold_of(one) for one in inner[0].walk()):
-            raise NotAnExpressionError(f"{function} contains another any, all or last")
+            raise NotAnExpressionError(f"{function} contains another such function")
+        if function in _TOOL_FUNCTIONS and not inner[0].is_string:
+            raise NotAnExpressionError(f"{function} takes a tool's name in quotes")
         name = f"__part_{len(parts)}__"
         parts[name] = function, _generated(inner[0])
         column = exp.column(name)
@@ -113,7 +117,7 @@ def _fold_of(node: exp.Expr) -> str | None:
         is_list = isinstance(node.parent, _COMPARED) and node.arg_key == "expression"
         return None if is_list else "any"
     if isinstance(node, exp.Anonymous) and not isinstance(node.parent, exp.Window):
-        return node.this.lower() if node.this.lower() in {"all", "last"} else None
+        return node.this.lower() if node.this.lower() in _FOLDS else None
     return None
 
 

@@ -1,11 +1,13 @@
 """Conditions on trajectories, in SQL: `return > 0 AND any(agent = 'checker')`.
 
 A condition sees two kinds of columns. `TRAJECTORY_COLUMNS` belong to the trajectory. All others
-belong to its rows, and are read inside
+belong to its rows, and are read inside the first three of
 
     any(condition)     true if at least one row matches
     all(condition)     true if every row matches
     last(expression)   the value in the last row
+    tool_calls(name)   number of calls of a tool
+    tool_errors(name)  number of its calls that failed
 
 A column of rows outside these is evaluated for each row. If the whole condition then has the same
 value in all rows of each trajectory, that is its value. Otherwise it has two readings and is
@@ -28,21 +30,42 @@ from rollout_io.dataset.conditions import (
     refused,
     types_in,
 )
-from rollout_io.dataset.returns import Fold, earned_reward, fold_return, num_steps
+from rollout_io.dataset.message_facts import CALLED, count_calls, task_start, tool_calls
+from rollout_io.dataset.returns import (
+    Fold,
+    earned_reward,
+    fold_return,
+    num_sampled_tokens,
+    num_steps,
+)
 from schemas.errors import ConfigError, count
 from schemas.metadata import Outcome
 from schemas.types import with_absent
 
-TRAJECTORY_COLUMNS = (
-    *("instance_id", "repetition_id", "trajectory_id"),
-    *("return", "num_turns", "error"),
-)
-"""Columns of trajectories: `return` (docs/table.md), its number of steps, and its first error."""
+COMPUTED = {
+    "return": pl.Float64,
+    "num_rows": pl.Int32,
+    "num_turns": pl.Int32,
+    "prompt_tokens": pl.Int64,
+    "response_tokens": pl.Int64,
+    "trained_tokens": pl.Int64,
+    "longest_row_tokens": pl.Int64,
+    "agents": pl.String,
+    "num_agents": pl.Int32,
+    "task_text": pl.String,
+    "num_tool_calls": pl.Int32,
+    "num_tool_errors": pl.Int32,
+}
+"""Columns that `trajectory_columns` computes from the rows of a trajectory (docs/filters.md)."""
 
-COMPUTED = ("return", "num_turns")
-"""Those that no row has."""
+TRAJECTORY_COLUMNS = ("instance_id", "repetition_id", "trajectory_id", "error", *COMPUTED)
+"""Columns that belong to the trajectory; `error` is the first error in its rows."""
+
+_NEEDED = ("error", *CALLED)
+"""Optional columns from which others are computed."""
 
 _FOLDS: dict[str, Fold] = {"any": pl.Expr.any, "all": pl.Expr.all, "last": pl.Expr.last}
+_COUNTS = {"tool_calls": False, "tool_errors": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +97,7 @@ class TrajectoryCondition:
             return cls(text=str(condition), outer=condition_of(condition), parts={})
         outer, found = parsed(condition)
         parts = {
-            name: (_row(function, condition_of(part, condition)), _FOLDS[function])
+            name: _part(function, condition_of(part, condition))
             for name, (function, part) in found.items()
         }
         return cls(text=condition, outer=condition_of(outer, condition), parts=parts)
@@ -92,21 +115,61 @@ class TrajectoryCondition:
         return list(dict.fromkeys([*self.outer_names, *inner]))
 
 
-def _row(function: str, part: pl.Expr) -> pl.Expr:
-    return part if function == "last" else holds(part)
+def _part(function: str, part: pl.Expr) -> tuple[pl.Expr, Fold]:
+    """Return what `any`, `all`, `last`, `tool_calls` or `tool_errors` reads of rows, and its fold."""
+    if function in _COUNTS:
+        name = pl.select(part).item()
+        return tool_calls(), lambda calls: count_calls(calls, name, failed=_COUNTS[function])
+    return (part if function == "last" else holds(part)), _FOLDS[function]
 
 
 def trajectory_columns(frame: pl.LazyFrame, outcome: Outcome) -> dict[str, tuple[pl.Expr, Fold]]:
-    """Return the expressions over rows that make `COMPUTED`, and how to combine their values."""
-    has_error = "error" in frame.collect_schema()
-    error = pl.col("error") if has_error else pl.lit(None, pl.String)
+    """Return the expressions over rows that make `COMPUTED`, and how to combine their values.
+
+    Args:
+        frame: The rows; optional columns that they lack are null.
+        outcome: How returns are computed.
+    """
+    frame = with_absent(frame, _NEEDED)
 
     def returned(rows: pl.Expr) -> pl.Expr:
         total = fold_return(rows.struct.field("earned"), outcome)
         return pl.when(rows.struct.field("error").is_null().all()).then(total)
 
-    earned = pl.struct(earned=earned_reward(frame, outcome), error=error)
-    return {"return": (earned, returned), "num_turns": (num_steps(frame), pl.Expr.sum)}
+    def names(agents: pl.Expr) -> pl.Expr:
+        known = agents.drop_nulls().unique(maintain_order=True)
+        return pl.when(known.len() > 0).then(known.str.join(", "))
+
+    earned = pl.struct(earned=earned_reward(frame, outcome), error="error")
+    prompt, response = (pl.col(n).list.len() for n in ("prompt_token_ids", "response_ids"))
+    task = pl.col("messages").map_batches(_task_starts, return_dtype=pl.String, is_elementwise=True)
+    columns: dict[str, tuple[pl.Expr, Fold]] = {
+        "return": (earned, returned),
+        "num_rows": (pl.col("trajectory_id"), pl.Expr.len),
+        "num_turns": (num_steps(frame), pl.Expr.sum),
+        "prompt_tokens": (prompt, pl.Expr.sum),
+        "response_tokens": (num_sampled_tokens(frame), pl.Expr.sum),
+        "trained_tokens": (pl.col("loss_mask").list.sum(), pl.Expr.sum),
+        "longest_row_tokens": (prompt + response, pl.Expr.max),
+        "agents": (pl.col("agent"), names),
+        "num_agents": (pl.col("agent"), pl.Expr.n_unique),
+        "task_text": (task, pl.Expr.first),
+        "num_tool_calls": (tool_calls(), count_calls),
+        "num_tool_errors": (tool_calls(), lambda calls: count_calls(calls, failed=True)),
+    }
+    # Counts are of 64 bits: a difference of unsigned ones would wrap around.
+    return {
+        name: (row, fold if kind not in (pl.Int32, pl.Int64) else _signed(fold))
+        for (name, (row, fold)), kind in zip(columns.items(), COMPUTED.values(), strict=True)
+    }
+
+
+def _signed(fold: Fold) -> Fold:
+    return lambda rows: fold(rows).cast(pl.Int64)
+
+
+def _task_starts(messages: pl.Series) -> pl.Series:
+    return pl.Series(messages.name, [task_start(text) for text in messages], pl.String)
 
 
 def row_values(
@@ -143,9 +206,10 @@ def row_values(
     for name in sorted({*inner} & {*computed}):
         got = f"{name} belongs to the trajectory, not to its rows"
         raise ConfigError("condition", where, got, hint=f"write {name} outside any, all and last")
-    frame = with_absent(frame, [*names, "error"])
     schema = frame.collect_schema()
-    known = list(schema)
+    known = list(with_absent(frame, names).collect_schema())
+    frame = with_absent(frame, [*names, *_NEEDED])
+    schema = frame.collect_schema()
     check_columns(condition.outer_names, [*known, *computed], where, condition.text)
     check_columns(inner, known, where, condition.text)
     folded = {name: computed[name] for name in condition.outer_names if name in computed}

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.view.task_texts import MAX_START, add_starts, task_text
+from pipelines.view.task_texts import add_starts
 from rollout_io import RolloutWriter, scan
 from rollout_io.cli.main import run
+from rollout_io.dataset.message_facts import MAX_TASK_CHARS, task_text
 from tests.helpers.view_helpers import Asked
 
 ROOT = "/api/datasets/d0"
@@ -52,7 +53,7 @@ def test_any_json_has_a_text_or_none_and_its_start_is_one_short_line(said):
     start = starts["t"]
     assert (text is None) == (start is None)
     if text is not None:
-        assert len(start) <= MAX_START
+        assert len(start) <= MAX_TASK_CHARS
         assert " ".join(text.split()).startswith(start.removesuffix("\u2026"))
 
 
@@ -91,7 +92,7 @@ def test_a_long_task_is_told_in_full_on_request(shop, tmp_path):
     ask = Asked(path)
     start = ask(f"{ROOT}/group", instance_id="shop-1")["task_text"]
     assert start.endswith("\u2026")
-    assert len(start) == MAX_START
+    assert len(start) == MAX_TASK_CHARS
     assert ask(f"{ROOT}/task", instance_id="shop-1") == {"text": long.strip()}
 
 

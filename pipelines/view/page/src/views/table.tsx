@@ -45,6 +45,7 @@ const TITLES: Record<string, [string, string]> = {
   num_messages: ["messages", "num_messages: messages; repeated ones count once"],
   num_characters: ["characters", "num_characters: characters of all messages"],
   num_tool_calls: ["tool calls", "num_tool_calls"],
+  num_tool_errors: ["failed tool calls", "num_tool_errors: tool calls whose result is an error"],
   num_images: ["images", "num_images"],
   num_agents: ["number of agents", "num_agents: the main agent and its sub-agents"],
   format: ["format", "format: the format of the log"],
@@ -56,11 +57,11 @@ const ADDED_TITLES: Record<string, [string, string]> = {
   faults: ["faults", "faults: the kinds of faults that an audit found in its rows; none: audited, no fault found"],
   fault_nats: ["certainty of faults, nats", "fault_nats: the largest log-likelihood ratio of a fault to the label"],
 };
-const NUMBERS = new Set(["repetition_id", "num_rows", "num_turns", "num_messages", "num_characters", "num_tool_calls", "num_images", "num_agents", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
+const NUMBERS = new Set(["repetition_id", "num_rows", "num_turns", "num_messages", "num_characters", "num_tool_calls", "num_tool_errors", "num_images", "num_agents", "return", "prompt_tokens", "response_tokens", "trained_tokens", "longest_row_tokens", "policy_version"]); // prettier-ignore
 const CHARTED = ["return", "response_tokens", "num_rows", "stop_reason", "faults"];
 const ORDER = ["trajectory_id", "task_text", "instance_id", "repetition_id", "return"];
 const LOG_CHARTED = ["num_turns", "num_characters", "num_tool_calls", "format"];
-const LOG_ORDER = ["trajectory_id", "task_text", "return", "error", "num_turns", "num_messages", "num_characters", "num_tool_calls", "num_agents", "num_images", "modified", "file", "format", "stop_reason"]; // prettier-ignore
+const LOG_ORDER = ["trajectory_id", "task_text", "return", "error", "num_turns", "num_messages", "num_characters", "num_tool_calls", "num_tool_errors", "num_agents", "num_images", "modified", "file", "format", "stop_reason"]; // prettier-ignore
 
 /** Title and explanation of a column. */
 function titleOf(name: string, { added }: Dataset, shares: Shares[]): [string, string] {

@@ -1,0 +1,212 @@
+"""What the messages of a row say about its trajectory: the task, the tools that were called.
+
+A call repeats the messages of earlier calls, so each tool call has a key: counting distinct keys
+over the rows of a trajectory counts every call once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import polars as pl
+
+from schemas.messages import RETOKENIZED
+
+MAX_TASK_CHARS = 200
+"""Characters of a task's text that `task_text` keeps."""
+
+TOOL_CALLS = pl.List(pl.Struct({"key": pl.UInt64(), "name": pl.String(), "failed": pl.Boolean()}))
+"""Type of the values of `tool_calls`."""
+
+TAGGED_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
+"""A tool call in the text of a response, as Hermes and Qwen write it: JSON between tags."""
+
+CALLED = ("messages", "agent", "response_text", "token_source", "is_last_step")
+"""Columns that `tool_calls` reads."""
+
+_ERROR_STARTS = ("error", "traceback", "command failed", "exception")
+_RESULT_ROLES = frozenset({"tool", "function"})
+
+
+class _Message(msgspec.Struct):
+    role: str = ""
+    content: Any = None
+
+
+_task_decoder = msgspec.json.Decoder(list[_Message] | str)
+_decoder = msgspec.json.Decoder()
+
+
+def task_text(messages: str | None) -> str | None:
+    """Return the text of the first user message; None if there is none.
+
+    Args:
+        messages: Value of the column `messages`: JSON of a list of messages, or of a prompt.
+
+    Example:
+        >>> task_text(
+        ...     '[{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]'
+        ... )
+        '2+2?'
+    """
+    try:
+        decoded = _task_decoder.decode(messages or "[]")
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    if isinstance(decoded, str):
+        return decoded.strip() or None
+    texts = (_text(message.content).strip() for message in decoded if message.role == "user")
+    return next((text for text in texts if text), None)
+
+
+def task_start(messages: str | None) -> str | None:
+    """Return the start of `task_text` on one line, of at most `MAX_TASK_CHARS` characters."""
+    text = task_text(messages)
+    if text is None:
+        return None
+    line = " ".join(text[: 4 * MAX_TASK_CHARS].split())
+    is_whole = len(line) <= MAX_TASK_CHARS and len(text) <= 4 * MAX_TASK_CHARS
+    return line if is_whole else f"{line[: MAX_TASK_CHARS - 1]}\u2026"
+
+
+def tool_calls() -> pl.Expr:
+    """Select the tool calls in the messages of each row: their key, name, and whether they failed.
+
+    The calls of a last step's response follow those of its messages; the responses of other steps
+    are messages of the next.
+
+    A call failed if its result is marked as an error (`is_error`, `status`), or begins like one:
+    "Error", "Traceback", "Command failed", "Exception". `failed` is null without a result.
+
+    Returns:
+        list<struct<key: uint64, name, failed: bool>> per row; null where `messages` is null or no
+        JSON.
+    """
+    return pl.struct(CALLED).map_batches(
+        _calls_of_rows, return_dtype=TOOL_CALLS, is_elementwise=True
+    )
+
+
+def count_calls(calls: pl.Expr, name: str | None = None, *, failed: bool = False) -> pl.Expr:
+    """Count the distinct calls of a trajectory in its rows' `tool_calls`.
+
+    Args:
+        calls: The rows' `tool_calls`.
+        name: Count only calls of this tool.
+        failed: Count only those that failed.
+
+    Returns:
+        A count; null if no row of the trajectory has messages.
+    """
+    one = calls.drop_nulls().explode()
+    chosen = one.struct.field("key").is_not_null()
+    if name is not None:
+        chosen &= one.struct.field("name") == name
+    if failed:
+        chosen &= one.struct.field("failed")
+    num: pl.Expr = one.struct.field("key").filter(chosen).n_unique()
+    return pl.when(calls.is_not_null().any()).then(num)
+
+
+def _calls_of_rows(rows: pl.Series) -> pl.Series:
+    return pl.Series(rows.name, [_calls_of(row) for row in rows], TOOL_CALLS)
+
+
+def _calls_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    text = row["messages"]
+    if text is None:
+        return None
+    is_said = row["is_last_step"] and row["token_source"] != RETOKENIZED
+    response = row["response_text"] if is_said else None
+    if '"tool' not in text and '"function' not in text and not response:
+        return []
+    try:
+        decoded = _decoder.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    messages = [m for m in decoded if isinstance(m, dict)] if isinstance(decoded, list) else []
+    if response:
+        messages.append({"role": "assistant", "tool_calls": calls_in_text(response)})
+    by_id: dict[str, dict[str, Any]] = {}
+    calls: list[dict[str, Any]] = []
+    for position, message in enumerate(messages):
+        for index, (call_id, name, arguments) in enumerate(_called(message)):
+            # Without an id, equal calls are told apart by their position.
+            place = (position, index) if call_id is None else call_id
+            key = hash((row["agent"], place, name, str(arguments))) % (1 << 64)
+            calls.append({"key": key, "name": name, "failed": None})
+            by_id[str(call_id)] = calls[-1]
+        for call_id, has_failed in _results(message):
+            unanswered = next((call for call in calls if call["failed"] is None), None)
+            call = unanswered if call_id is None else by_id.get(str(call_id))
+            if call is not None:
+                call["failed"] = has_failed
+    return calls
+
+
+def calls_in_text(response: str) -> list[Any]:
+    """Return the tool calls in a response's text: between tags, or as a JSON list on its last line.
+
+    Example:
+        >>> calls_in_text('<tool_call>{"name": "ls", "arguments": {}}</tool_call>')
+        [{'name': 'ls', 'arguments': {}}]
+    """
+    return [*map(_json_or_text, TAGGED_CALL.findall(response)), *split_calls(response)[1]]
+
+
+def split_calls(response: str) -> tuple[str, list[Any]]:
+    """Split a response into its text and the JSON list of tool calls on its last line."""
+    head, _, tail = response.rpartition("\n")
+    calls = _json_or_text(tail) if tail.startswith("[{") else None
+    return (head, calls) if isinstance(calls, list) else (response, [])
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return _decoder.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        return text
+
+
+def _called(message: dict[str, Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the id, name and arguments of each call in a message of any API."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            yield call.get("id"), function["name"], function.get("arguments")
+    for piece in _pieces(message):
+        if piece.get("type") == "tool_use" and isinstance(piece.get("name"), str):
+            yield piece.get("id"), piece["name"], piece.get("input")
+
+
+def _results(message: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield the call's id and whether it failed, for each result in a message."""
+    if message.get("role") in _RESULT_ROLES:
+        yield message.get("tool_call_id"), _has_failed(message)
+    for piece in _pieces(message):
+        if piece.get("type") == "tool_result":
+            yield piece.get("tool_use_id"), _has_failed(piece)
+
+
+def _pieces(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    content = message.get("content")
+    return (p for p in content if isinstance(p, dict)) if isinstance(content, list) else iter(())
+
+
+def _has_failed(result: dict[str, Any]) -> bool:
+    if result.get("is_error") is True or result.get("status") == "error":
+        return True
+    return _text(result.get("content")).lstrip(' <[{"').lower().startswith(_ERROR_STARTS)
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content: a string, or the text parts of a list."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "\n".join(text for text in texts if isinstance(text, str))
