@@ -78,6 +78,12 @@ def test_best_worst_parts_where_the_attempts_part_not_where_their_sub_agents_do(
     assert ids_after(tmp_path, best, worst, select="best_worst") == [([1, 2], [5], [6])]
 
 
+def test_best_worst_takes_the_fork_that_the_best_attempt_meets_first(tmp_path):
+    best = ("g", 1.0, [([1, 2], [5]), ([9], [1])])
+    worst = ("g", 0.0, [([9], [2]), ([1, 2], [6])])
+    assert ids_after(tmp_path, best, worst, select="best_worst") == [([1, 2], [5], [6])]
+
+
 def test_pairs_and_labels_count_tokens_and_answers_that_were_cut_off(tmp_path):
     given = [("a", 1.0, [([1], [2, 3, 4])]), ("a", 0.0, [([1], [5])])]
     table = attempts(*given, stop_reason=["length", "stop"])
@@ -105,8 +111,8 @@ def test_equal_and_unknown_returns_prefer_nothing(tmp_path):
 
 def test_an_attempt_that_took_both_branches_is_ignored_there(tmp_path):
     both = ("a", 1.0, [([1], [2]), ([1], [3])])
-    losses = [("a", 0.0, [([1], [2])]), ("a", 0.25, [([1], [3])])]
-    assert ids_after(tmp_path, both, *losses) == [([1], [3], [2])]
+    others = [("a", 0.0, [([1], [2])]), *(("a", 0.25, [([1], [3])]) for _ in range(3))]
+    assert ids_after(tmp_path, both, *others) == [([1], [3], [2])]  # with it: 0.5 and 0.44
 
 
 def test_a_step_with_tokens_that_do_not_train_is_in_no_pair(tmp_path):

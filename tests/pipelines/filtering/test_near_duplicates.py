@@ -140,6 +140,7 @@ def test_a_trajectory_overlaps_if_it_has_half_of_the_word_sequences_of_one_text(
     lines = [{"question": "Name the five largest lakes of Africa by area, please."}]
     lines.append({"messages": [{"role": "user", "content": QUESTION}], "answer": "9"})
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(QUESTION.split()) == 20  # 13 sequences of 8 words
     half = " ".join(QUESTION.split()[:14]) + " and then all of the others slept until the morning."
     rows = asked(
         ("system: be brief. " + QUESTION.upper() + " assistant:", "nine"),
@@ -151,6 +152,15 @@ def test_a_trajectory_overlaps_if_it_has_half_of_the_word_sequences_of_one_text(
     assert found.select("trajectory_id", "line").rows() == [("q0_0", 2), ("q1_0", 2)]
     assert found["share"].to_list() == [1.0, pytest.approx(7 / 13)]
     assert dropped(overlapping(found, file), *rows) == ["q0_0", "q1_0"]
+
+
+def test_exactly_half_of_the_sequences_is_an_overlap(asked, smollm2_dir, tmp_path):
+    file = tmp_path / "eval.jsonl"
+    words = QUESTION.split()[:17]  # 10 sequences
+    file.write_text(json.dumps({"question": " ".join(words)}))
+    rows = asked(("Story.", " ".join(words[:12]) + " x."), ("Story.", " ".join(words[:11]) + " x."))
+    found = overlaps(table(*rows), file, load_token_bytes(str(smollm2_dir)))
+    assert found.rows() == [("q0_0", 1, 0.5)]
 
 
 def test_an_evaluation_set_without_texts_is_refused(asked, smollm2_dir, tmp_path):

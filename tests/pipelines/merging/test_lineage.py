@@ -106,6 +106,12 @@ def test_regular_shapes_continue_as_the_rule_tells(shape, rule):
         assert continued_rows(one, rule).tolist() == literal_continued(table, rule)
 
 
+def test_a_fork_in_a_trajectory_leaves_its_consecutive_steps_joined():
+    steps = [([1], [2]), ([7], [8]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6])]
+    assert continued_rows(table_of([steps]), "consecutive").tolist() == [-1, -1, -1, 2]
+    assert continued_rows(table_of([steps]), "lineage").tolist() == [-1, -1, 0, 2]
+
+
 def closed_chain(n):
     """A chain, and as many steps again that branch off its end."""
     half = n // 2

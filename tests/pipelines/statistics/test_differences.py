@@ -16,7 +16,7 @@ from pipelines import merge
 from pipelines.cli.diff import suspected
 from pipelines.statistics import resampling
 from pipelines.statistics.attempts import attempts
-from pipelines.statistics.differences import DIRECTIONS, differences, first_visits
+from pipelines.statistics.differences import DIRECTIONS, differences, first_visits, suspicions
 from pipelines.statistics.parting import broken_prefixes, greedy_partings
 from pipelines.statistics.resampling import (
     discoveries,
@@ -258,6 +258,40 @@ def test_a_rising_return_with_a_worse_witness_is_suspicious():
     assert 0.28 < one["low"] < one["change"] < one["high"] < 0.32
     same = differences(lines(before), lines(after))
     assert same.suspicions == []
+
+
+def test_tasks_of_a_suspicion_are_those_whose_return_rose_and_whose_witness_worsened():
+    rng = np.random.default_rng(1)
+    rose = [[0.0] * 8] * 28
+    unchanged = [[1.0] * 8] * 2
+    calm = np.full((30, 8), 0.1)
+    wild = rng.normal(0.4, 0.01, (30, 8)) + np.where(np.arange(30) < 28, 0, 0.5)[:, None]
+    found = differences(
+        lines([*rose, *unchanged], **{"repeated 4-grams": calm}),
+        lines([[1.0] * 8] * 30, **{"repeated 4-grams": wild}),
+    )
+    (one,) = found.suspicions
+    worst = wild[:28].mean(axis=1).argsort()[::-1][:5].tolist()
+    assert one["tasks"] == [found.tasks["instance_id"][i] for i in worst]
+
+
+def test_a_suspicion_names_no_task_whose_witness_did_not_move():
+    numbers = pl.DataFrame(
+        {
+            "name": ["return", "tool errors"],
+            "direction": [1, -1],
+            "change": [0.5, 0.2],
+            "is_certain": [True, True],
+        }
+    )
+    moved = {"return": [0.5, 0.5, 0.5], "tool errors": [0.6, 0.0, -0.1]}
+    both = pl.DataFrame(
+        [(name, f"t{i}", change) for name, by in moved.items() for i, change in enumerate(by)],
+        ["name", "instance_id", "change"],
+        orient="row",
+    )
+    (one,) = suspicions(numbers, both)
+    assert one["tasks"] == ["t0"]
 
 
 def test_a_number_is_a_witness_only_if_its_direction_is_given():

@@ -67,12 +67,14 @@ class Case:
         generator = torch.Generator().manual_seed(0)
         self.old = own + 0.2 * torch.randn(own.shape, generator=generator)
         rollout = self.old + 0.2 * torch.randn(own.shape, generator=generator)
+        self.advantages = rng.normal(size=6).tolist()
+        self.trajectories = [("a", "a_0")] * 2 + [("a", "a_1")] * 3 + [("b", "b_0")]
         self.batch = make_batch(
             self.rows,
-            advantages=rng.normal(size=6).tolist(),
+            advantages=self.advantages,
             temperatures=self.temperatures,
             rollout_logprobs=[part.tolist() for part in rollout.split(list(lengths))],
-            trajectories=[("a", "a_0")] * 2 + [("a", "a_1")] * 3 + [("b", "b_0")],
+            trajectories=self.trajectories,
         )
 
     def new_policy(self, chunk: int = 1024) -> Policy:
@@ -154,6 +156,32 @@ def test_micro_batches_change_nothing(settings: dict[str, Any]) -> None:
     whole = case.gradient()
     assert float(whole.norm()) > 0
     assert relative_difference(case.gradient(budget=12), whole) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("reduction", "num"),
+    [
+        ("sequence_mean", 6),
+        ("seq_mean_token_sum_norm", 6),
+        ("trajectory_mean", 3),
+        ("prompt_mean", 2),
+    ],
+)
+def test_what_trains_nothing_counts_in_the_mean_over_rows_trajectories_and_groups(
+    reduction: str, num: int
+) -> None:
+    lengths = {"max_seq_len": 8} if reduction == "seq_mean_token_sum_norm" else {}
+    case = Case(reduction=reduction, tis_ratio_type=None, **lengths)
+    alone = case.gradient()
+    masked: Row = ([1, 2], [3, 4], [False, False])
+    more = make_batch(
+        [*case.rows, masked],
+        advantages=[*case.advantages, 0.0],
+        temperatures=[*case.temperatures, 1.0],
+        trajectories=[*case.trajectories, ("c", "c_0")],
+    )
+    case.batch, case.old = more, torch.cat([case.old, torch.zeros(2)])
+    assert relative_difference(case.gradient(), alone * num / (num + 1)) < 1e-5
 
 
 @pytest.mark.parametrize("budget", [12, 20, 4096])
