@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.filter_choices import Choices, check_usage, filters_of, masks_of
+from pipelines.cli.filter_rules import (
+    MASKS,
+    NUMBER,
+    RULES,
+    Options,
+    check_usage,
+    chosen_filters,
+    given,
+    rule_options,
+)
 from rollout_io.cli.datasets import layout_option
 from rollout_io.cli.output import emit, emit_json, example, next_command, note, progress_bar
-from rollout_io.cli.usage import Number
 from schemas.errors import InputError, count
 
 if TYPE_CHECKING:
@@ -28,7 +36,6 @@ EXAMPLES = example(
 )
 
 
-WHOLE, SHARE, NUMBER = click.IntRange(min=0), Number(0, 1), Number()
 _SHOWN_OVERLAPS = 5
 
 
@@ -41,92 +48,7 @@ _SHOWN_OVERLAPS = 5
 @click.option(
     "--move-outcome", is_flag=True, help="With --keep-rows: move the return to the last kept row."
 )
-@click.option(
-    "--where",
-    multiple=True,
-    metavar="SQL",
-    help="Keep matching trajectories: \"return > 0 AND any(agent = 'main')\".",
-)
-@click.option("--drop-failed-groups", is_flag=True, help="Drop groups with a failed trajectory.")
-@click.option("--drop-failed", is_flag=True, help="Drop failed trajectories.")
-@click.option(
-    "--drop-unknown", is_flag=True, help="Drop trajectories that did not fail but have no return."
-)
-@click.option(
-    "--max-staleness", type=WHOLE, metavar="N", help="Drop trajectories more than N versions old."
-)
-@click.option(
-    "--policy-version", type=WHOLE, metavar="V", help="Current policy version, for --max-staleness."
-)
-@click.option(
-    "--min-tokens",
-    type=WHOLE,
-    metavar="N",
-    help="Minimum length of the longest sequence, in tokens.",
-)
-@click.option(
-    "--max-tokens",
-    type=WHOLE,
-    metavar="N",
-    help="Maximum length of the longest sequence, in tokens.",
-)
-@click.option("--min-steps", type=WHOLE, metavar="N", help="Minimum number of steps.")
-@click.option("--max-steps", type=WHOLE, metavar="N", help="Maximum number of steps.")
-@click.option(
-    "--min-reward", type=NUMBER, metavar="X", help="Minimum return; drops unknown returns too."
-)
-@click.option(
-    "--max-reward", type=NUMBER, metavar="X", help="Maximum return; drops unknown returns too."
-)
-@click.option(
-    "--min-pass-rate",
-    type=SHARE,
-    metavar="X",
-    help="Minimum share of a group's attempts with a return above 0.",
-)
-@click.option(
-    "--max-pass-rate",
-    type=SHARE,
-    metavar="X",
-    help="Maximum share of a group's attempts with a return above 0.",
-)
-@click.option(
-    "--dedup",
-    type=click.Choice(["group", "dataset"]),
-    help="Drop exact duplicates in each group or in the dataset.",
-)
-@click.option(
-    "--dedup-similarity",
-    type=NUMBER,
-    metavar="X",
-    help="With --dedup: also drop trajectories that share this part of their token sequences.",
-)
-@click.option(
-    "--overlap",
-    type=click.Path(),
-    metavar="EVAL",
-    help="Drop trajectories that contain most of a text of this evaluation set (JSON Lines).",
-)
-@click.option("--drop-overlong", is_flag=True, help="Drop trajectories that were cut off.")
-@click.option("--drop-zero-variance", is_flag=True, help="Drop groups whose returns are all equal.")
-@click.option(
-    "--best",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Keep the N highest returns of each group; drops unknown returns too.",
-)
-@click.option(
-    "--sample-groups",
-    type=WHOLE,
-    metavar="N",
-    help="Draw N groups at random, from the mixture if there is one.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed for drawing groups.")
-@click.option(
-    "--mask-overlong", is_flag=True, help="Do not train on trajectories that were cut off."
-)
-@click.option("--mask-failed-groups", is_flag=True, help="Do not train on groups with a failure.")
-@click.option("--mask-failed", is_flag=True, help="Do not train on failed trajectories.")
+@rule_options
 @click.option(
     "--mix",
     multiple=True,
@@ -150,7 +72,7 @@ _SHOWN_OVERLAPS = 5
     "from the dataset, else last]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **options: Any) -> None:
+def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **values: Any) -> None:
     """Select the trajectories to train on; mask the rest, or mix in other datasets.
 
     Filters apply in the order listed below, each to the trajectories that earlier filters kept;
@@ -159,17 +81,18 @@ def filter_(dataset: str, out: str | None, *, dry_run: bool, as_json: bool, **op
     Memory use grows with the number of trajectories, not with their length.
     """
     from rollout_io.dataset.sources import Sources
+    from rollout_io.dataset.storage import refuse_inside
 
-    choices = Choices(**options)
-    check_usage(out, choices, dry_run=dry_run)
+    check_usage(out, values, dry_run=dry_run)
     if out is not None:
-        _refuse_inside(out, (dataset, *choices.mix))
-    read_from = Sources(dataset, *choices.mix, may_grow=True)
-    sources = [_Source.decide(path, choices) for path in (dataset, *choices.mix)]
-    frame, mixture = _combined(sources, choices)
+        for path in (dataset, *values["mix"]):
+            refuse_inside(out, path)
+    read_from = Sources(dataset, *values["mix"], may_grow=True)
+    sources = [_Source.decide(path, values) for path in (dataset, *values["mix"])]
+    frame, mixture = _combined(sources, values)
     if not dry_run:
         assert out is not None
-        _write(frame, out, sources, choices, read_from)
+        _write(frame, out, sources, values, read_from)
     if as_json:
         reports = [source.as_json() for source in sources]
         emit_json({"datasets": reports, "mixture": mixture})
@@ -200,26 +123,31 @@ class _Source:
     overlaps: pl.DataFrame | None
 
     @classmethod
-    def decide(cls, path: str, choices: Choices) -> _Source:
+    def decide(cls, path: str, values: Options) -> _Source:
         from pipelines.filtering.row_removal import keep_rows
         from pipelines.filtering.verdicts import apply_filters, apply_masks
         from rollout_io.cli.datasets import open_valid
         from rollout_io.dataset.returns import dataset_outcome
 
-        frame, outcome = open_valid(path), dataset_outcome(path, choices.outcome)
+        frame, outcome = open_valid(path), dataset_outcome(path, values["outcome"])
         num_unscored = 0
-        if choices.reward is not None:
+        if values["reward"] is not None:
             from pipelines.rescoring.versions import read_version, with_version
 
-            frame = with_version(frame, path, choices.reward)
-            num_unscored = read_version(path, choices.reward)[0]["reward"].null_count()
+            frame = with_version(frame, path, values["reward"])
+            num_unscored = read_version(path, values["reward"])[0]["reward"].null_count()
         rows: dict[str, int] = {}
-        if choices.keep_rows is not None:
-            move = choices.move_outcome
-            frame, rows = keep_rows(frame, choices.keep_rows, outcome=outcome, move_outcome=move)
-        found = None if choices.overlap is None else _overlaps(path, frame, choices.overlap)
-        frame, dropped = apply_filters(frame, filters_of(choices, found), outcome)
-        frame, masked = apply_masks(frame, masks_of(choices), outcome)
+        if values["keep_rows"] is not None:
+            move = values["move_outcome"]
+            frame, rows = keep_rows(frame, values["keep_rows"], outcome=outcome, move_outcome=move)
+        found = None if values["overlap"] is None else _overlaps(path, frame, values["overlap"])
+        of_dataset = {
+            **values,
+            "overlap": None if found is None else (found, values["overlap"]),
+            "sample_groups": None if values["mix"] else values["sample_groups"],
+        }
+        frame, dropped = apply_filters(frame, chosen_filters(of_dataset, RULES), outcome)
+        frame, masked = apply_masks(frame, chosen_filters(of_dataset, MASKS), outcome)
         return cls(
             path=path,
             frame=frame,
@@ -256,13 +184,6 @@ class _Source:
                 yield f"    and {len(self.overlaps) - _SHOWN_OVERLAPS:,} more: --json lists all"
 
 
-def _refuse_inside(out: str, datasets: Sequence[str]) -> None:
-    from rollout_io.dataset.storage import refuse_inside
-
-    for dataset in datasets:
-        refuse_inside(out, dataset)
-
-
 def _overlaps(dataset: str, frame: pl.LazyFrame, evaluation: str) -> pl.DataFrame:
     from pipelines.filtering.overlap import overlaps
     from rollout_io.dataset.opening import open_input
@@ -281,12 +202,12 @@ def _overlaps(dataset: str, frame: pl.LazyFrame, evaluation: str) -> pl.DataFram
 
 
 def _combined(
-    sources: Sequence[_Source], choices: Choices
+    sources: Sequence[_Source], values: Options
 ) -> tuple[pl.LazyFrame, list[dict[str, Any]]]:
     """Mix the sources into the frame to write, and report the mixture."""
     from pipelines.mixing import mix
 
-    if len(sources) == 1 and not choices.prefix_names:
+    if len(sources) == 1 and not values["prefix_names"]:
         return sources[0].frame, []
     names = [Path(source.path).name for source in sources]
     if len(set(names)) < len(names):
@@ -295,9 +216,9 @@ def _combined(
         got, hint = "the same dataset is given twice", "list each dataset once"
         raise InputError("unique_group", "--mix", got, hint=hint)
     frames = {name: _with_sampling(source) for name, source in zip(names, sources, strict=True)}
-    shares = dict(zip(names, choices.share, strict=True)) if choices.share else None
-    num = choices.sample_groups if choices.mix else None
-    prefix, seed = choices.prefix_names, choices.seed
+    shares = dict(zip(names, values["share"], strict=True)) if values["share"] else None
+    num = values["sample_groups"] if values["mix"] else None
+    prefix, seed = values["prefix_names"], values["seed"]
     frame, counts = mix(frames, shares=shares, num_groups=num, seed=seed, prefix_names=prefix)
     return frame, counts.to_dicts()
 
@@ -322,7 +243,7 @@ def _write(
     frame: pl.LazyFrame,
     out: str,
     sources: Sequence[_Source],
-    choices: Choices,
+    values: Options,
     read_from: Sources,
 ) -> None:
     import polars as pl
@@ -332,10 +253,10 @@ def _write(
 
     paths = [source.path for source in sources]
     found = {path: read_metadata(path) for path in paths}
-    metadata = _common(found, choices.outcome).made("filter", parents=paths, **choices.given())
+    metadata = _common(found, values["outcome"]).made("filter", parents=paths, **given(values))
     num_rows = frame.select(pl.len()).collect(engine="streaming").item()
     progress = progress_bar(num_rows, " rows", "filter")
-    layout = choices.layout or read_layout(sources[0].path)
+    layout = values["layout"] or read_layout(sources[0].path)
     writing = RolloutWriter(out, layout=layout, metadata=metadata, parents=paths)
     with writing as writer, progress as bar:
         for rows in frame.collect_batches(engine="streaming"):
