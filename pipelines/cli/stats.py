@@ -11,7 +11,7 @@ import click
 from rollout_io.cli.datasets import workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
 from rollout_io.cli.usage import HintedUsageError, Number
-from rollout_io.terminal import columns
+from rollout_io.terminal import columns, printable
 
 if TYPE_CHECKING:
     from pipelines.cli.stats_screen import Overview
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipelines.statistics.savings import Cost
     from rollout_io.dataset.parallel import Workers
 
+_SHOWN_LINES = 60
 _SECTIONS = {
     "trajectories": (
         *("num_trajectories", "num_groups", "num_failed"),
@@ -34,7 +35,9 @@ _SECTIONS = {
 
 @click.command(
     short_help="Summarise a dataset: counts, lengths, rewards, tokens.",
-    epilog=example("rollouts stats shop/ --model Qwen3-8B/"),
+    epilog=example(
+        "rollouts stats shop/ --model Qwen3-8B/\n  rollouts stats shop/ --by instance_id"
+    ),
 )
 @click.argument("dataset", metavar="DS", type=click.Path())
 @click.argument("others", metavar="", nargs=-1, type=click.Path())
@@ -56,6 +59,12 @@ _SECTIONS = {
     metavar="N",
     help="Number of parameters, such as 1.5e9; without --model, attention is not counted.",
 )
+@click.option("--by", metavar="COLUMN", help="Print a line per value: instance_id, stop_reason.")
+@click.option(
+    "--by-quantile",
+    metavar="COLUMN",
+    help="Print a line per quarter of the trajectories by a number: response_tokens.",
+)
 @workers_options
 @click.option("--all", "shows_all", is_flag=True, help="Print every number and metric by name.")
 @click.option("--json", "as_json", is_flag=True, help="Print every number and metric as JSON.")
@@ -65,6 +74,8 @@ def stats(
     outcome: Any,
     model: str | None,
     params: float | None,
+    by: str | None,
+    by_quantile: str | None,
     workers: int | None,
     engine: Any,
     *,
@@ -75,12 +86,15 @@ def stats(
 
     Rewards are returns of trajectories. Layouts are the values of `sequence_layout` in `rollouts
     train`; their token counts exclude failed trajectories. --all and --json add metrics per step,
-    trajectory and group (docs/metrics.md). If the dataset has several policy versions, numbers that
+    trajectory and group (docs/metrics.md); --by and --by-quantile compare parts of the dataset. If the dataset has several policy versions, numbers that
     speak against a rising return are named.
     """
     if others:
         hint = f"compare two datasets: rollouts diff {dataset} {others[0]}"
         raise HintedUsageError("stats summarises one dataset", hint)
+    if by is not None or by_quantile is not None:
+        _print_grouped(dataset, by, by_quantile, outcome, as_json=as_json)
+        return
     shape = _model_shape(model, params)
     chosen = workers_of(workers, engine, dataset)
     if as_json or shows_all:
@@ -100,6 +114,32 @@ def stats(
     if mixed := mixed_text(dataset):
         note(mixed)
     note("pass --all or --json for every number and metric")
+
+
+def _print_grouped(
+    dataset: str,
+    by: str | None,
+    by_quantile: str | None,
+    outcome: Outcome | None,
+    *,
+    as_json: bool,
+) -> None:
+    from pipelines.statistics.grouped import grouped
+    from rollout_io.cli.datasets import open_valid
+    from rollout_io.dataset.returns import dataset_outcome
+
+    if by is not None and by_quantile is not None:
+        raise click.UsageError("--by and --by-quantile exclude each other.")
+    frame, returns = open_valid(dataset), dataset_outcome(dataset, outcome)
+    lines = grouped(frame, by or by_quantile or "", returns, quantiles=by is None)
+    if as_json:
+        emit_json(lines.to_dicts())
+        return
+    names = [name.removeprefix("num_").replace("_", " ") for name in lines.columns]
+    table = [[readable(value) for value in line] for line in lines.head(_SHOWN_LINES).rows()]
+    emit("\n".join(columns([names, *table])))
+    if len(lines) > _SHOWN_LINES:
+        note(f"and {len(lines) - _SHOWN_LINES:,} more: pass --json for all")
 
 
 def _suspicions(dataset: str, outcome: Outcome | None) -> list[dict[str, Any]]:
@@ -130,32 +170,38 @@ def _overview(
     dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers
 ) -> Overview:
     from pipelines.cli.stats_screen import Overview
+    from pipelines.statistics.grouped import tools
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_summary
     from rollout_io.cli.datasets import open_valid
 
-    open_valid(dataset, workers)
+    frame = open_valid(dataset, workers)
     summary = dataset_summary(dataset, outcome, workers)
     savings = _savings(dataset_savings(dataset, workers=workers), shape)
-    return Overview.of(dataset, summary, savings)
+    return Overview.of(dataset, summary, savings, tools(frame).to_dicts())
 
 
 def dataset_numbers(
     dataset: str, outcome: Outcome | None, shape: ModelShape | None, workers: Workers | None = None
 ) -> dict[str, Any]:
     """Collect a dataset's statistics: `metrics` by unit and name, and `savings` by layout."""
+    from pipelines.statistics.grouped import tools
     from pipelines.statistics.metrics import read_metrics
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics
     from rollout_io.cli.datasets import open_valid
 
-    open_valid(dataset, workers)
+    frame = open_valid(dataset, workers)
     numbers = dataset_statistics(dataset, outcome, workers)
     found: dict[str, dict[str, Any]] = {}
     for line in read_metrics(dataset, outcome, workers).to_dicts():
         found.setdefault(line.pop("per"), {})[line.pop("metric")] = line
     savings = dataset_savings(dataset, workers=workers)
-    return numbers | {"metrics": found, "savings": _savings(savings, shape)}
+    return numbers | {
+        "metrics": found,
+        "tools": tools(frame).to_dicts(),
+        "savings": _savings(savings, shape),
+    }
 
 
 def _model_shape(model: str | None, params: float | None) -> ModelShape | None:
@@ -184,13 +230,16 @@ def all_numbers(numbers: Mapping[str, Any]) -> str:
 
 
 def _sections(numbers: Mapping[str, Any]) -> Iterable[tuple[str, Sequence[str]]]:
-    apart = {name for names in _SECTIONS.values() for name in names}
+    apart = {"tools", *(name for names in _SECTIONS.values() for name in names)}
     rows = [n for n, value in numbers.items() if n not in apart and not isinstance(value, dict)]
     for title, names in {"rows": rows, **_SECTIONS}.items():
         yield title, columns([[name, readable(numbers[name])] for name in names])
     reasons = numbers["stop_reasons"]
     if reasons:
         yield "stop reasons of rows", columns([[repr(r), readable(n)] for r, n in reasons.items()])
+    if numbers["tools"]:
+        lines = [[readable(value) for value in line.values()] for line in numbers["tools"]]
+        yield "tools", columns([["tool", "calls", "failed", "trajectories"], *lines])
     for per, found in numbers["metrics"].items():
         table = [["metric", "value", "over", "left out"]]
         for name, line in found.items():
@@ -217,4 +266,6 @@ def readable(value: Any) -> str:
     """Format a number for a table; "-" for None."""
     if value is None:
         return "-"
+    if isinstance(value, str | bool):
+        return printable(value) if isinstance(value, str) else "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

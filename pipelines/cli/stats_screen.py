@@ -29,6 +29,7 @@ LAYOUTS = {"step": "step", "merge_lineage": "merge", "tree_per_group": "tree"}
 """Layouts shown: key in `savings` -> value of `sequence_layout`."""
 
 _WIDTH, _BAR = 100, 30
+_SHOWN_TOOLS = 12
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -41,12 +42,19 @@ class Overview:
     lengths: Mapping[str, Distribution]
     rewards: Rewards
     savings: Mapping[str, Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
 
     @classmethod
-    def of(cls, path: str, summary: Summary, savings: Mapping[str, Mapping[str, Any]]) -> Overview:
+    def of(
+        cls,
+        path: str,
+        summary: Summary,
+        savings: Mapping[str, Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> Overview:
         """Build the overview of a dataset from its summary and the cost of each layout."""
         lengths, rewards = length_distributions(summary), reward_distribution(summary)
-        return cls(path, summary.numbers, lengths, rewards, savings)
+        return cls(path, summary.numbers, lengths, rewards, savings, tools)
 
 
 def screen(overview: Overview) -> str:
@@ -57,6 +65,7 @@ def screen(overview: Overview) -> str:
             *_section(_shown(overview.path), _counts(numbers)),
             *_section("Lengths", _lengths(overview.lengths)),
             *_section("Rewards", _rewards(overview.rewards, numbers)),
+            *(_section("Tools", _tools(overview.tools)) if overview.tools else ()),
             *_section("Tokens that training forwards, by sequence_layout", _layouts(overview)),
         ]
     )
@@ -125,6 +134,17 @@ def _rewards(rewards: Rewards, numbers: Mapping[str, Any]) -> Iterable[Renderabl
         f"groups: {rewards.num_varied:,} with different rewards, {rewards.num_equal:,} with equal "
         f"rewards (no gradient from group baselines){single}"
     )
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterable[RenderableType]:
+    table = _table("tool", "calls", "failed", "trajectories", left=("",))
+    for line in tools[:_SHOWN_TOOLS]:
+        numbers = (line[name] for name in ("num_calls", "num_failed", "num_trajectories"))
+        bar = _bar(line["num_calls"] / tools[0]["num_calls"])
+        table.add_row(_shown(line["name"]), *map(readable, numbers), bar)
+    yield table
+    if len(tools) > _SHOWN_TOOLS:
+        yield Text(f"and {len(tools) - _SHOWN_TOOLS:,} more tools (--json)")
 
 
 def _layouts(overview: Overview) -> Iterable[RenderableType]:
