@@ -247,3 +247,12 @@ def columns(table: Sequence[Sequence[str]]) -> list[str]:
         "  ".join([row[0].ljust(widths[0]), *(map(str.rjust, row[1:], widths[1:]))])
         for row in table
     ]
+
+
+def readable(value: Any) -> str:
+    """Format a number for a table; "-" for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, str | bool):
+        return printable(value) if isinstance(value, str) else "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -11,7 +11,7 @@ import click
 from rollout_io.cli.datasets import workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
 from rollout_io.cli.usage import HintedUsageError, Number
-from rollout_io.terminal import columns, printable
+from rollout_io.terminal import columns, readable
 
 if TYPE_CHECKING:
     from pipelines.cli.stats_screen import Overview
@@ -260,12 +260,3 @@ def _savings_table(savings: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             line.append(f"{cost['training_flops']:.3g}")
         table.append(line)
     return table
-
-
-def readable(value: Any) -> str:
-    """Format a number for a table; "-" for None."""
-    if value is None:
-        return "-"
-    if isinstance(value, str | bool):
-        return printable(value) if isinstance(value, str) else "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -13,7 +13,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.cli.stats import readable
 from pipelines.statistics.distributions import (
     Distribution,
     Rewards,
@@ -22,7 +21,7 @@ from pipelines.statistics.distributions import (
 )
 from pipelines.statistics.summary import Summary
 from rollout_io.cli.output import wants_color
-from rollout_io.terminal import console, printable
+from rollout_io.terminal import console, printable, readable
 from schemas.errors import count
 
 LAYOUTS = {"step": "step", "merge_lineage": "merge", "tree_per_group": "tree"}

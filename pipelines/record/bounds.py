@@ -6,15 +6,13 @@ the choices and fields of responses, and the prompts and fields of requests, are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from schemas.errors import EngineError, InputError
 from schemas.excerpts import cleaned
-
-if TYPE_CHECKING:
-    from pipelines.record.upstreams import Answered
 
 ANSWER_SIZE, ANSWER_ENCODING, REDIRECT = "answer_size", "answer_encoding", "engine_redirect"
 ANSWER_STATUS = "answer_status"
@@ -69,24 +67,24 @@ def too_large(what: str, most_bytes: int) -> EngineError:
     return EngineError(ANSWER_SIZE, "engine", got, hint=_HINT, message=message)
 
 
-def check_head(response: Answered) -> None:
+def check_head(status: int, headers: Mapping[str, str]) -> None:
     """Reject redirects, compressed responses and statuses that end no HTTP exchange.
 
     Raises:
         EngineError: `answer_status`: the status is not from 200 to 599; `engine_redirect`: the
             response is a redirect; `answer_encoding`: the response is compressed.
     """
-    if not 200 <= response.status < 600:
-        got = f"sent the HTTP status {response.status:03}"
+    if not 200 <= status < 600:
+        got = f"sent the HTTP status {status:03}"
         hint = "check that --upstream is the engine's URL"
         message = f"The engine {got}; expected a status from 200 to 599"
         raise EngineError(ANSWER_STATUS, "engine", got, hint=hint, message=message)
-    if 300 <= response.status < 400:
-        to = repr(cleaned(response.headers.get("location", ""))[:200])
+    if 300 <= status < 400:
+        to = repr(cleaned(headers.get("location", ""))[:200])
         hint = "set --upstream to the target of the redirect"
-        got = f"redirects (status {response.status}) to {to}"
+        got = f"redirects (status {status}) to {to}"
         raise EngineError(REDIRECT, "engine", got, hint=hint, message=f"The engine {got}")
-    encoding = response.headers.get("content-encoding", "identity").strip()
+    encoding = headers.get("content-encoding", "identity").strip()
     if encoding.lower() != "identity":
         got = f"compresses its responses ({cleaned(encoding)[:40]!r})"
         hint = "turn off compression in the engine"

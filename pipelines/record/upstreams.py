@@ -192,7 +192,7 @@ class Upstreams:
         """
         response = await self._open(method, path, body, self._headers(headers), session)
         try:
-            check_head(response)
+            check_head(response.status, response.headers)
             yield response
         finally:
             response.close()

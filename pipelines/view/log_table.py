@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.tables import as_lazy
-from pipelines.view.conversation import lanes_of
+from pipelines.view.turns import lanes_of
 from rollout_io.dataset.message_facts import CALLED, count_calls, tool_calls
 from schemas.messages import RETOKENIZED
 from schemas.ragged import list_lengths
@@ -64,7 +64,7 @@ def _tool_counts(table: pa.Table) -> pl.DataFrame:
 
 
 def _facts(rows: pa.Table) -> dict[str, Any]:
-    lanes = lanes_of(rows, None)
+    lanes = lanes_of(rows)
     turns = [turn for lane in lanes.values() for turn in lane if turn["is_new"]]
     told = [turn for turn in turns if turn["from"] == "messages"]
     parts = [part for turn in told for part in turn["parts"]]
