@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pipelines.statistics.metrics import dataset_metrics, pass_at_k
     from pipelines.statistics.savings import dataset_savings
     from pipelines.statistics.summary import dataset_statistics
+    from pipelines.turns import messages
     from pipelines.view.run_files import scan_token_records
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "keep_rows",
     "merge",
     "merge_table",
+    "messages",
     "mix",
     "near_duplicates",
     "overlapping",

@@ -256,3 +256,10 @@ def readable(value: Any) -> str:
     if isinstance(value, str | bool):
         return printable(value) if isinstance(value, str) else "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def whole_characters(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

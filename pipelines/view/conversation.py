@@ -6,9 +6,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipelines.turns import TURN_COLUMNS, lanes_of
 from pipelines.view.dataset import Dataset
 from pipelines.view.responses import shortened
-from pipelines.view.turns import TURN_COLUMNS, lanes_of
 from schemas.messages import RETOKENIZED
 
 
@@ -23,10 +23,24 @@ def conversation(dataset: Dataset, trajectory_id: str) -> dict[str, Any]:
     errors = table.column("error").drop_null() if "error" in table.column_names else []
     error = errors[0].as_py() if len(errors) else None
     return {
-        "lanes": [{"agent": name, "turns": turns} for name, turns in lanes.items()],
+        "lanes": [
+            {"agent": name, "turns": list(map(_shown, turns))} for name, turns in lanes.items()
+        ],
         "error": None if error is None else shortened(error),
         "return": dataset.index.trajectories["return"][number],
         "is_approximate": _is_retokenized(table),
+    }
+
+
+def _shown(turn: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn for the page: long parts are cut; `num_chars` counts them whole."""
+    parts, span = turn["parts"], turn["span"]
+    return {
+        **{name: turn[name] for name in ("role", "is_new", "trained", "from", "stop_reason")},
+        "step_index": turn["row"],
+        "num_tokens": None if span is None else span[1],
+        "num_chars": sum(len(part["text"]) for part in parts),
+        "parts": [{**part, "text": shortened(part["text"])} for part in parts],
     }
 
 

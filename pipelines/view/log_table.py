@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.tables import as_lazy
-from pipelines.view.turns import lanes_of
+from pipelines.turns import lanes_of
 from rollout_io.dataset.message_facts import CALLED, count_calls, tool_calls
 from schemas.messages import RETOKENIZED
 from schemas.ragged import list_lengths
@@ -74,7 +74,7 @@ def _facts(rows: pa.Table) -> dict[str, Any]:
         "task_text": None if asked is None else _start(asked["parts"]),
         "num_turns": _num_answers(rows) if has_answers else 0,
         "num_messages": len(told) if told else None,
-        "num_characters": sum(turn["num_chars"] for turn in told) if told else None,
+        "num_characters": sum(len(part["text"]) for part in parts) if told else None,
         "num_images": sum(part["type"] == "image" for part in parts),
         "num_agents": len(lanes),
     }

@@ -16,10 +16,10 @@ from pipelines.drift_diagnosis.table import diagnose
 from pipelines.merging.segments import is_joined
 from pipelines.statistics.parting import sampled_mask
 from pipelines.view.dataset import Dataset
-from pipelines.view.responses import whole_characters
 from pipelines.view.sources import Run
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from rollout_io.retokenize.token_bytes import TokenBytes
+from rollout_io.terminal import whole_characters
 from schemas.errors import InputError
 from schemas.ragged import BoolArray, Ragged
 

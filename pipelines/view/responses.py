@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from starlette.responses import Response
 
+from rollout_io.terminal import whole_characters
 from schemas.types import as_table, is_string
 
 ARROW = "application/vnd.apache.arrow.stream"
@@ -55,13 +56,6 @@ def shortened(text: str, max_chars: int = MAX_CHARS) -> str:
     if len(text) <= max_chars:
         return whole_characters(text)
     return f"{whole_characters(text[:max_chars])}\u2026 [cut: {len(text):,} characters]"
-
-
-def whole_characters(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode, with U+FFFD."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _plain(value: Any) -> Any:

@@ -6,20 +6,24 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipelines.drift_diagnosis.readers import turns_of_ids
 from pipelines.merging.merge import unmerge_table
 from pipelines.merging.segments import is_joined
-from pipelines.view.responses import shortened
+from pipelines.tables import Frame, over_tables
 from rollout_io.dataset.message_facts import TAGGED_CALL, split_calls
 from rollout_io.dataset.prefix_layout import Tokens, common_prefix
 from rollout_io.retokenize.messages import REASONING_FIELDS
 from rollout_io.retokenize.token_bytes import TokenBytes
 from rollout_io.retokenize.tokenizer import ChatTokenizer
+from rollout_io.terminal import whole_characters
 from schemas.messages import MEDIA, RETOKENIZED, is_answer, sent_messages
 from schemas.numpy_arrays import to_arrow, to_numpy
 
@@ -33,8 +37,64 @@ _IDS = ("prompt_token_ids", "response_ids")
 _MAIN = (None, "main")
 _THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 
+MESSAGES = pa.schema(
+    [
+        *((name, pa.string()) for name in ("instance_id", "trajectory_id", "agent")),
+        ("step_index", pa.int32()),
+        ("turn", pa.int32()),
+        *((name, pa.string()) for name in ("role", "kind", "name", "text")),
+        ("is_trained", pa.bool_()),
+        ("start", pa.int32()),
+        ("length", pa.int32()),
+    ]
+)
+"""Columns of `messages`."""
+
 Part = dict[str, Any]
 Message = Mapping[str, Any]
+
+
+def messages(frame: Frame) -> pl.LazyFrame:
+    """List what was said in each trajectory: one line per part of a message, each message once.
+
+    Args:
+        frame: Rows of complete trajectories, merged or not, with `messages`. Without them, the text of
+            a turn lists its token ids.
+
+    Returns:
+        instance_id, trajectory_id, agent; step_index (of the step that first sent or sampled it); turn
+        (from 0, of the agent); role; kind (text, thinking, tool_call, tool_result, image, file); name
+        (of the tool or file); text (of a call: its arguments); is_trained; start and length of the
+        answer's tokens in the row's prompt + response, null unless they were sampled.
+
+    Example:
+        >>> calls = messages(scan("rollouts/")).filter(pl.col("kind") == "tool_call")
+        >>> calls.group_by("name").len().collect().rows()
+        [('bash', 12)]
+    """
+    return over_tables(frame, _messages_of)
+
+
+def _messages_of(table: pa.Table) -> pa.Table:
+    lines: list[dict[str, Any]] = []
+    names = table.column("trajectory_id")
+    for name in pc.unique(names).to_pylist():
+        rows = table.filter(pc.equal(names, name))
+        ids = {"instance_id": rows.column("instance_id")[0].as_py(), "trajectory_id": name}
+        for agent, turns in lanes_of(rows).items():
+            new = [turn for turn in turns if turn["is_new"]]
+            for number, turn in enumerate(new):
+                start, length = turn["span"] or (None, None)
+                of_turn = {name: turn[name] for name in ("step_index", "role")}
+                of_turn |= {"turn": number, "is_trained": turn["trained"]}
+                of_turn |= {"start": start, "length": length, "agent": agent, **ids}
+                lines += (
+                    of_turn
+                    | {"kind": part["type"], "name": part["name"]}
+                    | {"text": whole_characters(part["text"])}
+                    for part in turn["parts"] or [_part("text", "")]
+                )
+    return pa.Table.from_pylist(lines, MESSAGES)
 
 
 def lanes_of(
@@ -44,8 +104,8 @@ def lanes_of(
 
     A turn belongs to the step that first sent or sampled it. If a call changes an earlier message,
     this message and all later ones are listed again; repeated messages have `is_new` false.
-    `num_chars` counts the text before long parts are cut; `num_tokens` and `stop_reason` are null
-    unless the turn was sampled.
+    `row` is the index of a turn's row in `table`; `span` the start and number of its tokens in the
+    row's prompt + response, null unless they were sampled.
 
     Args:
         table: Rows of one trajectory.
@@ -103,11 +163,10 @@ class _Lane:
     def _add_messages(self, step: Mapping[str, Any], messages: list[Message]) -> None:
         same, before = self._continued(messages)
         trained = bool(any(step["loss_mask"]))
-        first_answer = len(sent) if isinstance(sent := sent_messages(step), list) else 0
+        spans = _answer_spans(step, messages)
         for index, message in enumerate(messages[same:], same):
-            is_own = step.get("token_source") == RETOKENIZED and index >= first_answer
-            trains = is_own and is_answer(message)
-            self._add_message(step, message, before, trained=trains)
+            span = spans.get(index)
+            self._add_message(step, message, before, trained=index in spans, span=span)
         self._sent = list(messages)
         response = step.get("response_text")
         if response is not None and step.get("token_source") != RETOKENIZED:
@@ -144,6 +203,8 @@ class _Lane:
     def _continued(self, messages: list[Message]) -> tuple[int, Counter[tuple[str, str]]]:
         """Compare the messages of a step with the messages of the agent's previous step."""
         same = _num_equal(self._sent, messages)
+        for message in messages[max(len(self._sent) - 1, 0) : same]:
+            self._parts(message)  # the last response, whose calls have ids only here
         return same, Counter(map(_said, self._sent[same:]))
 
     def _add_message(
@@ -153,11 +214,13 @@ class _Lane:
         before: Counter[tuple[str, str]],
         *,
         trained: bool,
+        span: tuple[int, int] | None = None,
     ) -> None:
         said = _said(message)
         is_new = before[said] == 0
         before[said] -= not is_new
-        self._add_turn(step, _role(message), self._parts(message), trained=trained, is_new=is_new)
+        parts = self._parts(message)
+        self._add_turn(step, _role(message), parts, trained=trained, is_new=is_new, span=span)
 
     def _add_turn(
         self,
@@ -167,21 +230,23 @@ class _Lane:
         *,
         trained: bool,
         is_new: bool = True,
+        span: tuple[int, int] | None = None,
         source: str = "messages",
         is_sampled: bool = False,
     ) -> None:
-        cut = [{**part, "text": shortened(part["text"])} for part in parts]
+        if is_sampled:
+            span = len(step["prompt_token_ids"]), len(step["response_ids"])
         self.turns.append(
             {
                 "role": role,
-                "step_index": step["row"],
+                "row": step["row"],
+                "step_index": step["step_index"],
                 "is_new": is_new,
                 "trained": trained,
                 "from": source,
-                "num_tokens": len(step["response_ids"]) if is_sampled else None,
+                "span": span,
                 "stop_reason": step.get("stop_reason") if is_sampled else None,
-                "num_chars": sum(len(part["text"]) for part in parts),
-                "parts": cut,
+                "parts": parts,
             }
         )
 
@@ -228,6 +293,24 @@ class _Lane:
             self._calls[str(call["id"])] = name
         shown = function.get("arguments")
         return _part("tool_call", _as_text(shown), name if isinstance(name, str) else None)
+
+
+def _answer_spans(
+    step: Mapping[str, Any], messages: list[Message]
+) -> dict[int, tuple[int, int] | None]:
+    """Return where the answers in a re-tokenized row's messages are in its prompt + response."""
+    if step.get("token_source") != RETOKENIZED:
+        return {}
+    num_tokens = len(step["response_ids"])  # 0 in logs, whose text has no tokens
+    sent, start = sent_messages(step), len(step["prompt_token_ids"])
+    first = len(sent) if isinstance(sent, list) else 0
+    answers = [i for i, message in enumerate(messages) if i >= first and is_answer(message)]
+    whole = {"start": 0, "length": num_tokens}
+    segments = [
+        (start + one["start"], one["length"]) if num_tokens else None
+        for one in step.get("segments") or [whole]
+    ]
+    return dict(zip_longest(answers, segments[: len(answers)]))
 
 
 def _messages(step: Mapping[str, Any]) -> list[Message] | None:
