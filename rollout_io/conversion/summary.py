@@ -35,6 +35,7 @@ from schemas.ragged import Ragged
 
 _NUM_REASONS = 8
 _NUM_NAMES = 20
+_SHIFTED_SHARE, _LEAST_FIRST_IDS = 0.9, 4
 
 
 @dataclass(slots=True)
@@ -47,6 +48,8 @@ class Summary:
         formats: Number of runs found in the logs, by format.
         num_exact_without_logprobs: Number of an engine's rows without log-probabilities.
         num_with_logprobs: Number of rows with log-probabilities, re-tokenized ones included.
+        num_first_zero: Number of rows of which the first log-probability alone is 0.0.
+        first_zero_ids: Their first ids, until there are `_LEAST_FIRST_IDS`.
         num_without_sampling: Number of an engine's rows that lack a temperature, top_p or top_k.
         unrecorded: Those of these settings that are missing somewhere.
         num_exact: Number of trajectories with token ids from an engine.
@@ -67,12 +70,14 @@ class Summary:
     num_without_logprobs: int = 0
     num_exact_without_logprobs: int = 0
     num_with_logprobs: int = 0
+    num_first_zero: int = 0
     num_without_sampling: int = 0
     num_retokenized: int = 0
     num_restarted: int = 0
     num_exact: int = 0
     num_compared: int = 0
     reward_sum: float = 0.0
+    first_zero_ids: set[int] = field(default_factory=set)
     unrecorded: set[str] = field(default_factory=set)
     instances: set[str] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
@@ -107,6 +112,9 @@ class Summary:
         for name, count in counts.items():
             setattr(self, name, getattr(self, name) + count)
         self.num_rows += len(frame)
+        if len(self.first_zero_ids) < _LEAST_FIRST_IDS:
+            first = pl.col("response_ids").list.first()
+            self.first_zero_ids |= set(frame.filter(_IS_FIRST_ZERO).select(first).to_series())
         lacks = frame.filter(_LACKS_SAMPLING)
         self.unrecorded |= {name for name in _SAMPLING if lacks[name].is_null().any()}
         exact = set(frame.filter(_IS_CALL & ~_IS_TEXT)["trajectory_id"].unique())
@@ -153,6 +161,15 @@ class Summary:
         counts |= {"num_written": self.num_written, "num_groups": len(self.instances)}
         counts |= {"reward_mean": self.reward_mean, "unread": self.unread}
         return counts | {"notes": dict(self._told())}
+
+    @property
+    def _is_shifted(self) -> bool:
+        """True if log-probabilities look as if 0.0 had been put before them.
+
+        Models that always begin with the same token are certain of it, so the ids must differ.
+        """
+        is_common = self.num_first_zero > _SHIFTED_SHARE * self.num_with_logprobs
+        return is_common and len(self.first_zero_ids) >= _LEAST_FIRST_IDS
 
     @property
     def unread(self) -> dict[str, int]:
@@ -212,6 +229,13 @@ class Summary:
                 f"{_num(num, 'row')} without log-probabilities, so `train` "
                 + (_SOME_LOGPROBS if self.num_with_logprobs else _NO_LOGPROBS)
                 + ': request "logprobs": true from the engine'
+            )
+        if self._is_shifted:
+            lines.append(
+                f"the first log-probability of {self.num_first_zero:,} of "
+                f"{_num(self.num_with_logprobs, 'row')} is 0.0, and no other one in these rows: they are "
+                "probably shifted by one token, which trains wrongly. Check how the log writes them, or "
+                f"run `rollouts audit {out} --weights MODEL`"
             )
         if self.num_without_sampling:
             names = " or ".join(name for name in _SAMPLING if name in self.unrecorded)
@@ -289,7 +313,7 @@ def refuse_unread(notes: Mapping[str, int], run: Run) -> None:
 _INTERNAL = frozenset(
     {
         *("num_exact_without_logprobs", "num_with_logprobs", "reward_sum"),
-        *("unrecorded", "instances", "numbers"),
+        *("unrecorded", "instances", "numbers", "first_zero_ids"),
     }
 )
 _SAMPLING = ("temperature", "top_p", "top_k")
@@ -305,8 +329,8 @@ _ABSENT: dict[str, Any] = {
 _NO_LOGPROBS = "applies no importance weights, and rejects losses that need them"
 _SOME_LOGPROBS = "rejects the dataset unless tis_ratio_type is none"
 _NAMES = (
-    *("instance_id", "trajectory_id", "is_last_step", "prompt_token_ids", "rollout_logprobs"),
-    *("reward", "error", "source", "token_source", "segments", *_SAMPLING),
+    *("instance_id", "trajectory_id", "is_last_step", "prompt_token_ids", "response_ids"),
+    *("rollout_logprobs", "reward", "error", "source", "token_source", "segments", *_SAMPLING),
 )
 
 _IS_HEALTHY, _IS_LAST = pl.col("error").is_null(), pl.col("is_last_step")
@@ -315,7 +339,12 @@ _IS_TEXT = pl.col("token_source") == "retokenized"
 _LACKS_SAMPLING = (
     _IS_CALL & ~_IS_TEXT & pl.any_horizontal(pl.col(name).is_null() for name in _SAMPLING)
 )
+_LOGPROBS = pl.col("rollout_logprobs").list
+_IS_FIRST_ZERO = (
+    (_LOGPROBS.len() > 1) & (_LOGPROBS.first() == 0) & (_LOGPROBS.slice(1).list.max() < 0)
+)
 _COUNTS = {
+    "num_first_zero": _IS_FIRST_ZERO.sum(),
     "num_without_sampling": _LACKS_SAMPLING.sum(),
     "num_calls": pl.col("source").filter(_IS_CALL & ~_IS_TEXT).n_unique()
     + pl.col("segments").list.len().filter(_IS_CALL & _IS_TEXT).sum(),
