@@ -131,6 +131,7 @@ def test_convert_counts_calls_failures_and_unknown_rewards(tmp_path: Path, capsy
         "num_without_reward": 1,
         "num_failed": 1,
         "num_without_logprobs": 0,
+        "num_first_zero": 0,
         "num_without_sampling": len(calls) + 1,
     }
 
