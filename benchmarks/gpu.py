@@ -64,7 +64,8 @@ from trainer.batches.packing import cut_batch
 from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.weight_transfer import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION, packed_attention
-from trainer.models.policy import Policy, compile_layers, load_policy
+from trainer.models.layers import compile_layers
+from trainer.models.policy import Policy, load_policy
 from trainer.run.run import Run
 from trainer.run.state import START
 from trainer.update import make_update
@@ -246,8 +247,9 @@ def _setup(arguments: argparse.Namespace, *, compiles: bool = False) -> Iterator
         # Without it, the policy would compute in float32 while TRL and the padded loop do not.
         policy = accelerator.prepare_model(policy)
         if compiles:
-            compile_layers(policy.model)
-        policy.checkpoint_layers()
+            compile_layers(policy.model, recomputes=True)
+        else:
+            policy.checkpoint_layers()
         given = argparse.Namespace(**vars(arguments) | {"model": model})
         yield Setup(arguments=given, accelerator=accelerator, policy=policy)
 

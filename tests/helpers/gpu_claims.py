@@ -30,8 +30,9 @@ from trainer.batch import Batch
 from trainer.batches.forest import Forest, with_sets
 from trainer.batches.support import teacher_sets
 from trainer.distributed.sharding import whole
+from trainer.models.layers import compile_layers
 from trainer.models.lora import add_adapter
-from trainer.models.policy import Policy, compile_layers
+from trainer.models.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
