@@ -39,7 +39,8 @@ UNKNOWN = ("softcap", "position_bias", "s_aux", "sinks", "indices", "block_indic
 """Attention arguments that SDPA does not support."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+# Not frozen: torch 2.11 would compile a graph for each value of a frozen record.
+@dataclass(eq=False, slots=True)
 class ForestMask:
     """The `attention_mask` that a layer receives.
 

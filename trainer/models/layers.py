@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from schemas.errors import ConfigError
 from trainer.models.attention import KEPT, TANGENTS
 from trainer.models.router_replay import same_routes
+
+MOST_GRAPHS = 32
+"""Graphs of all layers of a model before PyTorch stops compiling; 8 is its own limit. Windows, trees,
+adapters and replayed experts each double their number, and passes without gradients."""
 
 
 def recompute_layers(model: Any) -> None:
@@ -46,6 +51,10 @@ def compile_layers(model: Any, *, recomputes: bool = False) -> None:
         ConfigError: The model has no layers of the usual kind.
     """
     layers = layers_of(model, "compile_layers", "compile")
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
+    # It would warn about layers that change a tensor in place, if they are recomputed.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     compiled = torch.compile(_selectively_recomputed if recomputes else _plain, dynamic=True)
     for layer in layers:
         layer.forward = partial(_compiled, compiled, layer)

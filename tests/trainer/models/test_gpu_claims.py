@@ -69,8 +69,11 @@ def test_targets_with_sets_of_ids_have_the_gradient_of_a_cpu(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_sharded_over_one_process_has_the_gradient_of_a_whole_one() -> None:
-    check_fsdp2("cpu", TINY)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_model_sharded_over_one_process_has_the_gradient_of_a_whole_one(
+    compiles: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    check_fsdp2("cpu", TINY, compiles=compiles)
 
 
 @pytest.mark.slow
@@ -123,7 +126,7 @@ def test_a_bfloat16_step_of_the_kernels_for_gpus_has_the_right_shapes_and_dtypes
     chains = ChainLayout()
     if layout == "step":
         chains = ChainLayout(lengths=ends.diff().tolist(), ends=ends)
-    monkeypatch.setattr(attention, "_runs_varlen", lambda *_: True)
+    monkeypatch.setattr(attention, "_runs_varlen", lambda *inputs: inputs[-1].ends is not None)
     monkeypatch.setattr(attention, "VARLEN_ATTN", varlen)
     monkeypatch.setattr(tree_attention, "uses_blocks", lambda _: True)
     monkeypatch.setattr(flex_tree, "compiled", lambda: flex)
