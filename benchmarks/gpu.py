@@ -1,25 +1,33 @@
-"""Measure speed, memory and utilisation on one GPU, with vLLM and the RL loop on the same card.
+"""Measure what matters on one GPU, the most important first, in eight minutes.
 
-    python -m benchmarks.gpu [--part training recompiles vllm rl] [--json]
+    python -m benchmarks.gpu [--part training profile ...] [--json]
     python -m benchmarks.gpu --device cpu --tiny
 
 The model is a Qwen3-0.6B built from its configuration, with random weights and SmolLM2's tokens
-(0.5B parameters), unless `--model` names a directory. The parts run in separate processes, each with
-a time limit, and every result is a line that is written at once:
+(0.5B parameters), unless `--model` names a directory. Every part has a time limit, and every result
+is a line that is written at once; what fails is a line with its reason, and the rest runs. On a GPU,
+each part has a process of its own.
 
-- `training`: one optimizer step on the same rows with the same loss, in four implementations: a
-  padded Transformers loop (benchmarks/padded.py), TRL's GRPO trainer, our packed rows (`step`), and
-  our trees; on a GPU, also ours with compiled layers and larger chunks of the head, as docs/gpu.md
-  advises. Tokens per second count the tokens of the rows, even if fewer or more are forwarded.
-  Memory is the peak above weights and gradients. All gradients are compared with the first side's.
-  Utilisation is the fraction of the card's peak arithmetic that is spent on tokens that an
-  implementation must forward; padding and recomputation do not count.
-- `recompiles`: updates on trees of different shapes, and the number of graphs compiled for them.
-- `vllm`: a vLLM server on the same card: seconds to write and load new weights and to sample the
-  first token with them, and tokens per second of concurrent calls. `--python` names the interpreter
-  of an environment with vLLM. With a second card, and vLLM in this environment too, the server runs
-  on that card and gets the weights by transfer.
+- `ceilings`: what the card copies and multiplies at best.
+- `training`: one optimizer step on the same rows with the same loss: our packed rows (`step`) and our
+  trees, with compiled layers and chunks of the head as docs/gpu.md advises, and without; a padded
+  Transformers loop (benchmarks/padded.py); TRL's GRPO trainer. Tokens per second count the tokens of
+  the rows, even if fewer or more are forwarded. Memory is the peak above weights and gradients. All
+  gradients are compared with the first side's. Utilisation is the fraction of the card's peak
+  arithmetic that is spent on tokens that an implementation must forward; padding and recomputation
+  do not count.
+- `profile`: milliseconds of an update by kind of kernel, launches, and the share in which the card
+  waits.
+- `micro`: an update with other sizes of micro-batches, and without recomputation.
 - `rl`: `rollouts rl` with the embedded engine, from sampling to new weights.
+- `attention`: each kernel of attention alone, with gradients: candidates for packed rows too.
+- `head`: log-probabilities and their gradient, beside TRL's kernel.
+- `recompiles`: updates on trees of different shapes, and the number of graphs compiled for them.
+- `engine`: the embedded engine's tokens per second.
+- `vllm`, only if it is named: a vLLM server on the same card: seconds to write and load new weights
+  and to sample the first token with them, and tokens per second of concurrent calls. `--python` names
+  the interpreter of an environment with vLLM. With a second card, and vLLM in this environment too,
+  the server runs on that card and gets the weights by transfer.
 
 With `--device cpu --tiny`, every part runs with a model of 2 layers. This shows that the script works;
 its figures say nothing about a GPU.
@@ -29,7 +37,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import datetime as dt
 import json
 import math
@@ -39,8 +46,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -48,10 +54,20 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from accelerate import Accelerator
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
-from benchmarks import training, trees
+from benchmarks import gpu_parts, training, trees
+from benchmarks.gpu_setup import (
+    Figures,
+    Lines,
+    Setup,
+    attempted,
+    card,
+    model_directory,
+    opened,
+    rows_of,
+    update_of,
+)
 from benchmarks.padded import micro_batches, padded_step
 from benchmarks.weight_sync import ON_SECOND_GPU, TRANSFER, can_transfer, timed
 from pipelines.generation.engines.base import Sampling
@@ -64,12 +80,7 @@ from trainer.batches.packing import cut_batch
 from trainer.config.sections import BatchConfig, ModelConfig, RunConfig
 from trainer.engine.weight_transfer import open_nccl_sender
 from trainer.models.attention import CHAIN_ATTENTION, packed_attention
-from trainer.models.policy import Policy, compile_layers, load_policy
-from trainer.run.run import Run
-from trainer.run.state import START
-from trainer.update import make_update
 
-Figures = dict[str, Any]
 PEAK_TFLOPS = {
     "H200": 989.4,
     "H100 NVL": 835.5,
@@ -90,54 +101,54 @@ MOST_GRAPHS = 6
 
 def main() -> None:
     arguments = _arguments()
-    if len(arguments.part) == 1:
-        failed = _run(arguments)
-    else:
-        failed = [part for part in arguments.part if not _in_process(part)]
+    parts = arguments.part
+    if len(parts) == 1 or arguments.device == "cpu":
+        failed = [name for part in parts for name in run_part(part, arguments)]
+    else:  # an error that loses the CUDA context, or a limit, ends one part
+        with model_directory(arguments) as model:
+            failed = [part for part in parts if not _in_process(part, model)]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def _run(arguments: argparse.Namespace) -> list[str]:
+def run_part(part: str, arguments: argparse.Namespace) -> list[str]:
     """Run one part, and write each result at once; return the names of those that failed."""
-    (part,) = arguments.part
     about = {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "card": card(arguments.device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "model": _described(arguments),
+        "model": arguments.model or ("2 layers" if arguments.tiny else "Qwen3-0.6B"),
+        "dtype": arguments.dtype,
         "packed_attention": packed_attention(torch.device(arguments.device), arguments.dtype),
     }
     failed = []
-    for name, figures in chain([("about", about)], PARTS[part](arguments)):
+    for name, figures in chain([("about", about)], _until_failure(PARTS[part](arguments))):
         if arguments.json:
             print(json.dumps({"part": part, "name": name} | figures), flush=True)
         else:
-            shown = (
-                f"{k} {f'{v:,.4g}' if isinstance(v, float) else v}" for k, v in figures.items()
-            )
-            print(f"{part}: {name}: {'; '.join(shown)}", flush=True)
+            numbers = ((k, f"{v:,.4g}" if isinstance(v, float) else v) for k, v in figures.items())
+            print(f"{part}: {name}: {'; '.join(f'{k} {v}' for k, v in numbers)}", flush=True)
         if "failed" in figures:
             failed.append(name)
     return failed
 
 
-def attempted(name: str, work: Callable[[], Figures]) -> tuple[str, Figures]:
-    """Return the figures of a measurement; a failure is one of them, and others still run."""
+def _until_failure(lines: Iterable[tuple[str, Figures]]) -> Lines:
+    """Yield the results of a part; what fails between two measurements is its last result."""
     try:
-        found = work()
+        yield from lines
     except Exception as error:
         traceback.print_exc()
-        found = {"failed": f"{type(error).__name__}: {error}"}
-    return name, {k: v for k, v in found.items() if not (isinstance(v, float) and math.isnan(v))}
+        yield "part", {"failed": f"{type(error).__name__}: {error}"}
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
+    usual = [part for part in PARTS if part != "vllm"]
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=usual)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of 2 layers, and few rows")
     parser.add_argument("--model", help="a model directory instead of one built here")
@@ -145,12 +156,12 @@ def _arguments() -> argparse.Namespace:
         "--tokenizer", default=".cache/smollm2", help="tokenizer of the model built here"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--trajectories", type=int, default=8)
+    parser.add_argument("--trajectories", type=int, default=2)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--context", type=int, default=8192, help="tokens of the last prompt")
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens per micro-batch")
-    parser.add_argument("--batches", type=int, default=200, help="batches of `recompiles`")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=30, help="batches of `recompiles`")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peak-tflops", type=float, help="peak of a card that is not in the table")
     parser.add_argument("--python", default=".venv-vllm/bin/python")
     parser.add_argument("--json", action="store_true")
@@ -178,13 +189,10 @@ def peak_tflops(name: str) -> float | None:
     return PEAK_TFLOPS[max(known, key=len)] if known else None
 
 
-def card(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else "CPU, no GPU"
-
-
-def _in_process(part: str) -> bool:
+def _in_process(part: str, model: str) -> bool:
     """Run a part in a process of its own, for at most its limit; return whether it succeeded."""
-    command = [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--part", part]
+    options = ["--model", model, "--part", part]
+    command = [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], *options]
     try:
         return subprocess.run(command, check=False, timeout=LIMIT_S[part]).returncode == 0
     except subprocess.TimeoutExpired:
@@ -192,76 +200,16 @@ def _in_process(part: str) -> bool:
         return False
 
 
-def _described(arguments: argparse.Namespace) -> str:
-    if arguments.model:
-        return str(arguments.model)
-    kind = "2 layers" if arguments.tiny else "Qwen3-0.6B"
-    return f"{kind} with random weights and the tokens of {arguments.tokenizer}, {arguments.dtype}"
-
-
-@contextmanager
-def model_directory(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield `--model`, or a temporary directory with a model built from its configuration."""
-    if arguments.model:
-        yield arguments.model
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
-        tiny = arguments.tiny
-        config = Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=64 if tiny else 1024,
-            intermediate_size=128 if tiny else 3072,
-            num_hidden_layers=2 if tiny else 28,
-            num_attention_heads=4 if tiny else 16,
-            num_key_value_heads=2 if tiny else 8,
-            head_dim=32 if tiny else 128,
-            max_position_embeddings=2048 if tiny else 40_960,
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        yield folder
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setup:
-    """A policy on the device, and the arguments that `benchmarks.trees` expects."""
-
-    arguments: argparse.Namespace
-    accelerator: Accelerator
-    policy: Policy
-
-
-@contextmanager
-def _setup(arguments: argparse.Namespace, *, compiles: bool = False) -> Iterator[Setup]:
-    mixed = "bf16" if arguments.dtype == "bfloat16" else "no"
-    accelerator = Accelerator(mixed_precision=mixed, cpu=arguments.device == "cpu")
-    with model_directory(arguments) as model:
-        policy = load_policy(model, logprob_chunk_tokens=4096 if compiles else 1024, trees=True)
-        # Without it, the policy would compute in float32 while TRL and the padded loop do not.
-        policy = accelerator.prepare_model(policy)
-        if compiles:
-            compile_layers(policy.model)
-        policy.checkpoint_layers()
-        given = argparse.Namespace(**vars(arguments) | {"model": model})
-        yield Setup(arguments=given, accelerator=accelerator, policy=policy)
-
-
-def measure_training(arguments: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
+def measure_training(arguments: argparse.Namespace) -> Lines:
     """Measure one optimizer step of each implementation on the same rows."""
     limit = 1e-3 if arguments.dtype == "float32" else 0.1
     first: list[torch.Tensor] = []
-    # Only a GPU needs compiled layers, and only there everything is compiled in seconds.
-    for compiles in (False, True) if arguments.device == "cuda" else (False,):
-        with _setup(arguments, compiles=compiles) as setup:
-            batch = _rows(setup.arguments)
+    # Only on a GPU, everything is compiled in seconds.
+    for compiles in (True, False) if arguments.device == "cuda" else (False,):
+        with opened(arguments, compiles=compiles) as setup:
+            batch = rows_of(setup.arguments)
             num_tokens = int((batch.prompts.lengths + batch.responses.lengths).sum())
-            if not compiles:
+            if not first:
                 yield "rows", {"rows": len(batch.names), "tokens": num_tokens}
             sides = _sides(setup, batch, compiles=compiles)
 
@@ -297,12 +245,6 @@ def _sides(setup: Setup, batch: Batch, *, compiles: bool) -> dict[str, Callable[
         "padded": lambda: _padded(setup, batch),
         "trl": lambda: _trl(setup, batch),
     }
-
-
-def _rows(arguments: argparse.Namespace) -> Batch:
-    batch = trees._made_up(arguments)["step"]
-    assert batch is not None
-    return batch
 
 
 def _ours(setup: Setup, batch: Batch, layout: str) -> Figures:
@@ -402,15 +344,7 @@ def count_recompiles(arguments: argparse.Namespace) -> Figures:
     rng, sizes = np.random.default_rng(0), set()
     counters = torch._dynamo.utils.counters["stats"]
     before, seconds = int(counters["unique_graphs"]), []
-    with _setup(arguments) as setup:
-        config = trees._config(setup.arguments, "-", **trees.SIDES["tree_per_group"])
-        learner = Run(
-            accelerator=setup.accelerator,
-            policy=setup.policy,
-            optimizer=training._Kept(setup.policy.parameters(), lr=1.0),
-            config=config,
-            corrects=False,
-        )
+    with opened(arguments, compiles=False) as setup:
         for _ in range(arguments.batches):
             shape = argparse.Namespace(**vars(setup.arguments))
             shape.turns = int(rng.integers(1, arguments.turns + 1))
@@ -418,11 +352,11 @@ def count_recompiles(arguments: argparse.Namespace) -> Figures:
             shape.context = int(
                 rng.integers(arguments.context // 8 + 16, arguments.context // 2 + 17)
             )
-            batch = _rows(shape)
-            (mini_batch,) = cut_batch(batch, config.batch)
-            sizes |= {forest.num_tokens for forest in mini_batch.forests}
+            batch = rows_of(shape)
+            update = update_of(setup, batch, "tree_per_group", arguments.tokens)
+            sizes |= {forest.num_tokens for forest in update.mini_batch.forests}
             start = time.perf_counter()
-            make_update(learner, training.step_of(batch, mini_batch.forests), START)
+            update()
             seconds.append(time.perf_counter() - start)
     num_graphs = int(counters["unique_graphs"]) - before
     found: Figures = {
@@ -450,7 +384,7 @@ def measure_vllm(arguments: argparse.Namespace) -> Figures:
         given += ["--gpu-memory-utilization", "0.4"]
         if can_transfer():
             given, variables = [*given, *TRANSFER], variables | ON_SECOND_GPU
-    with _setup(arguments) as setup, tempfile.TemporaryDirectory() as name:
+    with opened(arguments, compiles=False) as setup, tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), setup.arguments.model
         with VllmServer(
             model,
@@ -551,13 +485,22 @@ def measure_rl(arguments: argparse.Namespace) -> Figures:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterable[tuple[str, Figures]]]] = {
+    "ceilings": gpu_parts.ceilings,
     "training": measure_training,
-    "recompiles": lambda given: [attempted("updates", lambda: count_recompiles(given))],
-    "vllm": lambda given: [attempted("server", lambda: measure_vllm(given))],
-    "rl": lambda given: [attempted("iterations", lambda: measure_rl(given))],
+    "profile": gpu_parts.profile,
+    "micro": gpu_parts.micro,
+    "rl": lambda arguments: [attempted("iterations", lambda: measure_rl(arguments))],
+    "attention": gpu_parts.kernels_of_attention,
+    "head": gpu_parts.head,
+    "recompiles": lambda arguments: [attempted("updates", lambda: count_recompiles(arguments))],
+    "engine": gpu_parts.engine,
+    "vllm": lambda arguments: [attempted("server", lambda: measure_vllm(arguments))],
 }
-LIMIT_S = {"training": 1800, "recompiles": 900, "vllm": 900, "rl": 900}
-"""Longest time of each part."""
+LIMIT_S = {
+    "ceilings": 20, "training": 150, "profile": 50, "micro": 60, "rl": 70, "attention": 40, "head": 30,
+    "recompiles": 35, "engine": 25, "vllm": 900,
+}  # fmt: skip
+"""Longest time of each part: 8 minutes without `vllm`."""
 
 
 if __name__ == "__main__":

@@ -75,8 +75,11 @@ def test_targets_with_sets_of_ids_have_the_gradient_of_a_cpu(kind: str) -> None:
     assert sets_difference("cuda", Size(), kind) < 1e-4
 
 
-def test_a_model_sharded_over_one_process_has_the_gradient_of_a_whole_one() -> None:
-    check_fsdp2("cuda", Size())
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_model_sharded_over_one_process_has_the_gradient_of_a_whole_one(
+    compiles: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    check_fsdp2("cuda", Size(), compiles=compiles)
 
 
 def test_rl_samples_and_trains_half_a_billion_parameters(

@@ -30,8 +30,9 @@ from trainer.batch import Batch
 from trainer.batches.forest import Forest, with_sets
 from trainer.batches.support import teacher_sets
 from trainer.distributed.sharding import whole
+from trainer.models.layers import compile_layers
 from trainer.models.lora import add_adapter
-from trainer.models.policy import Policy, compile_layers
+from trainer.models.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,15 +266,15 @@ def sets_difference(device: str, size: Size, kind: str) -> float:
     return float((found[1] - found[0]).norm() / found[0].norm())
 
 
-def check_fsdp2(device: str, size: Size) -> None:
+def check_fsdp2(device: str, size: Size, *, compiles: bool) -> None:
     """A model sharded over one process has the gradient of a whole one, in float32."""
     # The process group and Accelerate's state would otherwise outlive the test.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        difference = process.submit(fsdp2_difference, device, size).result()
+        difference = process.submit(fsdp2_difference, device, size, compiles).result()
     assert difference < 1e-4, difference
 
 
-def fsdp2_difference(device: str, size: Size) -> float:
+def fsdp2_difference(device: str, size: Size, compiles: bool) -> float:  # noqa: FBT001
     backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
@@ -282,6 +283,8 @@ def fsdp2_difference(device: str, size: Size) -> float:
             batch = batch_of(turns(size, 0))
             wanted = _gradient(policy_of(size, device), batch)
             policy = policy_of(size, device)
+            if compiles:
+                compile_layers(policy.model, recomputes=True)
             mesh = init_device_mesh(torch.device(device).type, (1,))
             for layer in policy.model.base_model.layers:
                 fully_shard(layer, mesh=mesh)

@@ -118,10 +118,12 @@ class ChainLayout:
     Attributes:
         lengths: Number of tokens of each chain; None if a tree branches.
         ends: [C + 1] int64 cumulative lengths, from 0; None if a tree branches.
+        longest: Number of tokens of the longest chain; 0 if a tree branches.
     """
 
     lengths: list[int] | None = None
     ends: Tensor | None = None
+    longest: int = 0
 
     @staticmethod
     def of(subtree_end: Tensor) -> ChainLayout:
@@ -131,7 +133,7 @@ class ChainLayout:
             >>> ChainLayout.of(torch.tensor([2, 2, 3])).lengths
             [2, 1]
             >>> ChainLayout.of(torch.tensor([3, 2, 3]))  # 0 has children 1 and 2
-            ChainLayout(lengths=None, ends=None)
+            ChainLayout(lengths=None, ends=None, longest=0)
         """
         runs: Any = torch.unique_consecutive
         # All tokens of a chain end with it. In a tree that branches, a run of equal ends is shorter
@@ -139,7 +141,11 @@ class ChainLayout:
         ends, lengths = runs(subtree_end, return_counts=True)
         if not torch.equal(lengths.cumsum(0), ends):
             return ChainLayout()
-        return ChainLayout(lengths=lengths.tolist(), ends=torch.cat([ends.new_zeros(1), ends]))
+        return ChainLayout(
+            lengths=lengths.tolist(),
+            ends=torch.cat([ends.new_zeros(1), ends]),
+            longest=int(lengths.max()),
+        )
 
 
 def attention_mask(subtree_end: Tensor) -> Tensor:

@@ -12,9 +12,11 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,7 +39,8 @@ UNKNOWN = ("softcap", "position_bias", "s_aux", "sinks", "indices", "block_indic
 """Attention arguments that SDPA does not support."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+# Not frozen: torch 2.11 would compile a graph for each value of a frozen record.
+@dataclass(eq=False, slots=True)
 class ForestMask:
     """The `attention_mask` that a layer receives.
 
@@ -45,11 +48,14 @@ class ForestMask:
         chains: Lengths of the chains, if no tree branches.
         tree: [1, 1, 2, N] int64: depth and `subtree_end` of each token.
         window: Number of tokens that a token sees towards the root, including itself; None: all.
+        ends: [C + 1] int64 on the CPU: cumulative lengths of the chains, from 0; [0, 0] if a tree
+            branches, so that compiled layers have the same inputs.
     """
 
     chains: ChainLayout
     tree: Tensor
     window: int | None = None
+    ends: Tensor | None = None
 
 
 FOREST: ContextVar[ForestMask | None] = ContextVar("forest", default=None)
@@ -63,7 +69,10 @@ def _find_varlen() -> Any:
     except (ImportError, AttributeError):
         return None
     parameters = inspect.signature(kernel).parameters
-    return kernel if {"scale", "window_size", "enable_gqa"} <= parameters.keys() else None
+    if not {"scale", "window_size"} <= parameters.keys():
+        return None
+    # torch 2.11 shares keys among heads without being told to.
+    return partial(kernel, enable_gqa=True) if "enable_gqa" in parameters else kernel
 
 
 VARLEN_ATTN = _find_varlen()
@@ -80,7 +89,7 @@ def packed_attention(device: torch.device, dtype: str) -> str:
     if device.type != "cuda":
         return slow
     if VARLEN_ATTN is None:
-        return f"{slow}, because torch {torch.__version__} has no varlen_attn with enable_gqa"
+        return f"{slow}, because torch {torch.__version__} has no varlen_attn with windows"
     if dtype == "float32":
         return f"{slow}, because FlashAttention does not support float32"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -127,8 +136,10 @@ def forest_mask(config: Any, forest: Forest) -> Iterator[Tensor | None]:
     chains = forest.chains or ChainLayout.of(forest.subtree_end)
     if chains.ends is not None:
         chains = dataclasses.replace(chains, ends=chains.ends.int())
-    tree = torch.stack([forest.position_ids, forest.subtree_end])[None, None]
-    token = FOREST.set(ForestMask(chains, tree))
+    # Not a view: autograd would return another object for it, whose derived masks are not cached.
+    tree = torch.stack([forest.position_ids, forest.subtree_end])[None, None].clone()
+    ends = torch.tensor([0, *accumulate(chains.lengths or [0])])
+    token = FOREST.set(ForestMask(chains, tree, ends=ends))
     try:
         yield None
     finally:
@@ -153,7 +164,7 @@ def mask_of_layers(
         return sdpa_mask(local_size=local_size, use_vmap=use_vmap, **settings)
     if use_vmap:
         raise ValueError("the model has a mask that is neither causal nor a sliding window")
-    return ForestMask(forest.chains, forest.tree, local_size)
+    return dataclasses.replace(forest, window=local_size)
 
 
 def chain_attention(
@@ -199,19 +210,117 @@ def chain_attention(
         if settings.get(name) is not None:
             raise ValueError(f"the model's attention uses {name}, which SDPA does not support")
     window, chains = attention_mask.window, attention_mask.chains
-    if TANGENTS.get():
-        tree = attention_mask.tree, window
-        return attend_by_pieces(query, key, value, *tree, dropout=dropout, scaling=scaling), None
-    if chains.lengths is None:
-        inputs = query, key, value, attention_mask.tree, window
-        return tree_attention(*inputs, dropout=dropout, scaling=scaling), None
-    if _runs_varlen(query, value, dropout, chains.lengths):
+    compiles = torch.compiler.is_compiling()
+    if not compiles and TANGENTS.get():
+        branches = attention_mask.tree, window
+        return attend_by_pieces(
+            query, key, value, *branches, dropout=dropout, scaling=scaling
+        ), None
+    if _runs_varlen(query, value, dropout, chains):
         return _varlen(query, key, value, chains, scaling, window), None
-    parts = zip(*(torch.split(t, chains.lengths, 2) for t in (query, key, value)), strict=True)
+    settings = {"window": window, "dropout": dropout, "scaling": scaling}
+    tree = attention_mask.tree
+    if compiles:  # `attend` runs without autocast
+        inputs = (tensor.to(autocast_dtype(query)) for tensor in (query, key, value))
+        return attend(*inputs, tree, attention_mask.ends, **settings), None
+    return _attend(query, key, value, tree, chains.lengths, **settings), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: Tensor,
+    lengths: list[int] | None,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    if lengths is None:
+        inputs = query, key, value, tree, window
+        return tree_attention(*inputs, dropout=dropout, scaling=scaling)
+    parts = zip(*(torch.split(t, lengths, 2) for t in (query, key, value)), strict=True)
     outputs = [_causal(q, k, v, dropout, scaling, window).transpose(1, 2) for q, k, v in parts]
-    return torch.cat(outputs, 1).contiguous(), None
+    return torch.cat(outputs, 1).contiguous()
 
 
+@torch.library.custom_op("rollout_io::attend", mutates_args=())
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: Tensor,
+    ends: Tensor,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """Attend as one operation of a compiled graph, which depends on neither lengths nor trees.
+
+    The backward pass computes the attention again. See `chain_attention` and `ForestMask`.
+    """
+    return _attend(query, key, value, tree, _lengths(ends), window, dropout, scaling)
+
+
+def _lengths(ends: Tensor) -> list[int] | None:
+    return ends.diff().tolist() if ends[-1] else None
+
+
+@attend.register_fake
+def _(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    batch, heads, num_tokens, _size = query.shape
+    return query.new_empty(batch, num_tokens, heads, value.shape[-1])
+
+
+@torch.library.custom_op("rollout_io::attend_backward", mutates_args=())
+def attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: Tensor,
+    ends: Tensor,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the query, key and value of `attend`."""
+    leaves: Any = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    autograd: Any = torch._C
+    keys = (autograd.DispatchKey.AutogradFunctionality, autograd.DispatchKey.ADInplaceOrView)
+    # An operation runs below autograd, which is needed here.
+    with ExitStack() as stack:
+        for one in keys:
+            stack.enter_context(autograd._SetExcludeDispatchKeyGuard(one, False))
+        stack.enter_context(torch.enable_grad())
+        settings = tree, _lengths(ends), window, dropout, scaling
+        output = _attend(leaves[0], leaves[1], leaves[2], *settings)
+        gradients = torch.autograd.grad(output, leaves, gradient)
+    first, second, third = (one.contiguous() for one in gradients)
+    return first, second, third
+
+
+@attend_backward.register_fake
+def _(_gradient: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:3])
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs[:5])
+    ctx.settings = inputs[5:]
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    inputs = *ctx.saved_tensors, *ctx.settings
+    return *attend_backward(gradient.contiguous(), *inputs), *(None,) * 5
+
+
+attend.register_autograd(_gradients, setup_context=_keep_inputs)
+KEPT = {torch.ops.rollout_io.attend.default}
+"""Operations whose outputs are kept where layers are recomputed."""
+if VARLEN_ATTN is not None:
+    KEPT.add(torch.ops.torch_attn._varlen_attn.default)
 AttentionInterface.register(CHAIN_ATTENTION, chain_attention)
 AttentionMaskInterface.register(CHAIN_ATTENTION, mask_of_layers)
 
@@ -246,12 +355,13 @@ def _causal(
     return torch.cat(blocks, 2)
 
 
-def _runs_varlen(query: Tensor, value: Tensor, dropout: float, lengths: list[int]) -> bool:
+def _runs_varlen(query: Tensor, value: Tensor, dropout: float, chains: ChainLayout) -> bool:
     """Whether one kernel for all chains runs, and is faster than a call of SDPA for each chain."""
     return (
         VARLEN_ATTN is not None
-        and sum(lengths) < LONG_CHAIN * len(lengths)
         and query.is_cuda
+        and chains.ends is not None
+        and query.shape[2] < LONG_CHAIN * (len(chains.ends) - 1)
         and not dropout
         and autocast_dtype(query) in (torch.bfloat16, torch.float16)
         and query.shape[-1] == value.shape[-1] <= 256
@@ -269,17 +379,14 @@ def _varlen(
     window: int | None,
 ) -> Tensor:
     """Attend within all chains with one kernel: PyTorch's FlashAttention for packed sequences."""
-    assert chains.lengths is not None
-    longest = max(chains.lengths)
     packed = (tensor[0].transpose(0, 1).to(autocast_dtype(query)) for tensor in (query, key, value))
     output: Tensor = VARLEN_ATTN(
         *packed,
         chains.ends,
         chains.ends,
-        longest,
-        longest,
+        chains.longest,
+        chains.longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=True,
     )
     return output[None]

@@ -12,24 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from schemas.errors import ConfigError, InputError
 from trainer.batches.forest import Forest, RowLimit
 from trainer.batches.support import TeacherSets
 from trainer.models.attention import (
-    CHAIN_ATTENTION,
-    chain_attention,
     forest_mask,
     use_chain_attention,
 )
 from trainer.models.compiling import SYMBOLIC_SIZES
 from trainer.models.directory import check_model_directory, code_of
+from trainer.models.layers import recompute_layers
 from trainer.models.logprob_head import set_logprobs, target_logprobs, teacher_divergence
 from trainer.models.rotary import fix_frequencies
-from trainer.models.router_replay import make_replayable, replayed, same_routes
+from trainer.models.router_replay import make_replayable, replayed
 from trainer.models.self_check import check_policy, probe
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -89,7 +87,7 @@ class Policy(nn.Module):
             `entropy_gradient`. Both are normalised over `forest.sets`. With `forest.teacher`, also
             the divergence from the teacher ([M] float32 nats, with gradient), and no sets apply.
         """
-        with replayed(forest.routes):
+        with replayed(self.model, forest.routes):
             hidden = hidden_before_targets(self.model, forest)
         inputs, sets = (hidden, forest.target_token, temperature), forest.sets
         if forest.teacher is not None:
@@ -131,9 +129,11 @@ class Policy(nn.Module):
         return list(zip(*(i.tensor_split(num_chunks) for i in inputs), strict=True))
 
     def _outputs(self, head: Any, chunks: list[tuple[Tensor, ...]]) -> Any:
+        again: Any = partial(checkpoint, head, use_reentrant=False)
         # The backward pass starts with the last chunk, whose logits need not be recomputed.
-        parts = [checkpoint(head, *chunk, use_reentrant=False) for chunk in chunks[:-1]]
-        parts += [head(*chunk) for chunk in chunks[-1:]]
+        recomputed = chunks[:-1] if torch.is_grad_enabled() else []
+        parts = [again(*chunk) for chunk in recomputed]
+        parts += [head(*chunk) for chunk in chunks[len(recomputed) :]]
         return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True))
 
     def _head(
@@ -160,10 +160,7 @@ class Policy(nn.Module):
         Raises:
             ConfigError: The model has no layers that support recomputation.
         """
-        for layer in layers_of(self.model, "gradient_checkpointing", "recompute"):
-            how: dict[str, Any] = {"use_reentrant": False, "context_fn": same_routes}
-            forward: Any = partial(checkpoint, layer.forward, **how)
-            layer.forward = forward
+        recompute_layers(self.model)
 
 
 def use_float32_head(model: Any) -> None:
@@ -185,34 +182,6 @@ def use_float32_head(model: Any) -> None:
 
     layer: Any = head
     layer.forward = forward
-
-
-def compile_layers(model: Any) -> None:
-    """Compile the layers around their attention, so that a GPU makes fewer passes over memory.
-
-    Attention itself stays as it is: its masks differ in every micro-batch. Call this before
-    `Policy.checkpoint_layers`.
-
-    Raises:
-        ConfigError: The model has no layers of the usual kind.
-    """
-    disable: Any = torch.compiler.disable
-    AttentionInterface.register(CHAIN_ATTENTION, disable(chain_attention))
-    for layer in layers_of(model, "compile_layers", "compile"):
-        layer.forward = torch.compile(layer.forward, dynamic=True)
-
-
-def layers_of(model: Any, key: str, verb: str) -> list[Any]:
-    """Return the layers of a model.
-
-    Raises:
-        ConfigError: The model has no layers of the usual kind, so `key` cannot be used.
-    """
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not layers:
-        finding = f"Transformers cannot {verb} the layers of {model.config.model_type}"
-        raise ConfigError(key, "model", finding, hint=f"pass --set model.{key}=false")
-    return layers
 
 
 def hidden_before_targets(model: Any, forest: Forest) -> Tensor:

@@ -10,9 +10,8 @@ and the function that computes weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.batches.recorded_routes import NO_ROUTE
-
-_REPLAYED: ContextVar[Tensor | None] = ContextVar("replayed_routes", default=None)
 
 
 def _of_softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
@@ -104,45 +101,65 @@ def routers_of(model: Any) -> Routers | None:
 def make_replayable(model: Any) -> None:
     """Make the routers of a model, if supported, use the experts that `replayed` sets."""
     routers = routers_of(model)
-    for layer, router in routers.by_layer.items() if routers else ():
-        router.register_forward_hook(partial(_replay, layer))
+    for router in routers.by_layer.values() if routers else ():
+        router.recorded_routes = None
+        router.register_forward_hook(_replay)
 
 
 @contextmanager
-def replayed(routes: Tensor | None) -> Iterator[None]:
-    """Use recorded experts in forward passes inside this context.
+def replayed(model: Any, routes: Tensor | None) -> Iterator[None]:
+    """Use recorded experts in forward passes of a model inside this context.
 
     Args:
+        model: Its routers were made replayable.
         routes: [N, layers, topk] experts of the N forwarded tokens, -1 where the model's own router
             decides; None: the router decides for all tokens.
     """
-    token = _REPLAYED.set(routes)
+    if routes is None:
+        yield
+        return
+    routers = routers_of(model)
+    by_layer = routers.by_layer if routers else {}
+    with _set({router: routes[:, layer] for layer, router in by_layer.items()}):
+        yield
+
+
+@contextmanager
+def _set(routes: Mapping[Any, Tensor | None]) -> Iterator[None]:
+    """Set the routes ([N, topk]) of some routers inside this context."""
+    before = {router: router.recorded_routes for router in routes}
     try:
+        for router, one in routes.items():
+            router.recorded_routes = one
         yield
     finally:
-        _REPLAYED.reset(token)
+        for router, one in before.items():
+            router.recorded_routes = one
 
 
-def same_routes() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for a forward pass and its recomputation, for `torch.utils.checkpoint`.
+def same_routes(
+    layer: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for a layer's forward pass and its recomputation, for `torch.utils.checkpoint`.
 
     The second context is needed because the backward pass runs outside `replayed`.
     """
-    return nullcontext(), replayed(_REPLAYED.get())
+    routers: Any = [m for m in layer.modules() if hasattr(m, "recorded_routes")]
+    return nullcontext(), _set({router: router.recorded_routes for router in routers})
 
 
 def _replay(
-    layer: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
+    router: Any, _: object, output: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward hook that replaces the experts that a router chose, and their weights.
 
     The router's logits are kept.
     """
-    routes = _REPLAYED.get()
+    routes = router.recorded_routes
     if routes is None:
         return output
     logits, own_weights, own_experts = output
-    recorded = routes[:, layer].to(own_experts.dtype)
+    recorded = routes.to(own_experts.dtype)
     is_routed = (recorded != NO_ROUTE).all(-1, keepdim=True)
     experts = torch.where(is_routed, recorded, own_experts)
     weights = WEIGHTS[type(router).__name__](router, logits, experts)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from schemas.errors import count
+from trainer.config.sections import ModelConfig
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import wrap, wrap_frozen
 from trainer.models.critic import Critic, load_critic
+from trainer.models.layers import compile_layers, has_layers
 from trainer.models.lora import WithoutAdapter, add_adapter
 from trainer.models.optimizer import make_optimizer
 from trainer.models.policy import (
     Policy,
     align,
-    compile_layers,
     load_policy,
     refuse_quantised,
     use_float32_head,
@@ -58,11 +60,19 @@ def load_models(config: TrainConfig, checkpoint: Path | None) -> Models:
         )
     for trained in filter(None, (policy, critic)):
         align(trained)
-    if config.model.compile_layers:
-        compile_layers(policy.model)
-    if config.model.gradient_checkpointing:
+    recomputes = config.model.gradient_checkpointing
+    if compiles(config.model, policy):
+        compile_layers(policy.model, recomputes=recomputes)
+    elif recomputes:
         policy.checkpoint_layers()
     return policy, reference, critic
+
+
+def compiles(config: ModelConfig, policy: Policy) -> bool:
+    """True if the layers of a policy are compiled: by default on a CUDA device, if possible."""
+    if config.compile_layers is None:
+        return torch.cuda.is_available() and has_layers(policy.model)
+    return config.compile_layers
 
 
 def prepare(accelerator: Accelerator, config: TrainConfig, models: Models) -> Run:

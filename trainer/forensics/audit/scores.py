@@ -295,7 +295,7 @@ def score_rows(
         slots = forest.target_slot.numpy()
         settings = torch.from_numpy(rows.settings[rows.responses.row_of(slots)]).to(device)
         micro_batch = forest.to(device)
-        with replayed(micro_batch.routes):
+        with replayed(policy.model, micro_batch.routes):
             hidden: Tensor = hidden_before_targets(policy.model, micro_batch)
         parts = [
             score_tokens(

@@ -1,0 +1,113 @@
+"""Recompute and compile the layers of a model."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from schemas.errors import ConfigError
+from trainer.models.attention import KEPT, TANGENTS
+from trainer.models.router_replay import same_routes
+
+MOST_GRAPHS = 32
+"""Graphs of all layers of a model before PyTorch stops compiling; 8 is its own limit. Windows, trees,
+adapters and replayed experts each double their number, and passes without gradients."""
+
+
+def recompute_layers(model: Any) -> None:
+    """Recompute the layers' activations in the backward pass.
+
+    Transformers does this only in training mode, which would also enable dropout.
+
+    Raises:
+        ConfigError: The model has no layers that support recomputation.
+    """
+    for layer in layers_of(model, "gradient_checkpointing", "recompute"):
+        layer.forward = partial(_recomputed, layer)
+
+
+def compile_layers(model: Any, *, recomputes: bool = False) -> None:
+    """Compile the layers: one graph for each kind of layer, so that a GPU reads memory less often.
+
+    Layers of one kind, such as all with a sliding window, share a graph for all shapes; passes
+    with and without gradients have one each. Attention is an operation in the graph.
+
+    Args:
+        model: A Transformers model whose attention is `trainer.models.attention.chain_attention`.
+        recomputes: Recompute activations in the backward pass, as `recompute_layers` does, but
+            keep the output of attention ([N, heads * size] per layer), which costs the most to
+            recompute.
+
+    Raises:
+        ConfigError: The model has no layers of the usual kind.
+    """
+    layers = layers_of(model, "compile_layers", "compile")
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
+    # It would warn about layers that change a tensor in place, if they are recomputed.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    compiled = torch.compile(_selectively_recomputed if recomputes else _plain, dynamic=True)
+    for layer in layers:
+        layer.forward = partial(_compiled, compiled, layer)
+
+
+def layers_of(model: Any, key: str, verb: str) -> list[Any]:
+    """Return the layers of a model.
+
+    Raises:
+        ConfigError: The model has no layers of the usual kind, so `key` cannot be used.
+    """
+    if not has_layers(model):
+        finding = f"Transformers cannot {verb} the layers of {model.config.model_type}"
+        raise ConfigError(key, "model", finding, hint=f"pass --set model.{key}=false")
+    return _layers(model)
+
+
+def has_layers(model: Any) -> bool:
+    """True if a model has layers of the usual kind."""
+    return bool(_layers(model))
+
+
+def _layers(model: Any) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def _plain(layer: Any, *inputs: Any, **settings: Any) -> Any:
+    return type(layer).forward(layer, *inputs, **settings)
+
+
+def _recomputed(layer: Any, *inputs: Any, **settings: Any) -> Any:
+    if not torch.is_grad_enabled():  # and PyTorch 2.11 has no derivatives in forward mode here
+        return _plain(layer, *inputs, **settings)
+    routes = partial(same_routes, layer)
+    how: dict[str, Any] = {"use_reentrant": False, "context_fn": routes}
+    return checkpoint(_plain, layer, *inputs, **how, **settings)
+
+
+def _selectively_recomputed(layer: Any, *inputs: Any, **settings: Any) -> Any:
+    how: dict[str, Any] = {"use_reentrant": False, "context_fn": _keep_attention}
+    return checkpoint(_plain, layer, *inputs, **how, **settings)
+
+
+def _keep_attention() -> Any:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+
+
+def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    is_kept = operation in KEPT
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _compiled(compiled: Any, layer: Any, *inputs: Any, **settings: Any) -> Any:
+    # A compiled function has no derivatives in forward mode.
+    run = _plain if TANGENTS.get() else compiled
+    return run(layer, *inputs, **settings)
