@@ -14,6 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from trainer.config.train_config import TrainConfig, save_config
+from trainer.distributed.liveness import watched
 from trainer.distributed.processes import lost_processes, on_main
 from trainer.distributed.sharding import whole_weights
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
@@ -62,6 +63,7 @@ class TrainResult:
 
 
 @stays_in_place
+@watched()
 @lost_processes()
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Train a policy on a rollout dataset.

@@ -1,7 +1,10 @@
 """Options shared by several commands of this package, and the hints at their end."""
 
+import atexit
 import importlib.util
 import shlex
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,6 +53,24 @@ def config_to_resume(run: str, options: Mapping[str, str | None]) -> Path:
         hint = f"did you mean {names}?" if near else "start a new run: leave out --resume"
         raise InputError("resume_config", run, "no run to resume (no config.json)", hint=hint)
     return file
+
+
+def config_from_main(run: str, options: Mapping[str, str | None]) -> Path:
+    """Return a file with the configuration of a run to resume, which other machines need not have.
+
+    Raises:
+        InputError: See `config_to_resume`.
+    """
+    from trainer.distributed.meeting import from_main
+    from trainer.distributed.processes import is_main
+
+    text = from_main(lambda: config_to_resume(run, options).read_text(encoding="utf-8"))
+    if is_main():
+        return config_to_resume(run, options)
+    folder = Path(tempfile.mkdtemp(prefix="rollouts-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return folder / "config.json"
 
 
 def resume_command(verb: str, run: str, num_processes: int) -> str:
