@@ -339,15 +339,18 @@ class Driver:
         return metrics
 
     async def _begin_engine(self) -> None:
-        """Load the run's weights into the engine; a server may still have another run's weights."""
-        version = self.learning.iteration
+        """Load the run's weights into the engine, from where each update will write them.
+
+        A server may still have another run's weights. One that cannot read the run's directory thus
+        ends the run before anything is sampled.
+        """
         self.as_adapter = self.learning.has_adapter and await self.engine.takes_adapters()
         is_served = self.config.generation.engine != "transformers"
         if is_served and self.learning.has_adapter and not self.as_adapter:
             say(_WHOLE_MODELS)
-        if is_served and (self.as_adapter or not version):
+        if is_served and self.as_adapter:
             await self.engine.load_weights(self.config.model.path, policy_version=0)
-        if version:
+        if is_served or self.learning.iteration:
             await self._sync()
 
     async def _sync(self) -> None:
