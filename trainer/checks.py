@@ -143,11 +143,6 @@ CONFIGURATION: dict[str, tuple[Conflict, ...]] = {
         Conflict(
             "seed", lambda c: c.seed >= 2**32, "a number below 2^32, the limit of NumPy's generator"
         ),
-        Conflict(
-            "out",
-            lambda c: "://" in c.out,
-            "a local directory, because checkpoints are synced and renamed there",
-        ),
     ),
     "": (
         Conflict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from trainer.config.train_config import TrainConfig, save_config
+from trainer.distributed.liveness import watched
 from trainer.distributed.processes import lost_processes, on_main
 from trainer.distributed.sharding import whole_weights
 from trainer.run.checkpoint import checkpoint_path, discard_after, save_checkpoint
@@ -23,6 +25,7 @@ from trainer.run.pass_progress import UNWATCHED
 from trainer.run.resume import SETTINGS, alone_in, lasting_settings, stops_when_full
 from trainer.run.run import Run
 from trainer.run.run_log import RunLog
+from trainer.run.run_store import publish, published
 from trainer.run.start_records import record_start
 from trainer.run.state import Progress, optimizer_tensors, save_state
 from trainer.run.stopping import Stop
@@ -62,6 +65,7 @@ class TrainResult:
 
 
 @stays_in_place
+@watched()
 @lost_processes()
 def train(config: TrainConfig, *, resume: bool = False) -> TrainResult:
     """Train a policy on a rollout dataset.
@@ -136,7 +140,8 @@ def _lock_and_roll_back(run: Run, held: ExitStack) -> None:
         os.truncate(metrics, len(run.kept_metrics))
     discard_after(out, run.progress.global_step)
     discard_token_records(out, run.progress.global_step)
-    save_config(run.config, out / "config.json")
+    section = dataclasses.replace(run.config.run, out=published(out) or run.config.run.out)
+    save_config(dataclasses.replace(run.config, run=section), out / "config.json")
     record_start(out, run.accelerator, run.config, run.progress.global_step)
 
 
@@ -188,6 +193,7 @@ def save(run: Run, progress: Progress, log: RunLog | None = None) -> Path:
             weights=weights,
             critic_weights=critic_weights,
         )
+        publish(run.out, run.config.run.keep_checkpoints)
 
     write_in_main(run.accelerator, run.out, write)
     return checkpoint_path(run.out, progress.global_step)

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import IO, Any
@@ -178,20 +179,35 @@ def _plain(value: Any) -> Any:
 
 GRACE_S = 0.3
 """Time before the message is printed; a verb that stops sooner prints only its own message."""
+REPEATED_S = 1.0
+"""Time after a signal in which further ones repeat it: a batch system signals every process, and a
+launcher passes on to its processes what it receives itself."""
 SHOW_CURSOR = b"\x1b[?25h\n"
 
 
+_num_announced = 0
+
+
+def answers_second_signal() -> bool:
+    """True inside `announced_stop`, which ends the process at a second signal."""
+    return _num_announced > 0
+
+
 @contextmanager
-def announced_stop(waits_for: str) -> Iterator[None]:
+def announced_stop(waits_for: str | None) -> Iterator[None]:
     """Announce that an interrupt or SIGTERM stops the verb; a second one ends the process at once.
+
+    Signals within `REPEATED_S` of the first one repeat it.
 
     Python runs signal handlers only between bytecodes of the main thread, and a computation in C
     can take minutes. But Python immediately writes the signal's number to a pipe, which a thread here
     reads. Ending at once is as safe as SIGKILL. Outside the main thread, this does nothing.
 
     Args:
-        waits_for: Work that is completed first, such as "the current micro-batch".
+        waits_for: Work that is completed first, such as "the current micro-batch"; None: announce
+            nothing, because another process of the run does.
     """
+    global _num_announced
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -203,9 +219,11 @@ def announced_stop(waits_for: str) -> Iterator[None]:
     )
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     thread.start()
+    _num_announced += 1
     try:
         yield
     finally:
+        _num_announced -= 1
         signal.set_wakeup_fd(before)
         over.set()
         os.close(writing)
@@ -213,17 +231,19 @@ def announced_stop(waits_for: str) -> Iterator[None]:
         os.close(reading)
 
 
-def _answer(reading: int, waits_for: str, over: threading.Event) -> None:
+def _answer(reading: int, waits_for: str | None, over: threading.Event) -> None:
     """Read signal numbers until the pipe is closed, and respond to each."""
-    is_stopping = False
+    first_s: float | None = None
     while received := os.read(reading, 1):
         number = received[0]
         if number not in (signal.SIGINT, signal.SIGTERM):
             continue
-        if is_stopping:
-            _end(number)
-        is_stopping = True
-        if not over.wait(GRACE_S):
+        if first_s is not None:
+            if time.monotonic() - first_s >= REPEATED_S:
+                _end(number)
+            continue
+        first_s = time.monotonic()
+        if waits_for and not over.wait(GRACE_S):
             text = f"stopping after {waits_for}; press Ctrl-C again to end at once"
             click.echo(printable(text), err=True)
 

@@ -1,7 +1,10 @@
 """Options shared by several commands of this package, and the hints at their end."""
 
+import atexit
 import importlib.util
 import shlex
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +30,25 @@ resume_option = click.option(
 )
 
 
+def _config_text(run: str, options: Mapping[str, str | None]) -> str:
+    from rollout_io.dataset.storage import Location
+
+    if "://" not in run:
+        return config_to_resume(run, options).read_text(encoding="utf-8")
+    _refuse_surplus(run, options)
+    file = Location.of(run).join("config.json")
+    if not file.fs.exists(file.path):
+        raise InputError("resume_config", run, "no run to resume (no config.json)")
+    with file.fs.open(file.path) as opened:
+        return str(opened.read().decode())
+
+
+def _refuse_surplus(run: str, options: Mapping[str, str | None]) -> None:
+    if surplus := [name for name, value in options.items() if value is not None]:
+        text = f"--resume {run} reads {', '.join(surplus)} from the run"
+        raise HintedUsageError(text, f"leave out {' and '.join(surplus)}")
+
+
 def config_to_resume(run: str, options: Mapping[str, str | None]) -> Path:
     """Return the file with the configuration of a run to resume.
 
@@ -37,9 +59,7 @@ def config_to_resume(run: str, options: Mapping[str, str | None]) -> Path:
     Raises:
         InputError: `resume_config`: there is no run in the directory.
     """
-    if surplus := [name for name, value in options.items() if value is not None]:
-        text = f"--resume {run} reads {', '.join(surplus)} from the run"
-        raise HintedUsageError(text, f"leave out {' and '.join(surplus)}")
+    _refuse_surplus(run, options)
     file = Path(run) / "config.json"
     if not file.is_file():
         import difflib
@@ -50,6 +70,24 @@ def config_to_resume(run: str, options: Mapping[str, str | None]) -> Path:
         hint = f"did you mean {names}?" if near else "start a new run: leave out --resume"
         raise InputError("resume_config", run, "no run to resume (no config.json)", hint=hint)
     return file
+
+
+def config_from_main(run: str, options: Mapping[str, str | None]) -> Path:
+    """Return a file with the configuration of a run to resume, which other machines need not have.
+
+    Raises:
+        InputError: See `config_to_resume`.
+    """
+    from trainer.distributed.meeting import from_main
+    from trainer.distributed.processes import is_main
+
+    text = from_main(lambda: _config_text(run, options))
+    if is_main() and "://" not in run:
+        return config_to_resume(run, options)
+    folder = Path(tempfile.mkdtemp(prefix="rollouts-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return folder / "config.json"
 
 
 def resume_command(verb: str, run: str, num_processes: int) -> str:

@@ -43,7 +43,7 @@ def in_processes(num_processes: int, hint: str) -> int | None:
 
 
 def errors_printed_once(verb: Callable[..., int]) -> Callable[..., int]:
-    """Print an error only in the main process if a verb runs in several processes.
+    """Print an error only in the first process of each machine if a verb runs in several processes.
 
     If a process is lost, the process that started them prints the error, because it knows which
     process was lost and why.
@@ -54,12 +54,12 @@ def errors_printed_once(verb: Callable[..., int]) -> Callable[..., int]:
         try:
             return verb(**options)
         except RolloutError as error:
-            from trainer.distributed.processes import STORE, is_main
+            from trainer.distributed.processes import STORE, is_first_here
             from trainer.distributed.start import LOST
 
             if error.rule == "process_lost" and STORE in os.environ:
                 return LOST
-            if is_main():
+            if is_first_here():
                 raise
             return 1
 

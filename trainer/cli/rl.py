@@ -14,7 +14,7 @@ from rollout_io.cli.output import emit, emit_json, example, going_on, note, show
 from schemas.errors import count
 from trainer.cli.options import (
     algorithm_option,
-    config_to_resume,
+    config_from_main,
     require,
     resume_command,
     resume_option,
@@ -70,6 +70,7 @@ def rl(
     iteration's update; `rollouts rl --resume RUN` continues without losing a finished group.
     """
     from rollout_io.configuration import flat, read_values
+    from trainer.distributed.meeting import ARRIVAL, together
     from trainer.distributed.processes import is_main
     from trainer.rl import load_rl_config, run
 
@@ -81,9 +82,12 @@ def rl(
         if "run.out" not in flat(read_values(config)).keys() | set_keys:
             require(click.get_current_context(), out=out)
     else:
-        config = str(config_to_resume(resume, {"CONFIG.toml": config, "--out": out}))
+        config = str(config_from_main(resume, {"CONFIG.toml": config, "--out": out}))
         options["run.out"] = resume
-    settings = load_rl_config(config, overrides, options)
+    command = {"command": "rl", "--out": out, "--resume": resume}
+    settings = together(
+        lambda: load_rl_config(config, overrides, options), lambda _: command, patience=ARRIVAL
+    )
     again = f"continue with `{resume_command('rl', settings.run.out, num_processes)}`"
     how = f"finished work is kept; {again}"
     waits_for = "the current update, or running calls"

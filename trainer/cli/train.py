@@ -5,19 +5,26 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from rollout_io.cli.datasets import workers_of
-from rollout_io.cli.output import emit, emit_json, example, going_on, note, shown_log
+from rollout_io.cli.output import (
+    announced_stop,
+    emit,
+    emit_json,
+    example,
+    going_on,
+    note,
+    shown_log,
+)
 from rollout_io.cli.usage import HintedUsageError
 from schemas.errors import count
 from trainer.cli.options import (
     algorithm_option,
-    config_to_resume,
+    config_from_main,
     require,
     resume_command,
     resume_option,
@@ -105,6 +112,7 @@ def train(
     from rollout_io.dataset.storage import find_shards
     from schemas.extras import requires_extra
     from trainer.config.train_config import load_config, load_sections
+    from trainer.distributed.meeting import ARRIVAL, together
     from trainer.distributed.processes import is_main
     from trainer.models.directory import check_model_directory
 
@@ -115,7 +123,7 @@ def train(
         require(click.get_current_context(), dataset=dataset, model=model, out=out)
     elif resume is not None:
         values = {"DS": dataset, "--model": model, "--out": out, "--config": config}
-        config, out = str(config_to_resume(resume, values)), resume
+        config, out = str(config_from_main(resume, values)), resume
     options = {
         "data.dataset": dataset,
         "model.path": model,
@@ -126,10 +134,16 @@ def train(
     }
     if show_config:
         return _show(load_sections(config, overrides, options), as_json=as_json)
-    settings = load_config(config, overrides, options)
-    find_shards(settings.data.dataset)  # before torch is imported, which takes seconds
-    if resume is None:
-        check_model_directory(settings.model.path)
+
+    def load() -> TrainConfig:
+        settings = load_config(config, overrides, options)
+        find_shards(settings.data.dataset)  # before torch is imported, which takes seconds
+        if resume is None:
+            check_model_directory(settings.model.path)
+        return settings
+
+    command = {"command": "train", "--out": out, "--resume": resume, "--dry-run": dry_run}
+    settings = together(load, lambda _: command, patience=ARRIVAL)
     again = f"continue with `{resume_command('train', settings.run.out, num_processes)}`"
     if dry_run:
         again = "run the same command again"
@@ -143,7 +157,7 @@ def train(
             planned = report.dry_run(settings, resume=resume is not None)
     else:
         stops = going_on(lambda: how_to_resume(settings.run.out, again), "the current update")
-        with shown_log(), stops if is_main() else nullcontext():
+        with shown_log(), stops if is_main() else announced_stop(None):
             result = training.train(settings, resume=resume is not None)
     if not is_main():
         return 0

@@ -115,6 +115,10 @@ class TrainConfig(Sections):
 AnySections = TypeVar("AnySections", bound=Sections)
 
 
+PATHS = frozenset({"data.dataset", "model.path", "model.critic_model", "loss.reference_model"})
+"""Keys whose values may differ between machines, or change when a run resumes: digests are compared."""
+
+
 def load_config(
     toml_path: str | Path | None,
     overrides: Sequence[str] = (),

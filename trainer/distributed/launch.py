@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import weakref
-from datetime import timedelta
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
     fsdp2_prepare_model,
 )
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from schemas.errors import ConfigError, InputError, count
-from trainer.config.train_config import TrainConfig, default_dtype
-from trainer.distributed.processes import STARTER, STORE
+import rollout_io
+from rollout_io.configuration import flat
+from schemas.errors import ConfigError, count
+from trainer.config.train_config import PATHS, TrainConfig, default_dtype
+from trainer.distributed.meeting import (
+    ARRIVAL,
+    join_group,
+    refuse_strangers,
+    source_digest,
+    together,
+)
 from trainer.distributed.sharding import is_sharded
-
-PATIENCE = timedelta(hours=2)
-"""Maximum time that processes wait for each other, for example during a large checkpoint."""
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -37,15 +42,9 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     Raises:
         ConfigError: A tracker is not installed, or the launch settings are not supported.
     """
-    available = [str(tracker) for tracker in get_available_trackers()]
-    run = config.run
-    for tracker in run.trackers:
-        if tracker not in available:
-            expected = f"an installed tracker ({', '.join(available) or 'none is installed'})"
-            raise ConfigError("config_value", "run.trackers", f"`{tracker}`", expected)
-    _check_launch(config.optimizer.algorithm)
-    _join_started()
-    dtype = config.model.dtype or default_dtype()
+    together(lambda: _check(config), lambda _: _facts(config), patience=ARRIVAL)
+    join_group()
+    run, dtype = config.run, config.model.dtype or default_dtype()
     precision = "bf16" if dtype == "bfloat16" else "no"
     _forget_other_precision(precision)
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -56,7 +55,6 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
         kwargs_handlers=[
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=PATIENCE),
         ],
     )
     _MADE.append(weakref.ref(accelerator))
@@ -72,6 +70,34 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     return accelerator
+
+
+def _check(config: TrainConfig) -> None:
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for tracker in config.run.trackers:
+        if tracker not in available:
+            expected = f"an installed tracker ({', '.join(available) or 'none is installed'})"
+            raise ConfigError("config_value", "run.trackers", f"`{tracker}`", expected)
+    _check_launch(config.optimizer.algorithm)
+    num_gpus, num_here = torch.accelerator.device_count(), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if torch.accelerator.is_available() and int(num_here) > num_gpus:
+        expected = f"at most {num_gpus}, one per GPU"
+        raise ConfigError("launch", "--num-processes", num_here, expected)
+
+
+def _facts(config: TrainConfig) -> dict[str, Any]:
+    """What must be the same in all processes before they exchange anything."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    settings = flat(dataclasses.asdict(config))
+    return {
+        "rollout-io": rollout_io.__version__,
+        "source code of rollout-io": source_digest(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": device.type if device else "cpu",
+        "precision of float32 products": torch.get_float32_matmul_precision(),
+        "FSDP": {k: v for k, v in sorted(os.environ.items()) if "FSDP" in k},
+    } | {key: settings[key] for key in settings if key not in PATHS}
 
 
 _MADE: list[weakref.ref[Accelerator]] = []
@@ -118,30 +144,8 @@ def wrap_frozen(accelerator: Accelerator, model: nn.Module) -> Any:
     return accelerator.prepare_model(model, evaluation_mode=True)
 
 
-def _join_started() -> None:
-    """Connect to the other processes of `--num-processes` through a file, which needs no port."""
-    file = os.environ.get(STORE)
-    if not file or distributed.is_initialized():
-        return
-    if os.getppid() != int(os.environ[STARTER]):
-        # The command was killed after it started this process, but before it could record that
-        # this process must end with it.
-        raise InputError("process_lost", "--num-processes", "the `rollouts` command was killed")
-    num_processes, on_gpus = int(os.environ["WORLD_SIZE"]), torch.accelerator.is_available()
-    num_gpus = torch.accelerator.device_count()
-    if on_gpus and num_processes > num_gpus:
-        expected = f"at most {num_gpus}, one per GPU"
-        raise ConfigError("launch", "--num-processes", str(num_processes), expected)
-    distributed.init_process_group(
-        None if on_gpus else "gloo",
-        init_method=f"file://{file}",
-        rank=int(os.environ["RANK"]),
-        world_size=num_processes,
-        timeout=PATIENCE,
-    )
-
-
 def _check_launch(optimizer: str) -> None:
+    refuse_strangers()
     where, expected = "accelerate launch", "data parallelism or FSDP2"
     num_accumulated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if num_accumulated != "1":

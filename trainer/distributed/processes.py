@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import polars as pl
 
 from schemas.errors import InputError, RolloutError, decode, encode
+from trainer.distributed.liveness import lost_error
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,11 +37,17 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def is_first_here() -> bool:
+    """True for the first process on each machine, which prints the errors of all."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
 @contextmanager
 def lost_processes() -> Iterator[None]:
     """Turn a failed exchange with a process that has ended or hangs into an error.
 
-    gloo notices at once that a process has ended, because its connections are closed.
+    gloo notices at once that a process has ended, because its connections are closed. Of several
+    machines, `trainer.distributed.liveness` knows which is lost.
 
     Raises:
         InputError: `process_lost`: a process of the run ended or did not respond in time.
@@ -51,6 +58,8 @@ def lost_processes() -> Iterator[None]:
         reason = _lost(error)
         if reason is None:
             raise
+        if named := lost_error():
+            raise named from error
         finding = f"another process of the run has ended or does not respond ({reason})"
         hint = "look for its own error above; continue with --resume RUN"
         raise InputError("process_lost", _this_process(), finding, hint=hint) from error
@@ -103,11 +112,8 @@ def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
     failure: RolloutError | None = None
     try:
         result = work()
-    except RolloutError as error:
-        failure = error
-    except OSError as error:
-        finding = (error.strerror or str(error)).lower()
-        failure = InputError("file", str(error.filename), finding)
+    except (RolloutError, OSError) as error:
+        failure = as_rollout_error(error)
     message = json.dumps(encode(failure)).encode() if failure else b""
     others = [text for text in gather_bytes(accelerator, message) if text]
     if failure:
@@ -115,6 +121,13 @@ def agreed(accelerator: Accelerator, work: Callable[[], T]) -> T:
     if others:
         raise decode(json.loads(others[0]))
     return result
+
+
+def as_rollout_error(error: RolloutError | OSError) -> RolloutError:
+    """Return the error, or an error of the user for one of the operating system."""
+    if isinstance(error, RolloutError):
+        return error
+    return InputError("file", str(error.filename), (error.strerror or str(error)).lower())
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], object]) -> None:

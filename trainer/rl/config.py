@@ -123,6 +123,9 @@ class RlConfig(Sections):
     def __post_init__(self) -> None:
         check_required(dataclasses.asdict(self), REQUIRED)
         check_settings(self)
+        if "://" in self.run.out:
+            expected = "a local directory, where engines read the weights"
+            raise ConfigError("config_value", "run.out", self.run.out, expected)
         shared, sets = evaluation_sets(self.evaluate or {})
         every = shared.get("every_iterations", 1)
         if every < 1:

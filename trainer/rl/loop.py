@@ -15,8 +15,6 @@ import asyncio
 import dataclasses
 import functools
 import shlex
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,9 +33,13 @@ from pipelines.generation.generator import Generator, open_calls
 from pipelines.generation.run import OpenEngine
 from pipelines.generation.tasks import Task, read_tasks
 from pipelines.generation.trajectory import ENDS_THE_RUN
+from rollout_io.configuration import flat
 from rollout_io.retokenize.tokenizer import ChatTokenizer, load_tokenizer
 from schemas.errors import RolloutError
+from trainer.config.train_config import PATHS
 from trainer.distributed.launch import make_accelerator
+from trainer.distributed.liveness import watched
+from trainer.distributed.meeting import together
 from trainer.distributed.orders import Orders
 from trainer.distributed.processes import agreed, lost_processes
 from trainer.engine.open_engine import open_engine as open_usual
@@ -59,14 +61,16 @@ from trainer.rl.sampling_progress import SamplingProgress
 from trainer.rl.task_order import check_names, endless_tasks, first_name
 from trainer.rl.updates import Learning, check_lengths
 from trainer.rl.weight_swap import WeightSwapEngine
-from trainer.run.checkpoint import checkpoint_path
+from trainer.run.checkpoint import checkpoint_facts, checkpoint_path
 from trainer.run.directory import stays_in_place
 from trainer.run.messages import say, say_attention, say_learning_rate, show, warn
+from trainer.run.model_digests import model_digests
 from trainer.run.resume import alone_in, say_if_new, stops_when_full
 from trainer.run.run_log import RunLog
 from trainer.run.same_tokenizer import check_tokenizers
 from trainer.run.start_records import record_start
 from trainer.run.state import generators
+from trainer.run.stopping import Stop
 from trainer.run.token_records import say_size
 
 if TYPE_CHECKING:
@@ -111,6 +115,7 @@ class RlResult:
 
 
 @stays_in_place
+@watched()
 @lost_processes()
 def run(
     config: RlConfig,
@@ -144,8 +149,9 @@ def run(
     """
     t = config.training
     accelerator = make_accelerator(t)
-    checkpoint, sampling = agreed(
-        accelerator, lambda: _set_up(config, accelerator, open_engine, resume=resume)
+    checkpoint, sampling = together(
+        lambda: _set_up(config, accelerator, open_engine, resume=resume),
+        lambda opened: _facts(config, opened[0]),
     )
     say_learning_rate(t)
     say_attention(accelerator)
@@ -218,6 +224,13 @@ def _set_up(
     return checkpoint, (engine, tokenizer, tasks, sets)
 
 
+def _facts(config: RlConfig, checkpoint: Path | None) -> dict[str, Any]:
+    """What must be the same in all processes before a model is loaded."""
+    settings = flat(config.resolved())
+    lasting = {key: settings[key] for key in settings if key not in PATHS | {"run.out"}}
+    return lasting | model_digests(config.training) | checkpoint_facts(checkpoint)
+
+
 def _open(config: RlConfig, learning: Learning, held: ExitStack) -> dict[int, float | None]:
     """Lock the run's directory, and roll it back to the state to resume from; see `prepare`."""
     out = Path(config.run.out)
@@ -250,13 +263,16 @@ class Driver:
     async def run(self) -> None:
         """Run all remaining iterations."""
         config, learning, groups = self.config, self.learning, Groups(self.config)
-        stack = ExitStack()
-        if threading.current_thread() is threading.main_thread():
-            # Cancel instead of raising SIGINT, which background jobs of a shell ignore.
-            task = asyncio.current_task()
-            assert task is not None
-            stack.enter_context(_cancelled_by_sigterm(asyncio.get_running_loop(), task))
-        with stack, _hints_at_resuming(config), self._saved_when_it_ends():
+        task, events = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        # Unlike `add_signal_handler`, this leaves the wakeup file descriptor to the command line,
+        # which handles signals while the trainer computes.
+        stop = Stop(lambda: events.call_soon_threadsafe(task.cancel))
+        with (
+            stop.requested_by_signals(),
+            _hints_at_resuming(config),
+            self._saved_when_it_ends(),
+        ):
             async with self.engine, self._open_calls() as calls:
                 generator = Generator(self.engine, self.tokenizer, config.generation, calls)
                 metadata, training = generator.metadata, config.training
@@ -323,15 +339,18 @@ class Driver:
         return metrics
 
     async def _begin_engine(self) -> None:
-        """Load the run's weights into the engine; a server may still have another run's weights."""
-        version = self.learning.iteration
+        """Load the run's weights into the engine, from where each update will write them.
+
+        A server may still have another run's weights. One that cannot read the run's directory thus
+        ends the run before anything is sampled.
+        """
         self.as_adapter = self.learning.has_adapter and await self.engine.takes_adapters()
         is_served = self.config.generation.engine != "transformers"
         if is_served and self.learning.has_adapter and not self.as_adapter:
             say(_WHOLE_MODELS)
-        if is_served and (self.as_adapter or not version):
+        if is_served and self.as_adapter:
             await self.engine.load_weights(self.config.model.path, policy_version=0)
-        if version:
+        if is_served or self.learning.iteration:
             await self._sync()
 
     async def _sync(self) -> None:
@@ -411,22 +430,6 @@ class Driver:
             return_mean=self.return_mean,
             evaluation=self.evaluated[max(self.evaluated)] if self.evaluated else None,
         )
-
-
-@contextmanager
-def _cancelled_by_sigterm(
-    loop: asyncio.AbstractEventLoop, task: asyncio.Task[object]
-) -> Iterator[None]:
-    """Cancel a task on SIGTERM.
-
-    Unlike `add_signal_handler`, this leaves the wakeup file descriptor to the command line, which
-    handles signals while the trainer computes.
-    """
-    before = signal.signal(signal.SIGTERM, lambda *_: loop.call_soon_threadsafe(task.cancel))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from trainer.batches.forest import RowLimit
 from trainer.config.train_config import TrainConfig
 from trainer.distributed.launch import make_accelerator
 from trainer.distributed.processes import agreed
+from trainer.distributed.sending import on_this_machine
 from trainer.distributed.sharding import is_sharded, whole_weights
 from trainer.models.lora import save_adapter
 from trainer.models.policy import Policy
@@ -122,10 +123,15 @@ class Learning:
         Raises:
             RolloutError: Rows cannot be used as configured, or every trajectory failed.
         """
-        iteration = self.iteration
-        run = self.run_on(dataset)
+        with on_this_machine(self.accelerator, dataset) as here:
+            assert here is not None
+            return self._update(self.run_on(here), numbers, log)
+
+    def _update(
+        self, run: Run, numbers: dict[str, Any], log: RunLog | None
+    ) -> list[dict[str, Any]]:
+        iteration, lines = self.iteration, list[dict[str, Any]]()
         set_rates(run, self.progress.global_step)
-        lines = []
         explains, passes = not self._explained, log.passes if log else UNWATCHED
         for step in updates(run, self.progress, explains=explains, passes=passes):
             self._explained |= step.cause is not None

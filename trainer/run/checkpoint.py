@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rollout_io.dataset.atomic_files import replace_text, whole
 from schemas.errors import InputError, count
+from trainer.distributed.processes import is_main
 from trainer.models.critic import Critic
 from trainer.models.lora import save_model
 
@@ -116,6 +117,16 @@ def latest_checkpoint(out: Path) -> Path | None:
         hint = f"start a new run from it: --model {checkpoints[-1]}"
         raise InputError("checkpoint_state", str(checkpoints[-1]), finding, hint=hint)
     return checkpoints[-1] if checkpoints else None
+
+
+def checkpoint_facts(checkpoint: Path | None) -> dict[str, str]:
+    """Return what must be the same on all machines with a checkpoint; `--resume` sends it to others."""
+    name = "the checkpoint in --out"
+    if checkpoint is None:
+        return {name: "none"} if is_main() else {}
+    files = checkpoint / FILES
+    digest = hashlib.sha256(files.read_bytes()).hexdigest()[:16] if files.is_file() else "no digest"
+    return {name: f"{checkpoint.name} ({digest})"}
 
 
 def check_files(checkpoint: Path) -> None:

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 import rollout_io
+from rollout_io.configuration import flat
 from rollout_io.dataset.storage import Location, occupied
 from schemas.errors import InputError, count
 from trainer.batch import index_rows
 from trainer.batches.plan import Plan, dataset_returns, make_plan, num_planned_updates
-from trainer.config.train_config import TrainConfig, resolved, uses
+from trainer.config.train_config import PATHS, TrainConfig, resolved, uses
 from trainer.distributed.launch import make_accelerator
+from trainer.distributed.meeting import machines, together
 from trainer.distributed.processes import agreed
+from trainer.distributed.sending import on_this_machine
 from trainer.run.check_dataset import check_dataset, num_greedy_rows, scan_rows
-from trainer.run.checkpoint import check_files
+from trainer.run.checkpoint import check_files, checkpoint_facts
 from trainer.run.load_models import load_models, prepare
 from trainer.run.messages import Remark, say, say_attention, say_learning_rate, show
+from trainer.run.model_digests import model_digests
 from trainer.run.resume import check_max_updates, find_checkpoint, lines_to_keep, say_if_new
 from trainer.run.run import Run
 from trainer.run.same_tokenizer import check_tokenizers
-from trainer.run.state import Position, Progress, dataset_digest, load_progress, restore
+from trainer.run.state import (
+    IN_DIGEST,
+    Position,
+    Progress,
+    dataset_digest,
+    load_progress,
+    restore,
+    table_digest,
+)
 
 
 def open_run(
@@ -60,16 +74,16 @@ def open_run(
     """
     accelerator = opened.accelerator if opened else _started(config)
     # Each of these stages fails in all processes if it fails in one.
-    config, start = agreed(accelerator, lambda: _resolve(config, checkpoint, resume=resume))
+    config, start = together(lambda: _resolve(config, checkpoint, resume=resume), _settings)
     if resume is not None:
         say_learning_rate(config)
     if not opened:
         say_attention(accelerator)
-    rollouts, plan, index = agreed(accelerator, lambda: _plan(config))
+    rollouts, plan, index = together(lambda: _plan(config), lambda planned: _digests(*planned[1:]))
     if opened:
         run = replace(opened, config=config)
     else:
-        compared = agreed(accelerator, lambda: _compare_tokenizers(config))
+        compared = together(lambda: _compare_tokenizers(config), lambda _: model_digests(config))
         digest = dataset_digest(plan, index)
         run = open_models(config, start, accelerator, digest=digest, keeps_lines=bool(resume))
         for remark in compared:
@@ -88,8 +102,8 @@ def open_run(
         first_batch=first_batch,
     )
     if resume is not None:
-        if start:
-            say(f"resuming from {start}")
+        if run.checkpoint:
+            say(f"resuming from {run.checkpoint}")
         _note_few_updates(run)
     return run
 
@@ -106,7 +120,8 @@ def open_models(
 
     Args:
         config: Configuration of the run; `data` is not used.
-        checkpoint: Checkpoint to resume from; None: the configured models.
+        checkpoint: Checkpoint to resume from, which other machines than the main process's need not
+            have; None in the main process: the configured models.
         accelerator: Connects the processes of the run.
         digest: Identifies the dataset in checkpoints; the dataset of `rollouts rl` grows.
         keeps_lines: Whether to read the lines of `metrics.jsonl` up to the checkpoint.
@@ -114,14 +129,18 @@ def open_models(
     Raises:
         RolloutError: A model cannot be trained as configured, or the checkpoint is unreadable.
     """
-    progress, lines = agreed(
-        accelerator, lambda: _progress(config, checkpoint, digest, keeps=keeps_lines)
-    )
-    run = prepare(accelerator, config, agreed(accelerator, lambda: load_models(config, checkpoint)))
-    if accelerator.num_processes > 1:
-        say(f"training with {accelerator.num_processes} processes")
-    if checkpoint:
-        restore(checkpoint / "state", run.optimizers)
+    keeps_lines = keeps_lines and accelerator.is_main_process
+    with on_this_machine(accelerator, checkpoint) as start:
+        progress, lines = agreed(
+            accelerator, lambda: _progress(config, start, digest, keeps=keeps_lines)
+        )
+        models = agreed(accelerator, lambda: load_models(config, start))
+        run = prepare(accelerator, config, models)
+        if accelerator.num_processes > 1:
+            where = count(len(set(machines())), "machine")
+            say(f"training with {accelerator.num_processes} processes on {where}")
+        if start:
+            restore(start / "state", run.optimizers)
     return replace(run, checkpoint=checkpoint, progress=progress, digest=digest, kept_metrics=lines)
 
 
@@ -144,6 +163,23 @@ def _resolve(
         checkpoint = find_checkpoint(config)
         say_if_new(out)
     return config, checkpoint
+
+
+def _settings(resolved: tuple[TrainConfig, Path | None]) -> dict[str, Any]:
+    """What must be the same in all processes before the dataset is read."""
+    config, checkpoint = resolved
+    settings = flat(dataclasses.asdict(config))
+    lasting = {key: settings[key] for key in settings if key not in PATHS | {"run.out"}}
+    return lasting | checkpoint_facts(checkpoint)
+
+
+def _digests(plan: Plan, index: pl.DataFrame) -> dict[str, Any]:
+    """What a dataset must have in common on all machines: what `dataset_digest` hashes."""
+    return {
+        "data.dataset: number of rows": len(index),
+        "data.dataset: trajectories and returns": table_digest(plan.trajectories)[:16],
+        "data.dataset: tokens and what trains": table_digest(index.select(IN_DIGEST))[:16],
+    }
 
 
 def _plan(config: TrainConfig) -> tuple[pl.LazyFrame, Plan, pl.DataFrame]:

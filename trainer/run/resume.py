@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from rollout_io.configuration import flat
 from rollout_io.dataset.locking import destination
 from schemas.errors import ConfigError, InputError, count
-from trainer.config.train_config import TrainConfig
+from trainer.config.train_config import PATHS, TrainConfig
 from trainer.run.checkpoint import latest_checkpoint
 from trainer.run.messages import say
 
@@ -35,7 +35,6 @@ MAY_CHANGE = {
 are fixed if the learning rate decays towards the last update."""
 SETTINGS = "config.json"
 """File of a checkpoint's state: the configuration of the updates before it."""
-_PATHS = {"data.dataset", "model.path", "model.critic_model", "loss.reference_model"}  # may move
 _HINT = "resume with the configuration of the run, or start a new run"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -68,7 +67,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     if saved and latest and (latest / "state" / SETTINGS).exists():
         # The run's file is a user's to edit; what past updates used is not.
         used = json.loads((latest / "state" / SETTINGS).read_bytes())
-        may_change = MAY_CHANGE | _PATHS
+        may_change = MAY_CHANGE | PATHS
         check_same(used, now, may_change, latest / "state", growing="batch.num_epochs")
     return latest
 
@@ -76,7 +75,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
 def lasting_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings by `section.key`, except paths and what may change."""
     settings = flat(dataclasses.asdict(config))
-    return {key: settings[key] for key in settings if key not in MAY_CHANGE | _PATHS}
+    return {key: settings[key] for key in settings if key not in MAY_CHANGE | PATHS}
 
 
 def say_if_new(out: Path) -> None:

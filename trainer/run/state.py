@@ -113,9 +113,18 @@ def save_state(path: Path, optimizers: OptimizerTensors, digest: str, progress: 
     (path / "rng.json").write_text(json.dumps(generators()) + "\n", encoding="utf-8")
 
 
+IN_DIGEST = "trajectory_id", "step_index", "digest"
+"""Columns of a dataset's index that identify its rows, with a digest of their values that train."""
+
+
 def dataset_digest(plan: Plan, index: pl.DataFrame) -> str:
     """Hash the plan's trajectories, returns and masks, and every row's values that train, in order."""
-    tables = plan.trajectories, index.select("trajectory_id", "step_index", "digest")
+    tables = plan.trajectories, index.select(IN_DIGEST)
+    return table_digest(*tables)
+
+
+def table_digest(*tables: pl.DataFrame) -> str:
+    """Hash the values of tables."""
     return hashlib.sha256("".join(table.write_csv() for table in tables).encode()).hexdigest()
 
 

@@ -34,6 +34,7 @@ from trainer.batches.transfer import Arriving, to_device
 from trainer.config.loss_config import LossConfig
 from trainer.distributed.processes import gather_bytes
 from trainer.run.messages import say
+from trainer.run.run_store import published
 
 RecordTokens = Literal["none", "sampled", "all"]
 SAMPLED_GROUPS = 4
@@ -191,7 +192,8 @@ def say_size(out: Path) -> None:
     if paths:
         size = sum(path.stat().st_size for path in paths)
         shown = f"{size / MB:,.1f} MB" if size >= MB else f"{size / 1000:.0f} kB"
-        say(f"recorded the tokens of {count(len(paths), 'update')} in {out / TOKENS} ({shown})")
+        where = f"{published(out) or out}/{TOKENS}"
+        say(f"recorded the tokens of {count(len(paths), 'update')} in {where} ({shown})")
 
 
 def _concatenated(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

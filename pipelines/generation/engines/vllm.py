@@ -233,11 +233,12 @@ class VllmEngine:
         except ServerError as error:
             if error.status != 500:
                 raise
-            source, hint = "", "use a path that the server can read"
+            source, hint = "", "give the server this path on a shared disk"
+            hint += ", or start it with --weight-transfer-config, to be sent the weights"
             if is_copy:
                 source = f" from {weights}, a copy of the model with an explicit output layer"
                 hint = "set TMPDIR to a directory that the server can read"
-            got = f"vLLM cannot load the weights{source}: {error.got}"
+            got = f"the server at {error.where} cannot load the weights{source}: {error.got}"
             raise EngineError("engine_refused", path, got, hint=hint) from None
         self._adapters = []
         if is_copy:

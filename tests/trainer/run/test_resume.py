@@ -32,6 +32,7 @@ from tests.helpers.trainer_helpers import (
 from trainer import update as updates
 from trainer.batch import index_rows
 from trainer.config.sections import AdvantageConfig, BatchConfig
+from trainer.run import stopping
 from trainer.run.resume import alone_in, find_checkpoint
 from trainer.run.state import (
     Position,
@@ -484,9 +485,31 @@ def test_a_signal_saves_a_checkpoint_after_the_current_update(
     assert lines_of(tmp_path / "run") == lines_of(whole)
 
 
-def test_a_second_signal_stops_at_once() -> None:
-    stop = Stop()
+def test_a_signal_repeated_within_a_second_is_one_and_a_later_one_stops_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop, seconds = Stop(), iter([0.0, 0.9, 1.1])
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: next(seconds))
     with stop.requested_by_signals():
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_during_the_exchange_of_signals_counts_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop = Stop()
+
+    def interrupted(_: object, data: bytes) -> list[bytes]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [data]
+
+    monkeypatch.setattr(stopping, "gather_bytes", interrupted)
+    with stop.requested_by_signals():
+        assert not stop.is_requested(None)  # type: ignore[arg-type]
+        stop.end()
+        assert stop.is_requested(None)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        stop.end()
