@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollout_io.cli.datasets import workers_of, workers_options
+from rollout_io.cli.datasets import dataset_argument, workers_of, workers_options
 from rollout_io.cli.output import emit, emit_json, emit_styled, example, note
-from rollout_io.cli.usage import HintedUsageError, Number
+from rollout_io.cli.usage import Number
 from rollout_io.terminal import columns
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ _SECTIONS = {
     short_help="Summarise a dataset: counts, lengths, rewards, tokens.",
     epilog=example("rollouts stats shop/ --model Qwen3-8B/"),
 )
-@click.argument("dataset", metavar="DS", type=click.Path())
-@click.argument("others", metavar="", nargs=-1, type=click.Path())
+@dataset_argument()
 @click.option(
     "--outcome",
     type=click.Choice(["last", "sum"]),
@@ -61,7 +60,6 @@ _SECTIONS = {
 @click.option("--json", "as_json", is_flag=True, help="Print every number and metric as JSON.")
 def stats(
     dataset: str,
-    others: tuple[str, ...],
     outcome: Any,
     model: str | None,
     params: float | None,
@@ -78,9 +76,6 @@ def stats(
     trajectory and group (docs/metrics.md). If the dataset has several policy versions, numbers that
     speak against a rising return are named.
     """
-    if others:
-        hint = f"compare two datasets: rollouts diff {dataset} {others[0]}"
-        raise HintedUsageError("stats summarises one dataset", hint)
     shape = _model_shape(model, params)
     chosen = workers_of(workers, engine, dataset)
     if as_json or shows_all:
